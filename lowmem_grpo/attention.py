@@ -1,0 +1,108 @@
+"""Attention over packed sequences and over a growing cache, through transformers' registry of attention functions.
+
+    packed   one row of T tokens holds S sequences; each attends to itself alone. No (T, T) mask is ever made: the
+             sequences are laid side by side, (S, max_seqlen), and plain causal attention runs over them. What is right
+             of a sequence's end is never attended to by the sequence, so no mask is needed for it either.
+    cached   one new token a row against the cache; the query heads that share a key head are folded into its query
+             axis, so that keys and values are read where they lie instead of being repeated.
+    other    transformers' own "sdpa".
+
+Models are loaded with `attn_implementation=NAME`. Sliding windows are honoured in all three.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lowmem_grpo.types import MicroBatch
+
+NAME = "lowmem_grpo"
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where packed tokens lie when S sequences are laid side by side in width W = max_seqlen."""
+
+    places: Tensor  # (T,) int64, index into S * W
+    num_sequences: int
+    width: int
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> "PackedLayout":
+        places = batch.sequence_ids * batch.max_seqlen + batch.position_ids
+        return cls(places, len(batch.cu_seqlens) - 1, batch.max_seqlen)
+
+    def spread(self, packed: Tensor) -> Tensor:
+        """(1, H, T, K) to (S, H, W, K), zeros right of each sequence's end."""
+        heads, size = packed.shape[1], packed.shape[3]
+        side_by_side = packed.new_zeros(self.num_sequences * self.width, heads, size)
+        side_by_side = side_by_side.index_copy(0, self.places, packed[0].transpose(0, 1))
+        return side_by_side.view(self.num_sequences, self.width, heads, size).transpose(1, 2)
+
+    def gather(self, side_by_side: Tensor) -> Tensor:
+        """(S, H, W, K) to (1, T, H, K)."""
+        flat = side_by_side.transpose(1, 2).reshape(-1, side_by_side.shape[1], side_by_side.shape[3])
+        return flat.index_select(0, self.places)[None]
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    packed: PackedLayout | None = None, cached: bool = False, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Dispatch to one of the three forms; query (B, H, Q, K), key and value (B, H_kv, L, K), result (B, Q, H, K)."""
+    if softcap is not None:
+        raise ValueError("attention with logit soft-capping is not supported; load a model without it")
+    if packed is not None:
+        return packed_attention(query, key, value, packed, scaling, dropout, sliding_window), None
+    if cached and query.shape[2] == 1:
+        return cached_attention(query, key, value, attention_mask, scaling, sliding_window), None
+    if cached and sliding_window is not None and attention_mask is not None:
+        attention_mask = attention_mask & window_mask(key.shape[2], sliding_window, key.device)[-query.shape[2] :]
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Causal attention within each packed sequence, result (1, T, H, K)."""
+    windowed = sliding_window is not None and sliding_window < layout.width
+    mask = window_mask(layout.width, sliding_window, query.device) if windowed and sliding_window else None
+    out = F.scaled_dot_product_attention(
+        layout.spread(query), layout.spread(key), layout.spread(value), attn_mask=mask, is_causal=mask is None,
+        dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return layout.gather(out)
+
+
+def cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """One query a row: (B, H, 1, K) against (B, H_kv, L, K); rows are right-aligned, so a window is the last keys."""
+    rows, heads, _, size = query.shape
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
+        mask = mask[..., -sliding_window:] if mask is not None else None
+    folded = query.view(rows, key.shape[1], heads // key.shape[1], size)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(rows, 1, heads, size)
+
+
+def window_mask(width: int, sliding_window: int, device: torch.device) -> Tensor:
+    """(W, W) bool: causal, and at most `sliding_window` tokens back, oneself included."""
+    position = torch.arange(width, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < sliding_window)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

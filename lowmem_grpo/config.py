@@ -1,0 +1,247 @@
+"""The settings of a run, under TRL's field names and meanings (TRL 1.16's GRPOConfig)."""
+
+import difflib
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lowmem_grpo.advantages import SCALE_REWARDS
+from lowmem_grpo.losses import LOSS_TYPES
+from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.unsupported import FIXED, RENAMED
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup")
+SINKS = ("none", "wandb", "tensorboard")
+STRATEGIES = ("no", "steps")
+
+
+class CheckedCall(type):
+    """Makes `GRPOConfig(...)` refuse options by name, with what to do instead, before the dataclass sees them."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **refuse_unsupported(kwargs, {f.name for f in fields(cls)}))
+
+
+def refuse_unsupported(options: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """The options that are fields. Raises TypeError for one that nobody knows, ValueError for one we cannot honour."""
+    kept = {}
+    for name, value in options.items():
+        name = RENAMED.get(name, name)
+        if name in known:
+            kept[name] = value
+        elif name not in FIXED:
+            close = difflib.get_close_matches(name, [*known, *FIXED], n=3)
+            raise TypeError(f"GRPOConfig has no option {name!r}" + (f"; did you mean {', '.join(close)}?" * bool(close)))
+        elif value not in FIXED[name].allowed:
+            allowed = " or ".join(repr(choice) for choice in FIXED[name].allowed)
+            raise ValueError(f"{name}={value!r} is not supported (allowed: {allowed}). {FIXED[name].advice}")
+    return kept
+
+
+@dataclass
+class GRPOConfig(metaclass=CheckedCall):
+    """Every field means what it means in TRL; fields that TRL does not have say so.
+
+    One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to
+    whole groups (`completions_per_step`). A micro-batch holds at most `per_device_train_batch_size` of them.
+    """
+
+    output_dir: str = "outputs"
+    overwrite_output_dir: bool = False
+    run_name: str | None = None
+    seed: int = 42
+
+    # data
+    max_prompt_length: int | None = None
+    """Rows with a longer prompt are skipped and counted; None leaves the context as the only bound."""
+    shuffle_dataset: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # how much
+    max_steps: int = -1
+    num_train_epochs: float = 3.0
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    steps_per_generation: int | None = None
+    num_iterations: int = 1
+    num_generations: int = 8
+    max_tokens_per_micro_batch: int | None = None
+    """Not in TRL: a second bound on a micro-batch, in tokens. The gradient does not depend on it."""
+
+    # generation
+    max_completion_length: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    vllm_sampling_params: SamplingParams | None = None
+    """Unsloth's name: stop strings, min_p and the like, in place of the four fields above."""
+    use_vllm: bool = False
+
+    # loss
+    loss_type: str = "dapo"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = True
+    scale_rewards: str | bool = "group"
+    reward_weights: list[float] | None = None
+    mask_truncated_completions: bool = False
+
+    # optimizer
+    learning_rate: float = 1e-6
+    optim: str = "adamw_torch"
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    lr_scheduler_type: str = "linear"
+    warmup_steps: float = 0
+    """Steps; below 1 a share of all steps, as in transformers 5."""
+    warmup_ratio: float = 0.0
+
+    # precision and memory
+    bf16: bool | None = None
+    fp16: bool | None = None
+    gradient_checkpointing: bool | None = None
+    """None keeps what get_peft_model set up."""
+
+    # records
+    logging_steps: int = 1
+    report_to: str | list[str] = "none"
+    log_completions: bool = False
+    """Print a few samples with each log; completions.jsonl holds them all in any case."""
+    save_strategy: str = "steps"
+    save_steps: int = 100
+    save_total_limit: int | None = 3
+    eval_strategy: str = "no"
+    eval_steps: int | None = None
+    per_device_eval_batch_size: int = 8
+    num_generations_eval: int | None = None
+
+    # rewards
+    reward_timeout: float = 60.0
+    """Not in TRL: seconds that one reward function may take for one step's completions."""
+    nothing_to_learn_steps: int = 10
+    """Not in TRL: warn after this many steps in a row in which no group had any spread of rewards."""
+
+    def __post_init__(self) -> None:
+        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
+        self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
+        self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        self.optim = str(getattr(self.optim, "value", self.optim))
+        self.check_choices()
+        self.check_ranges()
+        self.check_combinations()
+
+    def check_choices(self) -> None:
+        """Each named choice is one of those we have."""
+        choices = {
+            "loss_type": tuple(LOSS_TYPES), "scale_rewards": SCALE_REWARDS, "optim": OPTIMIZERS,
+            "lr_scheduler_type": SCHEDULERS, "save_strategy": STRATEGIES, "eval_strategy": STRATEGIES,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(allowed)}")
+        for sink in self.report_to:
+            if sink not in SINKS:
+                raise ValueError(f"report_to names {sink!r}; allowed are {', '.join(SINKS)}")
+
+    def check_ranges(self) -> None:
+        """Each number lies where it makes sense."""
+        if self.num_generations < 2:
+            raise ValueError(
+                f"num_generations is {self.num_generations}; GRPO compares completions of one prompt, so it must be 2 "
+                "or more (8 is usual)"
+            )
+        at_least_one = (
+            "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length",
+            "logging_steps", "save_steps", "steps_per_generation", "eval_steps", "max_prompt_length",
+            "save_total_limit", "per_device_eval_batch_size", "num_generations_eval", "max_tokens_per_micro_batch",
+            "nothing_to_learn_steps",
+        )
+        for name in at_least_one:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        for name in ("learning_rate", "beta", "epsilon", "weight_decay", "warmup_steps", "warmup_ratio"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or above")
+        for name in ("max_grad_norm", "reward_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        self.sampling(None)
+
+    def check_combinations(self) -> None:
+        """Settings that contradict each other are refused, never mended in silence."""
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 and fp16 are both set; set one of them")
+        if self.warmup_ratio and self.warmup_steps:
+            raise ValueError("warmup_ratio and warmup_steps are both set; set one of them")
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise ValueError(f"max_steps is {self.max_steps}; it must be above 0, or -1 to go by num_train_epochs")
+        if self.temperature == 0:
+            raise ValueError("temperature is 0: all completions of a prompt would be the same; 1.0 is usual")
+        upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        if self.delta is not None and self.delta <= upper:
+            raise ValueError(f"delta is {self.delta}; it must be above 1 + epsilon_high = {upper}")
+        every = self.gradient_accumulation_steps
+        if self.steps_per_generation is not None and self.steps_per_generation % every:
+            raise ValueError(
+                f"steps_per_generation is {self.steps_per_generation}; it must be a multiple of "
+                f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a generation"
+            )
+        if self.use_vllm:
+            raise ValueError("use_vllm=True is not supported yet; leave it out, and the trainer's own model samples")
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            self.eval_steps = self.logging_steps  # transformers' rule
+
+    @property
+    def optimizer_steps_per_generation(self) -> int:
+        """Optimizer steps that share one generation, each pass over it counted once."""
+        return (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts behind one optimizer step."""
+        wanted = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return math.ceil(wanted / self.num_generations)
+
+    @property
+    def completions_per_step(self) -> int:
+        """Completions behind one optimizer step, rounded up to whole groups."""
+        return self.prompts_per_step * self.num_generations
+
+    @property
+    def prompts_per_generation(self) -> int:
+        """Prompts of one call of the engine."""
+        return self.prompts_per_step * self.optimizer_steps_per_generation
+
+    def rounding(self) -> str | None:
+        """What was rounded up, for the user to see; None where everything divides."""
+        wanted = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        if wanted == self.completions_per_step:
+            return None
+        return (
+            f"per_device_train_batch_size ({self.per_device_train_batch_size}) x gradient_accumulation_steps "
+            f"({self.gradient_accumulation_steps}) = {wanted} completions do not make whole groups of num_generations "
+            f"({self.num_generations}); each step uses {self.completions_per_step}"
+        )
+
+    def sampling(self, seed: int | None, n: int | None = None) -> SamplingParams:
+        """How completions are drawn in training."""
+        given = self.vllm_sampling_params
+        return SamplingParams(
+            n=n or self.num_generations, max_tokens=self.max_completion_length, seed=seed, temperature=self.temperature,
+            top_p=given.top_p if given else self.top_p, top_k=given.top_k if given else self.top_k,
+            min_p=(given.min_p if given else self.min_p) or 0.0, stop=given.stop if given else None,
+            stop_token_ids=given.stop_token_ids if given else None,
+            include_stop_str_in_output=bool(given and given.include_stop_str_in_output),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for records and checkpoints."""
+        return asdict(self)

@@ -1,0 +1,37 @@
+"""What the trainer asks of a rollout engine."""
+
+from typing import Protocol
+
+from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.types import Rollout
+
+
+class Engine(Protocol):
+    """Samples completions with the trainer's own weights. The trainer takes one and imports none."""
+
+    name: str
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
+        """`params.n` rollouts of each prompt's token ids, by the current policy; ids are never re-tokenised."""
+        ...
+
+    def on_policy_update(self, policy_version: int) -> None:
+        """The weights changed in place: forget what was computed with the old ones."""
+        ...
+
+    def sleep(self) -> None:
+        """Free everything but the weights, before training."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready to generate again."""
+        ...
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of key-value cache: held now, or at the peak of the last generation."""
+        ...
+
+    def close(self) -> None:
+        """Free everything that the engine owns."""
+        ...

@@ -1,0 +1,78 @@
+"""A key-value cache that grows in place, as layers of transformers' public `Cache`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values (B, H_kv, L, K) as views of storage with room to grow, so that a new token copies only itself.
+
+    `DynamicLayer` concatenates: each new token copies the whole cache. Here storage grows by half when it is full.
+    """
+
+    storage: Tensor  # (2, B, H_kv, capacity, K)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        length = self.get_seq_length()
+        total = length + key_states.shape[2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.storage = key_states.new_empty(2, *key_states.shape[:2], total, key_states.shape[3])
+        if total > self.storage.shape[3]:
+            self.reserve(total + total // 2)
+        self.storage[0, :, :, length:total] = key_states
+        self.storage[1, :, :, length:total] = value_states
+        return self.view(total)
+
+    def view(self, length: int) -> tuple[Tensor, Tensor]:
+        """Make the first `length` tokens the cache's content."""
+        self.keys, self.values = self.storage[0, :, :, :length], self.storage[1, :, :, :length]
+        return self.keys, self.values
+
+    def reserve(self, capacity: int) -> None:
+        """Move to storage for `capacity` tokens."""
+        length = self.get_seq_length()
+        grown = self.storage.new_empty(*self.storage.shape[:3], capacity, self.storage.shape[4])
+        grown[:, :, :, :length] = self.storage[:, :, :, :length]
+        self.storage = grown
+        self.view(length)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.replace_rows(self.storage.repeat_interleave(repeats, dim=1))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.replace_rows(self.storage.index_select(1, indices))
+
+    def replace_rows(self, storage: Tensor) -> None:
+        length = self.get_seq_length()
+        self.storage = storage
+        self.view(length)
+
+
+class GrowingCache(Cache):
+    """A cache of `GrowingLayer`s, one for each decoder layer, made when first used."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=GrowingLayer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage held."""
+        return sum(layer.storage.untyped_storage().nbytes() for layer in self.layers)
+
+
+def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids (P, L) and whether each place holds a real token (P, L), prompts ending at the right edge."""
+    width = max(len(prompt) for prompt in prompts)
+    input_ids = torch.full((len(prompts), width), pad_id)
+    real = torch.zeros(len(prompts), width, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        real[row, width - len(prompt) :] = True
+    return input_ids.to(device), real.to(device)

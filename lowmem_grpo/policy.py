@@ -1,0 +1,94 @@
+"""The trained model as the loop sees it: hidden states of a micro-batch, log-probabilities, adapter on or off."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowmem_grpo import attention
+from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class Head:
+    """The frozen output head and what the model's config does to its logits."""
+
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+    logit_scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Head":
+        linear = model.get_output_embeddings()
+        if type(linear) is not nn.Linear:
+            raise ValueError(
+                f"the output head is a {type(linear).__name__}; a plain, frozen torch.nn.Linear is needed. "
+                "Leave lm_head out of target_modules and modules_to_save, and out of quantization"
+            )
+        config = model.config.get_text_config()
+        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(linear.weight.detach(), None if linear.bias is None else linear.bias.detach(), scale, softcap)
+
+
+class Policy:
+    """A PEFT causal language model with a frozen head, computing on packed micro-batches.
+
+    `autocast_dtype` is the dtype of mixed precision, or None to compute in the model's own dtype.
+    """
+
+    def __init__(self, model: PeftModel, autocast_dtype: torch.dtype | None = None) -> None:
+        self.model = model
+        base = model.get_base_model()
+        if base.config.get_text_config()._attn_implementation != attention.NAME:
+            base.set_attn_implementation(attention.NAME)
+        self.backbone = getattr(base, base.base_model_prefix)
+        self.head = Head.of(base)
+        self.autocast_dtype = autocast_dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The adapter's parameters, in the model's order."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def autocast(self) -> AbstractContextManager:
+        """Mixed precision where it was asked for."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast_dtype)
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """The backbone's last hidden states (T, D) of a packed batch."""
+        unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers does not build a (T, T) one
+        with self.autocast():
+            out = self.backbone(
+                input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], attention_mask=unused_mask,
+                use_cache=False, packed=attention.PackedLayout.of(batch),
+            )
+        return out.last_hidden_state[0]
+
+    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """(logprobs (N,), entropy (N,)) of the batch's N completion tokens."""
+        hidden = self.hidden(batch)[batch.loss_mask].to(self.head.weight.dtype)
+        head = self.head
+        result = linear_logprobs(
+            hidden, head.weight, batch.targets[batch.loss_mask], bias=head.bias, temperature=temperature,
+            logit_scale=head.logit_scale, softcap=head.softcap, return_entropy=True,
+        )
+        return result[0], result[1]
+
+    @contextmanager
+    def base_model(self) -> Iterator[None]:
+        """The adapter is off inside: the reference policy, with no second model."""
+        with self.model.disable_adapter():
+            yield

@@ -1,0 +1,106 @@
+"""Multi-step arithmetic problems: generated, exact, endless, and split into train and test once for all.
+
+    Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?
+
+    17 + 8 = 25
+    25 - 13 = 12
+    12 * 3 = 36
+    Answer: 36
+
+A problem belongs to "test" or "train" by a hash of its text alone, so that the two never share a problem,
+whatever the seeds of the datasets that are compared.
+"""
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SPLITS = ("train", "test")
+TEST_SHARE = 8  # one problem in eight is a test problem
+MAX_TOTAL = 99  # every intermediate total lies in [0, MAX_TOTAL]
+MIN_STEPS, MAX_STEPS = 2, 4
+VERBS = {"+": "Add {}.", "-": "Subtract {}.", "*": "Multiply by {}."}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A start value and steps (operator, operand), applied from left to right."""
+
+    start: int
+    steps: tuple[tuple[str, int], ...]
+
+    @property
+    def question(self) -> str:
+        verbs = " ".join(VERBS[operator].format(operand) for operator, operand in self.steps)
+        return f"Start with {self.start}. {verbs} What is the result?"
+
+    @property
+    def totals(self) -> list[int]:
+        """The exact total after each step."""
+        totals, total = [], self.start
+        for operator, operand in self.steps:
+            total = apply_step(total, operator, operand)
+            totals.append(total)
+        return totals
+
+    @property
+    def answer(self) -> int:
+        return self.totals[-1]
+
+    @property
+    def split(self) -> str:
+        return "test" if zlib.crc32(self.question.encode()) % TEST_SHARE == 0 else "train"
+
+
+def apply_step(total: int, operator: str, operand: int) -> int:
+    """`total operator operand` for the operators + - *."""
+    if operator == "+":
+        return total + operand
+    return total - operand if operator == "-" else total * operand
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    """A random problem of MIN_STEPS to MAX_STEPS steps whose totals all lie in [0, MAX_TOTAL]."""
+    start = total = rng.randint(1, MAX_TOTAL)
+    steps: list[tuple[str, int]] = []
+    for _ in range(rng.randint(MIN_STEPS, MAX_STEPS)):
+        operator, operand = draw_step(rng, total)
+        steps.append((operator, operand))
+        total = apply_step(total, operator, operand)
+    return Problem(start, tuple(steps))
+
+
+def draw_step(rng: random.Random, total: int) -> tuple[str, int]:
+    """A step that keeps the total within [0, MAX_TOTAL]; multiplication is by 2 to 5 where there is room for it."""
+    operators = [
+        operator
+        for operator, possible in (("+", total < MAX_TOTAL), ("-", total > 0), ("*", 0 < total <= MAX_TOTAL // 2))
+        if possible
+    ]
+    operator = rng.choice(operators)
+    if operator == "+":
+        return operator, rng.randint(1, min(49, MAX_TOTAL - total))
+    if operator == "-":
+        return operator, rng.randint(1, min(49, total))
+    return operator, rng.randint(2, min(5, MAX_TOTAL // total))
+
+
+def problems(split: str, seed: int) -> Iterator[Problem]:
+    """Endless distinct problems of one split."""
+    if split not in SPLITS:
+        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
+    rng = random.Random(f"{split}-{seed}")
+    seen: set[Problem] = set()
+    while True:
+        problem = draw_problem(rng)
+        if problem.split == split and problem not in seen:
+            seen.add(problem)
+            yield problem
+
+
+def last_integer(text: str) -> int | None:
+    """The last integer in `text`, or None where there is none (or one too long to be an answer)."""
+    found = re.findall(r"-?\d+", text)
+    return int(found[-1]) if found and len(found[-1]) <= 12 else None
