@@ -1,0 +1,25 @@
+"""GRPO fine-tuning on one GPU, in a fraction of the usual memory. Names load when they are first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.config import GRPOConfig
+    from lowmem_grpo.loader import FastLanguageModel
+    from lowmem_grpo.model import is_bfloat16_supported
+    from lowmem_grpo.sampling import SamplingParams
+    from lowmem_grpo.trainer import GRPOTrainer
+
+__version__ = "0.1.0"
+__all__ = ["FastLanguageModel", "GRPOConfig", "GRPOTrainer", "SamplingParams", "is_bfloat16_supported"]
+
+HOMES = {
+    "FastLanguageModel": "loader", "GRPOConfig": "config", "GRPOTrainer": "trainer", "SamplingParams": "sampling",
+    "is_bfloat16_supported": "model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'lowmem_grpo' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)

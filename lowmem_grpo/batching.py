@@ -67,6 +67,7 @@ def collate(sequences: list[Sequence]) -> MicroBatch:
         rollout_logprobs=aligned(lambda rollout: torch.tensor(rollout.rollout_logprobs)),
         old_logprobs=aligned(lambda rollout: required(rollout.old_logprobs)) if old else None,
         ref_logprobs=aligned(lambda rollout: required(rollout.ref_logprobs)) if ref else None,
+        rollouts=tuple(rollouts),
     )
 
 

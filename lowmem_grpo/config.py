@@ -194,6 +194,12 @@ class GRPOConfig(metaclass=CheckedCall):
                 f"steps_per_generation is {self.steps_per_generation}; it must be a multiple of "
                 f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a generation"
             )
+        given = self.vllm_sampling_params
+        if given is not None and given.temperature not in (1.0, self.temperature):
+            raise ValueError(
+                f"vllm_sampling_params.temperature is {given.temperature} and temperature is {self.temperature}; "
+                "set temperature of GRPOConfig, which the trainer needs as well"
+            )
         if self.use_vllm:
             raise ValueError("use_vllm=True is not supported yet; leave it out, and the trainer's own model samples")
         if self.eval_strategy == "steps" and self.eval_steps is None:

@@ -38,14 +38,14 @@ class Head:
 
 
 class Policy:
-    """A PEFT causal language model with a frozen head, computing on packed micro-batches.
+    """A causal language model with a frozen head (under PEFT, or bare), computing on packed micro-batches.
 
     `autocast_dtype` is the dtype of mixed precision, or None to compute in the model's own dtype.
     """
 
-    def __init__(self, model: PeftModel, autocast_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: PeftModel | PreTrainedModel, autocast_dtype: torch.dtype | None = None) -> None:
         self.model = model
-        base = model.get_base_model()
+        self.base = base = model.get_base_model() if isinstance(model, PeftModel) else model
         if base.config.get_text_config()._attn_implementation != attention.NAME:
             base.set_attn_implementation(attention.NAME)
         self.backbone = getattr(base, base.base_model_prefix)
@@ -90,5 +90,5 @@ class Policy:
     @contextmanager
     def base_model(self) -> Iterator[None]:
         """The adapter is off inside: the reference policy, with no second model."""
-        with self.model.disable_adapter():
+        with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
             yield

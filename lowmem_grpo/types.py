@@ -52,6 +52,7 @@ class MicroBatch:
     rollout_logprobs: Tensor  # (T,) float32
     old_logprobs: Tensor | None = None  # (T,) float32
     ref_logprobs: Tensor | None = None  # (T,) float32
+    rollouts: tuple[Rollout, ...] = ()  # the S packed completions, in order
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same batch with every tensor on `device`."""

@@ -186,7 +186,7 @@ def cut_at_stop(text: str, params: SamplingParams) -> str:
 
 def eos_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every end-of-sequence id that the tokenizer or the model's generation config names."""
-    config = getattr(policy.model.get_base_model(), "generation_config", None)
+    config = getattr(policy.base, "generation_config", None)
     named = getattr(config, "eos_token_id", None)
     ids = named if isinstance(named, list) else [named]
     return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})

@@ -1,0 +1,117 @@
+"""The command `lowmem-grpo`. Heavy libraries are imported by the commands that need them, not here."""
+
+import json
+import logging
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+RECIPES = {
+    "arithmetic": "multi-step arithmetic with the embedded tiny model, on a CPU in minutes",
+    "gsm8k": "grade-school maths: openai/gsm8k, or dataset=PATH to a jsonl or parquet file; gpu=16|24|48|80",
+}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lowmem-grpo")
+def main() -> None:
+    """GRPO fine-tuning on one GPU (or on a CPU, with the embedded tiny model)."""
+
+
+def list_recipes() -> str:
+    return "\n".join(f"  {name:<12}{text}" for name, text in RECIPES.items())
+
+
+@main.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    help="Run RECIPE with its own settings, changed by key=value or --key value (any field of GRPOConfig, and model, "
+    "lora_rank, load_in_4bit, resume, ...).\n\n\b\nRecipes:\n" + list_recipes(),
+)
+@click.argument("recipe", required=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def run(recipe: str | None, options: tuple[str, ...]) -> None:
+    if recipe is None:
+        click.echo(f"Recipes:\n{list_recipes()}\n\nlowmem-grpo run RECIPE [key=value ...]")
+        return
+    if recipe not in RECIPES:
+        import difflib
+
+        close = difflib.get_close_matches(recipe, RECIPES, n=2)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise click.UsageError(f"no recipe {recipe!r}{hint}\n\nRecipes:\n{list_recipes()}")
+    quiet()
+    with plain_errors():
+        module = import_module(f"lowmem_grpo.recipes.{recipe}")
+        from lowmem_grpo.recipes.options import fill
+
+        module.run(fill(module.OPTIONS, list(options)))
+
+
+@main.command()
+@click.argument("run_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def report(run_dir: Path) -> None:
+    """Remake RUN_DIR/report.html, also while the run goes on."""
+    with plain_errors():
+        from lowmem_grpo.report import write_report
+
+        click.echo(write_report(run_dir))
+
+
+@main.command()
+@click.argument("prompt")
+@click.option("--model", default="tiny", show_default=True, help="Hub name or folder.")
+@click.option("--adapter", type=click.Path(path_type=Path), help="Folder of a saved adapter.")
+@click.option("-n", "--samples", default=1, show_default=True)
+@click.option("--temperature", default=1.0, show_default=True)
+@click.option("--max-tokens", default=256, show_default=True)
+@click.option("--seed", type=int, default=None)
+@click.option("--load-in-4bit", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a sample.")
+def generate(prompt: str, model: str, adapter: Path | None, as_json: bool, load_in_4bit: bool, **sampling: Any) -> None:
+    """Answer PROMPT as a chat turn, with the base model or with a saved adapter."""
+    quiet()
+    with plain_errors():
+        from lowmem_grpo.loader import FastLanguageModel
+        from lowmem_grpo.sampling import SamplingParams
+
+        params = SamplingParams(n=sampling.pop("samples"), **sampling)
+        loaded, _ = FastLanguageModel.from_pretrained(model, max_seq_length=2048, load_in_4bit=load_in_4bit)
+        request = None
+        if adapter is not None:
+            loaded = FastLanguageModel.get_peft_model(loaded, use_gradient_checkpointing=False)
+            request = loaded.load_lora(adapter)
+        (output,) = loaded.fast_generate([[{"role": "user", "content": prompt}]], params, request)
+        for completion in output.outputs:
+            record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}
+            click.echo(json.dumps(record, ensure_ascii=False) if as_json else completion.text)
+
+
+class plain_errors:  # noqa: N801  (used like a function)
+    """An error whose message was written for the user is shown without a traceback."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        written_for_users = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+        if isinstance(error, written_for_users) and is_ours(trace):
+            notes = "\n".join(getattr(error, "__notes__", []))
+            raise click.ClickException(f"{error}\n{notes}".rstrip()) from error
+
+
+def is_ours(trace: Any) -> bool:
+    """Whether the error was raised by this package (and not inside a library, where the traceback matters)."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return Path(trace.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent)
+
+
+def quiet() -> None:
+    """Our own notes on the terminal; libraries speak up for errors alone."""
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    logging.getLogger("lowmem_grpo").setLevel(logging.INFO)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,158 @@
+"""Prompts of a run: checked rows in a seeded order, with a position that can be saved and continued from."""
+
+import logging
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 3  # how many bad rows of a kind are named in the log
+
+
+class DataError(ValueError):
+    """The dataset cannot be trained on; the message says why and what to do."""
+
+
+@dataclass
+class Prompt:
+    """A usable row and its prompt's token ids."""
+
+    row: dict[str, Any]
+    ids: list[int]
+    text: str  # rendered, as the model sees it
+
+
+class PromptEncoder:
+    """From a row's `prompt` (a string or chat messages) to token ids; says why a row cannot be used."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, template_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_prompt_length = max_prompt_length
+        self.template_kwargs = template_kwargs or {}
+
+    def encode(self, row: dict[str, Any]) -> Prompt | str:
+        """The prompt, or the reason for leaving the row out."""
+        prompt = row.get("prompt")
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                return "empty prompt"
+            text, ids = prompt, self.tokenizer(prompt).input_ids
+        elif is_chat(prompt):
+            text = self.render(prompt)
+            ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        else:
+            return "empty prompt" if prompt in (None, []) else f"prompt is {type(prompt).__name__}, not text or chat"
+        if len(ids) > self.max_prompt_length:
+            return f"prompt longer than {self.max_prompt_length} tokens"
+        return Prompt(row, ids, text)
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The chat template's text of the messages, ready for the assistant's turn."""
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                "the dataset holds chat messages, and the tokenizer has no chat template: set tokenizer.chat_template, "
+                "load an instruct model, or make `prompt` a plain string"
+            )
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+        )
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether `prompt` is a non-empty list of messages with a role and text."""
+    return (
+        isinstance(prompt, list) and len(prompt) > 0
+        and all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in prompt)
+        and any(m["content"].strip() for m in prompt)
+    )
+
+
+def check_dataset(dataset: Any) -> None:
+    """A dataset has a length, rows by index, and a column `prompt`."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"the dataset is a {type(dataset).__name__}; pass a datasets.Dataset or a list of rows (a streamed dataset "
+            "can be made into one with datasets.Dataset.from_list(list(stream.take(N))))"
+        )
+    if len(dataset) == 0:
+        raise DataError("the dataset has no rows")
+    columns = getattr(dataset, "column_names", None) or list(dataset[0])
+    if "prompt" not in columns:
+        raise DataError(
+            f"the dataset has no column 'prompt'; its columns are {', '.join(columns)}. Rename one "
+            "(dataset.rename_column('question', 'prompt')) or add it with dataset.map(...)"
+        )
+
+
+@dataclass
+class PromptSource:
+    """An endless stream of usable prompts: epoch after epoch, each in its own seeded order."""
+
+    dataset: Any
+    encoder: PromptEncoder
+    seed: int
+    shuffle: bool = True
+    position: int = 0  # rows drawn so far, over all epochs
+    skipped: Counter[str] = field(default_factory=Counter)  # by reason
+    order: list[int] = field(default_factory=list, repr=False)
+    order_epoch: int = -1
+
+    def __post_init__(self) -> None:
+        check_dataset(self.dataset)
+
+    @property
+    def epoch(self) -> float:
+        return self.position / len(self.dataset)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` usable prompts. Unusable rows are skipped and counted; DataError if none is left."""
+        prompts: list[Prompt] = []
+        fruitless = 0
+        while len(prompts) < count:
+            index = self.next_index()
+            encoded = self.encoder.encode(self.dataset[index])
+            if isinstance(encoded, Prompt):
+                prompts.append(encoded)
+                fruitless = 0
+                continue
+            self.count_skip(index, encoded)
+            fruitless += 1
+            if fruitless >= len(self.dataset):
+                raise DataError(f"no row of the dataset can be used: {self.skip_summary()}")
+        return prompts
+
+    def next_index(self) -> int:
+        epoch, place = divmod(self.position, len(self.dataset))
+        if epoch != self.order_epoch:
+            self.order, self.order_epoch = list(range(len(self.dataset))), epoch
+            if self.shuffle:
+                random.Random(f"{self.seed}-{epoch}").shuffle(self.order)
+        self.position += 1
+        return self.order[place]
+
+    def count_skip(self, index: int, reason: str) -> None:
+        self.skipped[reason] += 1
+        if self.skipped[reason] <= SHOWN:
+            logger.warning("row %d skipped: %s", index, reason)
+
+    def skip_summary(self) -> str:
+        return ", ".join(f"{reason} ({count})" for reason, count in self.skipped.items()) or "nothing skipped"
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to go on from here."""
+        return {"position": self.position, "skipped": dict(self.skipped), "rows": len(self.dataset)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position; the dataset must have the same number of rows."""
+        if state["rows"] != len(self.dataset):
+            raise DataError(
+                f"the checkpoint was made with a dataset of {state['rows']} rows, this one has {len(self.dataset)}; "
+                "resume with the same dataset"
+            )
+        self.position, self.skipped = state["position"], Counter(state["skipped"])

@@ -1,0 +1,216 @@
+"""A run in the terminal: progress, rewards over time, where time and memory go.
+
+Where output is piped, each log is one plain line instead. The panel is redrawn at each log and never by a thread,
+whose lock a reward function that forks could inherit held. Model text is shown as text: it can neither style the
+terminal nor send it control characters.
+"""
+
+import math
+import re
+import time
+import unicodedata
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SHARES = ("generate", "reward", "train", "idle")
+MAX_WIDTH = 100
+Z_95 = 1.959964  # the normal distribution's 97.5% quantile
+
+
+class LiveView:
+    """Listens to a run with the methods of transformers' TrainerCallback. Whoever makes one calls `close()`."""
+
+    def __init__(self, console: Console | None = None, title: str = "GRPO") -> None:
+        self.console = console or Console()
+        self.draws = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.title = title
+        self.live: Live | None = None
+        self.history: dict[str, list[float]] = {}
+        self.step = self.first_step = self.max_steps = 0
+        self.started = time.monotonic()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+        self.history = {}
+        self.step = self.first_step = state.global_step
+        self.max_steps = state.max_steps
+        self.started = time.monotonic()
+        if self.draws:
+            self.live = Live(self.panel(), console=self.console, auto_refresh=False)
+            self.live.start(refresh=True)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        logs = numbers(logs)
+        self.step, self.max_steps = state.global_step, state.max_steps
+        for key, value in logs.items():
+            self.history.setdefault(key, []).append(value)
+        if self.live is not None:
+            self.live.update(self.panel(), refresh=True)
+        elif not self.draws and logs:
+            self.console.print(Text(self.line(logs)), soft_wrap=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back; the last panel stays on it. Calling it again does nothing."""
+        live, self.live = self.live, None
+        if live is not None:
+            live.stop()
+
+    def time_left(self) -> str:
+        """At the mean speed of the steps done here; unknown before the first."""
+        done = self.step - self.first_step
+        if done < 1:
+            return "unknown"
+        return clock((time.monotonic() - self.started) / done * max(self.max_steps - self.step, 0))
+
+    def panel(self) -> RenderableType:
+        """The whole view."""
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True)
+        head.add_row(
+            Text(f"step {self.step}/{self.max_steps}", style="bold"),
+            ProgressBar(total=max(self.max_steps, 1), completed=self.step), Text(f"left {self.time_left()}"),
+        )
+        width = min(self.console.width, MAX_WIDTH)
+        return Panel(Group(head, Text(), self.table()), title=Text(self.title), border_style="blue", width=width)
+
+    def table(self) -> Table:
+        """A row a metric: its value now and its history as a sparkline."""
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(style="bold", overflow="ellipsis", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(no_wrap=True)
+        for key, label in self.curves():
+            if key in self.history:
+                table.add_row(Text(label), Text(shown(key, self.history[key][-1])), Text(sparkline(self.history[key])))
+        now = {key: values[-1] for key, values in self.history.items()}
+        for label, value in (("time", shares(now)), ("groups with signal", signal_share(now))):
+            if value:
+                table.add_row(Text(label), Text(""), Text(value))
+        return table
+
+    def curves(self) -> list[tuple[str, str]]:
+        """(key, label) of what gets a sparkline, in order of interest; the caller skips what was never logged."""
+        functions = [(key, f"  {name}") for key in self.history if (name := reward_name(key))]
+        return [
+            ("reward", "reward"), *functions, ("eval_reward", "evaluation reward"),
+            ("completions/mean_length", "completion length"), ("entropy", "entropy"), ("kl", "KL"),
+            ("tokens_per_second", "tokens/s"), ("memory/peak_bytes", "peak memory"),
+        ]
+
+    def line(self, logs: dict[str, float]) -> str:
+        """The key numbers of one log, in ASCII."""
+        parts = [f"step {self.step}/{self.max_steps}"]
+        names = [("reward", "reward"), *((key, name) for key in logs if (name := reward_name(key)))]
+        names += [("eval_reward", "eval_reward"), ("completions/mean_length", "length"), ("entropy", "entropy")]
+        names += [("kl", "kl"), ("tokens_per_second", "tokens/s"), ("memory/peak_bytes", "memory")]
+        parts += [f"{name} {shown(key, logs[key])}" for key, name in names if key in logs]
+        rest = (("time:", shares(logs)), ("groups with signal", signal_share(logs)))
+        parts += [f"{label} {value}" for label, value in rest if value]
+        return "  ".join([*parts, f"left {self.time_left()}"])
+
+
+def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
+    """The entries that can be drawn: finite numbers."""
+    return {
+        key: value for key, value in (logs or {}).items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }
+
+
+def reward_name(key: str) -> str | None:
+    """NAME of `rewards/NAME/mean`, None for any other key."""
+    match = re.fullmatch(r"rewards/(.+)/mean", key)
+    return match[1] if match else None
+
+
+def shown(key: str, value: float) -> str:
+    """A value as people read that metric."""
+    if key == "memory/peak_bytes":
+        return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+    if key in ("completions/mean_length", "tokens_per_second"):
+        return f"{value:.0f}"
+    return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:.3f}"
+
+
+def shares(logs: dict[str, float]) -> str:
+    """Where the step's time went, empty where it was not measured."""
+    return " ".join(f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs)
+
+
+def signal_share(logs: dict[str, float]) -> str:
+    """Groups whose completions differ in reward, of all groups; empty where they were not counted."""
+    if "groups/with_signal" not in logs or "groups/total" not in logs:
+        return ""
+    return f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """The whole history in at most `width` blocks, each the mean of its stretch, from the lowest to the highest."""
+    count = min(len(values), width)
+    edges = [i * len(values) // count for i in range(count + 1)] if count else []
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    if high == low:
+        return BLOCKS[0] * count
+    return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)
+
+
+def clock(seconds: float) -> str:
+    """3725 -> 1:02:05, 65 -> 1:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def plain(value: Any) -> Text:
+    """Model text as it is: no markup, and control characters made visible instead of sent to the terminal."""
+    unsafe = ("Cc", "Cs")  # control characters, halves of surrogate pairs
+    kept = ("\ufffd" if unicodedata.category(c) in unsafe and c not in "\n\t" else c for c in str(value))
+    return Text("".join(kept), overflow="fold")
+
+
+def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
+    """Answers before and after training, side by side, each with its problem."""
+    table = Table(box=SIMPLE, show_lines=True, expand=True)
+    for name in ("Problem", "Before", "After"):
+        table.add_column(name, ratio=1, overflow="fold")
+    for sample in samples:
+        problem = plain(sample.get("prompt", ""))
+        if sample.get("answer") is not None:
+            problem = Text.assemble(problem, "\n\nexpected: ", plain(sample["answer"]))
+        table.add_row(problem, plain(sample.get("before", "")), plain(sample.get("after", "")))
+    console.print(table)
+
+
+def print_accuracy(console: Console, before: float, after: float, problems: int) -> None:
+    """Accuracy (0 to 1) before and after training on the same problems, with 95% Wilson intervals."""
+    for label, accuracy in (("before", before), ("after", after)):
+        low, high = wilson_interval(accuracy, problems)
+        interval = f"95% interval {low:.1%} to {high:.1%}"
+        console.print(Text(f"accuracy {label:<6} {accuracy:6.1%}  ({interval})"), soft_wrap=True)
+    console.print(Text(f"change {100 * (after - before):+.1f} points on {problems} problems"), soft_wrap=True)
+
+
+def wilson_interval(accuracy: float, problems: int) -> tuple[float, float]:
+    """The 95% Wilson score interval of a share seen on so many problems (Wilson, 1927); 0 to 1 without any."""
+    if problems < 1:
+        return 0.0, 1.0
+    spread = Z_95**2 / problems
+    center = (accuracy + spread / 2) / (1 + spread)
+    half = Z_95 / (1 + spread) * math.sqrt(accuracy * (1 - accuracy) / problems + spread / (4 * problems))
+    return max(0.0, center - half), min(1.0, center + half)

@@ -1,0 +1,192 @@
+"""Loading: a transformers model in 16 bit or 4-bit NF4, its tokenizer, and LoRA through peft."""
+
+import difflib
+import logging
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+
+from lowmem_grpo import attention
+from lowmem_grpo.model import FastModel, FastPeftModel, Loaded, compute_dtype
+from lowmem_grpo.offload import checkpointing_mode
+
+logger = logging.getLogger(__name__)
+
+TINY = "tiny"  # the model that ships with the package
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OFF = (False, None)  # values of a refused option that ask for nothing
+
+REFUSED = {
+    "load_in_8bit": "use load_in_4bit=True, or False for 16 bit",
+    "load_in_fp8": "use load_in_4bit=True, or False for 16 bit",
+    "full_finetuning": "the base weights stay frozen here; train LoRA with get_peft_model",
+    "trust_remote_code": "code from a model repository is never run; use an architecture that transformers ships",
+    "rope_scaling": "set it in the model's config.json and raise max_seq_length",
+    "use_exact_model_name": "model names are always taken as they are",
+    "offload_embedding": "leave it out",
+    "float8_kv_cache": "leave it out; the cache has the model's dtype",
+    "qat_scheme": "leave it out",
+    "modules_to_save": "only LoRA weights are trained; name modules in target_modules instead",
+    "loftq_config": "leave it out; LoRA starts at zero",
+    "layers_to_transform": "use target_modules with full names",
+    "temporary_location": "leave it out",
+}
+
+
+class FastLanguageModel:
+    """The loader, with the names that people know from Unsloth."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str = TINY, max_seq_length: int = 2048, dtype: torch.dtype | str | None = None,
+        load_in_4bit: bool = True, fast_inference: bool | str = False, max_lora_rank: int = 64,
+        gpu_memory_utilization: float = 0.5, revision: str | None = None, token: str | None = None,
+        device: str | None = None, **options: Any,
+    ) -> tuple[FastModel, Any]:
+        """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer.
+
+        `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, on the CPU too. dtype None is
+        bfloat16 or float16 by the card, and float32 on the CPU. `fast_inference` names the rollout engine:
+        True, False and "transformers" all sample through the trainer's own model. `gpu_memory_utilization` bounds the
+        cache of an engine that reserves one; this one does not. Raises ValueError for what is not supported, and
+        OSError where no such model can be found.
+        """
+        refuse(options, "FastLanguageModel.from_pretrained")
+        check_engine(fast_inference)
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization}; it must be in (0, 1]")
+        source = {"revision": revision, "token": token}
+        path = resolve(model_name)
+        dtype = compute_dtype(dtype)
+        device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, **source)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME, **source,
+                quantization_config=nf4(dtype) if load_in_4bit else None,
+            )
+        except OSError as error:
+            raise OSError(
+                f"no model {model_name!r}: it is not a folder with a model, and the hub did not give one "
+                f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line(error)}"
+            ) from error
+        check_context(model, max_seq_length)
+        model.requires_grad_(False)
+        logger.info("engine: transformers, sampling with the trainer's own weights")
+        return FastModel(model, Loaded(model_name, tokenizer, max_seq_length, max_lora_rank)), tokenizer
+
+    @staticmethod
+    def get_peft_model(
+        model: FastModel, r: int = 16, target_modules: list[str] | str | None = None, lora_alpha: int = 16,
+        lora_dropout: float = 0.0, bias: str = "none", use_gradient_checkpointing: bool | str = "offload",
+        random_state: int = 3407, use_rslora: bool = False, max_seq_length: int | None = None, **options: Any,
+    ) -> FastPeftModel:
+        """Put LoRA of rank r on `target_modules` (all linear layers when None), initialised from `random_state`.
+
+        `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host; alias
+        "unsloth") or False. Raises ValueError for what is not supported.
+        """
+        refuse(options, "FastLanguageModel.get_peft_model")
+        if not isinstance(model, FastModel):
+            raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
+        if max_seq_length not in (None, model.loaded.max_seq_length):
+            raise ValueError(f"max_seq_length is {max_seq_length}; the model was loaded with "
+                             f"{model.loaded.max_seq_length}, change it there")
+        if not 1 <= r <= model.loaded.max_lora_rank:
+            raise ValueError(f"r is {r}; allowed is 1 to max_lora_rank={model.loaded.max_lora_rank} of from_pretrained")
+        if bias != "none":
+            raise ValueError(f'bias is {bias!r}; only "none" is supported')
+        mode = checkpointing_mode(use_gradient_checkpointing)
+        config = LoraConfig(
+            r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, task_type="CAUSAL_LM",
+            target_modules=check_targets(model.inner, target_modules or ALL_LINEAR),
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(random_state)
+            peft_model = FastPeftModel(model.inner, config)
+        peft_model.loaded = model.loaded
+        peft_model.loaded.offload = mode == "offload"
+        if mode:
+            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        return peft_model
+
+    @staticmethod
+    def for_inference(model: Any) -> Any:
+        """Evaluation mode."""
+        return model.eval()
+
+    @staticmethod
+    def for_training(model: Any) -> Any:
+        """Training mode."""
+        return model.train()
+
+
+def resolve(model_name: str) -> str:
+    """A folder for "tiny", the name itself otherwise; OSError for what is clearly a path to nothing."""
+    if model_name == TINY:
+        return str(files("lowmem_grpo") / "assets" / TINY)
+    looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
+    if looks_like_path and not Path(model_name).expanduser().is_dir():
+        raise OSError(f"no model {model_name!r}: there is no such folder")
+    return str(Path(model_name).expanduser()) if looks_like_path else model_name
+
+
+def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """4-bit NF4 with double quantization, computing in `dtype`."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def refuse(options: dict[str, Any], call: str) -> None:
+    """Raise for every option that asks for something we do not do."""
+    for name, value in options.items():
+        if name not in REFUSED:
+            close = difflib.get_close_matches(name, [*REFUSED, "model_name", "max_seq_length", "target_modules"], n=2)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise TypeError(f"{call} has no option {name!r}{hint}")
+        if value not in OFF:
+            raise ValueError(f"{call}: {name}={value!r} is not supported; {REFUSED[name]}")
+
+
+def check_engine(fast_inference: bool | str) -> None:
+    """Only the transformers engine is here."""
+    if fast_inference not in (True, False, "transformers"):
+        raise ValueError(
+            f'fast_inference is {fast_inference!r}; allowed are True, False and "transformers" '
+            "(sampling through vLLM is not supported yet)"
+        )
+
+
+def check_context(model: PreTrainedModel, max_seq_length: int) -> None:
+    """The wanted context fits the model's."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and max_seq_length > longest:
+        raise ValueError(f"max_seq_length is {max_seq_length}; this model's context is {longest}")
+
+
+def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:
+    """Names that exist in the model, the frozen head not among them."""
+    if isinstance(targets, str):
+        if targets != "all-linear":
+            raise ValueError(f'target_modules is {targets!r}; allowed are a list of names and "all-linear"')
+        return targets
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    present = [target for target in targets if target.rpartition(".")[2] in names]
+    if targets is ALL_LINEAR:
+        return present or "all-linear"
+    missing = sorted(set(targets) - set(present))
+    if missing:
+        raise ValueError(f"target_modules names {missing}, which this model does not have")
+    if "lm_head" in targets:
+        raise ValueError("target_modules names lm_head; the head stays frozen here, leave it out")
+    return list(targets)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

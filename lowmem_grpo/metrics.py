@@ -1,0 +1,105 @@
+"""What a step measured: sums over micro-batches, statistics of rollouts, clocks and memory."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+
+class Reducer:
+    """Weighted means over micro-batches; names that end in min or max take the extreme."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.weights: dict[str, float] = {}
+
+    def add(self, metrics: dict[str, Tensor], weight: float) -> None:
+        for name, value in metrics.items():
+            seen = self.sums.get(name)
+            if name.endswith(("min", "max")):
+                extreme = torch.minimum if name.endswith("min") else torch.maximum
+                self.sums[name] = value if seen is None else extreme(seen, value)
+                self.weights[name] = 1.0
+            else:
+                self.sums[name] = value * weight if seen is None else seen + value * weight
+                self.weights[name] = self.weights.get(name, 0.0) + weight
+
+    def result(self) -> dict[str, float]:
+        return {name: (total / max(self.weights[name], 1e-12)).item() for name, total in self.sums.items()}
+
+
+class Clock:
+    """Seconds spent in each phase since `restart`; what no phase claims is idle."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.started = time.perf_counter()
+        self.seconds = {"generate": 0.0, "reward": 0.0, "train": 0.0}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - began
+
+    def metrics(self) -> dict[str, float]:
+        """Step time in seconds, and each phase's share of it."""
+        total = max(time.perf_counter() - self.started, 1e-9)
+        shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
+        return {"step_time": total, **shares, "time/idle": max(0.0, 1 - sum(shares.values()))}
+
+
+def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, float]:
+    """Rewards and completion lengths of a generation, under TRL's names."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    terminated = [len(r.completion_ids) for r in rollouts if r.finish_reason == "stop"] or [0]
+    metrics = {
+        "completions/mean_length": fmean(lengths), "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths), "completions/mean_terminated_length": fmean(terminated),
+        "completions/min_terminated_length": min(terminated), "completions/max_terminated_length": max(terminated),
+        "completions/clipped_ratio": fmean(r.finish_reason == "length" for r in rollouts),
+        "frac_reward_zero_std": fmean(not spread(group) for group in groups),
+        "groups/total": len(groups),
+        "groups/with_signal": sum(any(r.advantage for r in group.rollouts) for group in groups),
+    }
+    for name in names:
+        metrics |= mean_and_std(f"rewards/{name}/mean", f"rewards/{name}/std", [r.rewards.get(name) for r in rollouts])
+    return metrics | mean_and_std("reward", "reward_std", [r.reward for r in rollouts])
+
+
+def spread(group: RolloutGroup) -> bool:
+    """Whether the group's rewards differ."""
+    return len({rollout.reward for rollout in group.rollouts if rollout.reward is not None}) > 1
+
+
+def mean_and_std(mean_name: str, std_name: str, values: list[float | None]) -> dict[str, float]:
+    """Mean and unbiased standard deviation of the values that are there; nothing where none is."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return {}
+    return {mean_name: fmean(present), std_name: stdev(present) if len(present) > 1 else 0.0}
+
+
+def peak_memory(device: torch.device) -> dict[str, Any]:
+    """Peak bytes so far: allocated and reserved on a card, resident set of the process on the CPU."""
+    if device.type == "cuda":
+        return {
+            "memory/peak_bytes": torch.cuda.max_memory_allocated(device),
+            "memory/reserved_bytes": torch.cuda.max_memory_reserved(device),
+        }
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory/peak_bytes": peak if sys.platform == "darwin" else peak * 1024}

@@ -1,0 +1,217 @@
+"""What `FastLanguageModel` hands out: a model that can also sample, and save and load its adapter."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModelForCausalLM
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lowmem_grpo.checkpoint import check_adapter_folder
+from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.types import Rollout
+
+SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
+EXPORT_ADVICE = (
+    "is not supported yet. model.save_lora(PATH) writes the adapter in PEFT format; plain peft loads it beside the "
+    "base model and can merge it: PeftModel.from_pretrained(base, PATH).merge_and_unload()"
+)
+
+
+@dataclass(frozen=True)
+class LoraRequest:
+    """Which adapter `fast_generate` uses: a saved one by its folder, or (path None) the one in the model."""
+
+    path: Path | None
+
+
+@dataclass
+class Loaded:
+    """What was loaded beside the weights."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    max_seq_length: int
+    max_lora_rank: int
+    offload: bool = False  # activations to the host, set by get_peft_model
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion, with vLLM's field names."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The completions of one prompt, with vLLM's field names."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class FastGeneration:
+    """`fast_generate` and the export calls, shared by the bare model and the one with an adapter."""
+
+    loaded: Loaded
+
+    def fast_generate(
+        self, prompts: Any, sampling_params: SamplingParams | None = None, lora_request: LoraRequest | None = None,
+    ) -> list[RequestOutput]:
+        """Sample completions; results have vLLM's shape: `out[0].outputs[0].text`.
+
+        `prompts` is a string (already rendered), a list of chat messages, a list of token ids, or a list of any of
+        these. As in vLLM, `lora_request=None` samples from the base model: pass `model.load_lora(folder)` for a saved
+        adapter, or `model.current_lora()` for the one that is being trained.
+        """
+        params = sampling_params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params is a {type(params)}; pass a lowmem_grpo.SamplingParams")
+        texts, ids = zip(*(self.encode(prompt) for prompt in as_list(prompts)), strict=True)
+        with adapter_for(self.inner, lora_request):
+            groups = self.engine().generate(list(ids), params)
+        return [request_output(*item) for item in zip(texts, ids, groups, strict=True)]
+
+    @property
+    def inner(self) -> Any:
+        """The transformers or PEFT model itself."""
+        return self
+
+    def engine(self, policy: Policy | None = None) -> Engine:
+        """An engine over this model's own weights."""
+        return TransformersEngine(policy or Policy(self.inner), self.loaded.tokenizer, self.loaded.max_seq_length)
+
+    def encode(self, prompt: Any) -> tuple[str, list[int]]:
+        """(text, token ids) of a string, of chat messages or of token ids."""
+        tokenizer = self.loaded.tokenizer
+        if isinstance(prompt, str):
+            return prompt, tokenizer(prompt).input_ids
+        if prompt and isinstance(prompt[0], int):
+            return tokenizer.decode(prompt), list(prompt)
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return text, tokenizer(text, add_special_tokens=False).input_ids
+
+    def save_pretrained_merged(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(f"save_pretrained_merged {EXPORT_ADVICE}")
+
+    def save_pretrained_gguf(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(f"save_pretrained_gguf {EXPORT_ADVICE}")
+
+    def push_to_hub_merged(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(f"push_to_hub_merged {EXPORT_ADVICE}")
+
+    def push_to_hub_gguf(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(f"push_to_hub_gguf {EXPORT_ADVICE}")
+
+
+class UnsupportedError(RuntimeError):
+    """Something that people know from elsewhere and that is not here; the message says what to use instead."""
+
+
+class FastModel(FastGeneration, nn.Module):
+    """A loaded model before `get_peft_model`; whatever it lacks is the transformers model's own."""
+
+    def __init__(self, model: PreTrainedModel, loaded: Loaded) -> None:
+        super().__init__()
+        self.transformers_model = model
+        self.loaded = loaded
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        return self.transformers_model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("transformers_model"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.transformers_model(*args, **kwargs)
+
+
+class FastPeftModel(FastGeneration, PeftModelForCausalLM):
+    """A PEFT model (plain peft's own methods all work) that can sample with its live adapter."""
+
+    def save_lora(self, path: str | Path) -> None:
+        """Write the adapter to a folder, in PEFT format."""
+        self.save_pretrained(str(path))
+
+    def load_lora(self, path: str | Path) -> LoraRequest:
+        """A saved adapter for `fast_generate(lora_request=...)`; the one in the model stays as it is."""
+        check_adapter_folder(Path(path))
+        return LoraRequest(Path(path))
+
+    def current_lora(self) -> LoraRequest:
+        """The adapter in the model, as it is when `fast_generate` runs."""
+        return LoraRequest(None)
+
+
+@contextmanager
+def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
+    """The model computes with the requested adapter inside, and is as before afterwards."""
+    if request is None:
+        with Policy(model).base_model():
+            yield
+    elif request.path is None:
+        yield
+    else:
+        live = model.active_adapter
+        model.load_adapter(str(request.path), SAVED_ADAPTER, is_trainable=False)
+        model.set_adapter(SAVED_ADAPTER)
+        try:
+            yield
+        finally:
+            model.set_adapter(live)
+            model.delete_adapter(SAVED_ADAPTER)
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt of any kind, or a list of them, as a list."""
+    single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], (int, dict)))
+    many = [prompts] if single else list(prompts)
+    if not many or any(len(prompt) == 0 for prompt in many):
+        raise ValueError("fast_generate got no prompt, or an empty one")
+    return many
+
+
+def request_output(text: str, ids: list[int], rollouts: list[Rollout]) -> RequestOutput:
+    """vLLM's shape of one prompt's rollouts."""
+    outputs = [
+        CompletionOutput(index, rollout.text, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason)
+        for index, rollout in enumerate(rollouts)
+    ]
+    return RequestOutput(text, ids, outputs)
+
+
+def compute_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
+    """The dtype to load in: the given one, else bfloat16 or float16 by the card, float32 on the CPU."""
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype, dtype)  # type: ignore[assignment]
+    if isinstance(dtype, torch.dtype):
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
+        return dtype
+    if dtype not in (None, "auto"):
+        raise ValueError(f'dtype is {dtype!r}; allowed are float32, bfloat16, float16, "auto" and None')
+    if not torch.cuda.is_available():
+        return torch.float32
+    return torch.bfloat16 if is_bfloat16_supported() else torch.float16
+
+
+def is_bfloat16_supported() -> bool:
+    """Whether the card computes in bfloat16; True on the CPU, where every dtype runs."""
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True

@@ -1,0 +1,35 @@
+"""The optimizer and the learning-rate schedule of a run."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from lowmem_grpo.config import GRPOConfig
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], config: GRPOConfig) -> torch.optim.Optimizer:
+    """AdamW in 32 bit, or with 8-bit (and paged) states through bitsandbytes."""
+    settings = {
+        "lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
+    if config.optim == "adamw_torch":
+        return torch.optim.AdamW(parameters, **settings)
+    if config.optim == "adamw_torch_fused":
+        return torch.optim.AdamW(parameters, fused=True, **settings)
+    import bitsandbytes
+
+    eight_bit = bitsandbytes.optim.PagedAdamW8bit if "paged" in config.optim else bitsandbytes.optim.AdamW8bit
+    return eight_bit(parameters, **settings)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, config: GRPOConfig, total_steps: int) -> LRScheduler:
+    """Warm-up, then linear, cosine or constant."""
+    warmup = config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * total_steps
+    warmup = round(warmup or config.warmup_ratio * total_steps)
+    if config.lr_scheduler_type == "constant" and warmup:
+        raise ValueError('lr_scheduler_type is "constant", which has no warm-up; use "constant_with_warmup"')
+    return get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)

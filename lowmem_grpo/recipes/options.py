@@ -1,0 +1,72 @@
+"""Command-line options of a recipe: `key=value` or `--key value`, typed by the dataclass field they name."""
+
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
+
+import click
+from pydantic import TypeAdapter, ValidationError
+
+from lowmem_grpo.config import GRPOConfig
+
+
+@dataclass
+class RecipeOptions:
+    """What every recipe has beside the fields of GRPOConfig."""
+
+    model: str = "tiny"
+    load_in_4bit: bool = False
+    max_seq_length: int = 2048
+    lora_rank: int = 16
+    gradient_checkpointing_mode: str = "offload"
+    """"none", "device" or "offload"."""
+    resume: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of GRPOConfig that differ from the recipe's."""
+
+
+def parse(arguments: list[str]) -> dict[str, str]:
+    """{"key": "value"} of ["key=value", "--key", "value", "--key=value"]; click.UsageError for anything else."""
+    options: dict[str, str] = {}
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not equals:
+            if not word.startswith("--") or not waiting:
+                raise click.UsageError(f"cannot read {word!r}: write key=value or --key value")
+            value = waiting.pop(0)
+        options[name.replace("-", "_")] = value
+    return options
+
+
+def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
+    """An instance of a recipe's options from the command line; unknown names and wrong values are click.UsageErrors."""
+    own = {f.name for f in fields(options)} - {"config"}
+    given = parse(arguments)
+    settings = {name: typed(options, name, value) for name, value in given.items() if name in own}
+    known = {f.name for f in fields(GRPOConfig)}
+    for name in given:
+        if name not in own | known:
+            close = difflib.get_close_matches(name, own | known, n=3)
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
+            raise click.UsageError(f"no option {name!r}{hint}")
+    config = {name: typed(GRPOConfig, name, value) for name, value in given.items() if name in known - own}
+    return options(**settings, config=config)
+
+
+def typed(owner: type, name: str, text: str) -> Any:
+    """`text` as the type of the field `name`; "none" is None where the field allows it."""
+    hint = get_type_hints(owner)[name]
+    adapter: TypeAdapter[Any] = TypeAdapter(hint)
+    if text.lower() in ("none", "null"):
+        try:
+            return adapter.validate_python(None)
+        except ValidationError:
+            pass  # the field has no None: let the text itself be judged
+    value: Any = text.split(",") if "list[" in str(hint) and "," in text else text
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        wanted = getattr(hint, "__name__", str(hint))
+        raise click.UsageError(f"{name}={text!r}: {error.errors()[0]['msg']} (type {wanted})") from error

@@ -1,0 +1,392 @@
+"""The loop: sample, score, forward_backward, optim_step, save_state; `rollout` and `update`; `train`."""
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem_grpo import checkpoint
+from lowmem_grpo.advantages import combine_rewards, group_advantages
+from lowmem_grpo.callbacks import Callbacks, Interrupt, TrainerControl, TrainerState
+from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, is_chat
+from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.metrics import Clock, peak_memory, rollout_metrics
+from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.optim import make_optimizer, make_scheduler
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.records import RunRecords
+from lowmem_grpo.report import write_report
+from lowmem_grpo.rewards import RewardScorer
+from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.sinks import make_sinks
+from lowmem_grpo.step import Learner
+from lowmem_grpo.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainOutput:
+    """What `train` returns."""
+
+    global_step: int
+    metrics: dict[str, Any]
+    finished: bool
+
+
+class GRPOTrainer:
+    """GRPO with TRL's constructor; `train()` is the loop of `rollout()` and `update(groups)` plus records and saving."""
+
+    def __init__(
+        self, model: FastPeftModel, reward_funcs: Callable[..., Any] | list[Callable[..., Any]],
+        args: GRPOConfig | None = None, train_dataset: Any = None, eval_dataset: Any = None,
+        processing_class: Any = None, callbacks: list[Any] | None = None, engine: Engine | None = None,
+    ) -> None:
+        if not isinstance(model, FastPeftModel):
+            raise TypeError(
+                f"model is a {type(model).__name__}; load it with FastLanguageModel.from_pretrained and put LoRA on it "
+                "with FastLanguageModel.get_peft_model"
+            )
+        self.model, self.args = model, args or GRPOConfig()
+        self.tokenizer = processing_class or model.loaded.tokenizer
+        functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        self.scorer = RewardScorer(functions, self.args.reward_weights, self.args.reward_timeout)
+        self.policy = Policy(model, autocast_dtype(model, self.args))
+        self.engine = engine or model.engine(self.policy)
+        encoder = PromptEncoder(self.tokenizer, self.longest_prompt(), self.args.chat_template_kwargs)
+        self.source = PromptSource(train_dataset or [], encoder, self.args.seed, self.args.shuffle_dataset)
+        self.eval_dataset = eval_dataset
+        self.state = TrainerState(max_steps=self.total_steps())
+        self.control, self.interrupt, self.clock = TrainerControl(), Interrupt(), Clock()
+        self.callbacks = Callbacks([*make_sinks(self.args.report_to), *(callbacks or [])])
+        self.run_dir = Path(self.args.output_dir)
+        self.records = RunRecords(self.run_dir)
+        self.learner = self.make_learner()
+        self.policy_version = 0
+        self.barren_steps = 0
+        if note := self.args.rounding():
+            logger.warning(note)
+        if self.args.sampling(0).truncates:
+            logger.warning("top_p, top_k or min_p cut tokens off: sampled log-probabilities are not the policy's own")
+
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt may have; ValueError where prompt and completion cannot fit the context."""
+        context, completion = self.model.loaded.max_seq_length, self.args.max_completion_length
+        wanted = self.args.max_prompt_length or 1
+        if wanted + completion > context:
+            raise ValueError(
+                f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context of "
+                f"{context} tokens; lower one of them, or load with a larger max_seq_length"
+            )
+        return self.args.max_prompt_length or context - completion
+
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        rollouts = max(1, round(self.args.num_train_epochs * len(self.source.dataset) / self.args.prompts_per_generation))
+        return rollouts * self.steps_per_rollout
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps of one `update`."""
+        return self.args.optimizer_steps_per_generation * self.args.num_iterations
+
+    def make_learner(self) -> Learner:
+        if self.args.gradient_checkpointing is not None:
+            base = self.model.get_base_model()
+            switch = base.gradient_checkpointing_enable if self.args.gradient_checkpointing else None
+            switch({"use_reentrant": False}) if switch else base.gradient_checkpointing_disable()
+        optimizer = make_optimizer(self.policy.trainable, self.args)
+        scheduler = make_scheduler(optimizer, self.args, self.state.max_steps)
+        fp16 = torch.float16 in (self.policy.autocast_dtype, self.policy.head.weight.dtype)
+        return Learner(self.policy, self.args, optimizer, scheduler, self.model.loaded.offload, fp16)
+
+    # The four verbs, each usable alone.
+
+    def sample(self, prompts: list[Prompt], params: SamplingParams) -> list[RolloutGroup]:
+        """`params.n` rollouts of each prompt by the current policy, without rewards."""
+        with self.clock.phase("generate"):
+            self.engine.wake()
+            completions = self.engine.generate([prompt.ids for prompt in prompts], params)
+            self.engine.sleep()
+        pairs = zip(prompts, completions, strict=True)
+        return [RolloutGroup(prompt.row, prompt.ids, rollouts) for prompt, rollouts in pairs]
+
+    def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """Add the gradient of one optimizer step's loss over scored groups; returns loss metrics."""
+        return self.learner.forward_backward(groups)
+
+    def optim_step(self) -> dict[str, float]:
+        """Apply the gradients and tell the engine that the policy changed; returns norm and learning rate."""
+        metrics = self.learner.optim_step()
+        self.state.global_step += 1
+        self.policy_version += 1
+        self.engine.on_policy_update(self.policy_version)
+        return metrics
+
+    def save_state(self) -> Path:
+        """Write a checkpoint of everything that a later `train(resume_from_checkpoint=...)` needs."""
+        self.note_best(self.run_dir / f"checkpoint-{self.state.global_step}")
+        folder = checkpoint.save_checkpoint(
+            self.run_dir, self.state.global_step, self.model, self.learner.optimizer, self.learner.scheduler,
+            self.snapshot(),
+        )
+        best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
+        checkpoint.prune(self.run_dir, self.args.save_total_limit, best)
+        self.callbacks("on_save", self.args, self.state, self.control)
+        return folder
+
+    # The visible loop.
+
+    def rollout(self) -> list[RolloutGroup]:
+        """Sample and score the next prompts: groups with rewards and advantages."""
+        prompts = self.source.take(self.args.prompts_per_generation)
+        seed = random.Random(f"{self.args.seed}-{self.state.global_step}").getrandbits(62)
+        groups = self.sample(prompts, self.args.sampling(seed))
+        self.score(groups)
+        self.state.epoch = self.source.epoch
+        self.state.num_tokens += sum(len(g.prompt_ids) + len(r.completion_ids) for g in groups for r in g.rollouts)
+        return groups
+
+    def update(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """Train on scored groups: every optimizer step that `num_iterations` and `steps_per_generation` ask for."""
+        with self.clock.phase("train"):
+            size = self.args.prompts_per_step
+            parts = [groups[start : start + size] for start in range(0, len(groups), size)]
+            self.learner.prepare(groups, self.args.num_iterations * len(parts))
+            # dapo counts the tokens of the generation, bnpo those of the optimizer step
+            tokens = self.learner.num_tokens(groups) / len(parts) if self.args.loss_type == "dapo" else None
+            steps = [
+                self.learner.forward_backward(part, tokens) | self.optim_step()
+                for _ in range(self.args.num_iterations)
+                for part in parts
+            ]
+        names = {name for step in steps for name in step}
+        return {name: sum(values) / len(values) for name in sorted(names) if (values := [s[name] for s in steps if name in s])}
+
+    def score(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
+        with self.clock.phase("reward"):
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            rows = [group.row for group in groups for _ in group.rollouts]
+            chats = [[{"role": "assistant", "content": r.text}] if is_chat(row["prompt"]) else r.text
+                     for row, r in zip(rows, rollouts, strict=True)]
+            columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+            ids = [rollout.completion_ids for rollout in rollouts]
+            scores = self.scorer.score([row["prompt"] for row in rows], chats, ids, columns, self.state)
+            for name, values in scores.rewards.items():
+                for rollout, value in zip(rollouts, values, strict=True):
+                    rollout.rewards[name] = value
+            self.set_advantages(groups)
+        for name, count in scores.invalid.items():
+            if count:
+                logger.warning("reward %s gave NaN or infinity for %d completions: counted as no reward", name, count)
+        self.reward_logs = scores.metrics | {f"rewards/{k}/invalid": float(v) for k, v in scores.invalid.items()}
+        return self.reward_logs
+
+    def set_advantages(self, groups: list[RolloutGroup]) -> None:
+        names, missing = self.scorer.names, float("nan")
+        table = torch.tensor(
+            [[[missing if r.rewards[n] is None else r.rewards[n] for n in names] for r in g.rollouts] for g in groups],
+            dtype=torch.float64,
+        )  # (P, G, R)
+        rewards = combine_rewards(table, torch.tensor(self.args.reward_weights or [1.0] * len(names)))
+        advantages = group_advantages(rewards, str(self.args.scale_rewards))
+        for group, group_rewards, group_values in zip(groups, rewards.tolist(), advantages.tolist(), strict=True):
+            for rollout, reward, advantage in zip(group.rollouts, group_rewards, group_values, strict=True):
+                rollout.reward = None if reward != reward else reward
+                rollout.advantage = advantage
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Run to `max_steps`, with records, checkpoints and listeners.
+
+        `resume_from_checkpoint` is True for the newest good checkpoint of `output_dir`, or a checkpoint's folder.
+        """
+        self.begin(resume_from_checkpoint)
+        self.callbacks("on_train_begin", self.args, self.state, self.control, model=self.model)
+        status = "failed"
+        try:
+            with self.interrupt.watch():
+                while self.state.global_step < self.state.max_steps and not self.should_stop():
+                    self.train_step()
+            status = "finished" if self.state.global_step >= self.state.max_steps else "interrupted"
+        finally:
+            self.callbacks("on_train_end", self.args, self.state, self.control, model=self.model)
+        self.end(status)
+        last = self.state.log_history[-1] if self.state.log_history else {}
+        return TrainOutput(self.state.global_step, last, status == "finished")
+
+    def should_stop(self) -> bool:
+        return self.interrupt.requested or self.control.should_training_stop
+
+    def train_step(self) -> None:
+        """One rollout, its update, its records, and a save where one is due."""
+        self.clock.restart()
+        self.callbacks("on_step_begin", self.args, self.state, self.control)
+        before, drawn = self.state.global_step, self.source.state()
+        try:
+            groups = self.rollout()
+        except Exception as error:
+            self.save_before(drawn, error)
+            raise
+        metrics = self.update(groups)
+        self.log(before, metrics, groups)
+        self.callbacks("on_step_end", self.args, self.state, self.control)
+        if self.due(before, self.args.eval_steps, self.args.eval_strategy) and self.eval_dataset is not None:
+            self.evaluate()
+        if self.due(before, self.args.save_steps, self.args.save_strategy) or self.control.should_save:
+            self.control.should_save = False
+            self.save_state()
+
+    def due(self, before: int, every: int | None, strategy: str) -> bool:
+        """Whether a multiple of `every` lies in the steps just made."""
+        return strategy == "steps" and every is not None and self.state.global_step // every > before // every
+
+    def save_before(self, drawn: dict[str, Any], error: Exception) -> None:
+        """A rollout failed: nothing was trained in this step, so save what came before it, to be resumed."""
+        if self.state.global_step:
+            self.source.restore(drawn)
+            folder = self.save_state()
+            error.add_note(f"Saved {folder}; mend the cause, then go on with train(resume_from_checkpoint=True)")
+
+    def log(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
+        """Write one step's metrics and completions, and tell the listeners."""
+        timing = self.clock.metrics()
+        self.state.elapsed += timing["step_time"]
+        tokens = sum(len(r.completion_ids) for g in groups for r in g.rollouts)
+        line = {
+            "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
+            **metrics, **rollout_metrics(groups, self.scorer.names), **self.reward_logs, **timing,
+            **peak_memory(self.policy.device), "memory/kv_bytes": self.engine.kv_bytes,
+            "num_tokens": self.state.num_tokens, "tokens_per_second": tokens / max(self.clock.seconds["generate"], 1e-9),
+            "data/skipped_rows": sum(self.source.skipped.values()), "policy_version": self.policy_version,
+        }
+        self.watch_signal(line)
+        self.records.completions(self.state.global_step, groups)
+        if self.due(before, self.args.logging_steps, "steps"):
+            self.records.metrics(line)
+            self.state.log_history.append(line)
+            self.callbacks("on_log", self.args, self.state, self.control, logs=line)
+
+    def watch_signal(self, line: dict[str, Any]) -> None:
+        """Warn when no group has had any spread of rewards for many steps."""
+        self.barren_steps = 0 if line["groups/with_signal"] else self.barren_steps + 1
+        if self.barren_steps and self.barren_steps % self.args.nothing_to_learn_steps == 0:
+            logger.warning(
+                "nothing to learn for %d steps: in every group all completions earned the same reward (mean %s), so no "
+                "gradient. If it is low: easier problems, a reward for partial success, a stronger model, SFT on the "
+                "format first. If it is high: harder problems. Else: more num_generations or a higher temperature",
+                self.barren_steps, line.get("reward", "none"),
+            )
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean rewards on the evaluation dataset, sampled as in training; metrics named eval_*."""
+        source = PromptSource(self.eval_dataset, self.source.encoder, self.args.seed, shuffle=False)
+        params = self.args.sampling(self.args.seed, n=self.args.num_generations_eval or 1)
+        groups: list[RolloutGroup] = []
+        encoded = [source.encoder.encode(row) for row in self.eval_dataset]
+        prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
+        for start in range(0, len(prompts), self.args.per_device_eval_batch_size):
+            groups += self.sample(prompts[start : start + self.args.per_device_eval_batch_size], params)
+        self.score(groups)
+        measured = rollout_metrics(groups, self.scorer.names)
+        metrics = {"step": self.state.global_step} | {f"eval_{name}": value for name, value in measured.items()}
+        self.records.metrics(metrics)
+        self.callbacks("on_evaluate", self.args, self.state, self.control, metrics=metrics)
+        return metrics
+
+    # Beginning, saving and ending.
+
+    def begin(self, resume: bool | str | None) -> None:
+        """A fresh run directory, or the state of a checkpoint."""
+        torch.manual_seed(self.args.seed)
+        if not resume:
+            self.records.begin(self.args.overwrite_output_dir)
+        elif folder := self.find_checkpoint(resume):
+            self.restore(checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler))
+            self.records.rewind(self.state.global_step)
+            logger.info("resumed from %s", folder)
+        else:
+            logger.warning("%s has no checkpoint yet: starting from step 0", self.run_dir)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.records.rewind(0)
+        checkpoint.clean_leftovers(self.run_dir)
+        self.records.summary(self.describe("running"))
+
+    def find_checkpoint(self, resume: bool | str) -> Path | None:
+        """The folder to resume from; an explicit one must be good, a broken newest one is named and passed over."""
+        if resume is not True:
+            checkpoint.verify(Path(str(resume)))
+            return Path(str(resume))
+        folder, broken = checkpoint.last_good(self.run_dir)
+        for message in broken:
+            logger.warning("passed over: %s", message)
+        return folder
+
+    def snapshot(self) -> dict[str, Any]:
+        """The loop's own state, as JSON."""
+        state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
+        return {
+            "trainer": state, "source": self.source.state(), "policy_version": self.policy_version,
+            "barren_steps": self.barren_steps, "scaler": self.learner.scaler.state_dict(), "config": self.args.to_dict(),
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Undo `snapshot`; settings that differ from the saved run's are named."""
+        now = self.args.to_dict()
+        changed = [f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)]
+        if changed:
+            logger.warning("resuming with other settings than the run had: %s", "; ".join(changed))
+        for name, value in saved["trainer"].items():
+            if name != "max_steps":
+                setattr(self.state, name, value)
+        self.source.restore(saved["source"])
+        self.learner.scaler.load_state_dict(saved["scaler"])
+        self.policy_version, self.barren_steps = saved["policy_version"], saved["barren_steps"]
+        self.engine.on_policy_update(self.policy_version)
+
+    def note_best(self, folder: Path) -> None:
+        """Remember the checkpoint with the highest mean reward over the steps since the last save."""
+        recent = [line["reward"] for line in self.state.log_history[-self.args.save_steps :] if line.get("reward") is not None]
+        if recent and (self.state.best_metric is None or sum(recent) / len(recent) > self.state.best_metric):
+            self.state.best_metric = sum(recent) / len(recent)
+            self.state.best_model_checkpoint = str(folder)
+
+    def end(self, status: str) -> None:
+        """Save where the run stopped, and write adapter, summary and report."""
+        if self.args.save_strategy != "no" or status == "interrupted":
+            folder = self.save_state()
+            if status == "interrupted":
+                logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s",
+                               self.state.global_step, folder)
+        self.model.save_lora(self.run_dir / "adapter")
+        self.finish(self.describe(status))
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Add to summary.json and remake the report."""
+        self.records.summary(summary)
+        write_report(self.run_dir)
+
+    def describe(self, status: str) -> dict[str, Any]:
+        return {
+            "status": status, "model": self.model.loaded.name, "seed": self.args.seed, "steps": self.state.global_step,
+            "train_seconds": self.state.elapsed, "skipped_rows": dict(self.source.skipped),
+            "best_checkpoint": self.state.best_model_checkpoint, "config": self.args.to_dict(),
+        }
+
+
+def autocast_dtype(model: FastPeftModel, args: GRPOConfig) -> torch.dtype | None:
+    """The dtype of mixed precision: none where the model already has the wanted dtype."""
+    own = model.get_base_model().dtype
+    wanted = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else own
+    if wanted == own:
+        return None
+    if own != torch.float32:
+        raise ValueError(f"the model was loaded in {own}, and GRPOConfig asks for {wanted}; make them agree")
+    return wanted

@@ -1,0 +1,131 @@
+"""Packing: the alignment rule, the bounds of a micro-batch, and the way back."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem_grpo.batching import collate, pack, unpack
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+PAD, EOS = 0, 2
+
+
+def rollout(ids: list[int], advantage: float = 0.0, extra: bool = False) -> Rollout:
+    """A rollout whose log-probabilities tell its tokens apart."""
+    logprobs = [-token / 100 for token in ids]
+    old = torch.tensor(logprobs) - 1 if extra else None
+    ref = torch.tensor(logprobs) - 2 if extra else None
+    return Rollout(ids, logprobs, "stop", advantage=advantage, old_logprobs=old, ref_logprobs=ref)
+
+
+def group(prompt: list[int], *completions: list[int], extra: bool = False) -> RolloutGroup:
+    """A group of some completions, with advantages 1, 2, ..."""
+    return RolloutGroup({}, prompt, [rollout(ids, 1.0 + i, extra) for i, ids in enumerate(completions)])
+
+
+def lengths_of(max_tokens: int | None, max_sequences: int | None, *lengths: int) -> list[list[int]]:
+    """The places that each sequence of each micro-batch takes; sequences of `lengths` places."""
+    groups = [group([5], list(range(3, 3 + length))) for length in lengths]
+    return [batch.cu_seqlens.diff().tolist() for batch in pack(groups, max_tokens, max_sequences)]
+
+
+def test_each_target_follows_its_input_in_its_sequence() -> None:
+    (batch,) = pack([group([10, 11, 12], [13, 14], [15, 16, 17], extra=True)])
+    assert batch.input_ids.tolist() == [10, 11, 12, 15, 16, 10, 11, 12, 13]
+    assert batch.targets.tolist() == [11, 12, 15, 16, 17, 11, 12, 13, 14]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert batch.loss_mask.tolist() == [False, False, True, True, True, False, False, True, True]
+    assert batch.sequence_ids.tolist() == [0] * 5 + [1] * 4
+    assert batch.cu_seqlens.tolist() == [0, 5, 9] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.max_seqlen == 5
+    mask = batch.loss_mask
+    torch.testing.assert_close(batch.rollout_logprobs[mask], -batch.targets[mask] / 100)
+    torch.testing.assert_close(batch.old_logprobs[mask], -batch.targets[mask] / 100 - 1)
+    torch.testing.assert_close(batch.ref_logprobs[mask], -batch.targets[mask] / 100 - 2)
+    assert batch.advantages.tolist() == [0, 0, 2, 2, 2, 0, 0, 1, 1]
+
+
+def test_masks_come_from_lengths_not_from_token_values() -> None:
+    (batch,) = pack([group([PAD, EOS, PAD], [EOS, PAD, EOS, EOS]), group([EOS], [PAD])])
+    assert batch.loss_mask.tolist() == [False, False, True, True, True, True, True]
+    assert batch.targets[batch.loss_mask].tolist() == [EOS, PAD, EOS, EOS, PAD]
+
+
+def test_a_prompt_of_one_token_has_no_place_without_loss() -> None:
+    (batch,) = pack([group([7], [8, 9])])
+    assert batch.loss_mask.all() and batch.input_ids.tolist() == [7, 8] and batch.targets.tolist() == [8, 9]
+
+
+def test_without_bounds_all_run_together_longest_first() -> None:
+    assert lengths_of(None, None, 2, 5, 3) == [[5, 3, 2]]
+
+
+def test_tokens_are_bounded() -> None:
+    assert lengths_of(8, None, 5, 3, 4, 2, 2) == [[5], [4, 3], [2, 2]]
+    assert lengths_of(5, None, 5, 3, 2) == [[5], [3, 2]]
+
+
+def test_sequences_are_bounded() -> None:
+    assert lengths_of(None, 2, 5, 4, 3, 2, 1) == [[5, 4], [3, 2], [1]]
+    assert lengths_of(6, 2, 2, 2, 2) == [[2, 2], [2]]
+    assert lengths_of(None, 1, 2, 2) == [[2], [2]]
+
+
+def test_a_sequence_longer_than_the_bound_runs_alone() -> None:
+    assert lengths_of(4, None, 9, 3, 1, 7) == [[9], [7], [3, 1]]
+
+
+def test_empty_completions_are_left_out() -> None:
+    assert pack([group([5, 6], [])]) == []
+    assert pack([]) == []
+    (batch,) = pack([group([5, 6], [], [7])])
+    assert batch.cu_seqlens.tolist() == [0, 2]
+
+
+def test_old_logprobs_are_all_or_nothing() -> None:
+    (batch,) = pack([group([5], [6, 7])])
+    assert batch.old_logprobs is None and batch.ref_logprobs is None
+    with pytest.raises(ValueError):
+        pack([group([5], [6, 7], extra=True), group([5], [6, 7])])
+
+
+SEQUENCES = st.lists(
+    st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.lists(st.integers(0, 9), min_size=1, max_size=6)),
+    min_size=1, max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(sequences=SEQUENCES)
+def test_unpacking_gives_back_what_was_packed(sequences: list[tuple[list[int], list[int]]]) -> None:
+    pairs = [(RolloutGroup({}, prompt, []), rollout(ids, extra=True)) for prompt, ids in sequences]
+    batch = collate(pairs)
+    for field, values in (("targets", [r.completion_ids for _, r in pairs]),
+                          ("rollout_logprobs", [r.rollout_logprobs for _, r in pairs]),
+                          ("old_logprobs", [r.old_logprobs.tolist() for _, r in pairs])):
+        parts = unpack(getattr(batch, field)[batch.loss_mask], batch.loss_mask, batch.sequence_ids)
+        for part, expected in zip(parts, values, strict=True):
+            torch.testing.assert_close(part, torch.tensor(expected))
+
+
+@settings(deadline=None, max_examples=60)
+@given(sequences=SEQUENCES, max_tokens=st.none() | st.integers(1, 20), max_sequences=st.none() | st.integers(1, 4))
+def test_every_completion_is_packed_once_within_the_bounds(
+    sequences: list[tuple[list[int], list[int]]], max_tokens: int | None, max_sequences: int | None
+) -> None:
+    batches = pack([group(prompt, ids) for prompt, ids in sequences], max_tokens, max_sequences)
+    packed = []
+    for batch in batches:
+        count = len(batch.cu_seqlens) - 1
+        assert count <= (max_sequences or count)
+        assert count == 1 or len(batch.input_ids) <= (max_tokens or len(batch.input_ids))
+        packed += unpack(batch.targets[batch.loss_mask], batch.loss_mask, batch.sequence_ids)
+    assert sorted(part.tolist() for part in packed) == sorted(ids for _, ids in sequences)
+
+
+def test_moving_a_batch_moves_every_tensor() -> None:
+    (batch,) = pack([group([5], [6, 7], extra=True)])
+    moved = batch.to("meta")
+    assert {value.device.type for value in vars(moved).values() if torch.is_tensor(value)} == {"meta"}
+    assert moved.max_seqlen == batch.max_seqlen and batch.input_ids.device.type == "cpu"

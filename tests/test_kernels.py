@@ -1,0 +1,309 @@
+"""linear_logprobs against float64 truth, and the memory it takes."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from live_storage import LiveStorage
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref
+from lowmem_grpo.kernels.linear_logprobs import CHUNK_BYTES
+
+D, V = 33, 1003
+SUMMATION = 2e-5  # slack for summing V float32 terms in another order than the reference, relative to the largest value
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # one rounding of a stored gradient
+SHAPES = [
+    {}, {"temperature": 0.7}, {"logit_scale": 0.25}, {"softcap": 5.0},
+    {"bias": True, "temperature": 1.3, "logit_scale": 2.0, "softcap": 3.0},
+]
+CHUNKS = [1, 7, None]
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # of two float32 computations in another order
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """Fills what torch.empty returns with NaN, so that a value never written shows up."""
+    deterministic, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def problem(rows: int, dtype: torch.dtype, bias: bool = False, **options: Any) -> tuple[dict[str, Any], Tensor]:
+    """Arguments of linear_logprobs with random tensors of `dtype`, and a random gradient (N,) of the logprobs."""
+    generator = torch.Generator().manual_seed(rows)
+    arguments = {
+        "hidden": torch.randn(rows, D, generator=generator).to(dtype).requires_grad_(),
+        "weight": (torch.randn(V, D, generator=generator) / 3).to(dtype),
+        "targets": torch.randint(V, (rows,), generator=generator),
+        "bias": torch.randn(V, generator=generator).to(dtype) if bias else None,
+    }
+    return arguments | options, torch.randn(rows, generator=generator)
+
+
+def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with every floating tensor in float64."""
+    changed = {
+        name: value.detach().double() for name, value in arguments.items()
+        if torch.is_tensor(value) and value.is_floating_point()
+    }
+    changed["hidden"].requires_grad_()
+    return arguments | changed
+
+
+def outcome(function: Any, arguments: dict[str, Any], grad: Tensor, **options: Any) -> dict[str, Tensor]:
+    """logprobs, entropy and grad_hidden, in float64."""
+    logprobs, entropy = function(**arguments, **options)
+    (grad_hidden,) = torch.autograd.grad(logprobs, arguments["hidden"], grad.to(logprobs.dtype))
+    results = {"logprobs": logprobs, "entropy": entropy, "grad_hidden": grad_hidden}
+    return {name: value.detach().double() for name, value in results.items()}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("rows", [1, 63, 500])
+@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize("chunk_rows", CHUNKS)
+def test_errors_are_no_larger_than_the_references(
+    dtype: torch.dtype, rows: int, options: dict[str, Any], chunk_rows: int | None
+) -> None:
+    if chunk_rows == 1 and rows == 500:
+        pytest.skip("500 chunks show nothing that 63 do not")
+    arguments, grad = problem(rows, dtype, **options)
+    truth = outcome(linear_logprobs_ref, in_float64(arguments), grad)
+    reference = outcome(linear_logprobs_ref, arguments, grad)
+    ours = outcome(linear_logprobs, arguments, grad, chunk_rows=chunk_rows, return_entropy=True)
+    for name, exact in truth.items():
+        slack = SUMMATION + (3 * ROUNDING[dtype] if name == "grad_hidden" else 0)  # U, its probabilities, the product
+        allowed = (reference[name] - exact).abs().max() + slack * exact.abs().max()
+        assert (ours[name] - exact).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("options", SHAPES)
+def test_gradient_is_the_derivative(options: dict[str, Any]) -> None:
+    arguments, _ = problem(5, torch.float64, **options)
+    hidden = arguments.pop("hidden")
+    assert torch.autograd.gradcheck(lambda x: linear_logprobs(x, **arguments, chunk_rows=2), (hidden,))
+
+
+def test_reference_gradient_is_the_derivative() -> None:
+    arguments, _ = problem(5, torch.float64, **SHAPES[-1])
+    hidden = arguments.pop("hidden")
+    assert torch.autograd.gradcheck(lambda x: linear_logprobs_ref(x, **arguments), (hidden,))
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    arguments, grad = problem(5, torch.float64)
+    logprobs = linear_logprobs(**arguments)
+    (first,) = torch.autograd.grad(logprobs, arguments["hidden"], grad.double().requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(first.square().sum(), arguments["hidden"])
+
+
+def test_grad_output_scales_the_gradient() -> None:
+    arguments, grad = problem(63, torch.float32)
+    once = outcome(linear_logprobs, arguments, grad, return_entropy=True)["grad_hidden"]
+    tenfold = outcome(linear_logprobs, arguments, 10 * grad, return_entropy=True)["grad_hidden"]
+    torch.testing.assert_close(tenfold, 10 * once, **CLOSE)
+
+
+def test_a_loss_times_ten_has_ten_times_the_gradient() -> None:
+    arguments, _ = problem(63, torch.float32)
+    gradients = [torch.autograd.grad(scale * linear_logprobs(**arguments).mean(), arguments["hidden"])[0]
+                 for scale in (1, 10)]
+    torch.testing.assert_close(gradients[1], 10 * gradients[0])
+
+
+@pytest.mark.parametrize("chunk_rows", CHUNKS)
+def test_ignored_rows_give_zero_and_no_gradient(chunk_rows: int | None) -> None:
+    arguments, grad = problem(63, torch.float32)
+    kept = outcome(linear_logprobs, arguments, grad, return_entropy=True)
+    ignored = torch.arange(63) % 3 == 0
+    arguments["targets"] = arguments["targets"].masked_fill(ignored, -100)
+    ours = outcome(linear_logprobs, arguments, grad, return_entropy=True, ignore_index=-100, chunk_rows=chunk_rows)
+    for name, values in ours.items():
+        assert not values[ignored].any(), name
+        torch.testing.assert_close(values[~ignored], kept[name][~ignored], **CLOSE, msg=name)
+
+
+def test_all_rows_ignored_give_zero() -> None:
+    arguments, grad = problem(7, torch.float32)
+    arguments["targets"] = torch.full((7,), -100)
+    for values in outcome(linear_logprobs, arguments, grad, return_entropy=True, ignore_index=-100).values():
+        assert not values.any()
+
+
+@pytest.mark.parametrize("function", [linear_logprobs, linear_logprobs_ref])
+def test_tokens_with_a_logit_of_minus_infinity_have_no_weight(function: Any) -> None:
+    arguments, grad = problem(63, torch.float64)
+    cut = torch.arange(V) % 2 == 1
+    arguments["bias"] = torch.zeros(V, dtype=torch.float64).masked_fill(cut, -torch.inf)
+    arguments["targets"] = arguments["targets"] // 2 * 2
+    options = {"return_entropy": True} if function is linear_logprobs else {}
+    ours = outcome(function, arguments, grad, **options)
+    half = arguments | {"weight": arguments["weight"][~cut], "targets": arguments["targets"] // 2, "bias": None}
+    for name, values in outcome(linear_logprobs_ref, half, grad).items():
+        torch.testing.assert_close(ours[name], values, msg=name)
+
+
+def test_a_target_with_probability_zero_is_minus_infinity() -> None:
+    arguments, _ = problem(3, torch.float32)
+    arguments["bias"] = torch.zeros(V)
+    arguments["bias"][arguments["targets"][0]] = -torch.inf
+    logprobs = linear_logprobs(**arguments)
+    assert logprobs[0] == -torch.inf and logprobs[1:].isfinite().all()
+
+
+def test_no_rows_give_no_results() -> None:
+    arguments, grad = problem(0, torch.float32)
+    ours = outcome(linear_logprobs, arguments, grad, return_entropy=True)
+    assert ours["logprobs"].shape == ours["entropy"].shape == (0,) and ours["grad_hidden"].shape == (0, D)
+
+
+def test_entropy_has_no_gradient() -> None:
+    arguments, _ = problem(3, torch.float32)
+    logprobs, entropy = linear_logprobs(**arguments, return_entropy=True)
+    assert logprobs.requires_grad and not entropy.requires_grad
+
+
+def test_results_are_float32_without_gradients_too() -> None:
+    arguments, _ = problem(3, torch.bfloat16)
+    with torch.no_grad():
+        logprobs = linear_logprobs(**arguments)
+    assert logprobs.dtype == torch.float32 and not logprobs.requires_grad
+    assert torch.equal(logprobs, linear_logprobs(**arguments).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_around_the_call_changes_nothing(dtype: torch.dtype) -> None:
+    arguments, grad = problem(63, dtype)
+    expected = outcome(linear_logprobs, arguments, grad, return_entropy=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = outcome(linear_logprobs, arguments, grad, return_entropy=True)
+    for name, values in expected.items():
+        torch.testing.assert_close(ours[name], values, **CLOSE, msg=name)
+
+
+def test_tensors_that_are_not_contiguous_are_read_right() -> None:
+    arguments, grad = problem(63, torch.float32)
+    expected = outcome(linear_logprobs, arguments, grad, return_entropy=True)
+    hidden = arguments["hidden"].detach().T.contiguous().T.requires_grad_()
+    changed = arguments | {"hidden": hidden, "weight": arguments["weight"].T.contiguous().T}
+    for name, values in outcome(linear_logprobs, changed, grad, return_entropy=True).items():
+        torch.testing.assert_close(values, expected[name], **CLOSE, msg=name)
+
+
+WRONG = [
+    ({"hidden": torch.zeros(3)}, "hidden"), ({"hidden": torch.zeros(3, 5)}, "(3, 5)"),
+    ({"weight": torch.zeros(V)}, "weight"), ({"targets": torch.zeros(2, dtype=torch.long)}, "(2,)"),
+    ({"targets": torch.zeros(3, dtype=torch.int32)}, "int32"), ({"targets": torch.zeros(3)}, "float32"),
+    ({"bias": torch.zeros(5)}, "bias"), ({"hidden": torch.zeros(3, D, dtype=torch.bfloat16)}, "bfloat16"),
+    ({"weight": torch.zeros(V, D, device="meta")}, "meta"),
+    ({"targets": torch.zeros(3, dtype=torch.long, device="meta")}, "meta"),
+    ({"bias": torch.zeros(V, device="meta")}, "meta"),
+    ({"hidden": torch.zeros(3, D, dtype=torch.long), "weight": torch.zeros(V, D, dtype=torch.long)}, "int64"),
+    ({"weight": torch.zeros(V, D, requires_grad=True)}, "frozen"),
+    ({"bias": torch.zeros(V, requires_grad=True)}, "frozen"),
+    ({"temperature": 0.0}, "temperature is 0.0"), ({"temperature": -1.0}, "temperature is -1.0"),
+    ({"chunk_rows": -1}, "chunk_rows is -1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[f"{'+'.join(c)}-{m}" for c, m in WRONG])
+def test_wrong_arguments_are_refused_with_what_was_got(changes: dict[str, Any], message: str) -> None:
+    arguments, _ = problem(3, torch.float32)
+    with pytest.raises(ValueError) as refusal:
+        linear_logprobs(**(arguments | changes))
+    assert message in str(refusal.value)
+
+
+def test_a_trainable_head_is_fine_where_no_gradient_is_taken() -> None:
+    arguments, _ = problem(3, torch.float32)
+    arguments["weight"].requires_grad_()
+    with torch.no_grad():
+        linear_logprobs(**arguments)
+
+
+def peak_bytes(arguments: dict[str, Any], backward: bool = True, **options: Any) -> int:
+    """The most bytes alive at once in forward and backward."""
+    with LiveStorage() as storage:
+        logprobs = linear_logprobs(**arguments, **options)
+        if backward:
+            torch.autograd.grad(logprobs.sum(), arguments["hidden"])
+    return storage.peak
+
+
+@pytest.mark.parametrize(("rows", "size", "vocabulary", "chunk_rows"), [
+    (500, D, V, 7), (500, D, V, 1), (1000, 300, 5003, 10), (4096, 64, V, 64),
+])
+def test_logits_of_all_rows_never_exist(rows: int, size: int, vocabulary: int, chunk_rows: int) -> None:
+    arguments = {
+        "hidden": torch.randn(rows, size, requires_grad=True), "weight": torch.randn(vocabulary, size),
+        "targets": torch.zeros(rows, dtype=torch.long),
+    }
+    allowed = 3 * rows * size * 4 + 8 * chunk_rows * vocabulary * 4
+    assert allowed < rows * vocabulary * 4  # else the test would show nothing
+    assert peak_bytes(arguments, chunk_rows=chunk_rows) < allowed
+
+
+def test_memory_stays_bounded_at_a_large_vocabulary() -> None:
+    rows, size, vocabulary = 16384, 1024, 151936
+    with FakeTensorMode():
+        arguments = {
+            "hidden": torch.empty(rows, size, requires_grad=True), "weight": torch.empty(vocabulary, size),
+            "targets": torch.empty(rows, dtype=torch.long),
+        }
+        peak = peak_bytes(arguments)
+    assert peak < 3 * rows * size * 4 + 8 * CHUNK_BYTES
+
+
+def test_backward_in_half_precision_makes_no_float32_copy() -> None:
+    arguments, _ = problem(500, torch.bfloat16)
+    logprobs = linear_logprobs(**arguments)
+    with LiveStorage() as storage:
+        torch.autograd.grad(logprobs.sum(), arguments["hidden"])
+    assert storage.largest <= arguments["hidden"].nbytes
+
+
+def test_nothing_is_kept_where_hidden_takes_no_gradient() -> None:
+    arguments, _ = problem(500, torch.float32)
+    arguments["hidden"] = arguments["hidden"].detach()
+    with LiveStorage() as storage:
+        logprobs, entropy = linear_logprobs(**arguments, return_entropy=True, chunk_rows=7)
+    assert not logprobs.requires_grad
+    assert storage.live == logprobs.nbytes + entropy.nbytes
+    assert storage.largest <= 7 * V * 4
+
+
+def test_one_matrix_of_the_size_of_hidden_is_kept_for_backward() -> None:
+    arguments, _ = problem(500, torch.bfloat16)
+    with LiveStorage() as storage:
+        logprobs, entropy = linear_logprobs(**arguments, return_entropy=True, chunk_rows=7)
+    assert storage.live == logprobs.nbytes + entropy.nbytes + arguments["hidden"].nbytes
+
+
+def test_live_storage_counts_what_is_alive_and_forgets_what_is_not() -> None:
+    before = torch.zeros(100)
+    with LiveStorage() as storage:
+        view = before[:50].add_(1)
+        assert storage.live == 0
+        made = before + 1
+        assert storage.live == storage.peak == 400
+        del made
+        assert storage.live == 0 and storage.peak == 400
+    assert view.shape == (50,)
+
+
+def test_kernels_load_without_the_rest() -> None:
+    program = (
+        "import sys, lowmem_grpo.kernels\n"
+        "print([name for name in ('transformers', 'peft', 'vllm', 'datasets', 'bitsandbytes') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,153 @@
+"""The terminal view: on a terminal, in a pipe, and with hostile model text."""
+
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lowmem_grpo.live import BLOCKS, LiveView, print_accuracy, print_samples, sparkline, wilson_interval
+
+SHOW_CURSOR = "\x1b[?25h"
+HIDE_CURSOR = "\x1b[?25l"
+LOGS = {
+    "step": 3, "reward": 0.75, "rewards/correct/mean": 0.5, "rewards/[red]format/mean": 0.25, "kl": 0.0002,
+    "completions/mean_length": 231.4, "entropy": 0.412, "tokens_per_second": 811.6, "memory/peak_bytes": 3 * 2**29,
+    "time/generate": 0.6, "time/reward": 0.05, "time/train": 0.3, "time/idle": 0.05, "groups/total": 8,
+    "groups/with_signal": 5, "loss": float("nan"),
+}
+
+
+def console(terminal: bool, width: int = 100) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, height=40, _environ={"TERM": "xterm"})
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def state(step: int) -> Any:
+    return SimpleNamespace(global_step=step, max_steps=60)
+
+
+def run(view: LiveView, *logs: dict[str, Any]) -> None:
+    view.on_train_begin(None, state(0), None)
+    for step, entry in enumerate(logs, start=1):
+        view.on_log(None, state(step), None, logs=entry)
+
+
+def test_piped_output_has_one_plain_line_a_log_with_the_key_numbers() -> None:
+    piped = console(terminal=False, width=40)
+    view = LiveView(piped)
+    run(view, LOGS, LOGS)
+    view.on_train_end(None, state(2), None)
+    first, second = written(piped).splitlines()
+    assert second.startswith("step 2/60  reward 0.750  correct 0.500  [red]format 0.250  length 231  entropy 0.412")
+    assert "kl 2.00e-04  tokens/s 812  memory 1.5 GiB" in first
+    assert "time: generate 60% reward 5% train 30% idle 5%  groups with signal 5/8  left 0:00" in first
+    assert first.isascii() and "\x1b" not in first
+
+
+def test_logs_without_numbers_print_no_line() -> None:
+    piped = console(terminal=False)
+    run(LiveView(piped), {}, {"loss": float("nan"), "note": "text"})
+    assert written(piped) == ""
+
+
+def test_evaluation_logs_are_shown() -> None:
+    piped = console(terminal=False)
+    run(LiveView(piped), {"eval_reward": 0.5})
+    assert "eval_reward 0.500" in written(piped)
+
+
+def test_a_terminal_gets_a_panel_with_progress_and_sparklines() -> None:
+    terminal = console(terminal=True)
+    view = LiveView(terminal, title="[bold]run")
+    run(view, {**LOGS, "reward": 0.0}, LOGS)
+    view.close()
+    text = written(terminal)
+    assert "step 2/60" in text and "▁█" in text and "1.5 GiB" in text and "5/8" in text
+    assert "[bold]run" in text and "[red]format" in text
+
+
+def test_memory_below_one_gib_is_shown_in_mib() -> None:
+    piped = console(terminal=False)
+    run(LiveView(piped), {"memory/peak_bytes": 300 * 2**20})
+    assert "memory 300 MiB" in written(piped)
+
+
+@pytest.mark.parametrize("ending", ["close", "on_train_end"])
+def test_the_terminal_is_restored_once_however_the_view_ends(ending: str) -> None:
+    terminal = console(terminal=True)
+    view = LiveView(terminal)
+    run(view, LOGS)
+    assert written(terminal).count(HIDE_CURSOR) == 1 and SHOW_CURSOR not in written(terminal)
+    view.close() if ending == "close" else view.on_train_end(None, state(1), None)
+    view.close()
+    assert written(terminal).count(SHOW_CURSOR) == 1 and view.live is None
+
+
+def test_close_before_training_does_nothing() -> None:
+    terminal = console(terminal=True)
+    LiveView(terminal).close()
+    assert written(terminal) == ""
+
+
+def test_time_left_counts_only_steps_done_since_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = LiveView(console(terminal=False))
+    monkeypatch.setattr("lowmem_grpo.live.time.monotonic", lambda: 100.0)
+    view.on_train_begin(None, state(50), None)
+    assert view.time_left() == "unknown"
+    monkeypatch.setattr("lowmem_grpo.live.time.monotonic", lambda: 120.0)
+    view.on_log(None, state(52), None, logs=LOGS)
+    assert view.time_left() == "1:20"
+
+
+def test_sparkline_spans_lowest_to_highest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == BLOCKS
+    assert sparkline([5, -5]) == "█▁"
+
+
+def test_sparkline_of_a_constant_or_nothing_is_flat() -> None:
+    assert sparkline([0.3] * 5) == "▁" * 5
+    assert sparkline([]) == ""
+
+
+def test_sparkline_averages_a_long_history_into_its_width() -> None:
+    assert sparkline([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7], width=8) == BLOCKS
+    assert len(sparkline(list(range(1001)), width=32)) == 32
+
+
+def test_samples_stand_side_by_side() -> None:
+    wide = console(terminal=False)
+    print_samples(wide, [{"prompt": "2 + 2?", "answer": "4", "before": "five", "after": "four"}])
+    row = next(line for line in written(wide).splitlines() if "2 + 2?" in line)
+    assert row.index("2 + 2?") < row.index("five") < row.index("four")
+    assert "expected: 4" in written(wide)
+
+
+def test_model_text_is_never_markup_or_terminal_control() -> None:
+    terminal = console(terminal=True)
+    print_samples(terminal, [{"prompt": "[/nothing]", "before": "[red]x[/red]", "after": "\x1b[2J\x07y\ud800"}])
+    text = written(terminal)
+    assert "[/nothing]" in text and "[red]x[/red]" in text
+    assert "\x1b[2J" not in text and "\x07" not in text and "\ufffd[2J" in text
+    text.encode("utf-8")
+
+
+def test_accuracy_is_printed_with_its_interval() -> None:
+    piped = console(terminal=False, width=30)
+    print_accuracy(piped, 0.5, 0.75, 100)
+    before, after, change = written(piped).splitlines()
+    assert before == "accuracy before  50.0%  (95% interval 40.4% to 59.6%)"
+    assert after == "accuracy after   75.0%  (95% interval 65.7% to 82.5%)"
+    assert change == "change +25.0 points on 100 problems"
+
+
+def test_wilson_interval_stays_inside_zero_and_one() -> None:
+    low, high = wilson_interval(0.0, 10)
+    assert low == 0.0 and high == pytest.approx(0.2775, abs=1e-4)
+    assert wilson_interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert wilson_interval(0.5, 0) == (0.0, 1.0)
