@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lowmem_grpo.types import RolloutGroup
+
 SCALE_REWARDS = ("group", "batch", "none")
 STD_EPSILON = 1e-4  # TRL's
 
@@ -36,3 +38,18 @@ def nanstd(values: Tensor, dim: int) -> Tensor:
     count = values.isnan().logical_not().sum(dim)
     squares = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim)
     return (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count == 0, torch.nan)
+
+
+def assign_advantages(
+    groups: list[RolloutGroup], names: list[str], weights: list[float] | None, scale_rewards: str
+) -> None:
+    """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of equally large groups."""
+    rows = [[[rollout.rewards[name] for name in names] for rollout in group.rollouts] for group in groups]
+    scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]
+    table = torch.tensor(scored, dtype=torch.float64)  # (P, G, R)
+    rewards = combine_rewards(table, torch.tensor(weights or [1.0] * len(names), dtype=torch.float64))
+    advantages = group_advantages(rewards, scale_rewards)
+    for group, sums, values in zip(groups, rewards.tolist(), advantages.tolist(), strict=True):
+        for rollout, reward, advantage in zip(group.rollouts, sums, values, strict=True):
+            rollout.reward = None if reward != reward else reward
+            rollout.advantage = advantage

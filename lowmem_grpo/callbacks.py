@@ -16,9 +16,11 @@ class TrainerState:
 
     global_step: int = 0  # optimizer steps
     max_steps: int = 0
+    policy_version: int = 0  # how often the adapter changed
     epoch: float = 0.0
     num_tokens: int = 0  # prompt and completion tokens seen in rollouts
     elapsed: float = 0.0  # seconds of training, over all resumes
+    barren_steps: int = 0  # steps in a row in which no group had any spread of rewards
     best_metric: float | None = None  # highest mean reward at a save
     best_model_checkpoint: str | None = None
     log_history: list[dict[str, Any]] = field(default_factory=list)

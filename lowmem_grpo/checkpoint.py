@@ -47,7 +47,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `run_dir/checkpoint-{step}`, in place of one that is there already, and return it.
 
-    `state` must be plain JSON values. Raises CheckpointError where the disk refuses; older checkpoints stay as they are.
+    `state` must be plain JSON values. Raises CheckpointError where the disk refuses; older checkpoints stay.
     """
     folder = run_dir / f"checkpoint-{step}"
     temp = run_dir / f".checkpoint-{step}.tmp-{os.getpid()}"

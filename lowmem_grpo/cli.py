@@ -77,6 +77,7 @@ def generate(prompt: str, model: str, adapter: Path | None, as_json: bool, load_
         from lowmem_grpo.sampling import SamplingParams
 
         params = SamplingParams(n=sampling.pop("samples"), **sampling)
+        loaded: Any = None
         loaded, _ = FastLanguageModel.from_pretrained(model, max_seq_length=2048, load_in_4bit=load_in_4bit)
         request = None
         if adapter is not None:

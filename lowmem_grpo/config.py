@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowmem_grpo.advantages import SCALE_REWARDS
@@ -20,7 +20,7 @@ class CheckedCall(type):
     """Makes `GRPOConfig(...)` refuse options by name, with what to do instead, before the dataclass sees them."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **refuse_unsupported(kwargs, {f.name for f in fields(cls)}))
+        return super().__call__(*args, **refuse_unsupported(kwargs, set(cls.__annotations__)))
 
 
 def refuse_unsupported(options: dict[str, Any], known: set[str]) -> dict[str, Any]:
@@ -32,7 +32,8 @@ def refuse_unsupported(options: dict[str, Any], known: set[str]) -> dict[str, An
             kept[name] = value
         elif name not in FIXED:
             close = difflib.get_close_matches(name, [*known, *FIXED], n=3)
-            raise TypeError(f"GRPOConfig has no option {name!r}" + (f"; did you mean {', '.join(close)}?" * bool(close)))
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
+            raise TypeError(f"GRPOConfig has no option {name!r}{hint}")
         elif value not in FIXED[name].allowed:
             allowed = " or ".join(repr(choice) for choice in FIXED[name].allowed)
             raise ValueError(f"{name}={value!r} is not supported (allowed: {allowed}). {FIXED[name].advice}")
@@ -111,7 +112,7 @@ class GRPOConfig(metaclass=CheckedCall):
 
     # records
     logging_steps: int = 1
-    report_to: str | list[str] = "none"
+    report_to: Any = "none"  # str | list[str]; a list once checked
     log_completions: bool = False
     """Print a few samples with each log; completions.jsonl holds them all in any case."""
     save_strategy: str = "steps"
@@ -129,7 +130,8 @@ class GRPOConfig(metaclass=CheckedCall):
     """Not in TRL: warn after this many steps in a row in which no group had any spread of rewards."""
 
     def __post_init__(self) -> None:
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
         self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
         self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         self.optim = str(getattr(self.optim, "value", self.optim))

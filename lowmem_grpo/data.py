@@ -38,7 +38,7 @@ class PromptEncoder:
 
     def encode(self, row: dict[str, Any]) -> Prompt | str:
         """The prompt, or the reason for leaving the row out."""
-        prompt = row.get("prompt")
+        prompt: Any = row.get("prompt")
         if isinstance(prompt, str):
             if not prompt.strip():
                 return "empty prompt"
@@ -59,9 +59,10 @@ class PromptEncoder:
                 "the dataset holds chat messages, and the tokenizer has no chat template: set tokenizer.chat_template, "
                 "load an instruct model, or make `prompt` a plain string"
             )
-        return self.tokenizer.apply_chat_template(
+        text: Any = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
         )
+        return text
 
 
 def is_chat(prompt: Any) -> bool:

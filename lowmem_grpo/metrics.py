@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import RolloutGroup
 
 
 class Reducer:
@@ -103,3 +103,9 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"memory/peak_bytes": peak if sys.platform == "darwin" else peak * 1024}
+
+
+def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the steps that have it."""
+    names = sorted({name for step in steps for name in step})
+    return {name: fmean(step[name] for step in steps if name in step) for name in names}

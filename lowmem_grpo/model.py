@@ -96,7 +96,7 @@ class FastGeneration:
 
     def encode(self, prompt: Any) -> tuple[str, list[int]]:
         """(text, token ids) of a string, of chat messages or of token ids."""
-        tokenizer = self.loaded.tokenizer
+        tokenizer: Any = self.loaded.tokenizer
         if isinstance(prompt, str):
             return prompt, tokenizer(prompt).input_ids
         if prompt and isinstance(prompt[0], int):
@@ -200,7 +200,7 @@ def request_output(text: str, ids: list[int], rollouts: list[Rollout]) -> Reques
 def compute_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
     """The dtype to load in: the given one, else bfloat16 or float16 by the card, float32 on the CPU."""
     if isinstance(dtype, str) and dtype != "auto":
-        dtype = getattr(torch, dtype, dtype)  # type: ignore[assignment]
+        dtype = getattr(torch, dtype, dtype)
     if isinstance(dtype, torch.dtype):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")

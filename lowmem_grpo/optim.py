@@ -1,6 +1,7 @@
 """The optimizer and the learning-rate schedule of a run."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from lowmem_grpo.config import GRPOConfig
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: GRPOConfig) -> torch.optim.Optimizer:
     """AdamW in 32 bit, or with 8-bit (and paged) states through bitsandbytes."""
-    settings = {
+    settings: dict[str, Any] = {
         "lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon,
         "weight_decay": config.weight_decay,
     }

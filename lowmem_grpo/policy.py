@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -45,7 +46,8 @@ class Policy:
 
     def __init__(self, model: PeftModel | PreTrainedModel, autocast_dtype: torch.dtype | None = None) -> None:
         self.model = model
-        self.base = base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.base = base
         if base.config.get_text_config()._attn_implementation != attention.NAME:
             base.set_attn_implementation(attention.NAME)
         self.backbone = getattr(base, base.base_model_prefix)

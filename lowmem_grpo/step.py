@@ -80,7 +80,8 @@ class Learner:
             total += loss.detach()
             reducer.add(metrics, count)
         kept = sum(len(group.rollouts) for group in trained)
-        return reducer.result() | {"loss": total.item(), "completions/trained": kept, "completions/total": len(rollouts)}
+        counts = {"completions/trained": kept, "completions/total": len(rollouts)}
+        return reducer.result() | {"loss": total.item()} | counts
 
     def loss(self, batch: MicroBatch, sequences: int, tokens: float) -> tuple[Tensor, dict[str, Tensor], int]:
         """This micro-batch's share of the loss, its metrics, and its number of trained tokens."""

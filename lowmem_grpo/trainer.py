@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo import checkpoint
-from lowmem_grpo.advantages import combine_rewards, group_advantages
+from lowmem_grpo.advantages import assign_advantages
 from lowmem_grpo.callbacks import Callbacks, Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, is_chat
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.metrics import Clock, peak_memory, rollout_metrics
+from lowmem_grpo.metrics import Clock, mean_of, peak_memory, rollout_metrics
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.optim import make_optimizer, make_scheduler
 from lowmem_grpo.policy import Policy
@@ -23,6 +22,7 @@ from lowmem_grpo.records import RunRecords
 from lowmem_grpo.report import write_report
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.saver import Saver
 from lowmem_grpo.sinks import make_sinks
 from lowmem_grpo.step import Learner
 from lowmem_grpo.types import RolloutGroup
@@ -40,7 +40,7 @@ class TrainOutput:
 
 
 class GRPOTrainer:
-    """GRPO with TRL's constructor; `train()` is the loop of `rollout()` and `update(groups)` plus records and saving."""
+    """GRPO with TRL's constructor; `train()` loops over `rollout()` and `update(groups)`, records and saves."""
 
     def __init__(
         self, model: FastPeftModel, reward_funcs: Callable[..., Any] | list[Callable[..., Any]],
@@ -67,8 +67,8 @@ class GRPOTrainer:
         self.run_dir = Path(self.args.output_dir)
         self.records = RunRecords(self.run_dir)
         self.learner = self.make_learner()
-        self.policy_version = 0
-        self.barren_steps = 0
+        self.saver = Saver(self.run_dir, self.args, self.model, self.learner, self.source, self.state)
+        self.reward_logs: dict[str, float] = {}
         if note := self.args.rounding():
             logger.warning(note)
         if self.args.sampling(0).truncates:
@@ -89,8 +89,8 @@ class GRPOTrainer:
         """Optimizer steps of the whole run."""
         if self.args.max_steps > 0:
             return self.args.max_steps
-        rollouts = max(1, round(self.args.num_train_epochs * len(self.source.dataset) / self.args.prompts_per_generation))
-        return rollouts * self.steps_per_rollout
+        prompts = self.args.num_train_epochs * len(self.source.dataset)
+        return max(1, round(prompts / self.args.prompts_per_generation)) * self.steps_per_rollout
 
     @property
     def steps_per_rollout(self) -> int:
@@ -98,10 +98,10 @@ class GRPOTrainer:
         return self.args.optimizer_steps_per_generation * self.args.num_iterations
 
     def make_learner(self) -> Learner:
-        if self.args.gradient_checkpointing is not None:
-            base = self.model.get_base_model()
-            switch = base.gradient_checkpointing_enable if self.args.gradient_checkpointing else None
-            switch({"use_reentrant": False}) if switch else base.gradient_checkpointing_disable()
+        if self.args.gradient_checkpointing:
+            self.policy.base.gradient_checkpointing_enable({"use_reentrant": False})
+        elif self.args.gradient_checkpointing is not None:
+            self.policy.base.gradient_checkpointing_disable()
         optimizer = make_optimizer(self.policy.trainable, self.args)
         scheduler = make_scheduler(optimizer, self.args, self.state.max_steps)
         fp16 = torch.float16 in (self.policy.autocast_dtype, self.policy.head.weight.dtype)
@@ -126,19 +126,13 @@ class GRPOTrainer:
         """Apply the gradients and tell the engine that the policy changed; returns norm and learning rate."""
         metrics = self.learner.optim_step()
         self.state.global_step += 1
-        self.policy_version += 1
-        self.engine.on_policy_update(self.policy_version)
+        self.state.policy_version += 1
+        self.engine.on_policy_update(self.state.policy_version)
         return metrics
 
     def save_state(self) -> Path:
         """Write a checkpoint of everything that a later `train(resume_from_checkpoint=...)` needs."""
-        self.note_best(self.run_dir / f"checkpoint-{self.state.global_step}")
-        folder = checkpoint.save_checkpoint(
-            self.run_dir, self.state.global_step, self.model, self.learner.optimizer, self.learner.scheduler,
-            self.snapshot(),
-        )
-        best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
-        checkpoint.prune(self.run_dir, self.args.save_total_limit, best)
+        folder = self.saver.save()
         self.callbacks("on_save", self.args, self.state, self.control)
         return folder
 
@@ -167,8 +161,7 @@ class GRPOTrainer:
                 for _ in range(self.args.num_iterations)
                 for part in parts
             ]
-        names = {name for step in steps for name in step}
-        return {name: sum(values) / len(values) for name in sorted(names) if (values := [s[name] for s in steps if name in s])}
+        return mean_of(steps)
 
     def score(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
@@ -183,25 +176,12 @@ class GRPOTrainer:
             for name, values in scores.rewards.items():
                 for rollout, value in zip(rollouts, values, strict=True):
                     rollout.rewards[name] = value
-            self.set_advantages(groups)
+            assign_advantages(groups, self.scorer.names, self.args.reward_weights, str(self.args.scale_rewards))
         for name, count in scores.invalid.items():
             if count:
                 logger.warning("reward %s gave NaN or infinity for %d completions: counted as no reward", name, count)
         self.reward_logs = scores.metrics | {f"rewards/{k}/invalid": float(v) for k, v in scores.invalid.items()}
         return self.reward_logs
-
-    def set_advantages(self, groups: list[RolloutGroup]) -> None:
-        names, missing = self.scorer.names, float("nan")
-        table = torch.tensor(
-            [[[missing if r.rewards[n] is None else r.rewards[n] for n in names] for r in g.rollouts] for g in groups],
-            dtype=torch.float64,
-        )  # (P, G, R)
-        rewards = combine_rewards(table, torch.tensor(self.args.reward_weights or [1.0] * len(names)))
-        advantages = group_advantages(rewards, str(self.args.scale_rewards))
-        for group, group_rewards, group_values in zip(groups, rewards.tolist(), advantages.tolist(), strict=True):
-            for rollout, reward, advantage in zip(group.rollouts, group_rewards, group_values, strict=True):
-                rollout.reward = None if reward != reward else reward
-                rollout.advantage = advantage
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Run to `max_steps`, with records, checkpoints and listeners.
@@ -260,12 +240,13 @@ class GRPOTrainer:
         timing = self.clock.metrics()
         self.state.elapsed += timing["step_time"]
         tokens = sum(len(r.completion_ids) for g in groups for r in g.rollouts)
+        speed = tokens / max(self.clock.seconds["generate"], 1e-9)
         line = {
             "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
             **metrics, **rollout_metrics(groups, self.scorer.names), **self.reward_logs, **timing,
             **peak_memory(self.policy.device), "memory/kv_bytes": self.engine.kv_bytes,
-            "num_tokens": self.state.num_tokens, "tokens_per_second": tokens / max(self.clock.seconds["generate"], 1e-9),
-            "data/skipped_rows": sum(self.source.skipped.values()), "policy_version": self.policy_version,
+            "num_tokens": self.state.num_tokens, "tokens_per_second": speed,
+            "data/skipped_rows": sum(self.source.skipped.values()), "policy_version": self.state.policy_version,
         }
         self.watch_signal(line)
         self.records.completions(self.state.global_step, groups)
@@ -276,13 +257,13 @@ class GRPOTrainer:
 
     def watch_signal(self, line: dict[str, Any]) -> None:
         """Warn when no group has had any spread of rewards for many steps."""
-        self.barren_steps = 0 if line["groups/with_signal"] else self.barren_steps + 1
-        if self.barren_steps and self.barren_steps % self.args.nothing_to_learn_steps == 0:
+        self.state.barren_steps = 0 if line["groups/with_signal"] else self.state.barren_steps + 1
+        if self.state.barren_steps and self.state.barren_steps % self.args.nothing_to_learn_steps == 0:
             logger.warning(
                 "nothing to learn for %d steps: in every group all completions earned the same reward (mean %s), so no "
                 "gradient. If it is low: easier problems, a reward for partial success, a stronger model, SFT on the "
                 "format first. If it is high: harder problems. Else: more num_generations or a higher temperature",
-                self.barren_steps, line.get("reward", "none"),
+                self.state.barren_steps, line.get("reward", "none"),
             )
 
     def evaluate(self) -> dict[str, float]:
@@ -301,62 +282,21 @@ class GRPOTrainer:
         self.callbacks("on_evaluate", self.args, self.state, self.control, metrics=metrics)
         return metrics
 
-    # Beginning, saving and ending.
+    # Beginning and ending.
 
     def begin(self, resume: bool | str | None) -> None:
         """A fresh run directory, or the state of a checkpoint."""
         torch.manual_seed(self.args.seed)
         if not resume:
             self.records.begin(self.args.overwrite_output_dir)
-        elif folder := self.find_checkpoint(resume):
-            self.restore(checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler))
+        elif self.saver.resume(resume):
             self.records.rewind(self.state.global_step)
-            logger.info("resumed from %s", folder)
+            self.engine.on_policy_update(self.state.policy_version)
         else:
             logger.warning("%s has no checkpoint yet: starting from step 0", self.run_dir)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self.records.rewind(0)
-        checkpoint.clean_leftovers(self.run_dir)
         self.records.summary(self.describe("running"))
-
-    def find_checkpoint(self, resume: bool | str) -> Path | None:
-        """The folder to resume from; an explicit one must be good, a broken newest one is named and passed over."""
-        if resume is not True:
-            checkpoint.verify(Path(str(resume)))
-            return Path(str(resume))
-        folder, broken = checkpoint.last_good(self.run_dir)
-        for message in broken:
-            logger.warning("passed over: %s", message)
-        return folder
-
-    def snapshot(self) -> dict[str, Any]:
-        """The loop's own state, as JSON."""
-        state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
-        return {
-            "trainer": state, "source": self.source.state(), "policy_version": self.policy_version,
-            "barren_steps": self.barren_steps, "scaler": self.learner.scaler.state_dict(), "config": self.args.to_dict(),
-        }
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Undo `snapshot`; settings that differ from the saved run's are named."""
-        now = self.args.to_dict()
-        changed = [f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)]
-        if changed:
-            logger.warning("resuming with other settings than the run had: %s", "; ".join(changed))
-        for name, value in saved["trainer"].items():
-            if name != "max_steps":
-                setattr(self.state, name, value)
-        self.source.restore(saved["source"])
-        self.learner.scaler.load_state_dict(saved["scaler"])
-        self.policy_version, self.barren_steps = saved["policy_version"], saved["barren_steps"]
-        self.engine.on_policy_update(self.policy_version)
-
-    def note_best(self, folder: Path) -> None:
-        """Remember the checkpoint with the highest mean reward over the steps since the last save."""
-        recent = [line["reward"] for line in self.state.log_history[-self.args.save_steps :] if line.get("reward") is not None]
-        if recent and (self.state.best_metric is None or sum(recent) / len(recent) > self.state.best_metric):
-            self.state.best_metric = sum(recent) / len(recent)
-            self.state.best_model_checkpoint = str(folder)
 
     def end(self, status: str) -> None:
         """Save where the run stopped, and write adapter, summary and report."""
@@ -374,6 +314,7 @@ class GRPOTrainer:
         write_report(self.run_dir)
 
     def describe(self, status: str) -> dict[str, Any]:
+        """The run in plain values, for summary.json."""
         return {
             "status": status, "model": self.model.loaded.name, "seed": self.args.seed, "steps": self.state.global_step,
             "train_seconds": self.state.elapsed, "skipped_rows": dict(self.source.skipped),
@@ -383,7 +324,7 @@ class GRPOTrainer:
 
 def autocast_dtype(model: FastPeftModel, args: GRPOConfig) -> torch.dtype | None:
     """The dtype of mixed precision: none where the model already has the wanted dtype."""
-    own = model.get_base_model().dtype
+    own: torch.dtype = model.get_base_model().get_input_embeddings().weight.dtype  # type: ignore[operator]
     wanted = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else own
     if wanted == own:
         return None

@@ -58,7 +58,8 @@ class MicroBatch:
         """The same batch with every tensor on `device`."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items() if torch.is_tensor(value)}
-        return replace(self, **moved)
+        changes: dict[str, Any] = moved
+        return replace(self, **changes)
 
 
 @dataclass

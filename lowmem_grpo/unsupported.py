@@ -58,7 +58,7 @@ MODEL = {
     "disable_dropout": off(False, "Set lora_dropout=0 in get_peft_model instead."),
     "cast_lm_head_to_fp32": off(False, "Logits are accumulated in float32 as it is; leave it out."),
     "use_cache": off(False, "Sampling always uses a key-value cache and training never does; leave it out."),
-    "neftune_noise_alpha": off(None, "Noise on embeddings would make the sampled log-probabilities wrong; leave it out."),
+    "neftune_noise_alpha": off(None, "Noise would set training apart from sampling; leave it out."),
     "max_seq_length": off(None, "Pass max_seq_length to FastLanguageModel.from_pretrained."),
 }
 

@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8},
     "Gemma3": {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
                "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
-    "Phi3": {"num_key_value_heads": 4},
+    "Phi3": {"num_key_value_heads": 4, "sliding_window": 8},
 }
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -37,7 +37,7 @@ def random_model(family: str) -> transformers.PreTrainedModel:
     """A seeded random model of one family, in float32."""
     torch.manual_seed(0)
     config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, config_name)(**SHAPE, **FAMILIES[family])
+    config = getattr(transformers, config_name)(**(SHAPE | FAMILIES[family]))
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 

@@ -28,7 +28,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # of two float32 computations in another o
 @pytest.fixture(autouse=True)
 def uninitialised_memory_is_nan() -> Iterator[None]:
     """Fills what torch.empty returns with NaN, so that a value never written shows up."""
-    deterministic, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -67,14 +68,13 @@ def outcome(function: Any, arguments: dict[str, Any], grad: Tensor, **options: A
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("rows", [1, 63, 500])
+@pytest.mark.parametrize(("rows", "chunk_rows"), [
+    (1, 1), (1, 7), (1, None), (63, 1), (63, 7), (63, None), (500, 7), (500, None),
+])
 @pytest.mark.parametrize("options", SHAPES)
-@pytest.mark.parametrize("chunk_rows", CHUNKS)
 def test_errors_are_no_larger_than_the_references(
     dtype: torch.dtype, rows: int, options: dict[str, Any], chunk_rows: int | None
 ) -> None:
-    if chunk_rows == 1 and rows == 500:
-        pytest.skip("500 chunks show nothing that 63 do not")
     arguments, grad = problem(rows, dtype, **options)
     truth = outcome(linear_logprobs_ref, in_float64(arguments), grad)
     reference = outcome(linear_logprobs_ref, arguments, grad)
@@ -99,9 +99,9 @@ def test_reference_gradient_is_the_derivative() -> None:
 
 
 def test_second_derivatives_are_refused_not_wrong() -> None:
-    arguments, grad = problem(5, torch.float64)
-    logprobs = linear_logprobs(**arguments)
-    (first,) = torch.autograd.grad(logprobs, arguments["hidden"], grad.double().requires_grad_(), create_graph=True)
+    arguments, _ = problem(5, torch.float64)
+    probabilities = linear_logprobs(**arguments).exp()
+    (first,) = torch.autograd.grad(probabilities.sum(), arguments["hidden"], create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(first.square().sum(), arguments["hidden"])
 

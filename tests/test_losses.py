@@ -118,9 +118,10 @@ def test_on_policy_equals_old_logprobs_given() -> None:
     assert torch.equal(given.loss, ours(tokens, ("dapo", None, None, 0.07, True, True)).loss)
 
 
-def test_clip_metrics_count_the_tokens_whose_gradient_is_gone() -> None:
+@pytest.mark.parametrize("epsilon_high", [None, 0.05, 0.9])
+def test_clip_metrics_count_the_tokens_whose_gradient_is_gone(epsilon_high: float | None) -> None:
     tokens = example()
-    result = ours(tokens, ("bnpo", None, None, 0.0, False, False))
+    result = ours(tokens, ("bnpo", None, epsilon_high, 0.0, False, False))
     (gradient,) = torch.autograd.grad(result.loss, tokens["logprobs"])
     torch.testing.assert_close(result.metrics["clip_ratio/region_mean"], (gradient == 0).double().mean())
     low, high = (result.metrics[f"clip_ratio/{side}_mean"] for side in ("low", "high"))

@@ -64,7 +64,8 @@ class GrowingCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of storage held."""
-        return sum(layer.storage.untyped_storage().nbytes() for layer in self.layers)
+        layers = [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
+        return sum(layer.storage.untyped_storage().nbytes() for layer in layers)
 
 
 def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -87,13 +87,12 @@ def run(options: ArithmeticOptions) -> None:
 
 def load(options: RecipeOptions, config: GRPOConfig) -> tuple[FastPeftModel, GRPOTrainer]:
     """The model under LoRA, and its trainer."""
-    modes = {"none": False, "device": True, "offload": "offload"}
     bare, tokenizer = FastLanguageModel.from_pretrained(
         options.model, max_seq_length=options.max_seq_length, load_in_4bit=options.load_in_4bit
     )
     model = FastLanguageModel.get_peft_model(
         bare, r=options.lora_rank, lora_alpha=2 * options.lora_rank, random_state=config.seed,
-        use_gradient_checkpointing=modes[options.gradient_checkpointing_mode],
+        use_gradient_checkpointing=options.checkpointing,
     )
     dataset = make_dataset("train", options.train_size, config.seed)  # type: ignore[attr-defined]
     return model, GRPOTrainer(

@@ -1,6 +1,7 @@
 """Recipe `gsm8k`: grade-school maths with the five classic reward functions, and a preset for each card size."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lowmem_grpo.rewards import (
     xmlcount_reward_func,
 )
 
-REWARDS = [
+REWARDS: list[Callable[..., Any]] = [
     xmlcount_reward_func, soft_format_reward_func, strict_format_reward_func, int_reward_func, correctness_reward_func,
 ]
 DEFAULTS: dict[str, Any] = {
@@ -46,13 +47,13 @@ PRESETS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 class Gsm8kOptions(RecipeOptions):
     """The options of `lowmem-grpo run gsm8k`; what the preset sets can be set by name too."""
 
+    load_in_4bit: bool = True
     gpu: str = "auto"
     """Card size in GiB: 16, 24, 48 or 80; "cpu"; or "auto", the largest preset that this machine's card holds."""
     dataset: str = "openai/gsm8k"
     model: str = "preset"
     max_seq_length: int = 0
     lora_rank: int = 0
-    load_in_4bit: bool | None = None
 
 
 OPTIONS = Gsm8kOptions
@@ -68,9 +69,9 @@ def make_dataset(source: str = "openai/gsm8k") -> Dataset:
         rows = load_dataset(kinds[path.suffix], data_files=str(path), split="train")
     else:
         rows = load_dataset(source, "main", split="train")
-    missing = {"question", "answer"} - set(rows.column_names)
+    missing = sorted({"question", "answer"} - set(rows.column_names))
     if missing:
-        raise ValueError(f"{source} has no column {' and '.join(sorted(missing))}; it has {', '.join(rows.column_names)}")
+        raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {', '.join(rows.column_names)}")
     return rows.map(
         lambda row: {
             "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}],
@@ -106,15 +107,15 @@ def run(options: Gsm8kOptions) -> None:
     name, context, rank, settings = preset(options)
     name = name if options.model == "preset" else options.model
     config = GRPOConfig(**(DEFAULTS | settings | options.config))
-    four_bit = name != "tiny" if options.load_in_4bit is None else options.load_in_4bit
-    console.print(f"gsm8k: {name}, {'4' if four_bit else '16'}-bit weights, context {options.max_seq_length or context}")
+    four_bit = options.load_in_4bit and name != "tiny"
+    context = options.max_seq_length or context
+    console.print(f"gsm8k: {name}, {'4-bit' if four_bit else '16-bit'} weights, context {context}")
     bare, tokenizer = FastLanguageModel.from_pretrained(
-        name, max_seq_length=options.max_seq_length or context, load_in_4bit=four_bit, fast_inference=True
+        name, max_seq_length=context, load_in_4bit=four_bit, fast_inference=True
     )
-    modes = {"none": False, "device": True, "offload": "offload"}
     model = FastLanguageModel.get_peft_model(
         bare, r=options.lora_rank or rank, lora_alpha=options.lora_rank or rank, random_state=config.seed,
-        use_gradient_checkpointing=modes[options.gradient_checkpointing_mode],
+        use_gradient_checkpointing=options.checkpointing,
     )
     trainer = GRPOTrainer(
         model=model, processing_class=tokenizer, reward_funcs=REWARDS, args=config, callbacks=[LiveView()],

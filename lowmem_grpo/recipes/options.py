@@ -19,10 +19,19 @@ class RecipeOptions:
     max_seq_length: int = 2048
     lora_rank: int = 16
     gradient_checkpointing_mode: str = "offload"
-    """"none", "device" or "offload"."""
+    """What get_peft_model takes, by name: "none", "device" or "offload"."""
     resume: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of GRPOConfig that differ from the recipe's."""
+
+    @property
+    def checkpointing(self) -> bool | str:
+        """`use_gradient_checkpointing` of get_peft_model; ValueError names what is allowed."""
+        modes: dict[str, bool | str] = {"none": False, "device": True, "offload": "offload"}
+        if self.gradient_checkpointing_mode not in modes:
+            allowed = ", ".join(modes)
+            raise ValueError(f"gradient_checkpointing_mode is {self.gradient_checkpointing_mode!r}; allowed: {allowed}")
+        return modes[self.gradient_checkpointing_mode]
 
 
 def parse(arguments: list[str]) -> dict[str, str]:

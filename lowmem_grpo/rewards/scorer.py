@@ -4,10 +4,9 @@ A function is called by keyword with `prompts`, `completions` and `completion_id
 `trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. It returns one number or None per
 completion. Without **kwargs it gets only the arguments that it names.
 
-Plain functions run one after another, each in a daemon thread of its own; async ones run together, in one event loop
-that lives as long as the scorer (a client kept between steps stays usable). So a notebook's running loop is no
-obstacle, and a function that never returns keeps neither the caller nor the process; but signal.alarm, which works in
-a main thread only, is not available to reward functions.
+Plain functions run one after another, each in a daemon thread; async ones together, in one event loop that lives as
+long as the scorer, so that a client kept between steps stays usable. A notebook's running loop is no obstacle, and a
+function that never returns holds up nothing. Not available in these threads: signal.alarm, and what is built on it.
 """
 
 import asyncio
@@ -75,7 +74,8 @@ class RewardScorer:
         weights: list[float] | None = None, timeout: float = 60.0,
     ) -> None:
         """Raises TypeError for what is not a function, ValueError for no functions or a wrong number of weights."""
-        self.funcs: list[RewardFunction] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        self.funcs: list[RewardFunction] = list(functions)
         if not self.funcs:
             raise ValueError("reward_funcs is empty; give at least one reward function")
         for func in self.funcs:
@@ -97,7 +97,7 @@ class RewardScorer:
         lists |= passed_columns(columns)
         check_lengths(lists, len(completions))
         shared = {"trainer_state": trainer_state, "log_extra": recorder.log_extra, "log_metric": recorder.log_metric}
-        results = self._call_all(lists | shared, completions)
+        results = self._call_all({**lists, **shared}, completions)
         returned = {name: as_rewards(name, results[name], len(completions)) for name in self.names}
         return Scores(
             rewards={name: [None if is_invalid(v) else v for v in values] for name, values in returned.items()},
@@ -127,8 +127,7 @@ class RewardScorer:
 
 def check_function(func: Any) -> None:
     """Raises TypeError for a model or a model's name, and for anything else that cannot be called."""
-    is_model = any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__)
-    if isinstance(func, str) or is_model:
+    if isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__):
         what = repr(func) if isinstance(func, str) else f"a {type(func).__name__}"
         raise TypeError(f"reward_funcs holds {what}; reward models are not supported, give a function that calls it")
     if not callable(func):

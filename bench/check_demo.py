@@ -1,0 +1,55 @@
+"""Hold a finished `arithmetic` run to its promises, with plain transformers and peft instead of our own code.
+
+    python bench/check_demo.py runs/arithmetic
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowmem_grpo.loader import resolve
+from lowmem_grpo.recipes.arithmetic import correct_answer, make_dataset
+
+FILES = ("summary.json", "metrics.jsonl", "completions.jsonl", "report.html", "adapter/adapter_model.safetensors")
+SUMMARY = ("accuracy_before", "accuracy_after", "train_seconds", "steps", "seed")
+NOISE = 0.05  # of an accuracy over 512 sampled problems, two standard errors and a bit
+
+
+def plain_accuracy(run: Path, seed: int, problems: int) -> float:
+    """Share of held-out problems right at temperature 1, sampled by `model.generate`."""
+    folder = resolve("tiny")
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), run / "adapter").eval()
+    test = make_dataset("test", problems, seed)
+    prompts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in test["prompt"]]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        out = model.generate(**inputs, max_new_tokens=64, do_sample=True, temperature=1.0, top_k=0)
+    texts = tokenizer.batch_decode(out[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+    right = correct_answer(texts, list(test["answer"]))
+    return sum(right) / len(right)
+
+
+def main() -> None:
+    run = Path(sys.argv[1])
+    missing = [name for name in FILES if not (run / name).is_file()]
+    assert not missing, f"{run} lacks {missing}"
+    summary = json.loads((run / "summary.json").read_text())
+    assert not [name for name in SUMMARY if summary.get(name) is None], summary
+    assert summary["accuracy_before"] <= 0.45, summary["accuracy_before"]
+    assert summary["accuracy_after"] >= 0.90, summary["accuracy_after"]
+    plain = plain_accuracy(run, summary["seed"], summary["eval_problems"])
+    assert abs(plain - summary["accuracy_after"]) <= NOISE, (plain, summary["accuracy_after"])
+    print(
+        f"accuracy {summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%} in "
+        f"{summary['train_seconds']:.0f} s; by plain transformers and peft {plain:.1%}"
+    )
+
+
+if __name__ == "__main__":
+    main()

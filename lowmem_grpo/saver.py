@@ -1,0 +1,85 @@
+"""When and what a run saves: checkpoints, the best one, and going on from one of them."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from lowmem_grpo import checkpoint
+from lowmem_grpo.callbacks import TrainerState
+from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.data import PromptSource
+from lowmem_grpo.step import Learner
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes checkpoints of a run's parts into its directory, and restores the parts from one."""
+
+    def __init__(
+        self, run_dir: Path, config: GRPOConfig, model: PeftModel, learner: Learner, source: PromptSource,
+        state: TrainerState,
+    ) -> None:
+        self.run_dir, self.config, self.model = run_dir, config, model
+        self.learner, self.source, self.state = learner, source, state
+
+    def save(self) -> Path:
+        """Write a checkpoint; then delete the oldest beyond `save_total_limit`, but never the best."""
+        self.note_best(self.run_dir / f"checkpoint-{self.state.global_step}")
+        folder = checkpoint.save_checkpoint(
+            self.run_dir, self.state.global_step, self.model, self.learner.optimizer, self.learner.scheduler,
+            self.snapshot(),
+        )
+        best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
+        checkpoint.prune(self.run_dir, self.config.save_total_limit, best)
+        return folder
+
+    def note_best(self, folder: Path) -> None:
+        """Remember the checkpoint with the highest mean reward over the steps since the last save."""
+        lines = self.state.log_history[-self.config.save_steps :]
+        recent = [line["reward"] for line in lines if line.get("reward") is not None]
+        if recent and (self.state.best_metric is None or sum(recent) / len(recent) > self.state.best_metric):
+            self.state.best_metric = sum(recent) / len(recent)
+            self.state.best_model_checkpoint = str(folder)
+
+    def resume(self, wanted: bool | str) -> bool:
+        """Restore from a folder, or (True) from the newest good checkpoint; False where there is none yet."""
+        checkpoint.clean_leftovers(self.run_dir)
+        folder = self.find(wanted)
+        if folder is None:
+            return False
+        self.restore(checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler))
+        logger.info("resumed from %s", folder)
+        return True
+
+    def find(self, wanted: bool | str) -> Path | None:
+        """The folder to resume from; an explicit one must be good, a broken newest one is named and passed over."""
+        if wanted is not True:
+            checkpoint.verify(Path(str(wanted)))
+            return Path(str(wanted))
+        folder, broken = checkpoint.last_good(self.run_dir)
+        for message in broken:
+            logger.warning("passed over: %s", message)
+        return folder
+
+    def snapshot(self) -> dict[str, Any]:
+        """The loop's own state, as JSON."""
+        state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
+        return {
+            "trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
+            "config": self.config.to_dict(),
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Undo `snapshot`; settings that differ from the saved run's are named."""
+        now = self.config.to_dict()
+        changed = [f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)]
+        if changed:
+            logger.warning("resuming with other settings than the run had: %s", "; ".join(changed))
+        for name, value in saved["trainer"].items():
+            if name != "max_steps":
+                setattr(self.state, name, value)
+        self.source.restore(saved["source"])
+        self.learner.scaler.load_state_dict(saved["scaler"])

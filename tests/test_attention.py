@@ -1,0 +1,140 @@
+"""Packed attention: every sequence computes what it would compute alone, and no (T, T) mask is made."""
+
+import pytest
+import torch
+from conftest import load_model, random_model, with_adapter
+from live_storage import LiveStorage
+from torch import Tensor
+
+from lowmem_grpo import attention
+from lowmem_grpo.batching import collate
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+
+LENGTHS = [(5, 9), (1, 1), (30, 3), (2, 24), (11, 1)]  # of prompts and completions
+
+
+def sequences(lengths: list[tuple[int, int]]) -> list[tuple[RolloutGroup, Rollout]]:
+    """Random token ids of some lengths."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 259, (count,), generator=generator).tolist()
+
+    return [
+        (RolloutGroup({}, ids(prompt), []), Rollout(ids(completion), [0.0] * completion, "stop"))
+        for prompt, completion in lengths
+    ]
+
+
+def alone(policy: Policy, batch: MicroBatch) -> list[Tensor]:
+    """Last hidden states of each sequence run by itself with transformers' own attention."""
+    base = policy.model.get_base_model()
+    base.set_attn_implementation("eager")
+    try:
+        parts = batch.input_ids.split(batch.cu_seqlens.diff().tolist())
+        return [policy.backbone(input_ids=part[None], use_cache=False).last_hidden_state[0] for part in parts]
+    finally:
+        base.set_attn_implementation(attention.NAME)
+
+
+def gradients(policy: Policy, hidden: Tensor) -> list[Tensor]:
+    """Of the adapter, for a loss that weighs every hidden value differently."""
+    weights = torch.linspace(-1, 1, hidden.numel()).view(hidden.shape)
+    return list(torch.autograd.grad((hidden * weights).sum(), policy.trainable))
+
+
+def test_packed_sequences_compute_what_they_compute_alone(policy: Policy) -> None:
+    batch = collate(sequences(LENGTHS))
+    with torch.no_grad():
+        expected = torch.cat(alone(policy, batch))
+        hidden = policy.hidden(batch)
+    torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def test_packed_gradients_are_those_of_sequences_alone(policy: Policy) -> None:
+    batch = collate(sequences(LENGTHS))
+    packed = gradients(policy, policy.hidden(batch))
+    for ours, expected in zip(packed, gradients(policy, torch.cat(alone(policy, batch))), strict=True):
+        assert expected.any()
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    batch = collate(sequences(LENGTHS))
+    plain, checkpointed = (Policy(with_adapter(random_model("Qwen3"))) for _ in range(2))
+    checkpointed.model.enable_input_require_grads()
+    checkpointed.model.gradient_checkpointing_enable()
+    checkpointed.model.train()
+    hidden = [policy.hidden(batch) for policy in (plain, checkpointed)]
+    assert torch.equal(*hidden)
+    for ours, expected in zip(gradients(checkpointed, hidden[1]), gradients(plain, hidden[0]), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_logprobs_are_those_of_transformers_logits(policy: Policy) -> None:
+    batch = collate(sequences(LENGTHS))
+    base = policy.model.get_base_model()
+    with torch.no_grad():
+        base.set_attn_implementation("eager")
+        parts = batch.input_ids.split(batch.cu_seqlens.diff().tolist())
+        logits = torch.cat([policy.model(input_ids=part[None], use_cache=False).logits[0] for part in parts])
+        base.set_attn_implementation(attention.NAME)
+        ours, entropy = policy.logprobs(batch, temperature=0.7)
+    log_softmax = (logits / 0.7).log_softmax(-1)[batch.loss_mask]
+    expected = log_softmax.gather(-1, batch.targets[batch.loss_mask, None]).squeeze(-1)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entropy, -(log_softmax.exp() * log_softmax).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_the_order_of_packing_does_not_matter(tiny_policy: Policy) -> None:
+    pairs = sequences(LENGTHS)
+    with torch.no_grad():
+        forth = tiny_policy.hidden(collate(pairs)).split([p + c - 1 for p, c in LENGTHS])
+        back = tiny_policy.hidden(collate(pairs[::-1])).split([p + c - 1 for p, c in LENGTHS[::-1]])
+    for ours, expected in zip(back[::-1], forth, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_base_model_is_the_model_without_its_adapter(tiny_policy: Policy) -> None:
+    batch = collate(sequences(LENGTHS))
+    base = load_model("tiny")
+    with torch.no_grad():
+        with tiny_policy.base_model():
+            reference = tiny_policy.hidden(batch)
+        first = base.model(input_ids=batch.input_ids[None, :13], use_cache=False).last_hidden_state[0]
+        assert not torch.allclose(tiny_policy.hidden(batch), reference, atol=1e-2)
+    torch.testing.assert_close(reference[:13], first, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_packing_makes_no_square_mask(family: str) -> None:
+    count, length = 64, 64
+    policy = Policy(with_adapter(random_model(family)))
+    batch = collate(sequences([(length - 9, 10)] * count))
+    total = len(batch.input_ids)
+    assert total == count * length
+    with torch.no_grad(), LiveStorage() as storage:
+        policy.hidden(batch)
+    assert storage.largest < total * total / 4
+    assert storage.peak < total * total / 2  # bytes: a boolean mask alone would take total * total
+
+
+def test_soft_capped_attention_is_refused_not_ignored() -> None:
+    query = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="soft-capping"):
+        attention.attention(torch.nn.Identity(), query, query, query, None, softcap=5.0)
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 8, 100])
+def test_a_window_counts_oneself(window: int) -> None:
+    mask = attention.window_mask(8, window, torch.device("cpu"))
+    expected = [[0 <= i - j < window for j in range(8)] for i in range(8)]
+    assert mask.tolist() == expected
+
+
+def test_a_trainable_or_wrapped_head_is_refused() -> None:
+    model = random_model("Llama")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="the output head is a Sequential; a plain, frozen"):
+        Policy(with_adapter(model))

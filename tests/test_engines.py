@@ -1,0 +1,371 @@
+"""The transformers engine: the trainer's own log-probabilities, transformers' own greedy tokens, vLLM's meanings."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import load_model, with_adapter
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo import attention
+from lowmem_grpo.batching import collate
+from lowmem_grpo.engines.decoding import draw
+from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
+from lowmem_grpo.engines.transformers_engine import Decode, TransformersEngine, cut_at_stop
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.types import RolloutGroup
+
+QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of different lengths, a single token among them."""
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
+    question = chat["input_ids"] if not isinstance(chat, list) else chat
+    return [question, tokenizer("Start with 5.")["input_ids"], [100]]
+
+
+@pytest.fixture
+def engine(tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    """An engine on the embedded model."""
+    return TransformersEngine(tiny_policy, tokenizer, max_seq_length=256)
+
+
+@pytest.fixture
+def any_engine(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    """An engine on a model of every family, one after the other."""
+    return TransformersEngine(policy, tokenizer, max_seq_length=256)
+
+
+def ids_of(groups: list[list[Any]]) -> list[list[list[int]]]:
+    """Completion ids alone."""
+    return [[rollout.completion_ids for rollout in group] for group in groups]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampled_logprobs_are_those_the_trainer_computes(
+    any_engine: TransformersEngine, prompts: list[list[int]], temperature: float
+) -> None:
+    params = SamplingParams(n=3, temperature=temperature, max_tokens=24, seed=1, ignore_eos=True)
+    groups = any_engine.generate(prompts, params)
+    pairs = [(RolloutGroup({}, prompt, group), rollout)
+             for prompt, group in zip(prompts, groups, strict=True) for rollout in group]
+    batch = collate(pairs)
+    with torch.no_grad():
+        logprobs, _ = any_engine.policy.logprobs(batch, temperature)
+    assert len(logprobs) == 9 * 24
+    torch.testing.assert_close(logprobs, batch.rollout_logprobs[batch.loss_mask], rtol=0, atol=1e-4)
+
+
+def test_greedy_tokens_are_those_of_transformers(any_engine: TransformersEngine, prompts: list[list[int]]) -> None:
+    groups = any_engine.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
+    base = any_engine.policy.model.get_base_model()
+    base.set_attn_implementation("eager")
+    try:
+        for prompt, group in zip(prompts, groups, strict=True):
+            ids = torch.tensor([prompt])
+            out = any_engine.policy.model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0,
+                eos_token_id=EOS,
+            )
+            assert group[0].completion_ids == out[0, len(prompt) :].tolist()
+    finally:
+        base.set_attn_implementation(attention.NAME)
+
+
+def test_prompts_batched_with_longer_ones_get_the_same_tokens(
+    any_engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    together = any_engine.generate(prompts, params)
+    for prompt, group in zip(prompts, together, strict=True):
+        ((alone,),) = any_engine.generate([prompt], params)
+        assert group[0].completion_ids == alone.completion_ids
+        torch.testing.assert_close(
+            torch.tensor(group[0].rollout_logprobs), torch.tensor(alone.rollout_logprobs), rtol=0, atol=1e-4
+        )
+
+
+def test_rows_that_finish_early_do_not_disturb_the_others(
+    engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60)
+    (first,), (second,) = engine.generate(prompts[:2], params)
+    assert len(first.completion_ids) != len(second.completion_ids)
+    sampled = engine.generate(prompts, replace(params, temperature=1.0, n=8, seed=5))
+    pairs = [(RolloutGroup({}, prompt, group), rollout)
+             for prompt, group in zip(prompts, sampled, strict=True) for rollout in group]
+    batch = collate(pairs)
+    with torch.no_grad():
+        logprobs, _ = engine.policy.logprobs(batch, 1.0)
+    assert len({len(rollout.completion_ids) for _, rollout in pairs}) > 5  # rows left the batch at many lengths
+    torch.testing.assert_close(logprobs, batch.rollout_logprobs[batch.loss_mask], rtol=0, atol=1e-4)
+
+
+def test_the_same_seed_draws_the_same_tokens(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+    params = SamplingParams(n=4, max_tokens=16, seed=7, ignore_eos=True)
+    first = ids_of(engine.generate(prompts, params))
+    assert ids_of(engine.generate(prompts, params)) == first
+    assert ids_of(engine.generate(prompts, replace(params, seed=8))) != first
+    assert ids_of(engine.generate(prompts, replace(params, seed=None))) != first
+
+
+def test_sampling_leaves_the_global_random_state_alone(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+    before = torch.get_rng_state()
+    engine.generate(prompts, SamplingParams(n=2, max_tokens=4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_prompt_gets_n_completions(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+    groups = engine.generate(prompts, SamplingParams(n=5, max_tokens=3, seed=0))
+    assert [len(group) for group in groups] == [5, 5, 5]
+    for rollout in (rollout for group in groups for rollout in group):
+        assert len(rollout.rollout_logprobs) == len(rollout.completion_ids) <= 3
+    assert engine.generate([], SamplingParams()) == []
+    assert engine.kv_bytes > 0
+
+
+def test_completions_of_a_prompt_differ(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+    (group,) = engine.generate(prompts[:1], SamplingParams(n=8, max_tokens=24, seed=0))
+    assert len({tuple(rollout.completion_ids) for rollout in group}) > 1
+
+
+def test_the_policy_version_is_recorded(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+    engine.on_policy_update(3)
+    assert engine.generate(prompts[:1], SamplingParams(max_tokens=1))[0][0].policy_version == 3
+
+
+def test_an_end_token_finishes_a_completion_and_is_kept(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+    ((rollout,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100))
+    assert rollout.finish_reason == "stop"
+    assert rollout.completion_ids[-1] == EOS and EOS not in rollout.completion_ids[:-1]
+    assert rollout.text == engine.tokenizer.decode(rollout.completion_ids[:-1])
+
+
+def test_ignore_eos_goes_on(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+    ((rollout,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    assert rollout.finish_reason == "length" and len(rollout.completion_ids) == 100 and EOS in rollout.completion_ids
+
+
+def test_max_tokens_cuts_and_says_so(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+    ((full,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100))
+    length = len(full.completion_ids)
+    ((cut,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=length - 1))
+    assert cut.finish_reason == "length" and cut.completion_ids == full.completion_ids[:-1]
+    ((exact,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=length))
+    assert exact.finish_reason == "stop" and exact.completion_ids == full.completion_ids
+
+
+def test_a_stop_token_ends_a_completion(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+    ((full,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100))
+    stop = full.completion_ids[4]
+    ((rollout,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100, stop_token_ids=[stop]))
+    assert rollout.completion_ids == full.completion_ids[: full.completion_ids.index(stop) + 1]
+    assert rollout.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stop", ["=", ["qqq", "= "]])
+def test_a_stop_string_ends_a_completion(
+    engine: TransformersEngine, prompts: list[list[int]], stop: str | list[str]
+) -> None:
+    ((full,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100))
+    params = SamplingParams(temperature=0, max_tokens=100, stop=stop)
+    ((without,),) = engine.generate(prompts[:1], params)
+    ((kept,),) = engine.generate(prompts[:1], replace(params, include_stop_str_in_output=True))
+    found = stop if isinstance(stop, str) else stop[1]
+    before = full.text[: full.text.index(found)]
+    assert without.text == before and kept.text == before + found
+    assert without.finish_reason == "stop" and without.completion_ids == kept.completion_ids
+    assert len(without.completion_ids) < len(full.completion_ids)
+    assert found in engine.tokenizer.decode(without.completion_ids)
+
+
+@pytest.mark.parametrize("stop", ["END", "\n\n", "日本語の終わり", "🙂🙂🙂"])
+def test_a_stop_string_is_seen_however_many_tokens_it_takes(engine: TransformersEngine, stop: str) -> None:
+    completion = engine.tokenizer("Some text before. " + stop)["input_ids"]
+    one = torch.zeros(1, dtype=torch.long)
+    state = Decode(GrowingCache(), one, torch.tensor(completion[-1:]), one == 0, one[:, None] == 0, one)
+    params = SamplingParams(stop=stop)
+    assert engine.ends(state, torch.tensor([completion]), params).all()
+    assert not engine.ends(state, torch.tensor([completion[:-1]]), params).any()
+
+
+def test_text_is_cut_at_the_first_stop_string() -> None:
+    params = SamplingParams(stop=["b", "cd"])
+    assert cut_at_stop("acdb", params) == "a"
+    assert cut_at_stop("acdb", replace(params, include_stop_str_in_output=True)) == "acd"
+    assert cut_at_stop("xyz", params) == "xyz"
+
+
+def test_special_tokens_are_left_out_of_the_text_unless_asked_for(
+    engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100)
+    ((plain,),) = engine.generate(prompts[:1], params)
+    ((special,),) = engine.generate(prompts[:1], replace(params, skip_special_tokens=False))
+    assert special.text == plain.text + engine.tokenizer.eos_token
+
+
+def test_a_prompt_that_fills_the_context_is_refused(tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = TransformersEngine(tiny_policy, tokenizer, max_seq_length=10)
+    with pytest.raises(ValueError, match="a prompt of 10 tokens leaves no room in a context of 10"):
+        engine.generate([[5] * 10], SamplingParams(max_tokens=1))
+    ((rollout,),) = engine.generate([[5] * 8], SamplingParams(max_tokens=50, ignore_eos=True))
+    assert len(rollout.completion_ids) == 2 and rollout.finish_reason == "length"
+
+
+def test_a_long_prompt_takes_no_room_from_a_short_one(tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = TransformersEngine(tiny_policy, tokenizer, max_seq_length=20)
+    long, short = engine.generate([[5] * 18, [5] * 4], SamplingParams(max_tokens=10, ignore_eos=True))
+    assert len(long[0].completion_ids) == 2 and len(short[0].completion_ids) == 10
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_off_while_sampling_and_the_mode_comes_back(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], training: bool
+) -> None:
+    policy = Policy(with_adapter(load_model("tiny"), lora_dropout=0.5))
+    policy.model.train(training)
+    engine = TransformersEngine(policy, tokenizer, max_seq_length=256)
+    params = SamplingParams(temperature=0, max_tokens=10)
+    first, second = (engine.generate(prompts, params) for _ in range(2))
+    assert [g[0].rollout_logprobs for g in first] == [g[0].rollout_logprobs for g in second]
+    assert policy.model.training is training
+    with pytest.raises(ValueError):
+        engine.generate([[5] * 256], params)
+    assert policy.model.training is training
+
+
+def test_the_mode_comes_back_after_an_error(
+    engine: TransformersEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Tensor:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(engine, "forward", broken)
+    engine.policy.model.train()
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.generate(prompts, SamplingParams())
+    assert engine.policy.model.training
+    engine.policy.model.eval()
+
+
+def test_sampling_with_checkpointing_on_still_uses_the_cache(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
+) -> None:
+    policy = Policy(with_adapter(load_model("tiny")))
+    params = SamplingParams(temperature=0, max_tokens=10)
+    engine = TransformersEngine(policy, tokenizer, max_seq_length=256)
+    expected = ids_of(engine.generate(prompts, params))
+    policy.model.enable_input_require_grads()
+    policy.model.gradient_checkpointing_enable()
+    policy.model.train()
+    assert ids_of(engine.generate(prompts, params)) == expected
+
+
+# drawing: P tokens' probabilities are known, so what is drawn can be counted
+
+PROBS = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05, 0.0])
+LOGITS = PROBS.log()
+TRUNCATIONS = [
+    ({"top_k": 2}, [0, 1]), ({"top_k": 100}, [0, 1, 2, 3, 4]), ({"top_p": 0.6}, [0, 1]), ({"top_p": 0.7}, [0, 1, 2]),
+    ({"top_p": 0.3}, [0]), ({"min_p": 0.3}, [0, 1, 2]), ({"top_k": 3, "top_p": 0.7}, [0, 1]),
+    ({"top_k": 4, "min_p": 0.6}, [0, 1]), ({}, [0, 1, 2, 3, 4]), ({"temperature": 0.5, "top_p": 0.55}, [0]),
+    ({"temperature": 2.0}, [0, 1, 2, 3, 4]), ({"temperature": 0.5, "min_p": 0.2}, [0, 1, 2]),
+]
+
+
+def draws(count: int, seed: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities of `count` independent draws from PROBS."""
+    generator = torch.Generator().manual_seed(seed)
+    return draw(LOGITS.expand(count, -1), SamplingParams(**options), generator)
+
+
+@pytest.mark.parametrize(("options", "kept"), TRUNCATIONS, ids=str)
+def test_frequencies_and_logprobs_are_those_of_what_is_kept(options: dict[str, Any], kept: list[int]) -> None:
+    tokens, logprobs = draws(20000, **options)
+    assert set(tokens.tolist()) == set(kept)
+    expected = torch.zeros_like(PROBS)
+    expected[kept] = PROBS[kept] ** (1 / options.get("temperature", 1.0))
+    expected /= expected.sum()
+    torch.testing.assert_close(logprobs.exp(), expected[tokens])
+    counts = torch.bincount(tokens, minlength=len(PROBS))
+    chi_square = ((counts - 20000 * expected).square() / (20000 * expected))[kept].sum()
+    assert chi_square < 25  # 4 degrees of freedom at most: exceeded once in 20000 seeds
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.full((50000, 7), -torch.inf)
+    logits[:, [2, 4]] = torch.tensor([0.0, -30.0])
+    tokens, logprobs = draw(logits, SamplingParams(), torch.Generator().manual_seed(0))
+    assert set(tokens.tolist()) <= {2, 4} and logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval_draw_a_possible_token(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.full(size, uniform, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1000, 50, generator=generator)
+    logits[:, [0, 1, 48, 49]] = -torch.inf
+    tokens, logprobs = draw(logits, SamplingParams(), torch.Generator())
+    assert tokens.min() >= 2 and tokens.max() < 48 and logprobs.isfinite().all()
+
+
+def test_greedy_takes_the_most_likely_token_and_its_logprob_at_temperature_one() -> None:
+    tokens, logprobs = draws(3, temperature=0)
+    assert tokens.tolist() == [0, 0, 0]
+    torch.testing.assert_close(logprobs, LOGITS[:1].expand(3))
+
+
+def test_rows_are_drawn_independently() -> None:
+    tokens, _ = draws(20000)
+    first, second = tokens[::2], tokens[1::2]
+    assert abs(torch.corrcoef(torch.stack([first, second]).double())[0, 1]) < 0.04
+
+
+def test_a_growing_cache_holds_what_a_concatenating_one_holds() -> None:
+    cache, keys = GrowingCache(), torch.randn(2, 3, 40, 4)
+    for begin, end in [(0, 5), (5, 6), (6, 20), (20, 40)]:
+        held, values = cache.update(keys[:, :, begin:end], -keys[:, :, begin:end], 0)
+        assert torch.equal(held, keys[:, :, :end]) and torch.equal(values, -keys[:, :, :end])
+    assert cache.get_seq_length() == 40 and cache.nbytes >= 2 * keys.nbytes
+    cache.batch_select_indices(torch.tensor([1]))
+    assert torch.equal(cache.layers[0].keys, keys[1:])
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.layers[0].keys, keys[1:].repeat_interleave(2, 0))
+
+
+def test_a_growing_cache_copies_seldom() -> None:
+    cache, token = GrowingCache(), torch.zeros(1, 1, 1, 4)
+    moves, last = 0, None
+    for _ in range(1000):
+        held, _ = cache.update(token, token, 0)
+        moves += held.data_ptr() != last
+        last = held.data_ptr()
+    assert moves < 25 and cache.nbytes < 2 * 2 * 1000 * 4 * 4
+
+
+def test_prompts_end_at_the_right_edge() -> None:
+    ids, real = left_padded([[1, 2, 3], [4]], 0, torch.device("cpu"))
+    assert ids.tolist() == [[1, 2, 3], [0, 0, 4]]
+    assert real.tolist() == [[True, True, True], [False, False, True]]
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), [
+    ("n", 0, "at least 1"), ("temperature", -1, "0 or above"), ("top_p", 0, "in (0, 1]"), ("top_p", 1.1, "in (0, 1]"),
+    ("top_k", -2, "-1 or 0"), ("min_p", -0.1, "in [0, 1]"), ("min_p", 1.1, "in [0, 1]"), ("max_tokens", 0, "at least"),
+])
+def test_sampling_params_refuse_what_makes_no_sense(name: str, value: float, rule: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams(**{name: value})
+    assert f"{name} is {value!r}" in str(refusal.value) and rule in str(refusal.value)
+
+
+def test_truncation_is_known() -> None:
+    assert not SamplingParams(top_k=-1, min_p=0.0).truncates
+    assert all(SamplingParams(**options).truncates for options in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))
