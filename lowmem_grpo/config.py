@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +16,18 @@ SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup")
 SINKS = ("none", "wandb", "tensorboard")
 STRATEGIES = ("no", "steps")
 
+Rule = tuple[str, Callable[[float], bool]]
+ZERO_OR_MORE: Rule = ("0 or above", lambda value: 0 <= value < math.inf)
+POSITIVE: Rule = ("above 0", lambda value: 0 < value < math.inf)
+SHARE: Rule = ("a share, from 0 to 1", lambda value: 0 <= value <= 1)
+DECAY: Rule = ("at least 0 and below 1", lambda value: 0 <= value < 1)
+RANGES: dict[str, Rule] = {
+    "learning_rate": ZERO_OR_MORE, "beta": ZERO_OR_MORE, "epsilon": ZERO_OR_MORE, "epsilon_high": ZERO_OR_MORE,
+    "delta": POSITIVE, "weight_decay": ZERO_OR_MORE, "warmup_steps": ZERO_OR_MORE, "warmup_ratio": SHARE,
+    "adam_beta1": DECAY, "adam_beta2": DECAY, "adam_epsilon": ZERO_OR_MORE, "max_grad_norm": POSITIVE,
+    "temperature": ZERO_OR_MORE, "reward_timeout": POSITIVE, "num_train_epochs": POSITIVE,
+}
+
 
 class CheckedCall(type):
     """Makes `GRPOConfig(...)` refuse options by name, with what to do instead, before the dataclass sees them."""
@@ -25,9 +38,11 @@ class CheckedCall(type):
 
 def refuse_unsupported(options: dict[str, Any], known: set[str]) -> dict[str, Any]:
     """The options that are fields. Raises TypeError for one that nobody knows, ValueError for one we cannot honour."""
-    kept = {}
-    for name, value in options.items():
-        name = RENAMED.get(name, name)
+    kept: dict[str, Any] = {}
+    for given, value in options.items():
+        name = RENAMED.get(given, given)
+        if name != given and name in options:
+            raise TypeError(f"GRPOConfig got {given!r} and {name!r}, which are the same option; give one of them")
         if name in known:
             kept[name] = value
         elif name not in FIXED:
@@ -133,6 +148,8 @@ class GRPOConfig(metaclass=CheckedCall):
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
+        if isinstance(self.vllm_sampling_params, dict):
+            self.vllm_sampling_params = SamplingParams(**self.vllm_sampling_params)
         self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         self.optim = str(getattr(self.optim, "value", self.optim))
         self.check_choices()
@@ -154,10 +171,10 @@ class GRPOConfig(metaclass=CheckedCall):
 
     def check_ranges(self) -> None:
         """Each number lies where it makes sense."""
-        if self.num_generations < 2:
+        if self.num_generations < 2 or self.num_generations != int(self.num_generations):
             raise ValueError(
-                f"num_generations is {self.num_generations}; GRPO compares completions of one prompt, so it must be 2 "
-                "or more (8 is usual)"
+                f"num_generations is {self.num_generations}; GRPO compares completions of one prompt, so it must be a "
+                "whole number, 2 or more (8 is usual)"
             )
         at_least_one = (
             "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length",
@@ -167,14 +184,12 @@ class GRPOConfig(metaclass=CheckedCall):
         )
         for name in at_least_one:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        for name in ("learning_rate", "beta", "epsilon", "weight_decay", "warmup_steps", "warmup_ratio"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or above")
-        for name in ("max_grad_norm", "reward_timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+            if value is not None and (value < 1 or value != int(value)):
+                raise ValueError(f"{name} is {value}; it must be a whole number, at least 1")
+        for name, (rule, holds) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise ValueError(f"{name} is {value}; it must be {rule}")
         self.sampling(None)
 
     def check_combinations(self) -> None:

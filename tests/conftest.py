@@ -26,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 8},
     "Qwen3": {"head_dim": 8},
     "Gemma3": {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
-               "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
+               "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
     "Phi3": {"num_key_value_heads": 4, "sliding_window": 8},
 }
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]

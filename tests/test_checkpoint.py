@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, get_scheduler
 
-from lowmem_grpo import checkpoint
+from lowmem_grpo import checkpoint, checkpoint_state
 from lowmem_grpo.checkpoint import CheckpointError
 
 Optimizers = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -61,7 +61,7 @@ class Training:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of adapter and optimizer."""
         found: dict[str, torch.Tensor] = {}
-        checkpoint.encode(self.optimizer.state_dict(), "optimizer", found)
+        checkpoint_state.encode(self.optimizer.state_dict(), "optimizer", found)
         return found | {name: tensor.detach() for name, tensor in self.model.named_parameters()}
 
 
@@ -154,7 +154,7 @@ def test_paged_moments_are_left_outside_paged_memory_on_load() -> None:
     moments: dict[str, Any] = {"state1": torch.arange(4).byte(), "state2": torch.arange(4).byte() + 9, "step": 2}
     spare = list(buffers)
     optimizer = SimpleNamespace(state={parameter: dict(moments)}, get_state_buffer=lambda p, dtype: spare.pop())
-    checkpoint.page(optimizer)
+    checkpoint_state.page(optimizer)
     held = optimizer.state[parameter]
     assert {id(held["state1"]), id(held["state2"])} == {id(buffer) for buffer in buffers} and held["step"] == 2
     assert torch.equal(held["state1"], moments["state1"]) and torch.equal(held["state2"], moments["state2"])
@@ -235,7 +235,7 @@ def test_manifest_that_lists_too_little_passes(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_another_format_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    monkeypatch.setattr(checkpoint_state, "FORMAT", 2)
     folder = training(1).save(tmp_path, 1)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="format 2"):

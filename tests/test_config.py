@@ -47,10 +47,11 @@ BAD_VALUES = [  # an option, a bad value, and what the message says is allowed
         "per_device_eval_batch_size", "num_generations_eval", "max_tokens_per_micro_batch", "nothing_to_learn_steps",
     )],
     *[(name, -0.5, "0 or above") for name in (
-        "learning_rate", "beta", "epsilon", "weight_decay", "warmup_steps", "warmup_ratio", "temperature",
+        "learning_rate", "beta", "epsilon", "weight_decay", "warmup_steps", "temperature",
     )],
     ("learning_rate", float("nan"), "0 or above"), ("max_grad_norm", 0, "above 0"), ("reward_timeout", 0, "above 0"),
     ("top_p", 0, "(0, 1]"), ("top_p", 1.5, "(0, 1]"), ("top_k", -2, "-1 or 0"), ("min_p", 2.0, "[0, 1]"),
+    ("warmup_ratio", -0.5, "from 0 to 1"),
     ("max_steps", 0, "above 0, or -1"), ("max_steps", -2, "above 0, or -1"), ("temperature", 0, "1.0 is usual"),
 ]
 CONTRADICTIONS = [

@@ -83,7 +83,8 @@ def test_names_are_readable_and_no_two_functions_share_one() -> None:
             return [0.0]
 
     once = functools.partial(int_reward_func, scale=2)
-    twice = functools.partial(functools.update_wrapper(functools.partial(once), int_reward_func), scale=3)
+    once.note = "partial does not flatten what has attributes"  # type: ignore[attr-defined]
+    twice = functools.partial(once, scale=3)
     funcs: list[Any] = [int_reward_func, once, twice, Judge(), lambda **kwargs: [0.0]]
     names = ["int_reward_func", "int_reward_func_2", "int_reward_func_3", "Judge", "<lambda>"]
     assert RewardScorer(funcs, None, 1.0).names == names
@@ -335,6 +336,13 @@ def test_async_functions_wait_side_by_side() -> None:
     assert scores.rewards == {"wait_and_reward": [0.2] * 3, "wait_and_reward_2": [0.2] * 3}
 
 
+def test_a_failing_async_function_does_not_wait_for_the_slow_ones() -> None:
+    started = time.monotonic()
+    with pytest.raises(RewardError, match="fails_later raised"):
+        score(sleeper(60), fails_later)
+    assert time.monotonic() - started < 5
+
+
 def test_async_callables_are_awaited_whatever_their_form() -> None:
     class Judge:
         async def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
@@ -371,12 +379,14 @@ def test_scoring_works_inside_a_notebooks_running_event_loop() -> None:
 def test_a_stuck_function_does_not_keep_the_process_from_exiting() -> None:
     script = run_script(
         "async def later(**kwargs): await asyncio.sleep(60)\n"
-        "for stuck in (lambda **kwargs: threading.Event().wait(), later):\n"
-        "    try: RewardScorer([stuck], None, 0.1).score([], [], [], {}, None)\n"
+        "async def blocks(**kwargs): threading.Event().wait()\n"
+        "scorers = [RewardScorer(f, None, 0.1) for f in (lambda **kwargs: threading.Event().wait(), later, blocks)]\n"
+        "for scorer in scorers:\n"
+        "    try: scorer.score([], [], [], {}, None)\n"
         "    except RewardError as error: print(error)\n"
     )
     out, err = script.communicate(timeout=30)
-    assert out.count("did not return within 0.1 s") == 2 and script.returncode == 0 and not err
+    assert out.count("did not return within 0.1 s") == 3 and script.returncode == 0 and not err
 
 
 def test_ctrl_c_ends_the_wait_for_a_reward_function() -> None:

@@ -8,6 +8,8 @@ import json
 import re
 import resource
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,24 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--loss-type", default="dr_grpo")
     parser.add_argument("--device", default="cpu")
     return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point in time on the wall and in processor seconds of this process, all threads together."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> "Moment":
+        return cls(time.perf_counter(), time.process_time())
+
+
+def durations(moments: list[Moment]) -> dict[str, list[float]]:
+    """Seconds and processor seconds between each moment and the next."""
+    pairs = list(zip(moments, moments[1:], strict=False))
+    return {"seconds": [b.wall - a.wall for a, b in pairs], "cpu_seconds": [b.cpu - a.cpu for a, b in pairs]}
 
 
 def read_rows(path: Path, steps: int) -> list[dict[str, Any]]:

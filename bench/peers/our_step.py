@@ -1,7 +1,6 @@
 """Our training steps, timed through `rollout()` and `update()`. Prints one JSON object."""
 
 import tempfile
-import time
 from importlib.metadata import version
 from typing import Any
 
@@ -30,18 +29,18 @@ def make_trainer(options: Any, folder: str) -> GRPOTrainer:
 
 
 def run_steps(trainer: GRPOTrainer, steps: int) -> dict[str, list[float]]:
-    """Seconds, seconds of generation, completion tokens and trained completions of each step."""
-    table: dict[str, list[float]] = {"seconds": [], "generate_seconds": [], "tokens": [], "trained": []}
+    """Seconds, of generation too, completion tokens and trained completions of each step."""
+    table: dict[str, list[float]] = {"generate_seconds": [], "tokens": [], "trained": []}
+    moments = [common.Moment.now()]
     for _ in range(steps):
         trainer.clock.restart()
-        began = time.perf_counter()
         groups = trainer.rollout()
         metrics = trainer.update(groups)
-        table["seconds"].append(time.perf_counter() - began)
+        moments.append(common.Moment.now())
         table["generate_seconds"].append(trainer.clock.seconds["generate"])
         table["tokens"].append(sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts))
         table["trained"].append(metrics["completions/trained"])
-    return table
+    return common.durations(moments) | table
 
 
 def main() -> None:

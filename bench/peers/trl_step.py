@@ -16,13 +16,13 @@ class Stopwatch(TrainerCallback):
     """The moment at which each optimizer step ended; the first entry is the begin of training."""
 
     def __init__(self) -> None:
-        self.moments: list[float] = []
+        self.moments: list[common.Moment] = []
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.moments.append(time.perf_counter())
+        self.moments.append(common.Moment.now())
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.moments.append(time.perf_counter())
+        self.moments.append(common.Moment.now())
 
 
 class TimedTrainer(GRPOTrainer):
@@ -66,10 +66,9 @@ def main() -> None:
         trainer.add_callback(watch)
         loaded = common.resident_bytes("VmRSS")
         trainer.train()
-    seconds = [end - begin for begin, end in zip(watch.moments, watch.moments[1:], strict=False)]
     common.print_result(
-        provider="trl", seconds=seconds, generate_seconds=trainer.generate_seconds, tokens=trainer.tokens,
-        loaded_bytes=loaded, peak_bytes=common.peak_bytes(options.device), versions={"trl": trl.__version__},
+        provider="trl", **common.durations(watch.moments), generate_seconds=trainer.generate_seconds,
+        tokens=trainer.tokens, loaded_bytes=loaded, peak_bytes=common.peak_bytes(options.device), versions={"trl": trl.__version__},
         config={"per_device_train_batch_size": options.batch, "loss_type": options.loss_type,
                 "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
                 "scale_rewards": trainer.args.scale_rewards},

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ RewardFunction = Callable[..., Any]
 
 RESERVED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # no column may have these names
 NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns left out, as in TRL: the arguments carry them
-POLL_SECONDS = 0.1  # between looks for Ctrl-C, which some systems deliver only between waits
+POLL_SECONDS = 0.1  # between looks for failures, and for Ctrl-C, which some systems deliver only between waits
 
 
 class RewardError(RuntimeError):
@@ -247,7 +247,7 @@ def wait_for(calls: dict[str, Future[Any]], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     pending = set(calls.values())
     while pending and (left := deadline - time.monotonic()) > 0:
-        done, pending = wait(pending, min(left, POLL_SECONDS), FIRST_EXCEPTION)
+        done, pending = wait(pending, min(left, POLL_SECONDS))
         if any(failure(future) is not None for future in done):
             return
 

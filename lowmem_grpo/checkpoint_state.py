@@ -1,0 +1,139 @@
+"""What a checkpoint holds, as tensors and plain JSON: the way there and back without pickle.
+
+Optimizer, scheduler and random states are nested dicts, lists and tuples with tensors among them. `encode` puts the
+tensors aside under their path (`state.3.exp_avg`) and leaves JSON; `decode` is its inverse.
+"""
+
+import importlib.metadata
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+FORMAT = 1
+ADAPTER = "default"  # the name peft gives the only adapter, and the one it saves at the top of the folder
+
+
+def collect(
+    optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """The content of state.json; tensors met on the way are put into `tensors`."""
+    kind, sizes = optimizer_shape(optimizer)
+    return {
+        "format": FORMAT,
+        "versions": {name: version(name) for name in ("lowmem_grpo", "torch", "transformers", "peft")},
+        "state": state,
+        "optimizer": {"class": kind, "group_sizes": sizes, "content": encode(optimizer.state_dict(), "", tensors)},
+        "scheduler": encode(scheduler.state_dict(), "scheduler", tensors),
+        "random": {
+            "python": encode(random.getstate(), "", {}),
+            "numpy": [value.tolist() if isinstance(value, np.ndarray) else value for value in np.random.get_state()],
+        },
+    }
+
+
+def version(package: str) -> str:
+    """The installed version, for the record."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
+    """The adapter's parameters themselves (not copies), under the names of the saved file."""
+    held: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    return held
+
+
+def saved_copy(tensor: Tensor) -> Tensor:
+    """A copy that shares no memory with another tensor, as the file format demands."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, free of it: `load_file` alone may leave them mapped to a file that is deleted later."""
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def random_tensors() -> dict[str, Tensor]:
+    """Torch's random states, of the CPU and of each GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    for index in range(torch.cuda.device_count()):
+        states[f"cuda.{index}"] = torch.cuda.get_rng_state(index)
+    return states
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """JSON for `value`: tensors go to `tensors` under their path `name`, tuples and dicts keep their kind and keys.
+
+    Functions in a dict (of a scheduler) are left out.
+    """
+    if torch.is_tensor(value):
+        tensors[name] = value
+        return {"tensor": name}
+    prefix = f"{name}." if name else ""
+    if isinstance(value, dict):
+        kept = {key: inner for key, inner in value.items() if not callable(inner)}
+        return {"dict": [[key, encode(inner, f"{prefix}{key}", tensors)] for key, inner in kept.items()]}
+    if isinstance(value, tuple | list):
+        items = [encode(inner, f"{prefix}{index}", tensors) for index, inner in enumerate(value)]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    return value
+
+
+def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What `encode` was given."""
+    if isinstance(value, list):
+        return [decode(inner, tensors) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "dict":
+        return {key: decode(item, tensors) for key, item in inner}
+    return tuple(decode(inner, tensors))
+
+
+def optimizer_shape(optimizer: Optimizer) -> tuple[str, list[int]]:
+    """The kind of an optimizer, and how many parameters each group of it has."""
+    return type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
+
+
+def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[str, Tensor]) -> None:
+    """Load the state with the very dtypes it was saved in; `load_state_dict` alone casts it to the parameters'."""
+    optimizer.load_state_dict(state)
+    held: dict[str, Tensor] = {}
+    encode(optimizer.state_dict(), "", held)
+    for name, tensor in held.items():
+        if tensor.dtype != saved[name].dtype:
+            tensor.data = saved[name].to(tensor.device)
+    if getattr(optimizer, "is_paged", False):
+        page(optimizer)
+
+
+def page(optimizer: Any) -> None:
+    """Move a paged bitsandbytes optimizer's moments back to paged memory, which loading takes them out of."""
+    for parameter, held in optimizer.state.items():
+        for name in {"state1", "state2"} & held.keys():
+            buffer = optimizer.get_state_buffer(parameter, dtype=held[name].dtype)
+            buffer.copy_(held[name])
+            held[name] = buffer
+
+
+def restore_random(state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Set the random states of Python, numpy and torch (of those GPUs that are here)."""
+    random.setstate(decode(state["python"], {}))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(tensors["cpu"])
+    for index in range(torch.cuda.device_count()):
+        if f"cuda.{index}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
