@@ -53,8 +53,7 @@ def collate(sequences: list[Sequence]) -> MicroBatch:
         return out
 
     rollouts = [rollout for _, rollout in sequences]
-    old = all(rollout.old_logprobs is not None for rollout in rollouts)
-    ref = all(rollout.ref_logprobs is not None for rollout in rollouts)
+    old, ref = all_or_none(rollouts, "old_logprobs"), all_or_none(rollouts, "ref_logprobs")
     return MicroBatch(
         input_ids=torch.cat([ids[:-1] for ids in tokens]),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
@@ -69,6 +68,14 @@ def collate(sequences: list[Sequence]) -> MicroBatch:
         ref_logprobs=aligned(lambda rollout: required(rollout.ref_logprobs)) if ref else None,
         rollouts=tuple(rollouts),
     )
+
+
+def all_or_none(rollouts: list[Rollout], name: str) -> bool:
+    """Whether the rollouts have the field; ValueError where only some have it."""
+    present = [getattr(rollout, name) is not None for rollout in rollouts]
+    if any(present) and not all(present):
+        raise ValueError(f"{sum(present)} of {len(present)} rollouts have {name}; give it to all of them, or to none")
+    return all(present)
 
 
 def required(values: Tensor | None) -> Tensor:

@@ -2,8 +2,9 @@
 
 import difflib
 import math
+import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lowmem_grpo.advantages import SCALE_REWARDS
@@ -15,6 +16,11 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit"
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup")
 SINKS = ("none", "wandb", "tensorboard")
 STRATEGIES = ("no", "steps")
+
+MAY_BE_NONE = ("steps_per_generation", "eval_steps", "max_prompt_length", "save_total_limit", "num_generations_eval",
+               "max_tokens_per_micro_batch")
+MUST_AGREE = ("temperature", "n", "max_tokens")  # of vllm_sampling_params: the trainer needs GRPOConfig's own
+GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 
 Rule = tuple[str, Callable[[float], bool]]
 ZERO_OR_MORE: Rule = ("0 or above", lambda value: 0 <= value < math.inf)
@@ -92,7 +98,7 @@ class GRPOConfig(metaclass=CheckedCall):
     top_k: int = 0
     min_p: float | None = None
     vllm_sampling_params: SamplingParams | None = None
-    """Unsloth's name: stop strings, min_p and the like, in place of the four fields above."""
+    """Unsloth's name: stop strings, top_p, top_k, min_p. It must not contradict the fields above."""
     use_vllm: bool = False
 
     # loss
@@ -147,7 +153,7 @@ class GRPOConfig(metaclass=CheckedCall):
     def __post_init__(self) -> None:
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
-        self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
+        self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ["none"])
         if isinstance(self.vllm_sampling_params, dict):
             self.vllm_sampling_params = SamplingParams(**self.vllm_sampling_params)
         self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
@@ -171,7 +177,8 @@ class GRPOConfig(metaclass=CheckedCall):
 
     def check_ranges(self) -> None:
         """Each number lies where it makes sense."""
-        if self.num_generations < 2 or self.num_generations != int(self.num_generations):
+        generations = self.num_generations
+        if generations is None or generations < 2 or generations != int(generations):
             raise ValueError(
                 f"num_generations is {self.num_generations}; GRPO compares completions of one prompt, so it must be a "
                 "whole number, 2 or more (8 is usual)"
@@ -184,6 +191,8 @@ class GRPOConfig(metaclass=CheckedCall):
         )
         for name in at_least_one:
             value = getattr(self, name)
+            if value is None and name not in MAY_BE_NONE:
+                raise ValueError(f"{name} is None; it must be a whole number, at least 1")
             if value is not None and (value < 1 or value != int(value)):
                 raise ValueError(f"{name} is {value}; it must be a whole number, at least 1")
         for name, (rule, holds) in RANGES.items():
@@ -211,16 +220,24 @@ class GRPOConfig(metaclass=CheckedCall):
                 f"steps_per_generation is {self.steps_per_generation}; it must be a multiple of "
                 f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a generation"
             )
-        given = self.vllm_sampling_params
-        if given is not None and given.temperature not in (1.0, self.temperature):
-            raise ValueError(
-                f"vllm_sampling_params.temperature is {given.temperature} and temperature is {self.temperature}; "
-                "set temperature of GRPOConfig, which the trainer needs as well"
-            )
+        self.check_sampling_params()
         if self.use_vllm:
             raise ValueError("use_vllm=True is not supported yet; leave it out, and the trainer's own model samples")
         if self.eval_strategy == "steps" and self.eval_steps is None:
             self.eval_steps = self.logging_steps  # transformers' rule
+
+    def check_sampling_params(self) -> None:
+        """`vllm_sampling_params` does not contradict the fields that say the same."""
+        given, defaults = self.vllm_sampling_params, SamplingParams()
+        same = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+                "n": "num_generations", "max_tokens": "max_completion_length"}
+        for theirs, ours in same.items():
+            value = getattr(given or defaults, theirs)
+            mine, default = getattr(self, ours), getattr(defaults, theirs)
+            if value not in (default, mine) and (theirs in MUST_AGREE or mine != GRPO_DEFAULTS[ours]):
+                raise ValueError(
+                    f"vllm_sampling_params.{theirs} is {value} and {ours} of GRPOConfig is {mine}; make them agree"
+                )
 
     @property
     def optimizer_steps_per_generation(self) -> int:
@@ -256,14 +273,16 @@ class GRPOConfig(metaclass=CheckedCall):
 
     def sampling(self, seed: int | None, n: int | None = None) -> SamplingParams:
         """How completions are drawn in training."""
-        given = self.vllm_sampling_params
-        return SamplingParams(
-            n=n or self.num_generations, max_tokens=self.max_completion_length, seed=seed, temperature=self.temperature,
-            top_p=given.top_p if given else self.top_p, top_k=given.top_k if given else self.top_k,
-            min_p=(given.min_p if given else self.min_p) or 0.0, stop=given.stop if given else None,
-            stop_token_ids=given.stop_token_ids if given else None,
-            include_stop_str_in_output=bool(given and given.include_stop_str_in_output),
+        given = self.vllm_sampling_params or SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0)
+        return replace(
+            given, n=n or self.num_generations, max_tokens=self.max_completion_length, seed=seed,
+            temperature=self.temperature,
         )
+
+    def rollout_seed(self, step: int) -> int:
+        """The sampler's seed at a step: from `seed`, and from that of `vllm_sampling_params` where it has one."""
+        extra = self.vllm_sampling_params.seed if self.vllm_sampling_params else None
+        return random.Random(f"{self.seed}-{extra}-{step}").getrandbits(62)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for records and checkpoints."""

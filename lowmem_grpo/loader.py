@@ -1,6 +1,7 @@
 """Loading: a transformers model in 16 bit or 4-bit NF4, its tokenizer, and LoRA through peft."""
 
 import difflib
+import inspect
 import logging
 from importlib.resources import files
 from pathlib import Path
@@ -55,7 +56,7 @@ class FastLanguageModel:
         cache of an engine that reserves one; this one does not. Raises ValueError for what is not supported, and
         OSError where no such model can be found.
         """
-        refuse(options, "FastLanguageModel.from_pretrained")
+        refuse(options, "from_pretrained")
         check_engine(fast_inference)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization}; it must be in (0, 1]")
@@ -76,6 +77,7 @@ class FastLanguageModel:
             ) from error
         check_context(model, max_seq_length)
         model.requires_grad_(False)
+        keep_layout(model)
         logger.info("engine: transformers, sampling with the trainer's own weights")
         return FastModel(model, Loaded(model_name, tokenizer, max_seq_length, max_lora_rank)), tokenizer
 
@@ -90,7 +92,7 @@ class FastLanguageModel:
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host; alias
         "unsloth") or False. Raises ValueError for what is not supported.
         """
-        refuse(options, "FastLanguageModel.get_peft_model")
+        refuse(options, "get_peft_model")
         if not isinstance(model, FastModel):
             raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
         if max_seq_length not in (None, model.loaded.max_seq_length):
@@ -130,9 +132,13 @@ def resolve(model_name: str) -> str:
     if model_name == TINY:
         return str(files("lowmem_grpo") / "assets" / TINY)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
-    if looks_like_path and not Path(model_name).expanduser().is_dir():
-        raise OSError(f"no model {model_name!r}: there is no such folder")
-    return str(Path(model_name).expanduser()) if looks_like_path else model_name
+    folder = Path(model_name).expanduser()
+    if not looks_like_path and not folder.is_dir():
+        return model_name
+    if not (folder / "config.json").is_file():
+        why = "the folder holds no config.json" if folder.is_dir() else "there is no such folder"
+        raise OSError(f"no model {model_name!r}: {why}")
+    return str(folder)
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -142,11 +148,21 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def refuse(options: dict[str, Any], call: str) -> None:
-    """Raise for every option that asks for something we do not do."""
+def keep_layout(model: PreTrainedModel) -> None:
+    """Keep 4-bit weights as they are: on CPUs with AVX512-BF16, bitsandbytes would repack them in the first forward
+    pass in evaluation mode, and no gradient flows through repacked ones."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def refuse(options: dict[str, Any], method: str) -> None:
+    """Raise for every option of a FastLanguageModel method that asks for something we do not do."""
+    call = f"FastLanguageModel.{method}"
     for name, value in options.items():
         if name not in REFUSED:
-            close = difflib.get_close_matches(name, [*REFUSED, "model_name", "max_seq_length", "target_modules"], n=2)
+            own = inspect.signature(getattr(FastLanguageModel, method)).parameters
+            close = difflib.get_close_matches(name, [*REFUSED, *own], n=2)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise TypeError(f"{call} has no option {name!r}{hint}")
         if value not in OFF:
@@ -176,10 +192,9 @@ def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]
             raise ValueError(f'target_modules is {targets!r}; allowed are a list of names and "all-linear"')
         return targets
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    present = [target for target in targets if target.rpartition(".")[2] in names]
-    if targets is ALL_LINEAR:
-        return present or "all-linear"
-    missing = sorted(set(targets) - set(present))
+    missing = sorted(target for target in targets if target.rpartition(".")[2] not in names)
+    if targets is ALL_LINEAR and missing:  # a family with other names, or with fused projections
+        return "all-linear"
     if missing:
         raise ValueError(f"target_modules names {missing}, which this model does not have")
     if "lm_head" in targets:

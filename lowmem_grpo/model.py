@@ -169,18 +169,22 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
     elif request.path is None:
         yield
     else:
-        live = model.active_adapter
-        model.load_adapter(str(request.path), SAVED_ADAPTER, is_trainable=False)
-        model.set_adapter(SAVED_ADAPTER)
+        live, training = model.active_adapter, model.training
         try:
+            model.load_adapter(str(request.path), SAVED_ADAPTER, is_trainable=False)  # also turns training mode off
+            model.set_adapter(SAVED_ADAPTER)
             yield
         finally:
             model.set_adapter(live)
-            model.delete_adapter(SAVED_ADAPTER)
+            if SAVED_ADAPTER in model.peft_config:
+                model.delete_adapter(SAVED_ADAPTER)
+            model.train(training)
 
 
 def as_list(prompts: Any) -> list[Any]:
     """One prompt of any kind, or a list of them, as a list."""
+    if isinstance(prompts, dict) or not hasattr(prompts, "__getitem__"):
+        raise TypeError(f"fast_generate got a {type(prompts).__name__}; pass text, chat messages, token ids or a list")
     single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], (int, dict)))
     many = [prompts] if single else list(prompts)
     if not many or any(len(prompt) == 0 for prompt in many):

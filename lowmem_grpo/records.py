@@ -89,6 +89,7 @@ def completion_lines(step: int, groups: list[RolloutGroup]) -> list[dict[str, An
             "step": step, "prompt": prompt_text(group.row.get("prompt")), "completion": rollout.text,
             "rewards": rollout.rewards, "reward": rollout.reward, "advantage": rollout.advantage,
             "tokens": len(rollout.completion_ids), "finish_reason": rollout.finish_reason,
+            **({"extra": rollout.extras} if rollout.extras else {}),
         }
         for group in groups
         for rollout in group.rollouts

@@ -1,8 +1,8 @@
 """The loop: sample, score, forward_backward, optim_step, save_state; `rollout` and `update`; `train`."""
 
 import logging
-import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lowmem_grpo.metrics import Clock, mean_of, peak_memory, rollout_metrics
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.optim import make_optimizer, make_scheduler
 from lowmem_grpo.policy import Policy
-from lowmem_grpo.records import RunRecords
+from lowmem_grpo.records import RecordError, RunRecords
 from lowmem_grpo.report import write_report
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.sampling import SamplingParams
@@ -141,8 +141,7 @@ class GRPOTrainer:
     def rollout(self) -> list[RolloutGroup]:
         """Sample and score the next prompts: groups with rewards and advantages."""
         prompts = self.source.take(self.args.prompts_per_generation)
-        seed = random.Random(f"{self.args.seed}-{self.state.global_step}").getrandbits(62)
-        groups = self.sample(prompts, self.args.sampling(seed))
+        groups = self.sample(prompts, self.args.sampling(self.args.rollout_seed(self.state.global_step)))
         self.score(groups)
         self.state.epoch = self.source.epoch
         self.state.num_tokens += sum(len(g.prompt_ids) + len(r.completion_ids) for g in groups for r in g.rollouts)
@@ -170,12 +169,16 @@ class GRPOTrainer:
             rows = [group.row for group in groups for _ in group.rollouts]
             chats = [[{"role": "assistant", "content": r.text}] if is_chat(row["prompt"]) else r.text
                      for row, r in zip(rows, rollouts, strict=True)]
-            columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+            names = {name for row in rows for name in row} - {"prompt", "completion"}
+            columns = {name: [row.get(name) for row in rows] for name in sorted(names)}
             ids = [rollout.completion_ids for rollout in rollouts]
             scores = self.scorer.score([row["prompt"] for row in rows], chats, ids, columns, self.state)
             for name, values in scores.rewards.items():
                 for rollout, value in zip(rollouts, values, strict=True):
                     rollout.rewards[name] = value
+            for name, values in scores.extras.items():
+                for rollout, value in zip(rollouts, values, strict=True):
+                    rollout.extras[name] = value
             assign_advantages(groups, self.scorer.names, self.args.reward_weights, str(self.args.scale_rewards))
         for name, count in scores.invalid.items():
             if count:
@@ -196,6 +199,10 @@ class GRPOTrainer:
                 while self.state.global_step < self.state.max_steps and not self.should_stop():
                     self.train_step()
             status = "finished" if self.state.global_step >= self.state.max_steps else "interrupted"
+        except BaseException:
+            with suppress(RecordError):  # a full disk is what failed: the first error says so
+                self.records.summary(self.describe(status))
+            raise
         finally:
             self.callbacks("on_train_end", self.args, self.state, self.control, model=self.model)
         self.end(status)

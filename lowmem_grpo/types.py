@@ -24,6 +24,7 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward function
     reward: float | None = None  # their weighted sum
     advantage: float = 0.0
+    extras: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`
     old_logprobs: Tensor | None = None  # (C,) at the start of the update; None where the data is on-policy
     ref_logprobs: Tensor | None = None  # (C,) under the base model; None without a KL term
 

@@ -177,6 +177,15 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield seen
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is so small that threads on a busy machine wait for each other more than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # The gradient of a step
 
 
@@ -706,10 +715,16 @@ def test_a_dataset_of_bad_rows_alone_loops_for_ever(tmp_path: Path) -> None:
         make(tmp_path, rows=[{"prompt": ""}, {"prompt": None}]).train()
 
 
-def test_rows_with_different_columns_fail_without_naming_the_column(tmp_path: Path) -> None:
-    rows = [{"prompt": QUESTIONS[0], "answer": "1"}, {"prompt": QUESTIONS[1]}]
-    with pytest.raises((DataError, RewardError), match="answer"):
-        make(tmp_path, rows=rows).train()
+def test_rows_with_different_columns_stop_the_run_or_shift_values(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def reward(completions: list[Any], answer: list[Any], source: list[Any], **kwargs: Any) -> list[float]:
+        seen.extend(zip(answer, source, strict=True))
+        return digit_sum(completions)
+
+    rows = [{"prompt": QUESTIONS[0], "answer": "1"}, {"prompt": QUESTIONS[1], "source": "x"}]
+    make(tmp_path, reward=reward, rows=rows, max_steps=1, shuffle_dataset=False).train()
+    assert seen == [("1", None)] * 4 + [(None, "x")] * 4
 
 
 def test_chat_rows_without_a_chat_template_give_a_library_error(tmp_path: Path) -> None:
@@ -766,8 +781,10 @@ def hangs(completions: list[Any], **kwargs: Any) -> list[float]:
     return digit_sum(completions)
 
 
-FAILURES = {raises: r"raises raised ZeroDivisionError: no units", miscounts: r"miscounts returned 1 rewards, expected 8",
-            hangs: r"hangs did not return within 0\.3 s"}
+FAILURES = {
+    raises: r"raises raised ZeroDivisionError: no units", miscounts: r"miscounts returned 1 rewards, expected 8",
+    hangs: r"hangs did not return within 0\.3 s",
+}
 
 
 def from_second_call(failing: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Moment:
 
 def durations(moments: list[Moment]) -> dict[str, list[float]]:
     """Seconds and processor seconds between each moment and the next."""
-    pairs = list(zip(moments, moments[1:], strict=False))
+    pairs = list(pairwise(moments))
     return {"seconds": [b.wall - a.wall for a, b in pairs], "cpu_seconds": [b.cpu - a.cpu for a, b in pairs]}
 
 

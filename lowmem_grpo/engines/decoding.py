@@ -25,7 +25,7 @@ def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> 
 
 
 def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Logits with what top_k, top_p and min_p cut off at -inf, in vLLM's order."""
+    """Logits with what top_k, then top_p, then min_p cut off at -inf (transformers' order)."""
     if params.top_k > 0:
         kth = logits.topk(min(params.top_k, logits.shape[-1]), -1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

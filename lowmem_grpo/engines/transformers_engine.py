@@ -70,30 +70,38 @@ class TransformersEngine:
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
         if not prompts:
             return []
-        budget = min(params.max_tokens, self.max_seq_length - max(len(prompt) for prompt in prompts))
-        if budget < 1:
-            longest = max(len(prompt) for prompt in prompts)
-            raise ValueError(
-                f"a prompt of {longest} tokens leaves no room in a context of {self.max_seq_length}; "
-                "load with a larger max_seq_length or shorten the prompt"
-            )
+        budgets = [self.budget(prompt, params) for prompt in prompts for _ in range(params.n)]
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
-            ids, logprobs, lengths, stopped = self.decode(prompts, params, budget)
+            ids, logprobs, lengths, stopped = self.decode(prompts, params, budgets)
         finally:
             self.policy.model.train(was_training)
+        if logprobs.isnan().any():
+            raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
         rollouts = self.rollouts(ids, logprobs, lengths, stopped, params)
         return [rollouts[start : start + params.n] for start in range(0, len(rollouts), params.n)]
 
-    def decode(self, prompts: list[list[int]], params: SamplingParams, budget: int) -> tuple[Tensor, ...]:
-        """ids (R, budget), logprobs (R, budget), lengths (R,), stopped (R,), where R = prompts * n."""
-        device, total = self.policy.device, len(prompts) * params.n
+    def budget(self, prompt: list[int], params: SamplingParams) -> int:
+        """Tokens that a completion of this prompt may have; ValueError where there is no prompt or no room."""
+        room = self.max_seq_length - len(prompt)
+        if not prompt:
+            raise ValueError("a prompt has no tokens; give it at least one (a start token, say)")
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_seq_length}; "
+                "load with a larger max_seq_length or shorten the prompt"
+            )
+        return min(params.max_tokens, room)
+
+    def decode(self, prompts: list[list[int]], params: SamplingParams, budgets: list[int]) -> tuple[Tensor, ...]:
+        """ids (R, C), logprobs (R, C), lengths (R,), stopped (R,), where R = prompts * n and C the largest budget."""
+        device, total, budget = self.policy.device, len(prompts) * params.n, max(budgets)
         generator = torch.Generator(device)
         generator.manual_seed(time.time_ns() % 2**63 if params.seed is None else params.seed)
         ids = torch.zeros(total, budget, dtype=torch.long, device=device)
         logprobs = torch.zeros(total, budget, device=device)
-        lengths = torch.full((total,), budget, device=device)
+        lengths = torch.tensor(budgets, device=device)
         stopped = torch.zeros(total, dtype=torch.bool, device=device)
         state, logits = self.prefill(prompts, params.n)
         self.kv_bytes = state.cache.nbytes
@@ -103,7 +111,7 @@ class TransformersEngine:
             ended = state.alive & self.ends(state, ids[:, : step + 1], params)
             lengths[state.rows[ended]] = step + 1
             stopped[state.rows[ended]] = True
-            state.alive = state.alive & ~ended
+            state.alive = state.alive & ~ended & (lengths[state.rows] > step + 1)
             remaining = int(state.alive.sum())
             if remaining == 0 or step + 1 == budget:
                 break
@@ -153,7 +161,7 @@ class TransformersEngine:
         ending = [*(params.stop_token_ids or []), *([] if params.ignore_eos else self.eos_ids)]
         ended = torch.isin(state.tokens, torch.tensor(ending, dtype=torch.long, device=state.tokens.device))
         if params.stop_strings:
-            tail = max(len(stop) for stop in params.stop_strings) + 4  # a token holds at least a part of a character
+            tail = max(len(stop.encode()) for stop in params.stop_strings) + 4  # a token may be a single byte
             texts = self.tokenizer.batch_decode(ids[state.rows, -tail:])
             matches = [any(stop in text for stop in params.stop_strings) for text in texts]
             ended = ended | torch.tensor(matches, device=ended.device)

@@ -15,6 +15,7 @@ kept. A call without gradients does one matrix product and keeps nothing.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 32 * 2**20  # of fp32 logits at a time, where chunk_rows is not given
 
@@ -28,7 +29,7 @@ def linear_logprobs_ref(
     log_softmax = logits.log_softmax(-1)
     ignored = targets == ignore_index if ignore_index is not None else torch.zeros_like(targets, dtype=torch.bool)
     logprobs = log_softmax.gather(-1, targets.masked_fill(ignored, 0)[:, None]).squeeze(-1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    entropy = -(log_softmax.exp() * floored(log_softmax)).sum(-1)
     return logprobs.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0)
 
 
@@ -45,10 +46,13 @@ def linear_logprobs(
     gradient, and asking for one raises ValueError. The entropy is a value, without gradient.
     """
     check_arguments(hidden, weight, targets, bias, temperature)
-    rows = chunk_rows or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    logprobs, entropy = LinearLogprobsFunction.apply(
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, rows, ignore_index
-    )
+    rows = max(1, CHUNK_BYTES // (4 * weight.shape[0])) if chunk_rows is None else chunk_rows
+    if rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+    with torch.autocast(hidden.device.type, enabled=False):  # the logits keep fp32, whatever surrounds the call
+        logprobs, entropy = LinearLogprobsFunction.apply(
+            hidden, weight, targets, bias, temperature, logit_scale, softcap, rows, ignore_index
+        )
     return (logprobs, entropy) if return_entropy else logprobs
 
 
@@ -60,6 +64,10 @@ def check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tenso
         raise ValueError(f"expected targets ({hidden.shape[0]},) int64; got {tuple(targets.shape)} {targets.dtype}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"expected bias ({weight.shape[0]},); got {tuple(bias.shape)}")
+    if not hidden.is_floating_point():
+        raise ValueError(f"expected a floating dtype; got {hidden.dtype}")
+    if bias is not None and bias.device != weight.device:
+        raise ValueError(f"expected bias on {weight.device}; got {bias.device}")
     if hidden.dtype != weight.dtype or hidden.device != weight.device or targets.device != hidden.device:
         raise ValueError(
             f"expected one dtype and one device; got hidden {hidden.dtype} on {hidden.device}, weight {weight.dtype} "
@@ -94,9 +102,11 @@ class LinearLogprobsFunction(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_logprobs, _grad_entropy):
         (gradient,) = ctx.saved_tensors
-        grad_hidden = (gradient * grad_logprobs[:, None]).to(gradient.dtype)
+        # the product is taken in fp32 and rounded once, straight into place
+        grad_hidden = torch.mul(gradient, grad_logprobs[:, None], out=torch.empty_like(gradient))
         return grad_hidden, None, None, None, None, None, None, None, None
 
 
@@ -104,13 +114,17 @@ def logprob_rows(logits: Tensor, targets: Tensor, ignore_index: int | None) -> t
     """(logprobs (R,), entropy (R,), probs (R, V)) of a chunk of finished logits (R, V)."""
     normalizer = logits.logsumexp(-1)
     probs = (logits - normalizer[:, None]).exp_()
-    # p log p is 0 at p = 0, also where the logit is -inf
-    entropy = normalizer - (probs * logits.clamp(min=torch.finfo(logits.dtype).min)).sum(-1)
+    entropy = normalizer - (probs * floored(logits)).sum(-1)
     if ignore_index is None:
         return logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer, entropy, probs
     ignored = targets == ignore_index
     logprobs = logits.gather(-1, targets.masked_fill(ignored, 0)[:, None]).squeeze(-1) - normalizer
     return logprobs.masked_fill_(ignored, 0), entropy.masked_fill_(ignored, 0), probs
+
+
+def floored(logits: Tensor) -> Tensor:
+    """Logits with -inf made finite, so that p log p is 0 at p = 0."""
+    return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
 def gradient_rows(probs: Tensor, targets: Tensor, slope: Tensor | float, ignore_index: int | None) -> Tensor:

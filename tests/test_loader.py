@@ -1,0 +1,306 @@
+"""Loading: 16 bit and NF4 on the CPU, LoRA, and a plain word for everything that cannot be honoured."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+from conftest import FAMILIES, SPLIT, TINY, random_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo.batching import collate
+from lowmem_grpo.loader import REFUSED
+from lowmem_grpo.model import FastModel, FastPeftModel
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+CONTEXT = 128
+
+
+def load(four_bit: bool = False, **options: Any) -> FastModel:
+    """The embedded model."""
+    return FastLanguageModel.from_pretrained("tiny", max_seq_length=CONTEXT, load_in_4bit=four_bit, **options)[0]
+
+
+def adapt(model: FastModel, r: int = 4, **options: Any) -> FastPeftModel:
+    """The model under LoRA, both factors non-zero, so that every adapter parameter has a gradient."""
+    adapted = FastLanguageModel.get_peft_model(model, r=r, **options)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.05, generator=generator)
+    return adapted
+
+
+@pytest.fixture(scope="module")
+def bare() -> FastModel:
+    """The embedded model in 16 bit's place (float32 on the CPU), only to be looked at."""
+    return load()
+
+
+@pytest.fixture(scope="module")
+def quantized() -> FastModel:
+    """The embedded model in NF4, only to be looked at."""
+    return load(four_bit=True)
+
+
+def decoder_linears(model: FastModel) -> list[tuple[str, torch.nn.Module]]:
+    """Every linear layer of the decoder, by name."""
+    return [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in SPLIT]
+
+
+@pytest.mark.parametrize("dtype", [None, "auto", "float32", "bfloat16", torch.bfloat16, torch.float16])
+def test_16_bit_weights_have_the_wanted_dtype_and_are_frozen(dtype: Any) -> None:
+    model = load(dtype=dtype)
+    default = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    wanted = default if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    assert {parameter.dtype for parameter in model.parameters()} == {wanted}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert len(decoder_linears(model)) == 7 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("dtype", ["int8", "half-ish", torch.int32])
+def test_a_dtype_that_cannot_train_is_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="allowed are float32, bfloat16"):
+        load(dtype=dtype)
+
+
+def test_4_bit_quantizes_every_linear_layer_and_leaves_the_head_alone(quantized: FastModel) -> None:
+    for name, module in decoder_linears(quantized):
+        assert isinstance(module, bitsandbytes.nn.Linear4bit), name
+        assert module.weight.dtype == torch.uint8, name
+        assert module.weight.quant_type == "nf4", name
+        assert module.weight.quant_state.nested, name  # double quantization
+    assert type(quantized.get_output_embeddings()) is torch.nn.Linear
+    assert quantized.get_output_embeddings().weight.is_floating_point()
+
+
+def test_4_bit_weights_take_a_quarter_of_the_bytes(bare: FastModel, quantized: FastModel) -> None:
+    def nbytes(model: FastModel) -> int:
+        return sum(module.weight.nbytes for _, module in decoder_linears(model))
+
+    assert nbytes(quantized) * 8 == nbytes(bare)  # against float32; a quarter of 16 bit
+
+
+def test_4_bit_predicts_what_the_full_weights_predict(
+    bare: FastModel, quantized: FastModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    text = "<|im_start|>user\nStart with 17. Add 8. Subtract 13. What is the result?<|im_end|>\n<|im_start|>assistant\n17"
+    ids = torch.tensor([tokenizer(text).input_ids])
+    with torch.no_grad():
+        full, four = (model(input_ids=ids).logits.log_softmax(-1) for model in (bare, quantized))
+    assert (full.exp() * (full - four)).sum(-1).mean() < 0.1  # nats
+    assert (full.argmax(-1) == four.argmax(-1)).float().mean() > 0.8
+
+
+def test_a_context_longer_than_the_models_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_seq_length is 4096; this model's context is 2048"):
+        FastLanguageModel.from_pretrained("tiny", max_seq_length=4096, load_in_4bit=False)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "../no/where", "/nowhere/at/all", "~/nowhere-at-all", "runs/a/b/c",
+                                  "nowhere", "no-such-owner/no-such-model"])
+def test_a_model_that_is_not_there_is_named_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    started = time.monotonic()
+    with pytest.raises(OSError, match="no model") as caught:
+        FastLanguageModel.from_pretrained(name)
+    assert time.monotonic() - started < 10
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="holds no config.json"):
+        FastLanguageModel.from_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize("style", ["absolute", "relative", "bare name"])
+def test_a_saved_model_loads_from_any_kind_of_path(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "copy").symlink_to(TINY, target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    name = {"absolute": str(tmp_path / "copy"), "relative": "./copy", "bare name": "copy"}[style]
+    model, tokenizer = FastLanguageModel.from_pretrained(name, load_in_4bit=False)
+    assert model.config.vocab_size >= len(tokenizer)
+
+
+@pytest.mark.parametrize(("name", "closest"), [
+    ("load_in_4bits", "load_in_4bit"), ("max_seq_len", "max_seq_length"), ("gpu_memory_utilisation", "gpu_memory"),
+    ("fast_inferense", "fast_inference"),
+])
+def test_an_unknown_loading_option_is_named_with_the_closest_one(name: str, closest: str) -> None:
+    with pytest.raises(TypeError, match=rf"no option '{name}'; did you mean .*{closest}"):
+        FastLanguageModel.from_pretrained("tiny", **{name: 1})
+
+
+@pytest.mark.parametrize(("name", "closest"), [("target_module", "target_modules"), ("lora_alfa", "lora_alpha"),
+                                               ("gradient_checkpointing", "use_gradient_checkpointing")])
+def test_an_unknown_lora_option_is_named_with_the_closest_one(bare: FastModel, name: str, closest: str) -> None:
+    with pytest.raises(TypeError, match=rf"no option '{name}'; did you mean .*{closest}"):
+        FastLanguageModel.get_peft_model(bare, **{name: 1})
+
+
+def test_an_option_like_no_other_is_refused_without_a_guess() -> None:
+    with pytest.raises(TypeError, match=r"has no option 'zzz'$"):
+        FastLanguageModel.from_pretrained("tiny", zzz=1)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_option_says_what_to_do_instead_and_its_off_values_pass(name: str, bare: FastModel) -> None:
+    for call, first in ((FastLanguageModel.from_pretrained, "tiny"), (FastLanguageModel.get_peft_model, bare)):
+        with pytest.raises(ValueError) as caught:
+            call(first, **{name: True})
+        assert f"{name}=True" in str(caught.value)
+        assert REFUSED[name] in str(caught.value)
+        for off in (None, False):  # passed over: the call goes on to the next check and fails there
+            with pytest.raises((OSError, ValueError), match="no model|r is 0"):
+                call("./nowhere" if first == "tiny" else first, **{name: off} | ({} if first == "tiny" else {"r": 0}))
+
+
+@pytest.mark.parametrize(("option", "value", "message"), [
+    ("fast_inference", "vllm", "vLLM is not supported yet"), ("fast_inference", "fast", 'allowed are True, False and "tr'),
+    ("gpu_memory_utilization", 0, r"must be in \(0, 1\]"), ("gpu_memory_utilization", 60, r"must be in \(0, 1\]"),
+])
+def test_an_engine_setting_that_cannot_be_honoured_is_refused(option: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FastLanguageModel.from_pretrained("tiny", **{option: value})
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"r": 65}, "r is 65; allowed is 1 to max_lora_rank=64"), ({"r": 0}, "r is 0"),
+    ({"bias": "all"}, 'only "none" is supported'), ({"max_seq_length": 64}, "loaded with 128"),
+    ({"target_modules": ["q_proj", "qkv_proj"]}, r"\['qkv_proj'\], which this model does not have"),
+    ({"target_modules": ["q_proj", "lm_head"]}, "the head stays frozen"), ({"target_modules": "q_proj"}, "all-linear"),
+    ({"use_gradient_checkpointing": "disk"}, '"offload" and its alias "unsloth"'),
+    ({"use_gradient_checkpointing": None}, "allowed are True, False"),
+])
+def test_a_bad_lora_setting_is_refused_before_the_model_changes(
+    bare: FastModel, options: dict[str, Any], message: str
+) -> None:
+    names = [name for name, _ in bare.named_parameters()]
+    with pytest.raises(ValueError, match=message):
+        FastLanguageModel.get_peft_model(bare, **options)
+    assert [name for name, _ in bare.named_parameters()] == names
+
+
+def test_lora_on_something_else_than_a_loaded_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes what from_pretrained returned; got a Linear"):
+        FastLanguageModel.get_peft_model(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("targets", "adapted"), [(None, SPLIT), ("all-linear", SPLIT), (SPLIT, SPLIT),
+                                                  (["q_proj", "v_proj"], ["q_proj", "v_proj"])])
+def test_lora_sits_on_the_named_modules_alone_and_only_it_is_trained(targets: Any, adapted: list[str]) -> None:
+    model = FastLanguageModel.get_peft_model(load(), r=2, target_modules=targets)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained} == set(adapted)
+    assert all(".lora_" in name for name in trained)
+    assert len(trained) == 2 * len(adapted) * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_reaches_every_linear_layer_of_other_families(family: str, tmp_path: Path) -> None:
+    random_model(family).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
+    model, _ = FastLanguageModel.from_pretrained(str(tmp_path), max_seq_length=CONTEXT, load_in_4bit=False)
+    trained = [name for name, p in FastLanguageModel.get_peft_model(model, r=2).named_parameters() if p.requires_grad]
+    linears = {name for name, module in random_model(family).named_modules()
+               if isinstance(module, torch.nn.Linear) and name != "lm_head"}
+    assert {name.split(".lora_")[0].removeprefix("base_model.model.") for name in trained} == linears
+
+
+def test_the_seed_alone_decides_the_adapter_and_leaves_other_draws_alone() -> None:
+    def weights(seed: int, global_seed: int) -> list[torch.Tensor]:
+        model = load()
+        torch.manual_seed(global_seed)
+        before = torch.get_rng_state()
+        adapted = FastLanguageModel.get_peft_model(model, r=2, random_state=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        return [parameter for name, parameter in adapted.named_parameters() if "lora_A" in name]
+
+    one, again, other = weights(3407, 0), weights(3407, 1), weights(3408, 0)
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("value", "checkpoints", "offload"), [
+    (True, True, False), (False, False, False), ("offload", True, True), ("unsloth", True, True),
+])
+def test_use_gradient_checkpointing_switches_what_it_says(value: bool | str, checkpoints: bool, offload: bool) -> None:
+    model = FastLanguageModel.get_peft_model(load(), r=2, use_gradient_checkpointing=value)
+    assert model.get_base_model().is_gradient_checkpointing == checkpoints
+    assert model.loaded.offload == offload
+
+
+def gradients(model: FastPeftModel) -> tuple[dict[str, torch.Tensor], int]:
+    """The adapter's gradients of a packed batch's mean log-probability, and how often a decoder layer ran."""
+    rollouts = [Rollout([10, 11, 12, 2], [0.0] * 4, "stop", advantage=1.0), Rollout([30, 31], [0.0] * 2, "stop")]
+    batch = collate([(RolloutGroup({}, list(range(5, 25)), rollouts), rollout) for rollout in rollouts])
+    runs: list[int] = []
+    layer = model.get_base_model().model.layers[0]
+    hook = layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    model.train()
+    Policy(model).logprobs(batch, 1.0)[0].mean().backward()
+    hook.remove()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}, len(runs)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_gradients_with_checkpointing_are_those_without_bit_for_bit(four_bit: bool) -> None:
+    plain, once = gradients(adapt(load(four_bit), use_gradient_checkpointing=False))
+    assert once == 1
+    assert len(plain) == 14 * 6
+    assert all(gradient.abs().sum() > 0 for gradient in plain.values())
+    for mode in (True, "offload"):
+        recomputed, runs = gradients(adapt(load(four_bit), use_gradient_checkpointing=mode))
+        assert runs == 2, f"{mode}: the layer was not recomputed"
+        assert plain.keys() == recomputed.keys()
+        assert all(torch.equal(plain[name], recomputed[name]) for name in plain), mode
+
+
+def test_gradients_flow_through_4_bit_weights_after_sampling() -> None:
+    model = adapt(load(four_bit=True))
+    fresh, _ = gradients(model)
+    model.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5, 6, 7]]))  # here bitsandbytes would repack the weights, on some CPUs
+    sampled, _ = gradients(model)
+    assert fresh.keys() == sampled.keys()
+    assert all(torch.equal(fresh[name], sampled[name]) for name in fresh)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_a_training_step_changes_the_adapter_and_nothing_else(four_bit: bool, tmp_path: Path) -> None:
+    model = adapt(load(four_bit))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    config = GRPOConfig(
+        output_dir=str(tmp_path), max_steps=1, num_generations=2, per_device_train_batch_size=2,
+        max_completion_length=4, learning_rate=1e-2, save_strategy="no",
+    )
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=lambda completions, **_: [float(i) for i in range(len(completions))], args=config,
+        train_dataset=[{"prompt": "Start with 1."}],
+    )
+    out = trainer.train()
+    assert out.finished
+    assert out.metrics["grad_norm"] > 0
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != (".lora_" in name), name
+
+
+def test_the_embedded_model_loads_with_plain_transformers(bare: FastModel) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Start with 1. Add 1. Add 1."}], tokenize=False,
+                                         add_generation_prompt=True)
+    ids = torch.tensor([tokenizer(text).input_ids])
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(ids).logits, bare.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    assert tokenizer.decode(tokenizer("é 漢字 17").input_ids) == "é 漢字 17"
+
+
+def test_what_ships_with_the_package_stays_below_8_mib() -> None:
+    assert sum(path.stat().st_size for path in TINY.parent.rglob("*") if path.is_file()) < 8 * 2**20
