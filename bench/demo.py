@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import click
-from bench.machine import append_row, machine
+from rows import append_row, machine
 
 RESULTS = Path(__file__).parent / "results" / "demo.jsonl"
 

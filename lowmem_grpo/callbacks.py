@@ -24,6 +24,7 @@ class TrainerState:
     best_metric: float | None = None  # highest mean reward at a save
     best_model_checkpoint: str | None = None
     log_history: list[dict[str, Any]] = field(default_factory=list)
+    is_world_process_zero = is_local_process_zero = True  # transformers' callbacks ask; there is one process
 
 
 @dataclass

@@ -114,17 +114,17 @@ class PromptSource:
     def take(self, count: int) -> list[Prompt]:
         """The next `count` usable prompts. Unusable rows are skipped and counted; DataError if none is left."""
         prompts: list[Prompt] = []
-        fruitless = 0
+        fruitless: set[int] = set()  # rows met since the last usable one, which may lie in two epochs
         while len(prompts) < count:
             index = self.next_index()
             encoded = self.encoder.encode(self.dataset[index])
             if isinstance(encoded, Prompt):
                 prompts.append(encoded)
-                fruitless = 0
+                fruitless.clear()
                 continue
             self.count_skip(index, encoded)
-            fruitless += 1
-            if fruitless >= len(self.dataset):
+            fruitless.add(index)
+            if len(fruitless) == len(self.dataset):
                 raise DataError(f"no row of the dataset can be used: {self.skip_summary()}")
         return prompts
 

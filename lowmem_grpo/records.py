@@ -55,7 +55,7 @@ class RunRecords:
     def summary(self, summary: dict[str, Any]) -> None:
         """Merge into summary.json."""
         path = self.run_dir / SUMMARY
-        known = json.loads(path.read_text()) if path.exists() else {}
+        known = json.loads(path.read_text("utf-8")) if path.exists() else {}
         replace_text(path, json.dumps(finite(known | summary), indent=2) + "\n")
 
     def append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
@@ -105,9 +105,8 @@ def prompt_text(prompt: Any) -> str:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a jsonl file; a half-written last one is left out."""
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in whole.splitlines() if line]
+    *whole, _ = path.read_bytes().split(b"\n")  # bytes: the last line may end inside a character
+    return [json.loads(line) for line in whole if line]
 
 
 def to_line(record: dict[str, Any]) -> str:
@@ -129,7 +128,7 @@ def replace_text(path: Path, text: str) -> None:
     """Write aside, then rename: a reader never sees half a file."""
     aside = path.with_name(f".{path.name}.tmp")
     try:
-        aside.write_text(text)
+        aside.write_text(text, "utf-8")
         os.replace(aside, path)
     except OSError as error:
         aside.unlink(missing_ok=True)

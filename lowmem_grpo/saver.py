@@ -37,8 +37,9 @@ class Saver:
         return folder
 
     def note_best(self, folder: Path) -> None:
-        """Remember the checkpoint with the highest mean reward over the steps since the last save."""
-        lines = self.state.log_history[-self.config.save_steps :]
+        """Remember the checkpoint with the highest mean reward over its last `save_steps` steps."""
+        after = self.state.global_step - self.config.save_steps
+        lines = [line for line in self.state.log_history if line["step"] > after]
         recent = [line["reward"] for line in lines if line.get("reward") is not None]
         if recent and (self.state.best_metric is None or sum(recent) / len(recent) > self.state.best_metric):
             self.state.best_metric = sum(recent) / len(recent)
@@ -81,5 +82,8 @@ class Saver:
         for name, value in saved["trainer"].items():
             if name != "max_steps":
                 setattr(self.state, name, value)
+        if best := self.state.best_model_checkpoint:
+            here = self.run_dir / Path(best).name  # the run directory may have been moved
+            self.state.best_model_checkpoint = str(here) if here.is_dir() else best
         self.source.restore(saved["source"])
         self.learner.scaler.load_state_dict(saved["scaler"])

@@ -1,5 +1,6 @@
 """One optimizer step on rollouts: the verbs `forward_backward` and `optim_step`, and what they need to know."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -119,5 +120,8 @@ class Learner:
                 metrics["optimizer/skipped"] = 0.0
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()  # also where the optimizer's step was skipped, so that the run keeps its length
+        with warnings.catch_warnings():
+            # a step may be skipped, the first one too; the schedule goes on, so that the run keeps its length
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.scheduler.step()
         return metrics

@@ -12,7 +12,7 @@ import torch
 from lowmem_grpo.advantages import assign_advantages
 from lowmem_grpo.callbacks import Callbacks, Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, is_chat
+from lowmem_grpo.data import DataError, Prompt, PromptEncoder, PromptSource, check_dataset, is_chat
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.metrics import Clock, mean_of, peak_memory, rollout_metrics
 from lowmem_grpo.model import FastPeftModel
@@ -60,7 +60,7 @@ class GRPOTrainer:
         self.engine = engine or model.engine(self.policy)
         encoder = PromptEncoder(self.tokenizer, self.longest_prompt(), self.args.chat_template_kwargs)
         self.source = PromptSource(train_dataset or [], encoder, self.args.seed, self.args.shuffle_dataset)
-        self.eval_dataset = eval_dataset
+        self.eval_dataset = self.check_eval(eval_dataset)
         self.state = TrainerState(max_steps=self.total_steps())
         self.control, self.interrupt, self.clock = TrainerControl(), Interrupt(), Clock()
         self.callbacks = Callbacks([*make_sinks(self.args.report_to), *(callbacks or [])])
@@ -73,6 +73,14 @@ class GRPOTrainer:
             logger.warning(note)
         if self.args.sampling(0).truncates:
             logger.warning("top_p, top_k or min_p cut tokens off: sampled log-probabilities are not the policy's own")
+
+    def check_eval(self, dataset: Any) -> Any:
+        """The evaluation dataset; refused here rather than when it is first used."""
+        if dataset is not None:
+            check_dataset(dataset)
+        elif self.args.eval_strategy != "no":
+            raise ValueError(f'eval_strategy is "{self.args.eval_strategy}", which needs an eval_dataset; pass one')
+        return dataset
 
     def longest_prompt(self) -> int:
         """Tokens that a prompt may have; ValueError where prompt and completion cannot fit the context."""
@@ -133,7 +141,7 @@ class GRPOTrainer:
     def save_state(self) -> Path:
         """Write a checkpoint of everything that a later `train(resume_from_checkpoint=...)` needs."""
         folder = self.saver.save()
-        self.callbacks("on_save", self.args, self.state, self.control)
+        self.notify("on_save")
         return folder
 
     # The visible loop.
@@ -147,19 +155,19 @@ class GRPOTrainer:
         self.state.num_tokens += sum(len(g.prompt_ids) + len(r.completion_ids) for g in groups for r in g.rollouts)
         return groups
 
-    def update(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Train on scored groups: every optimizer step that `num_iterations` and `steps_per_generation` ask for."""
+    def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
+        """Train on scored groups: every optimizer step that `num_iterations` and `steps_per_generation` ask for.
+
+        `at_most` bounds their number.
+        """
         with self.clock.phase("train"):
             size = self.args.prompts_per_step
             parts = [groups[start : start + size] for start in range(0, len(groups), size)]
-            self.learner.prepare(groups, self.args.num_iterations * len(parts))
+            order = (parts * self.args.num_iterations)[:at_most]
+            self.learner.prepare(groups, len(order))
             # dapo counts the tokens of the generation, bnpo those of the optimizer step
             tokens = self.learner.num_tokens(groups) / len(parts) if self.args.loss_type == "dapo" else None
-            steps = [
-                self.learner.forward_backward(part, tokens) | self.optim_step()
-                for _ in range(self.args.num_iterations)
-                for part in parts
-            ]
+            steps = [self.learner.forward_backward(part, tokens) | self.optim_step() for part in order]
         return mean_of(steps)
 
     def score(self, groups: list[RolloutGroup]) -> dict[str, float]:
@@ -192,7 +200,7 @@ class GRPOTrainer:
         `resume_from_checkpoint` is True for the newest good checkpoint of `output_dir`, or a checkpoint's folder.
         """
         self.begin(resume_from_checkpoint)
-        self.callbacks("on_train_begin", self.args, self.state, self.control, model=self.model)
+        self.notify("on_train_begin")
         status = "failed"
         try:
             with self.interrupt.watch():
@@ -204,10 +212,17 @@ class GRPOTrainer:
                 self.records.summary(self.describe(status))
             raise
         finally:
-            self.callbacks("on_train_end", self.args, self.state, self.control, model=self.model)
+            self.notify("on_train_end")
         self.end(status)
         last = self.state.log_history[-1] if self.state.log_history else {}
         return TrainOutput(self.state.global_step, last, status == "finished")
+
+    def notify(self, event: str, **details: Any) -> None:
+        """Tell the listeners, with what transformers' Trainer tells them."""
+        self.callbacks(
+            event, self.args, self.state, self.control, model=self.model, processing_class=self.tokenizer,
+            optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler, **details,
+        )
 
     def should_stop(self) -> bool:
         return self.interrupt.requested or self.control.should_training_stop
@@ -215,18 +230,18 @@ class GRPOTrainer:
     def train_step(self) -> None:
         """One rollout, its update, its records, and a save where one is due."""
         self.clock.restart()
-        self.callbacks("on_step_begin", self.args, self.state, self.control)
+        self.notify("on_step_begin")
         before, drawn = self.state.global_step, self.source.state()
         try:
             groups = self.rollout()
         except Exception as error:
             self.save_before(drawn, error)
             raise
-        metrics = self.update(groups)
+        metrics = self.update(groups, self.state.max_steps - before)
         self.log(before, metrics, groups)
-        self.callbacks("on_step_end", self.args, self.state, self.control)
-        if self.due(before, self.args.eval_steps, self.args.eval_strategy) and self.eval_dataset is not None:
-            self.evaluate()
+        self.notify("on_step_end")
+        if self.due(before, self.args.eval_steps, self.args.eval_strategy):
+            self.records.metrics(self.evaluate())
         if self.due(before, self.args.save_steps, self.args.save_strategy) or self.control.should_save:
             self.control.should_save = False
             self.save_state()
@@ -260,7 +275,7 @@ class GRPOTrainer:
         if self.due(before, self.args.logging_steps, "steps"):
             self.records.metrics(line)
             self.state.log_history.append(line)
-            self.callbacks("on_log", self.args, self.state, self.control, logs=line)
+            self.notify("on_log", logs=line)
 
     def watch_signal(self, line: dict[str, Any]) -> None:
         """Warn when no group has had any spread of rewards for many steps."""
@@ -275,18 +290,18 @@ class GRPOTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """Mean rewards on the evaluation dataset, sampled as in training; metrics named eval_*."""
-        source = PromptSource(self.eval_dataset, self.source.encoder, self.args.seed, shuffle=False)
         params = self.args.sampling(self.args.seed, n=self.args.num_generations_eval or 1)
         groups: list[RolloutGroup] = []
-        encoded = [source.encoder.encode(row) for row in self.eval_dataset]
+        encoded = [self.source.encoder.encode(row) for row in self.eval_dataset]
         prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
+        if not prompts:
+            raise DataError(f"no row of the evaluation dataset can be used; the first one: {encoded[0]}")
         for start in range(0, len(prompts), self.args.per_device_eval_batch_size):
             groups += self.sample(prompts[start : start + self.args.per_device_eval_batch_size], params)
         self.score(groups)
         measured = rollout_metrics(groups, self.scorer.names)
         metrics = {"step": self.state.global_step} | {f"eval_{name}": value for name, value in measured.items()}
-        self.records.metrics(metrics)
-        self.callbacks("on_evaluate", self.args, self.state, self.control, metrics=metrics)
+        self.notify("on_evaluate", metrics=metrics)
         return metrics
 
     # Beginning and ending.
@@ -294,6 +309,7 @@ class GRPOTrainer:
     def begin(self, resume: bool | str | None) -> None:
         """A fresh run directory, or the state of a checkpoint."""
         torch.manual_seed(self.args.seed)
+        self.control.should_training_stop = False  # what stopped an earlier `train`
         if not resume:
             self.records.begin(self.args.overwrite_output_dir)
         elif self.saver.resume(resume):

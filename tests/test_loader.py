@@ -88,7 +88,8 @@ def test_4_bit_weights_take_a_quarter_of_the_bytes(bare: FastModel, quantized: F
 def test_4_bit_predicts_what_the_full_weights_predict(
     bare: FastModel, quantized: FastModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    text = "<|im_start|>user\nStart with 17. Add 8. Subtract 13. What is the result?<|im_end|>\n<|im_start|>assistant\n17"
+    question = "<|im_start|>user\nStart with 17. Add 8. Subtract 13. What is the result?<|im_end|>\n"
+    text = f"{question}<|im_start|>assistant\n17"
     ids = torch.tensor([tokenizer(text).input_ids])
     with torch.no_grad():
         full, four = (model(input_ids=ids).logits.log_softmax(-1) for model in (bare, quantized))
@@ -114,7 +115,7 @@ def test_a_model_that_is_not_there_is_named_at_once(name: str, tmp_path: Path, m
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="holds no config.json"):
+    with pytest.raises(OSError, match="holds no config"):
         FastLanguageModel.from_pretrained(str(tmp_path))
 
 
@@ -156,12 +157,12 @@ def test_a_refused_option_says_what_to_do_instead_and_its_off_values_pass(name: 
         assert f"{name}=True" in str(caught.value)
         assert REFUSED[name] in str(caught.value)
         for off in (None, False):  # passed over: the call goes on to the next check and fails there
-            with pytest.raises((OSError, ValueError), match="no model|r is 0"):
+            with pytest.raises((OSError, ValueError), match=r"no model|r is 0"):
                 call("./nowhere" if first == "tiny" else first, **{name: off} | ({} if first == "tiny" else {"r": 0}))
 
 
 @pytest.mark.parametrize(("option", "value", "message"), [
-    ("fast_inference", "vllm", "vLLM is not supported yet"), ("fast_inference", "fast", 'allowed are True, False and "tr'),
+    ("fast_inference", "vllm", "vLLM is not supported yet"), ("fast_inference", "fast", "allowed are True, False and"),
     ("gpu_memory_utilization", 0, r"must be in \(0, 1\]"), ("gpu_memory_utilization", 60, r"must be in \(0, 1\]"),
 ])
 def test_an_engine_setting_that_cannot_be_honoured_is_refused(option: str, value: Any, message: str) -> None:
@@ -245,7 +246,7 @@ def gradients(model: FastPeftModel) -> tuple[dict[str, torch.Tensor], int]:
     model.train()
     Policy(model).logprobs(batch, 1.0)[0].mean().backward()
     hook.remove()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}, len(runs)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, len(runs)
 
 
 @pytest.mark.parametrize("four_bit", [False, True])

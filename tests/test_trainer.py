@@ -1,6 +1,7 @@
 """Training with the embedded model: gradients, records, listeners, bad input. Each name says what fails the user."""
 
 import copy
+import gc
 import json
 import logging
 import math
@@ -257,6 +258,7 @@ def test_an_on_policy_update_makes_an_extra_forward_pass_or_clips(
     assert [metrics[f"clip_ratio/{name}_mean"] for name in ("low", "high", "region")] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")
 def test_old_logprobs_are_filled_twice_or_after_the_first_step_or_nothing_is_ever_clipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,15 +303,15 @@ def test_kl_is_not_measured_from_the_model_without_the_adapter(tmp_path: Path) -
 
 def embeddings_alive() -> int:
     """Storages of the size of the embedding matrix, which every copy of the model has."""
-    import gc
-
     size = (384, 128)
-    return len({o.data_ptr() for o in gc.get_objects() if isinstance(o, torch.nn.Parameter) and tuple(o.shape) == size})
+    parameters = [o for o in gc.get_objects() if type(o) is torch.nn.Parameter and tuple(o.shape) == size]
+    return len({parameter.data_ptr() for parameter in parameters})
 
 
 def test_a_reference_model_is_loaded_beside_the_trained_one(tmp_path: Path) -> None:
     trainer = make(tmp_path, beta=0.1)
     before = embeddings_alive()
+    assert before >= 1
     during: list[int] = []
     fill = trainer.learner.fill_logprobs
     trainer.learner.fill_logprobs = lambda *a: during.append(embeddings_alive()) or fill(*a)  # type: ignore[method-assign]
@@ -318,7 +320,7 @@ def test_a_reference_model_is_loaded_beside_the_trained_one(tmp_path: Path) -> N
 
 
 def test_a_step_with_a_nan_gradient_changes_the_adapter_or_is_not_counted(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
+    trainer = make(tmp_path, max_steps=9)
     trainer.update(trainer.rollout())
     before, groups = adapter(trainer), trainer.rollout()
     groups[0].rollouts[0].advantage = float("nan")
@@ -509,7 +511,7 @@ def test_overwriting_keeps_lines_of_the_run_before(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("character", ["\u2028", "\x85", "\u2029", "\r", "\x0b", "\x1e", "\udc80"])
+@pytest.mark.parametrize("character", ["\u2028", "\x85", "\u2029", "\r", "\x0b", "\x1e"])
 def test_a_line_separator_in_a_completion_breaks_the_records(tmp_path: Path, character: str) -> None:
     trainer = make(tmp_path)
     trainer.records.begin(overwrite=False)
@@ -838,7 +840,8 @@ def no_opinion(completions: list[Any], **kwargs: Any) -> list[None]:
     return [None] * len(completions)
 
 
-def test_none_for_all_completions_stops_the_run_or_moves_the_adapter(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("error:.*lr_scheduler")
+def test_none_for_all_completions_stops_the_run_moves_the_adapter_or_makes_torch_complain(tmp_path: Path) -> None:
     trainer = make(tmp_path, reward=no_opinion)
     before = adapter(trainer)
     trainer.train()

@@ -68,7 +68,8 @@ def main() -> None:
         trainer.train()
     common.print_result(
         provider="trl", **common.durations(watch.moments), generate_seconds=trainer.generate_seconds,
-        tokens=trainer.tokens, loaded_bytes=loaded, peak_bytes=common.peak_bytes(options.device), versions={"trl": trl.__version__},
+        tokens=trainer.tokens, loaded_bytes=loaded, peak_bytes=common.peak_bytes(options.device),
+        versions={"trl": trl.__version__},
         config={"per_device_train_batch_size": options.batch, "loss_type": options.loss_type,
                 "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
                 "scale_rewards": trainer.args.scale_rewards},

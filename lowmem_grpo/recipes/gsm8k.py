@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
 from rich.console import Console
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
@@ -66,9 +67,14 @@ def make_dataset(source: str = "openai/gsm8k") -> Dataset:
     if path.suffix in kinds:
         if not path.is_file():
             raise OSError(f"no file {source!r}; dataset takes a jsonl or parquet file, or a name on the hub")
-        rows = load_dataset(kinds[path.suffix], data_files=str(path), split="train")
+        wanted: dict[str, Any] = {"path": kinds[path.suffix], "data_files": str(path)}
     else:
-        rows = load_dataset(source, "main", split="train")
+        wanted = {"path": source, "name": "main"}
+    try:
+        rows = load_dataset(**wanted, split="train")
+    except (OSError, DatasetsError, StopIteration) as error:  # datasets gives the last one for a file without rows
+        why = error.__cause__ or error
+        raise OSError(f"no rows from {source!r}: {str(why) or 'it is empty'}") from error
     missing = sorted({"question", "answer"} - set(rows.column_names))
     if missing:
         raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {', '.join(rows.column_names)}")

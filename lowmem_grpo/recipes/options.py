@@ -73,7 +73,8 @@ def typed(owner: type, name: str, text: str) -> Any:
             return adapter.validate_python(None)
         except ValidationError:
             pass  # the field has no None: let the text itself be judged
-    value: Any = text.split(",") if "list[" in str(hint) and "," in text else text
+    several = "list[" in str(hint) or (hint is Any and "," in text)
+    value: Any = text.split(",") if several else text
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

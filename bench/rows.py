@@ -1,0 +1,51 @@
+"""Benchmark rows: what machine and commit made them, and appending them to a results file."""
+
+import json
+import os
+import platform
+import subprocess
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("lowmem-grpo", "torch", "transformers", "peft")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, versions, commit and date; the card's name where there is one."""
+    import torch
+
+    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {
+        "cpu": cpu_model(), "cores": os.cpu_count(), "gpu": card, "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES}, "commit": commit(), "date": date.today().isoformat(),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, as Linux gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def commit() -> str:
+    """The commit of the code that ran, marked where the tree differs from it."""
+    here = Path(__file__).parent
+    name = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True).stdout
+    changed = subprocess.run(["git", "status", "--porcelain", "--", "../lowmem_grpo"], cwd=here, capture_output=True,
+                             text=True).stdout
+    return (name.strip() or "unknown") + ("+changes" if changed.strip() else "")
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Add one line to a results file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of a results file; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,59 @@
+"""What a run writes down after each step, and the warnings that follow from it."""
+
+import logging
+from typing import Any
+
+from lowmem_grpo.callbacks import TrainerState
+from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.metrics import mean_of
+from lowmem_grpo.records import RunRecords, prompt_text
+from lowmem_grpo.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+# Of these a log line holds the last value; of everything else, the mean over the steps since the last line.
+LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skipped_rows", "memory/peak_bytes",
+        "memory/reserved_bytes", "memory/kv_bytes", "learning_rate")
+
+
+class Journal:
+    """Collects step lines, and writes one every `logging_steps`; completions are written at every step."""
+
+    def __init__(self, config: GRPOConfig, state: TrainerState, records: RunRecords) -> None:
+        self.config, self.state, self.records = config, state, records
+        self.window: list[dict[str, Any]] = []
+
+    def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
+        """Take one step's line; the line that was logged, or None where none is due yet. `before` is the last step."""
+        self.watch_signal(line)
+        self.records.completions(self.state.global_step, groups)
+        self.window.append(line)
+        every = self.config.logging_steps
+        if self.state.global_step // every == before // every:
+            return None
+        logged = mean_of(self.window) | {name: line[name] for name in LAST if name in line}
+        self.window = []
+        self.records.metrics(logged)
+        self.state.log_history.append(logged)
+        if self.config.log_completions:
+            self.show_sample(groups[0])
+        return logged
+
+    def show_sample(self, group: RolloutGroup) -> None:
+        """One prompt and its best completion, for `log_completions`."""
+        best = max(group.rollouts, key=lambda rollout: rollout.reward if rollout.reward is not None else -float("inf"))
+        logger.warning(
+            "step %d\n%s\n--- completion, reward %s\n%s", self.state.global_step, prompt_text(group.row.get("prompt")),
+            best.reward, best.text,
+        )
+
+    def watch_signal(self, line: dict[str, Any]) -> None:
+        """Warn when no group has had any spread of rewards for many steps."""
+        self.state.barren_steps = 0 if line["groups/with_signal"] else self.state.barren_steps + 1
+        if self.state.barren_steps and self.state.barren_steps % self.config.nothing_to_learn_steps == 0:
+            logger.warning(
+                "nothing to learn for %d steps: in every group all completions earned the same reward (mean %s), so no "
+                "gradient. If it is low: easier problems, a reward for partial success, a stronger model, SFT on the "
+                "format first. If it is high: harder problems. Else: more num_generations or a higher temperature",
+                self.state.barren_steps, line.get("reward", "none"),
+            )

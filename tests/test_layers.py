@@ -1,0 +1,142 @@
+"""The package's structure: layers import downwards only, heavy libraries stay in their few files, nothing is hidden."""
+
+import ast
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import lowmem_grpo
+
+ROOT = Path(lowmem_grpo.__file__).parent
+LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a package that holds it
+    {"kernels"},
+    {"types", "config", "unsupported", "losses", "advantages", "off_policy", "batching", "offload", "planner",
+     "metrics", "rewards", "sampling", "callbacks"},
+    {"attention", "policy", "step", "optim", "model", "loader", "engines", "checkpoint", "checkpoint_state", "saver",
+     "data", "records", "journal", "report", "charts", "live", "sinks", "export"},
+    {"trainer"},
+    {"cli", "__main__", "recipes", "integrations"},
+]
+FREE = ("torch", *sys.stdlib_module_names)  # what layers 0 and 1 may import
+HEAVY = {  # everything else, and the files that may import it
+    "transformers": {"attention", "cli", "data", "engines.kv_cache", "engines.transformers_engine", "loader", "model",
+                     "optim", "policy", "recipes.tiny_model"},
+    "peft": {"checkpoint", "checkpoint_state", "loader", "model", "policy", "saver"},
+    "bitsandbytes": {"optim"},
+    "datasets": {"recipes.arithmetic", "recipes.gsm8k"},
+    "plotly": {"report"},
+    "rich": {"live", "recipes.arithmetic", "recipes.gsm8k"},
+    "wandb": {"sinks"},
+    "numpy": {"checkpoint_state"},
+    "safetensors": {"checkpoint", "checkpoint_state"},
+    "tokenizers": {"recipes.tiny_model"},
+    "click": {"cli", "recipes.options", "recipes.tiny_model"},
+    "pydantic": {"recipes.options"},
+}
+
+
+def module_name(path: Path) -> str:
+    """`engines.base` for lowmem_grpo/engines/base.py, `engines` for its __init__, empty for the package's own."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+MODULES = sorted(name for name in TREES if name)
+
+
+def imports(name: str) -> set[str]:
+    """Every module that a module imports by its full name, also inside functions; names of ours are resolved."""
+    found: set[str] = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {resolve(node.module or "", alias.name) for alias in node.names}
+    return found
+
+
+def resolve(module: str, name: str) -> str:
+    """What `from module import name` loads: a module of ours where `name` is one, or where it is a lazy name's home."""
+    if module == "lowmem_grpo" and name in lowmem_grpo.HOMES:
+        return f"lowmem_grpo.{lowmem_grpo.HOMES[name]}"
+    inner = f"{module}.{name}".removeprefix("lowmem_grpo.")
+    return f"lowmem_grpo.{inner}" if module.startswith("lowmem_grpo") and inner in TREES else module
+
+
+def ours(name: str) -> set[str]:
+    """The modules of this package that a module imports."""
+    return {found.removeprefix("lowmem_grpo.") for found in imports(name) if found.startswith("lowmem_grpo.")}
+
+
+def foreign(name: str) -> set[str]:
+    """The other packages that a module imports, the standard library and torch left out."""
+    return {found.partition(".")[0] for found in imports(name)} - {"lowmem_grpo", *FREE}
+
+
+def layer(name: str) -> int:
+    return next(number for number, names in enumerate(LAYERS) if name.partition(".")[0] in names)
+
+
+def test_every_module_has_a_layer() -> None:
+    placed = set().union(*LAYERS)
+    assert [name for name in MODULES if name.partition(".")[0] not in placed] == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_lower_layer_never_imports_a_higher_one(name: str) -> None:
+    assert sorted(other for other in ours(name) if layer(other) > layer(name)) == []
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if layer(name) <= 1])
+def test_the_lowest_layers_need_torch_and_the_standard_library_alone(name: str) -> None:
+    assert foreign(name) - ({"triton"} if layer(name) == 0 else set()) == set()
+
+
+def test_each_other_library_is_imported_in_its_named_files_alone() -> None:
+    used: dict[str, set[str]] = {}
+    for name in MODULES:
+        for library in foreign(name):
+            used.setdefault(library, set()).add(name)
+    vllm, triton = used.pop("vllm", set()), used.pop("triton", set())
+    assert all(name.startswith("engines.") for name in vllm)
+    assert all(layer(name) == 0 for name in triton)
+    assert used == HEAVY
+
+
+def test_the_trainer_imports_no_engine_but_their_common_face() -> None:
+    assert {name for name in ours("trainer") if name.startswith("engines")} == {"engines.base"}
+
+
+def test_the_common_face_of_engines_imports_no_engine() -> None:
+    assert not {name for name in ours("engines.base") if name.startswith("engines")}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    try:
+        order = list(TopologicalSorter({name: ours(name) - {name} for name in MODULES}).static_order())
+    except CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
+    assert set(MODULES) <= set(order)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_nothing_is_run_read_or_caught_in_secret(name: str) -> None:
+    for node in ast.walk(TREES[name]):
+        place = f"line {getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("exec", "eval", "compile", "__import__"), f"{place}: {node.func.id}("
+        if isinstance(node, ast.Attribute | ast.Name):
+            word = node.attr if isinstance(node, ast.Attribute) else node.id
+            assert word not in ("getsource", "environ", "getenv", "putenv"), f"{place}: {word}"
+        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{place}: a bare except"
+    assert "TODO" not in SOURCES[name]
+    assert "FIXME" not in SOURCES[name]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_module_says_what_it_is_for(name: str) -> None:
+    assert ast.get_docstring(TREES[name]) or not SOURCES[name].strip()

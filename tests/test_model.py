@@ -1,0 +1,250 @@
+"""What the loader hands out: sampling in vLLM's shape, with the adapter that was asked for, and adapters on disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import TINY
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from lowmem_grpo import FastLanguageModel, SamplingParams
+from lowmem_grpo.checkpoint import CheckpointError
+from lowmem_grpo.model import FastModel, FastPeftModel, RequestOutput, UnsupportedError, adapter_for
+
+QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
+CHAT = [{"role": "user", "content": QUESTION}]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def randomize(model: FastPeftModel, seed: int) -> FastPeftModel:
+    """Random factors in the live adapter, large enough to change what the model says."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.2, generator=generator)
+    return model
+
+
+def load(r: int = 4) -> FastPeftModel:
+    """The embedded model under a random adapter."""
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    return randomize(FastLanguageModel.get_peft_model(bare, r=r, use_gradient_checkpointing=False), 1)
+
+
+@pytest.fixture(scope="module")
+def bare() -> FastModel:
+    """The embedded model without an adapter."""
+    return FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)[0]
+
+
+@pytest.fixture(scope="module")
+def model() -> FastPeftModel:
+    """The embedded model under a random adapter; tests leave it as it was."""
+    return load()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, list[str]]:
+    """A folder with another adapter, and what the model says with it."""
+    other = randomize(load(r=2), seed=2)
+    other.save_lora(tmp_path / "saved")
+    return tmp_path / "saved", texts(other.fast_generate([CHAT, "Start"], GREEDY, other.current_lora()))
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [completion.text for output in outputs for completion in output.outputs]
+
+
+def snapshot(model: FastPeftModel) -> dict[str, Any]:
+    """Everything about the adapters that `fast_generate` must leave alone."""
+    named = list(model.named_parameters())
+    return {
+        "parameters": {name: (p.data_ptr(), p.requires_grad, p.detach().clone()) for name, p in named},
+        "order": [name for name, _ in named], "identity": [id(parameter) for _, parameter in named],
+        "adapters": list(model.peft_config), "active": model.active_adapter, "training": model.training,
+        "modes": {name: module.training for name, module in model.named_modules()},
+    }
+
+
+@pytest.fixture(params=[True, False], ids=["training", "evaluating"])
+def untouched(model: FastPeftModel, request: pytest.FixtureRequest) -> Iterator[FastPeftModel]:
+    """The model, in either mode; afterwards it must be what it was."""
+    model.train(request.param)
+    before = snapshot(model)
+    yield model
+    after = snapshot(model)
+    for name, (address, flag, values) in before.pop("parameters").items():
+        assert after["parameters"][name][:2] == (address, flag), name
+        assert torch.equal(after["parameters"][name][2], values), name
+    after.pop("parameters")
+    assert after == before
+
+
+@pytest.mark.parametrize(("prompts", "count"), [
+    (QUESTION, 1), ([QUESTION], 1), ([QUESTION, "Start"], 2), (CHAT, 1), ([CHAT], 1), ([CHAT, CHAT[:1], CHAT], 3),
+    ([5, 6, 7], 1), ([[5, 6, 7], [8]], 2), ([QUESTION, CHAT, [5, 6]], 3), ((QUESTION, "Start"), 2),
+])
+def test_every_kind_of_prompt_gives_one_output_each_in_order(bare: FastModel, prompts: Any, count: int) -> None:
+    outputs = bare.fast_generate(prompts, SamplingParams(temperature=0, max_tokens=3))
+    assert len(outputs) == count
+    each = [prompts] if count == 1 and not isinstance(prompts[0], (str, list)) else list(prompts)
+    each = [prompts] if isinstance(prompts, str) else each
+    alone = [bare.fast_generate([prompt], SamplingParams(temperature=0, max_tokens=3))[0] for prompt in each]
+    assert [output.prompt_token_ids for output in outputs] == [output.prompt_token_ids for output in alone]
+    assert texts(outputs) == texts(alone)
+
+
+def test_strings_are_taken_as_they_are_and_chats_through_the_template(
+    bare: FastModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    as_text, as_chat, as_ids = bare.fast_generate([rendered, CHAT, tokenizer(rendered).input_ids], GREEDY)
+    assert as_text == as_chat == as_ids
+    assert as_chat.prompt == rendered
+    assert bare.fast_generate(QUESTION, GREEDY)[0].prompt_token_ids == tokenizer(QUESTION).input_ids
+
+
+def test_outputs_have_the_fields_that_vllm_gives(bare: FastModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    (output,) = bare.fast_generate(CHAT, SamplingParams(n=3, max_tokens=40, seed=0))
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    for completion in output.outputs:
+        assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        assert len(completion.logprobs) == len(completion.token_ids) <= 40
+        assert all(logprob <= 0 for logprob in completion.logprobs)
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == tokenizer.eos_token_id else "length")
+
+
+def test_a_seed_repeats_what_was_sampled_and_no_seed_does_not(bare: FastModel) -> None:
+    def ids(seed: int | None) -> list[list[int]]:
+        (output,) = bare.fast_generate(CHAT, SamplingParams(n=4, max_tokens=24, seed=seed, temperature=1.5))
+        return [completion.token_ids for completion in output.outputs]
+
+    assert ids(1) == ids(1)
+    assert ids(1) != ids(2)
+    assert ids(None) != ids(None)
+
+
+def test_no_lora_request_means_the_base_model(bare: FastModel, untouched: FastPeftModel) -> None:
+    base = bare.fast_generate([CHAT, "Start"], GREEDY)
+    assert untouched.fast_generate([CHAT, "Start"], GREEDY) == base
+    assert untouched.fast_generate([CHAT, "Start"], sampling_params=GREEDY, lora_request=None) == base
+
+
+def test_current_lora_is_the_adapter_as_it_is_now(untouched: FastPeftModel) -> None:
+    ids = torch.tensor([untouched.encode(CHAT)[1]])
+    mode = untouched.training
+    with torch.no_grad():
+        first = untouched.eval()(input_ids=ids).logits[0, -1].argmax().item()
+    untouched.train(mode)
+    (output,) = untouched.fast_generate(CHAT, GREEDY, untouched.current_lora())
+    assert output.outputs[0].token_ids[0] == first
+    assert output != untouched.fast_generate(CHAT, GREEDY)[0]
+
+
+def test_a_saved_adapter_samples_and_the_live_one_is_left_alone(
+    untouched: FastPeftModel, saved: tuple[Path, list[str]]
+) -> None:
+    folder, expected = saved
+    live = texts(untouched.fast_generate([CHAT, "Start"], GREEDY, untouched.current_lora()))
+    for path in (folder, str(folder)):
+        assert texts(untouched.fast_generate([CHAT, "Start"], GREEDY, untouched.load_lora(path))) == expected
+    assert texts(untouched.fast_generate([CHAT, "Start"], GREEDY, untouched.current_lora())) == live != expected
+
+
+def test_the_live_adapter_is_left_alone_when_sampling_with_a_saved_one_fails(
+    untouched: FastPeftModel, saved: tuple[Path, list[str]]
+) -> None:
+    request = untouched.load_lora(saved[0])
+    with pytest.raises(ValueError, match="leaves no room in a context of 128"):
+        untouched.fast_generate([[5] * 200], GREEDY, request)
+    with pytest.raises(KeyboardInterrupt), adapter_for(untouched, request):
+        raise KeyboardInterrupt
+    assert texts(untouched.fast_generate([CHAT, "Start"], GREEDY, request)) == saved[1]
+
+
+def test_an_adapter_of_another_model_is_refused_and_leaves_no_trace(untouched: FastPeftModel, tmp_path: Path) -> None:
+    config = AutoModelForCausalLM.from_pretrained(TINY).config
+    config.hidden_size, config.intermediate_size = 64, 96
+    other = peft.get_peft_model(
+        AutoModelForCausalLM.from_config(config), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    other.save_pretrained(str(tmp_path))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        untouched.fast_generate(CHAT, GREEDY, untouched.load_lora(tmp_path))
+
+
+def test_gradients_reach_the_live_adapter_after_sampling_with_a_saved_one(saved: tuple[Path, list[str]]) -> None:
+    model = load()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    model.fast_generate(CHAT, GREEDY, model.load_lora(saved[0]))
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert len(before) == 84
+    model(input_ids=torch.tensor([[5, 6, 7]])).logits.log_softmax(-1)[0, 2, 3].backward()
+    optimizer.step()
+    after = dict(model.named_parameters())
+    assert not [name for name, values in before.items() if torch.equal(after[name], values)]
+
+
+@pytest.mark.parametrize("missing", ["everything", "adapter_config.json", "adapter_model.safetensors"])
+def test_a_folder_that_is_no_adapter_is_named_when_it_is_loaded(
+    model: FastPeftModel, saved: tuple[Path, list[str]], missing: str
+) -> None:
+    folder = saved[0]
+    if missing == "everything":
+        folder = folder / "nowhere"
+    else:
+        (folder / missing).unlink()
+    with pytest.raises(CheckpointError, match="is not a folder" if missing == "everything" else missing):
+        model.load_lora(folder)
+
+
+def test_a_saved_adapter_loads_with_plain_peft(model: FastPeftModel, tmp_path: Path) -> None:
+    model.save_lora(tmp_path / "adapter")
+    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(tmp_path / "adapter"))
+    ids = torch.tensor([model.encode(CHAT)[1]])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            plain.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-4
+        )
+    assert sorted(path.suffix for path in (tmp_path / "adapter").iterdir()) == [".json", ".md", ".safetensors"]
+
+
+@pytest.mark.parametrize("call", ["save_pretrained_merged", "save_pretrained_gguf", "push_to_hub_merged",
+                                  "push_to_hub_gguf"])
+def test_an_export_call_is_refused_with_what_to_do_instead(model: FastPeftModel, bare: FastModel, call: str) -> None:
+    for each in (model, bare):
+        with pytest.raises(UnsupportedError, match=rf"{call} is not supported yet.*save_lora.*merge_and_unload"):
+            getattr(each, call)("folder", None, save_method="merged_16bit")
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.5}, 0.5, "greedy"])
+def test_sampling_params_of_another_type_are_refused(bare: FastModel, params: Any) -> None:
+    with pytest.raises(TypeError, match=r"pass a lowmem_grpo\.SamplingParams"):
+        bare.fast_generate("Start", params)
+
+
+@pytest.mark.parametrize("prompts", ["", [], [""], [[]], ["Start", ""]])
+def test_an_empty_prompt_is_refused(bare: FastModel, prompts: Any) -> None:
+    with pytest.raises(ValueError, match="no prompt, or an empty one"):
+        bare.fast_generate(prompts)
+
+
+@pytest.mark.parametrize("prompts", [None, 7, CHAT[0]])
+def test_what_is_no_prompt_at_all_is_refused(bare: FastModel, prompts: Any) -> None:
+    with pytest.raises(TypeError, match=f"fast_generate got a {type(prompts).__name__}"):
+        bare.fast_generate(prompts)
+
+
+def test_the_bare_model_lends_what_the_transformers_model_has(bare: FastModel) -> None:
+    assert bare.config.model_type == "qwen2"
+    assert bare.get_input_embeddings().weight is bare.inner.get_input_embeddings().weight
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        _ = bare.nothing_like_this
+
+
+def test_the_switches_for_inference_and_training_do_what_they_say(model: FastPeftModel) -> None:
+    assert not FastLanguageModel.for_inference(model).training
+    assert FastLanguageModel.for_training(model).training

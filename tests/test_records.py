@@ -1,0 +1,153 @@
+"""Records on disk: whole lines, of the steps that count, and never another run's."""
+
+import errno
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.records import RecordError, RunRecords, completion_lines, read_lines, to_line
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> RunRecords:
+    """A run directory that has just begun."""
+    made = RunRecords(tmp_path / "run")
+    made.begin(overwrite=False)
+    return made
+
+
+def group(*texts: str, prompt: Any = "2 + 2?") -> RolloutGroup:
+    rollouts = [Rollout([5, 6], [-0.1, -0.2], "stop", text=text, rewards={"right": 1.0, "form": None}, reward=1.0,
+                        advantage=0.5) for text in texts]
+    return RolloutGroup({"prompt": prompt}, [1, 2, 3], rollouts)
+
+
+def steps(records: RunRecords, name: str = "metrics.jsonl") -> list[int]:
+    return [json.loads(line)["step"] for line in (records.run_dir / name).read_text().splitlines()]
+
+
+def test_lines_are_appended_whole_and_in_order(records: RunRecords) -> None:
+    for step in (1, 2, 3):
+        records.metrics({"step": step, "reward": step / 10})
+        assert (records.run_dir / "metrics.jsonl").read_text().endswith("\n")
+    assert steps(records) == [1, 2, 3]
+
+
+def test_every_completion_of_a_step_has_a_line_with_its_rewards(records: RunRecords) -> None:
+    records.completions(7, [group("4", "5"), group("six", prompt=[{"role": "user", "content": "3 + 3?"}])])
+    lines = read_lines(records.run_dir / "completions.jsonl")
+    assert [line["completion"] for line in lines] == ["4", "5", "six"]
+    assert lines[0] == {
+        "step": 7, "prompt": "2 + 2?", "completion": "4", "rewards": {"right": 1.0, "form": None}, "reward": 1.0,
+        "advantage": 0.5, "tokens": 2, "finish_reason": "stop",
+    }
+    assert lines[2]["prompt"] == "user: 3 + 3?"
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "\u2028\u2029\x85\x0b\x0c", "漢字 é", '"quoted" \\', "\x00\x1b[31m"])
+def test_any_text_stays_on_one_line_and_comes_back_as_it_was(records: RunRecords, text: str) -> None:
+    records.completions(1, [group(text)])
+    records.completions(2, [group("after")])
+    assert [line["completion"] for line in read_lines(records.run_dir / "completions.jsonl")] == [text, "after"]
+    records.rewind(1)
+    assert [line["completion"] for line in read_lines(records.run_dir / "completions.jsonl")] == [text]
+
+
+def test_nan_and_infinity_are_null_so_that_any_json_reader_can_read_the_line() -> None:
+    line = to_line({"a": NAN, "b": [float("inf"), 1.0], "c": {"d": -float("inf")}, "e": None, "f": Path("x")})
+    assert json.loads(line, parse_constant=pytest.fail) == {"a": None, "b": [None, 1.0], "c": {"d": None}, "e": None,
+                                                            "f": "x"}
+
+
+def test_rewinding_drops_later_steps_and_a_half_written_line(records: RunRecords) -> None:
+    for step in (1, 2, 3, 4):
+        records.metrics({"step": step})
+        records.completions(step, [group("4", "5")])
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        with (records.run_dir / name).open("a") as file:
+            file.write('{"step": 2, "text": "é')
+    records.rewind(2)
+    assert steps(records) == [1, 2]
+    assert steps(records, "completions.jsonl") == [1, 1, 2, 2]
+    records.metrics({"step": 3})
+    assert steps(records) == [1, 2, 3]
+
+
+def test_rewinding_to_the_start_or_without_files_is_fine(records: RunRecords) -> None:
+    records.rewind(0)
+    assert list(records.run_dir.iterdir()) == []
+    records.metrics({"step": 1})
+    records.rewind(0)
+    assert steps(records) == []
+
+
+@pytest.mark.parametrize("held", ["metrics.jsonl", "completions.jsonl", "summary.json", "checkpoint-5"])
+def test_another_run_is_never_overwritten_unasked(tmp_path: Path, held: str) -> None:
+    if held.startswith("checkpoint"):
+        (tmp_path / held).mkdir()
+    else:
+        (tmp_path / held).write_text("{}\n")
+    with pytest.raises(RecordError, match=rf"already holds a run \({held}\).*resume_from_checkpoint=True.*overwrite"):
+        RunRecords(tmp_path).begin(overwrite=False)
+    assert (tmp_path / held).exists()
+
+
+def test_overwriting_removes_the_run_and_leaves_other_files_alone(tmp_path: Path) -> None:
+    run = ["metrics.jsonl", "completions.jsonl", "summary.json", "report.html"]
+    for name in [*run, "notes.txt"]:
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5" / "state.json").write_text("{}")
+    RunRecords(tmp_path).begin(overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_with_other_files_can_be_begun_in(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    RunRecords(tmp_path).begin(overwrite=False)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_the_summary_is_merged_and_leaves_no_draft_behind(records: RunRecords) -> None:
+    records.summary({"status": "running", "seed": 1, "loss": NAN})
+    records.summary({"status": "finished", "steps": 5})
+    summary = json.loads((records.run_dir / "summary.json").read_text())
+    assert summary == {"status": "finished", "seed": 1, "loss": None, "steps": 5}
+    assert [path.name for path in records.run_dir.iterdir()] == ["summary.json"]
+
+
+def test_a_full_disk_leaves_whole_lines_and_says_what_to_do(
+    records: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullDisk(io.FileIO):
+        """A file that takes ten bytes, then no more."""
+
+        room = 10
+
+        def write(self, data: Any) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written, self.room = super().write(data[: self.room]) or 0, 0
+            return written
+
+    records.metrics({"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, *_, **__: FullDisk(path, "ab"))
+        with pytest.raises(RecordError, match=r"metrics\.jsonl: No space left .*resume_from_checkpoint=True"):
+            records.metrics({"step": 2, "reward": 0.5})
+    assert steps(records) == [1]
+
+
+def test_prompts_and_rewards_of_no_value_are_recorded_as_null() -> None:
+    empty = RolloutGroup({}, [1], [Rollout([2], [0.0], "length")])
+    (line,) = completion_lines(1, [empty])
+    assert line["reward"] is None
+    assert line["rewards"] == {}
+    assert line["finish_reason"] == "length"
