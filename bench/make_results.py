@@ -21,7 +21,8 @@ def demo_table(rows: list[dict[str, Any]]) -> list[str]:
     newest = {row["seed"]: row for row in rows}
     lines = [
         "", "## Recipe `arithmetic`: sampled accuracy at temperature 1 on 512 held-out problems", "",
-        "| seed | before | after | steps | training, s | whole command, s | machine | commit |", "|---|---|---|---|---|---|---|---|",
+        "| seed | before | after | steps | training, s | whole command, s | machine | commit |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for seed, row in sorted(newest.items()):
         lines.append(

@@ -33,7 +33,7 @@ SHAPES = (256, 128, 64, 32)  # completions of a micro-batch that each provider t
 WARM_UP, TRIAL_STEPS = 2, 4  # steps left out, and steps of a trial (those left out among them)
 PROMPTS_PER_STEP, COMPLETIONS_PER_STEP = 32, 256
 MIB = 2**20
-console = Console()
+console = Console(width=110, soft_wrap=False)
 
 
 @dataclass(frozen=True)

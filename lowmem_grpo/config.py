@@ -135,7 +135,9 @@ class GRPOConfig(metaclass=CheckedCall):
     logging_steps: int = 1
     report_to: Any = "none"  # str | list[str]; a list once checked
     log_completions: bool = False
-    """Print a few samples with each log; completions.jsonl holds them all in any case."""
+    """Print a sample with each log; completions.jsonl holds them all in any case."""
+    disable_tqdm: bool | None = None
+    """True turns the live view off."""
     save_strategy: str = "steps"
     save_steps: int = 100
     save_total_limit: int | None = 3

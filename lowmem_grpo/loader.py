@@ -151,6 +151,7 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
 def keep_layout(model: PreTrainedModel) -> None:
     """Keep 4-bit weights as they are: on CPUs with AVX512-BF16, bitsandbytes would repack them in the first forward
     pass in evaluation mode, and no gradient flows through repacked ones."""
+    module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False

@@ -38,6 +38,17 @@ class Head:
         return cls(linear.weight.detach(), None if linear.bias is None else linear.bias.detach(), scale, softcap)
 
 
+def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> torch.dtype | None:
+    """The dtype of mixed precision; None where none is asked for, or the model already has it."""
+    own: torch.dtype = model.get_input_embeddings().weight.dtype
+    wanted = torch.bfloat16 if bf16 else torch.float16 if fp16 else own
+    if wanted == own:
+        return None
+    if own != torch.float32:
+        raise ValueError(f"the model was loaded in {own}, and GRPOConfig asks for {wanted}; make them agree")
+    return wanted
+
+
 class Policy:
     """A causal language model with a frozen head (under PEFT, or bare), computing on packed micro-batches.
 

@@ -14,10 +14,12 @@ from lowmem_grpo.callbacks import Callbacks, Interrupt, TrainerControl, TrainerS
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import DataError, Prompt, PromptEncoder, PromptSource, check_dataset, is_chat
 from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.journal import Journal
+from lowmem_grpo.live import LiveView
 from lowmem_grpo.metrics import Clock, mean_of, peak_memory, rollout_metrics
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.optim import make_optimizer, make_scheduler
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.policy import Policy, mixed_dtype
 from lowmem_grpo.records import RecordError, RunRecords
 from lowmem_grpo.report import write_report
 from lowmem_grpo.rewards import RewardScorer
@@ -56,16 +58,17 @@ class GRPOTrainer:
         self.tokenizer = processing_class or model.loaded.tokenizer
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.scorer = RewardScorer(functions, self.args.reward_weights, self.args.reward_timeout)
-        self.policy = Policy(model, autocast_dtype(model, self.args))
+        self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16))
         self.engine = engine or model.engine(self.policy)
         encoder = PromptEncoder(self.tokenizer, self.longest_prompt(), self.args.chat_template_kwargs)
         self.source = PromptSource(train_dataset or [], encoder, self.args.seed, self.args.shuffle_dataset)
         self.eval_dataset = self.check_eval(eval_dataset)
         self.state = TrainerState(max_steps=self.total_steps())
         self.control, self.interrupt, self.clock = TrainerControl(), Interrupt(), Clock()
-        self.callbacks = Callbacks([*make_sinks(self.args.report_to), *(callbacks or [])])
+        self.callbacks = Callbacks([*self.default_listeners(), *(callbacks or [])])
         self.run_dir = Path(self.args.output_dir)
         self.records = RunRecords(self.run_dir)
+        self.journal = Journal(self.args, self.state, self.records)
         self.learner = self.make_learner()
         self.saver = Saver(self.run_dir, self.args, self.model, self.learner, self.source, self.state)
         self.reward_logs: dict[str, float] = {}
@@ -73,6 +76,10 @@ class GRPOTrainer:
             logger.warning(note)
         if self.args.sampling(0).truncates:
             logger.warning("top_p, top_k or min_p cut tokens off: sampled log-probabilities are not the policy's own")
+
+    def default_listeners(self) -> list[Any]:
+        """The live view, and the sinks of `report_to`."""
+        return [*([] if self.args.disable_tqdm else [LiveView()]), *make_sinks(self.args.report_to)]
 
     def check_eval(self, dataset: Any) -> Any:
         """The evaluation dataset; refused here rather than when it is first used."""
@@ -270,23 +277,9 @@ class GRPOTrainer:
             "num_tokens": self.state.num_tokens, "tokens_per_second": speed,
             "data/skipped_rows": sum(self.source.skipped.values()), "policy_version": self.state.policy_version,
         }
-        self.watch_signal(line)
-        self.records.completions(self.state.global_step, groups)
-        if self.due(before, self.args.logging_steps, "steps"):
-            self.records.metrics(line)
-            self.state.log_history.append(line)
-            self.notify("on_log", logs=line)
-
-    def watch_signal(self, line: dict[str, Any]) -> None:
-        """Warn when no group has had any spread of rewards for many steps."""
-        self.state.barren_steps = 0 if line["groups/with_signal"] else self.state.barren_steps + 1
-        if self.state.barren_steps and self.state.barren_steps % self.args.nothing_to_learn_steps == 0:
-            logger.warning(
-                "nothing to learn for %d steps: in every group all completions earned the same reward (mean %s), so no "
-                "gradient. If it is low: easier problems, a reward for partial success, a stronger model, SFT on the "
-                "format first. If it is high: harder problems. Else: more num_generations or a higher temperature",
-                self.state.barren_steps, line.get("reward", "none"),
-            )
+        logged = self.journal.write(before, line, groups)
+        if logged is not None:
+            self.notify("on_log", logs=logged)
 
     def evaluate(self) -> dict[str, float]:
         """Mean rewards on the evaluation dataset, sampled as in training; metrics named eval_*."""
@@ -343,14 +336,3 @@ class GRPOTrainer:
             "train_seconds": self.state.elapsed, "skipped_rows": dict(self.source.skipped),
             "best_checkpoint": self.state.best_model_checkpoint, "config": self.args.to_dict(),
         }
-
-
-def autocast_dtype(model: FastPeftModel, args: GRPOConfig) -> torch.dtype | None:
-    """The dtype of mixed precision: none where the model already has the wanted dtype."""
-    own: torch.dtype = model.get_base_model().get_input_embeddings().weight.dtype  # type: ignore[operator]
-    wanted = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else own
-    if wanted == own:
-        return None
-    if own != torch.float32:
-        raise ValueError(f"the model was loaded in {own}, and GRPOConfig asks for {wanted}; make them agree")
-    return wanted

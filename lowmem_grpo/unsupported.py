@@ -160,7 +160,6 @@ RECORDS = {
     "log_multimodal": off(True, "Prompts are text alone; leave it out.", False),
     "include_num_input_tokens_seen": off("no", "Tokens are counted in the logs as it is; leave it out.", False),
     "include_tokens_per_second": off(False, "Speed is in the logs as it is; leave it out.", None),
-    "disable_tqdm": off(None, "Use logging_steps to print less."),
     "skip_memory_metrics": off(True, "Peak memory is in the logs as it is; leave it out."),
     "debug": off("", "Use torch.autograd.set_detect_anomaly to find where a value overflows.", [], None),
     **group("Set the level with Python's logging module.", log_level="passive", log_level_replica="warning"),

@@ -8,7 +8,7 @@ from datasets import Dataset
 from rich.console import Console
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
-from lowmem_grpo.live import LiveView, print_accuracy, print_samples
+from lowmem_grpo.live import print_accuracy, print_samples
 from lowmem_grpo.model import FastPeftModel, LoraRequest
 from lowmem_grpo.recipes.arithmetic_problems import last_integer, problems
 from lowmem_grpo.recipes.options import RecipeOptions
@@ -69,7 +69,6 @@ def run(options: ArithmeticOptions) -> None:
     model, trainer = load(options, config)
     test = make_dataset("test", options.eval_problems, config.seed)
     before, texts_before = accuracy(model, test, None, config)
-    trainer.callbacks.listeners.append(LiveView())
     result = trainer.train(resume_from_checkpoint=options.resume or None)
     after, texts_after = accuracy(model, test, model.current_lora(), config)
     samples = [

@@ -11,7 +11,6 @@ from datasets.exceptions import DatasetsError
 from rich.console import Console
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.live import LiveView
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.rewards import (
     SYSTEM_PROMPT,
@@ -124,7 +123,7 @@ def run(options: Gsm8kOptions) -> None:
         use_gradient_checkpointing=options.checkpointing,
     )
     trainer = GRPOTrainer(
-        model=model, processing_class=tokenizer, reward_funcs=REWARDS, args=config, callbacks=[LiveView()],
+        model=model, processing_class=tokenizer, reward_funcs=REWARDS, args=config,
         train_dataset=make_dataset(options.dataset),
     )
     result = trainer.train(resume_from_checkpoint=options.resume or None)
