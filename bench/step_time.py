@@ -31,9 +31,10 @@ OURS, TRL = "lowmem_grpo", "trl"
 SCRIPTS = {OURS: "our_step.py", TRL: "trl_step.py"}
 SHAPES = (256, 128, 64, 32)  # completions of a micro-batch that each provider tries
 WARM_UP, TRIAL_STEPS = 2, 4  # steps left out, and steps of a trial (those left out among them)
+TIE = 1.03  # times within this factor count as equal
 PROMPTS_PER_STEP, COMPLETIONS_PER_STEP = 32, 256
 MIB = 2**20
-console = Console(width=110, soft_wrap=False)
+console = Console(width=110)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Measured:
 
 
 def choose_shape(plan: Plan, provider: str, loss_type: str) -> Measured:
-    """Try each shape, twice in opposite orders, and keep the fastest."""
+    """Try each shape, twice in opposite orders; of those as fast as the fastest keep the one that needs least memory."""
     tried: dict[int, dict[str, float]] = {}
     for shape in (*SHAPES, *reversed(SHAPES)):
         run = plan.run(provider, shape, loss_type, TRIAL_STEPS)
@@ -94,7 +95,9 @@ def choose_shape(plan: Plan, provider: str, loss_type: str) -> Measured:
             tried[shape] = {plan.clock: round(seconds, 4), "peak_bytes": run["peak_bytes"]}
         peak = run["peak_bytes"] / MIB
         console.print(f"{provider}: {shape} completions a micro-batch: {seconds:.2f} s, {peak:.0f} MiB")
-    return Measured(min(tried, key=lambda shape: tried[shape][plan.clock]), tried)
+    fastest = min(trial[plan.clock] for trial in tried.values())
+    ties = [shape for shape, trial in tried.items() if trial[plan.clock] <= TIE * fastest]
+    return Measured(min(ties, key=lambda shape: tried[shape]["peak_bytes"]), tried)
 
 
 def compare(plan: Plan, measured: dict[str, Measured], loss_type: str, rounds: int) -> None:
@@ -134,12 +137,12 @@ def show(measured: dict[str, Measured], loss_type: str) -> None:
     console.print(table)
 
 
-def row(plan: Plan, measured: dict[str, Measured], provider: str) -> dict[str, Any]:
+def row(plan: Plan, measured: dict[str, Measured], provider: str, where: dict[str, Any]) -> dict[str, Any]:
     """What is recorded of one provider; the ratios say how many times as long TRL took."""
     own = measured[provider]
     last = own.runs[-1]
     return {
-        "provider": provider, **machine(), "versions": last["versions"], "device": plan.device,
+        "provider": provider, **where, "versions": last["versions"], "device": plan.device,
         "threads": last["threads"], "loss_type": last["config"]["loss_type"], **percentiles(own.kept("seconds")),
         "cpu_seconds": percentiles(own.kept("cpu_seconds")), "ratio": round(ratio(measured, "seconds"), 3),
         "cpu_ratio": round(ratio(measured, "cpu_seconds"), 3),
@@ -179,6 +182,7 @@ def main(
     our_batch: int | None, trl_batch: int | None,
 ) -> None:
     """Compare one GRPO step of ours and of TRL's."""
+    where = machine()  # taken first: the commit is the one that the run began with
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         rows = make_dataset("train", PROMPTS_PER_STEP * max(steps, TRIAL_STEPS))
@@ -192,7 +196,7 @@ def main(
             compare(plan, measured, loss_type, rounds)
             show(measured, loss_type)
             for name in measured:
-                append_row(RESULTS, row(plan, measured, name))
+                append_row(RESULTS, row(plan, measured, name, where))
 
 
 if __name__ == "__main__":

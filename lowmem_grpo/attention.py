@@ -1,8 +1,9 @@
 """Attention over packed sequences and over a growing cache, through transformers' registry of attention functions.
 
-    packed   one row of T tokens holds S sequences; each attends to itself alone. No (T, T) mask is ever made: the
-             sequences are laid side by side, (S, max_seqlen), and plain causal attention runs over them. What is right
-             of a sequence's end is never attended to by the sequence, so no mask is needed for it either.
+    packed   one row of T tokens holds S sequences, which may share prompts; each attends to itself alone. No (T, T)
+             mask is ever made: the sequences are laid side by side, (S, max_seqlen), and plain causal attention runs
+             over them. What is right of a sequence's end is never attended to by the sequence, so no mask is needed
+             for it either.
     cached   one new token a row against the cache; the query heads that share a key head are folded into its query
              axis, so that keys and values are read where they lie instead of being repeated.
     other    transformers' own "sdpa".
@@ -29,20 +30,19 @@ NAME = "lowmem_grpo"
 class PackedLayout:
     """Where packed tokens lie when S sequences are laid side by side in width W = max_seqlen."""
 
+    sources: Tensor  # (S * W,) int64, index into T
     places: Tensor  # (T,) int64, index into S * W
     num_sequences: int
     width: int
 
     @classmethod
     def of(cls, batch: MicroBatch) -> "PackedLayout":
-        places = batch.sequence_ids * batch.max_seqlen + batch.position_ids
-        return cls(places, len(batch.cu_seqlens) - 1, batch.max_seqlen)
+        return cls(batch.sources, batch.places, len(batch.cu_seqlens) - 1, batch.max_seqlen)
 
     def spread(self, packed: Tensor) -> Tensor:
-        """(1, H, T, K) to (S, H, W, K), zeros right of each sequence's end."""
+        """(1, H, T, K) to (S, H, W, K); right of a sequence's end stands any of its tokens."""
         heads, size = packed.shape[1], packed.shape[3]
-        side_by_side = packed.new_zeros(self.num_sequences * self.width, heads, size)
-        side_by_side = side_by_side.index_copy(0, self.places, packed[0].transpose(0, 1))
+        side_by_side = packed[0].transpose(0, 1).index_select(0, self.sources)
         return side_by_side.view(self.num_sequences, self.width, heads, size).transpose(1, 2)
 
     def gather(self, side_by_side: Tensor) -> Tensor:

@@ -1,6 +1,12 @@
-"""Packing: completions of a step, without padding, into micro-batches of whole sequences."""
+"""Packing: completions of a step into micro-batches of whole sequences, without padding, each prompt held once.
 
-from collections.abc import Callable, Iterable
+The completions of one prompt share its places: a group of G takes P - 1 + G C places instead of G (P - 1 + C). What is
+shared ends before the prompt's last token, which predicts the first token of each completion and therefore leads each
+of them. Attention finds a sequence's tokens through `sources`, and so needs no mask for what is shared.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,61 +19,108 @@ Sequence = tuple[RolloutGroup, Rollout]
 def pack(
     groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequences: int | None = None
 ) -> list[MicroBatch]:
-    """Pack every completion with its prompt, longest first, into micro-batches.
+    """Pack every completion, group by group, longest first, into micro-batches.
 
-    A micro-batch holds at most `max_tokens` tokens and `max_sequences` sequences; a sequence longer than `max_tokens`
-    runs alone. Sorting by length keeps sequences of one micro-batch alike, which padded attention kernels like.
+    A micro-batch holds at most `max_tokens` places and `max_sequences` sequences; a sequence longer than `max_tokens`
+    runs alone. Sorting by length keeps the sequences of one micro-batch alike, which padded attention kernels like.
     """
-    sequences = [(group, rollout) for group in groups for rollout in group.rollouts if rollout.completion_ids]
-    sequences.sort(key=sequence_length, reverse=True)
     batches: list[list[Sequence]] = []
     room = 0.0
-    for sequence in sequences:
-        length = sequence_length(sequence)
-        if not batches or length > room or len(batches[-1]) == max_sequences:
+    for sequence in ordered(groups):
+        shared = bool(batches) and batches[-1][-1][0] is sequence[0]
+        needed = len(sequence[1].completion_ids) if shared else sequence_length(sequence)
+        if not batches or needed > room or len(batches[-1]) == max_sequences:
             batches.append([])
-            room = max_tokens or float("inf")
+            room, needed = max_tokens or float("inf"), sequence_length(sequence)
         batches[-1].append(sequence)
-        room -= length
+        room -= needed
     return [collate(batch) for batch in batches]
 
 
+def ordered(groups: Iterable[RolloutGroup]) -> Iterator[Sequence]:
+    """Completions that have tokens; groups by their longest sequence, completions by length, longest first."""
+    filled = [[(group, rollout) for rollout in group.rollouts if rollout.completion_ids] for group in groups]
+    by_length = [sorted(sequences, key=sequence_length, reverse=True) for sequences in filled if sequences]
+    for sequences in sorted(by_length, key=lambda sequences: sequence_length(sequences[0]), reverse=True):
+        yield from sequences
+
+
 def sequence_length(sequence: Sequence) -> int:
-    """Places that prompt and completion take: one less than their tokens, since the last is a target only."""
+    """Tokens of prompt and completion but the last, which is a target only."""
     group, rollout = sequence
     return len(group.prompt_ids) + len(rollout.completion_ids) - 1
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring places of a pack: a prompt up to its last token, or that token and a completion up to its last."""
+
+    sequence: int  # the first sequence that it belongs to
+    position: int  # of its first token
+    ids: list[int]
+    targets: list[int]
+    rollout: Rollout | None  # None for a prompt
+
+    def values(self, field: str) -> Tensor:
+        """A rollout's field over the piece's places; zeros for a prompt."""
+        value = getattr(self.rollout, field) if self.rollout else 0.0
+        return torch.as_tensor(value, dtype=torch.float32).expand(len(self.ids))
+
+
+def pieces(sequences: list[Sequence]) -> Iterator[Piece]:
+    """Each prompt once for the neighbouring completions that share it, and each completion."""
+    current = None
+    for number, (group, rollout) in enumerate(sequences):
+        prompt, completion = group.prompt_ids, rollout.completion_ids
+        if group is not current:
+            current = group
+            yield Piece(number, 0, prompt[:-1], prompt[1:], None)
+        yield Piece(number, len(prompt) - 1, [prompt[-1], *completion[:-1]], completion, rollout)
+
+
 def collate(sequences: list[Sequence]) -> MicroBatch:
-    """The packed tensors of some sequences, in their order."""
-    lengths = [sequence_length(sequence) for sequence in sequences]
-    tokens = [torch.tensor(group.prompt_ids + rollout.completion_ids) for group, rollout in sequences]
-    starts = [len(group.prompt_ids) - 1 for group, _ in sequences]  # the place that predicts the first completion token
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
-
-    def aligned(values: Callable[[Rollout], Tensor]) -> Tensor:
-        out = torch.zeros(sum(lengths))
-        for (_, rollout), start, begin, end in zip(sequences, starts, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-            out[begin + start : end] = values(rollout)
-        return out
-
+    """The packed tensors of some sequences, in their order; neighbours of one group share their prompt."""
+    packed = list(pieces(sequences))
     rollouts = [rollout for _, rollout in sequences]
-    old, ref = all_or_none(rollouts, "old_logprobs"), all_or_none(rollouts, "ref_logprobs")
+    lengths = torch.tensor([sequence_length(sequence) for sequence in sequences])
+    width = int(lengths.max())
+    position_ids = torch.cat([torch.arange(p.position, p.position + len(p.ids)) for p in packed])
+    sequence_ids = torch.cat([torch.full((len(p.ids),), p.sequence) for p in packed])
+
+    def aligned(field: str) -> Tensor:
+        return torch.cat([piece.values(field) for piece in packed])
+
     return MicroBatch(
-        input_ids=torch.cat([ids[:-1] for ids in tokens]),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        targets=torch.cat([ids[1:] for ids in tokens]),
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max(lengths),
-        loss_mask=aligned(lambda rollout: torch.ones(())).bool(),
-        sequence_ids=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
-        advantages=aligned(lambda rollout: torch.tensor(rollout.advantage)),
-        rollout_logprobs=aligned(lambda rollout: torch.tensor(rollout.rollout_logprobs)),
-        old_logprobs=aligned(lambda rollout: required(rollout.old_logprobs)) if old else None,
-        ref_logprobs=aligned(lambda rollout: required(rollout.ref_logprobs)) if ref else None,
+        input_ids=torch.tensor([token for piece in packed for token in piece.ids]),
+        position_ids=position_ids,
+        targets=torch.tensor([token for piece in packed for token in piece.targets]),
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
+        max_seqlen=width,
+        sources=find_sources(packed, width),
+        places=sequence_ids * width + position_ids,
+        loss_mask=torch.cat([torch.full((len(p.ids),), p.rollout is not None) for p in packed]),
+        sequence_ids=sequence_ids,
+        advantages=aligned("advantage"),
+        rollout_logprobs=aligned("rollout_logprobs"),
+        old_logprobs=aligned("old_logprobs") if all_or_none(rollouts, "old_logprobs") else None,
+        ref_logprobs=aligned("ref_logprobs") if all_or_none(rollouts, "ref_logprobs") else None,
         rollouts=tuple(rollouts),
     )
+
+
+def find_sources(packed: list[Piece], width: int) -> Tensor:
+    """(S * width,): the place of each sequence's tokens, in order; right of its end, any place of the sequence."""
+    rows: list[Tensor] = []
+    start, prompt = 0, torch.empty(0, dtype=torch.long)
+    for piece in packed:
+        own = torch.arange(start, start + len(piece.ids))
+        start += len(piece.ids)
+        if piece.rollout is None:
+            prompt = own
+        else:
+            filler = own[:1].expand(width - len(prompt) - len(own))
+            rows.append(torch.cat([prompt, own, filler]))
+    return torch.cat(rows)
 
 
 def all_or_none(rollouts: list[Rollout], name: str) -> bool:
@@ -76,12 +129,6 @@ def all_or_none(rollouts: list[Rollout], name: str) -> bool:
     if any(present) and not all(present):
         raise ValueError(f"{sum(present)} of {len(present)} rollouts have {name}; give it to all of them, or to none")
     return all(present)
-
-
-def required(values: Tensor | None) -> Tensor:
-    """`values`, known to be there."""
-    assert values is not None
-    return values
 
 
 def unpack(values: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> list[Tensor]:

@@ -23,6 +23,7 @@ class TrainerState:
     barren_steps: int = 0  # steps in a row in which no group had any spread of rewards
     best_metric: float | None = None  # highest mean reward at a save
     best_model_checkpoint: str | None = None
+    unlogged: list[dict[str, Any]] = field(default_factory=list)  # lines of the steps since the last logged one
     log_history: list[dict[str, Any]] = field(default_factory=list)
     is_world_process_zero = is_local_process_zero = True  # transformers' callbacks ask; there is one process
 

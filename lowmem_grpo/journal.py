@@ -21,18 +21,17 @@ class Journal:
 
     def __init__(self, config: GRPOConfig, state: TrainerState, records: RunRecords) -> None:
         self.config, self.state, self.records = config, state, records
-        self.window: list[dict[str, Any]] = []
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
         """Take one step's line; the line that was logged, or None where none is due yet. `before` is the last step."""
         self.watch_signal(line)
         self.records.completions(self.state.global_step, groups)
-        self.window.append(line)
+        self.state.unlogged.append(line)
         every = self.config.logging_steps
         if self.state.global_step // every == before // every:
             return None
-        logged = mean_of(self.window) | {name: line[name] for name in LAST if name in line}
-        self.window = []
+        logged = mean_of(self.state.unlogged) | {name: line[name] for name in LAST if name in line}
+        self.state.unlogged = []
         self.records.metrics(logged)
         self.state.log_history.append(logged)
         if self.config.log_completions:

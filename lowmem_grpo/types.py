@@ -40,15 +40,21 @@ class RolloutGroup:
 
 @dataclass
 class MicroBatch:
-    """S whole sequences packed without padding into T places; see the alignment rule above."""
+    """S whole sequences packed without padding into T places; see the alignment rule above.
+
+    Sequences of one prompt share the places of its tokens but the last. Laid side by side in width W = max_seqlen, the
+    sequences' tokens come from `sources`, and results go back to the packed places through `places`.
+    """
 
     input_ids: Tensor  # (T,) int64
     position_ids: Tensor  # (T,) int64, from 0 in each sequence
     targets: Tensor  # (T,) int64
-    cu_seqlens: Tensor  # (S + 1,) int32, where sequences begin and end
+    cu_seqlens: Tensor  # (S + 1,) int32, summed lengths of the sequences, each with its prompt
     max_seqlen: int
+    sources: Tensor  # (S * W,) int64, index into T
+    places: Tensor  # (T,) int64, index into S * W; of a shared place, that in the first sequence
     loss_mask: Tensor  # (T,) bool, completion tokens
-    sequence_ids: Tensor  # (T,) int64, 0 .. S - 1
+    sequence_ids: Tensor  # (T,) int64, 0 .. S - 1; of a shared place, the first sequence
     advantages: Tensor  # (T,) float32
     rollout_logprobs: Tensor  # (T,) float32
     old_logprobs: Tensor | None = None  # (T,) float32

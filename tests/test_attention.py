@@ -7,7 +7,7 @@ from live_storage import LiveStorage
 from torch import Tensor
 
 from lowmem_grpo import attention
-from lowmem_grpo.batching import collate
+from lowmem_grpo.batching import collate, pack
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
@@ -138,3 +138,26 @@ def test_a_trainable_or_wrapped_head_is_refused() -> None:
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(ValueError, match="the output head is a Sequential; a plain, frozen"):
         Policy(with_adapter(model))
+
+
+@pytest.mark.parametrize("prompt_length", [1, 2, 9])
+def test_shared_prompts_give_the_logprobs_and_gradients_of_prompts_held_apart(
+    tiny_policy: Policy, prompt_length: int
+) -> None:
+    rollouts = [Rollout(list(range(20, 20 + n)), [0.0] * n, "stop") for n in (1, 5, 12, 12)]
+    prompt = list(range(5, 5 + prompt_length))
+    one_group = [RolloutGroup({}, prompt, rollouts)]
+    groups = [RolloutGroup({}, prompt, [rollout]) for rollout in rollouts]
+    results = []
+    for packed in (pack(one_group), pack(groups)):
+        (batch,) = packed
+        tiny_policy.model.zero_grad()
+        logprobs, _ = tiny_policy.logprobs(batch, 1.0)
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        results.append((len(batch.input_ids), logprobs.detach(), [p.grad.clone() for p in tiny_policy.trainable]))
+    (fewer, shared, shared_grads), (more, apart, apart_grads) = results
+    assert fewer == more - 3 * (prompt_length - 1)
+    torch.testing.assert_close(shared, apart, rtol=0, atol=1e-5)
+    for one, other in zip(shared_grads, apart_grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    tiny_policy.model.zero_grad()

@@ -31,7 +31,8 @@ def lengths_of(max_tokens: int | None, max_sequences: int | None, *lengths: int)
 
 
 def test_each_target_follows_its_input_in_its_sequence() -> None:
-    (batch,) = pack([group([10, 11, 12], [13, 14], [15, 16, 17], extra=True)])
+    groups = [group([10, 11, 12], [13, 14], extra=True), group([10, 11, 12], [15, 16, 17], extra=True)]
+    (batch,) = pack(groups)
     assert batch.input_ids.tolist() == [10, 11, 12, 15, 16, 10, 11, 12, 13]
     assert batch.targets.tolist() == [11, 12, 15, 16, 17, 11, 12, 13, 14]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
@@ -43,7 +44,24 @@ def test_each_target_follows_its_input_in_its_sequence() -> None:
     torch.testing.assert_close(batch.rollout_logprobs[mask], -batch.targets[mask] / 100)
     torch.testing.assert_close(batch.old_logprobs[mask], -batch.targets[mask] / 100 - 1)
     torch.testing.assert_close(batch.ref_logprobs[mask], -batch.targets[mask] / 100 - 2)
-    assert batch.advantages.tolist() == [0, 0, 2, 2, 2, 0, 0, 1, 1]
+    assert batch.advantages.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1]
+
+
+def test_completions_of_one_prompt_share_its_places() -> None:
+    (batch,) = pack([group([10, 11, 12], [13, 14], [15, 16, 17])])
+    assert batch.input_ids.tolist() == [10, 11, 12, 15, 16, 12, 13]
+    assert batch.targets.tolist() == [11, 12, 15, 16, 17, 13, 14]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3]
+    assert batch.loss_mask.tolist() == [False, False, True, True, True, True, True]
+    assert batch.advantages.tolist() == [0, 0, 2, 2, 2, 1, 1]
+    side_by_side = batch.input_ids[batch.sources].view(2, batch.max_seqlen).tolist()
+    assert side_by_side[0] == [10, 11, 12, 15, 16] and side_by_side[1][:4] == [10, 11, 12, 13]
+    assert torch.equal(batch.sources[batch.places], torch.arange(len(batch.input_ids)))
+
+
+def test_a_prompt_is_repeated_where_a_bound_splits_its_group() -> None:
+    batches = pack([group([10, 11, 12], [13], [14], [15])], max_sequences=2)
+    assert [batch.input_ids.tolist() for batch in batches] == [[10, 11, 12, 12], [10, 11, 12]]
 
 
 def test_masks_come_from_lengths_not_from_token_values() -> None:

@@ -243,6 +243,7 @@ def tell(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_loses_or_repeats_something(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     waiting: deque[subprocess.Popen[str]] = deque()
