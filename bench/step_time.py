@@ -86,7 +86,7 @@ class Measured:
 
 
 def choose_shape(plan: Plan, provider: str, loss_type: str) -> Measured:
-    """Try each shape, twice in opposite orders; of those as fast as the fastest keep the one that needs least memory."""
+    """Try each shape twice, in opposite orders; of those as fast as the fastest, keep the one of least memory."""
     tried: dict[int, dict[str, float]] = {}
     for shape in (*SHAPES, *reversed(SHAPES)):
         run = plan.run(provider, shape, loss_type, TRIAL_STEPS)

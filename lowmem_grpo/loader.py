@@ -95,6 +95,8 @@ class FastLanguageModel:
         refuse(options, "get_peft_model")
         if not isinstance(model, FastModel):
             raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
+        if hasattr(model.inner, "peft_config"):
+            raise ValueError("this model has LoRA already; load it again for a second adapter")
         if max_seq_length not in (None, model.loaded.max_seq_length):
             raise ValueError(f"max_seq_length is {max_seq_length}; the model was loaded with "
                              f"{model.loaded.max_seq_length}, change it there")

@@ -3,6 +3,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+os.environ["OMP_NUM_THREADS"] = "1"  # of this process and those that tests start: two workers share the cores
 
 from pathlib import Path
 from typing import Any

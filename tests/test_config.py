@@ -28,7 +28,8 @@ TRL_DEFAULTS = {
     "save_strategy": "steps", "eval_strategy": "no", "eval_steps": None, "per_device_eval_batch_size": 8,
     "num_generations_eval": None,
 }
-OTHER_DEFAULTS = {"output_dir": "outputs", "optim": "adamw_torch", "fp16": None, "gradient_checkpointing": None,
+OTHER_DEFAULTS = {
+    "disable_tqdm": None,"output_dir": "outputs", "optim": "adamw_torch", "fp16": None, "gradient_checkpointing": None,
                   "logging_steps": 1, "save_steps": 100, "save_total_limit": 3}
 NOTEBOOK = {
     "learning_rate": 5e-6, "adam_beta1": 0.9, "adam_beta2": 0.99, "weight_decay": 0.1, "warmup_ratio": 0.1,
@@ -80,7 +81,7 @@ def test_fields_that_trl_does_not_have_are_known() -> None:
     assert set(OWN) - set(TRL_FIELDS) == ELSEWHERE
 
 
-@pytest.mark.parametrize("name", OWN.keys() - ELSEWHERE)
+@pytest.mark.parametrize("name", sorted(OWN.keys() - ELSEWHERE))
 def test_defaults_are_trls(name: str) -> None:
     expected = OTHER_DEFAULTS[name] if name in OTHER_DEFAULTS else TRL_DEFAULTS[name]
     assert OWN[name] == expected

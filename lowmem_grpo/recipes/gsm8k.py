@@ -47,7 +47,6 @@ PRESETS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 class Gsm8kOptions(RecipeOptions):
     """The options of `lowmem-grpo run gsm8k`; what the preset sets can be set by name too."""
 
-    load_in_4bit: bool = True
     gpu: str = "auto"
     """Card size in GiB: 16, 24, 48 or 80; "cpu"; or "auto", the largest preset that this machine's card holds."""
     dataset: str = "openai/gsm8k"
@@ -112,7 +111,7 @@ def run(options: Gsm8kOptions) -> None:
     name, context, rank, settings = preset(options)
     name = name if options.model == "preset" else options.model
     config = GRPOConfig(**(DEFAULTS | settings | options.config))
-    four_bit = options.load_in_4bit and name != "tiny"
+    four_bit = name != "tiny" if options.load_in_4bit is None else options.load_in_4bit
     context = options.max_seq_length or context
     console.print(f"gsm8k: {name}, {'4-bit' if four_bit else '16-bit'} weights, context {context}")
     bare, tokenizer = FastLanguageModel.from_pretrained(

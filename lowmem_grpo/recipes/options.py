@@ -15,7 +15,8 @@ class RecipeOptions:
     """What every recipe has beside the fields of GRPOConfig."""
 
     model: str = "tiny"
-    load_in_4bit: bool = False
+    load_in_4bit: bool | None = None
+    """None is the recipe's own choice."""
     max_seq_length: int = 2048
     lora_rank: int = 16
     gradient_checkpointing_mode: str = "offload"
