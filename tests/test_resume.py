@@ -38,8 +38,8 @@ from test_resume import KILLED, make
 torch.set_num_threads(1)
 trainer = make(sys.argv[1], **KILLED)
 print("ready", flush=True)
-sys.stdin.readline()
-trainer.train(resume_from_checkpoint=True)
+if sys.stdin.readline():
+    trainer.train(resume_from_checkpoint=True)
 """
 
 

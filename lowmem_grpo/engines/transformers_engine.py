@@ -18,7 +18,7 @@ from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
 
-COMPACT_BELOW = 0.8  # finished rows leave the batch when fewer than this share of it is alive
+COMPACT_BELOW = 0.9  # finished rows leave the batch when fewer than this share of it is alive
 
 
 @dataclass
