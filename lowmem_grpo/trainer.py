@@ -135,6 +135,8 @@ class GRPOTrainer:
 
     def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Add the gradient of one optimizer step's loss over scored groups; returns loss metrics."""
+        if self.args.beta:
+            self.learner.prepare(groups, optimizer_steps=1)
         return self.learner.forward_backward(groups)
 
     def optim_step(self) -> dict[str, float]:

@@ -70,6 +70,10 @@ def run(options: ArithmeticOptions) -> None:
     test = make_dataset("test", options.eval_problems, config.seed)
     before, texts_before = accuracy(model, test, None, config)
     result = trainer.train(resume_from_checkpoint=options.resume or None)
+    if not result.finished:
+        trainer.finish({"recipe": "arithmetic", "accuracy_before": before, "eval_problems": len(test)})
+        console.print(f"stopped at step {result.global_step}; the same command with resume=true goes on")
+        return
     after, texts_after = accuracy(model, test, model.current_lora(), config)
     samples = [
         {"prompt": row["prompt"][0]["content"], "answer": row["answer"], "before": old, "after": new}

@@ -127,4 +127,6 @@ def run(options: Gsm8kOptions) -> None:
     )
     result = trainer.train(resume_from_checkpoint=options.resume or None)
     trainer.finish({"recipe": "gsm8k"})
+    if not result.finished:
+        console.print("stopped before the end; the same command with resume=true goes on")
     console.print(f"{result.global_step} steps in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html")
