@@ -31,7 +31,7 @@ CHARTS = (
           {"completions/mean_length": "mean", "completions/min_length": "min", "completions/max_length": "max"},
           from_zero=True),
     Chart("Completions cut off", "share that reached the length limit", {"completions/clipped_ratio": "cut off"},
-          format=".0%", from_zero=True),
+          format=".1~%", from_zero=True),
     Chart("Entropy", "nats per token", {"entropy": "entropy"}),
     Chart("KL divergence", "policy from reference model, nats per token", {"kl": "KL"}),
     Chart("Clip ratio", "share of tokens whose gradient the clipping took",

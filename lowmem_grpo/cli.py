@@ -21,6 +21,7 @@ def main() -> None:
 
 
 def list_recipes() -> str:
+    """A line for each recipe."""
     return "\n".join(f"  {name:<12}{text}" for name, text in RECIPES.items())
 
 
@@ -32,6 +33,7 @@ def list_recipes() -> str:
 @click.argument("recipe", required=False)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def run(recipe: str | None, options: tuple[str, ...]) -> None:
+    """Run a recipe, or list them."""
     if recipe is None:
         click.echo(f"Recipes:\n{list_recipes()}\n\nlowmem-grpo run RECIPE [key=value ...]")
         return

@@ -84,6 +84,7 @@ def full_disk(path: Path, needed: int, error: OSError) -> RecordError:
 
 
 def completion_lines(step: int, groups: list[RolloutGroup]) -> list[dict[str, Any]]:
+    """What completions.jsonl holds of a step."""
     return [
         {
             "step": step, "prompt": prompt_text(group.row.get("prompt")), "completion": rollout.text,
@@ -104,12 +105,22 @@ def prompt_text(prompt: Any) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a jsonl file; a half-written last one is left out."""
-    *whole, _ = path.read_bytes().split(b"\n")  # bytes: the last line may end inside a character
-    return [json.loads(line) for line in whole if line]
+    """The records of a JSON lines file. A last line without its end is still being written, and left out."""
+    records = []
+    *complete, last = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*complete, last], start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(json.loads(line, parse_constant=lambda _: None))  # NaN and infinity become gaps
+        except ValueError as error:
+            if number <= len(complete):
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+    return records
 
 
 def to_line(record: dict[str, Any]) -> str:
+    """One line of JSON, NaN and infinities as null."""
     return json.dumps(finite(record), ensure_ascii=False) + "\n"
 
 

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from lowmem_grpo.charts import Record, figures
+from lowmem_grpo.records import read_lines
 
 NOTHING = "\u2013"  # a dash where a value is missing
 MAX_SAMPLES = 1500  # more would make the page slow to open
@@ -30,27 +31,12 @@ def write_report(run_dir: Path) -> Path:
         raise FileNotFoundError(f"no {metrics}; expected the folder of a run, which holds metrics.jsonl")
     summary_path, completions_path = run_dir / "summary.json", run_dir / "completions.jsonl"
     summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {}
-    completions = read_records(completions_path) if completions_path.is_file() else []
-    page = render(run_dir.resolve().name, merge_steps(read_records(metrics)), completions, summary)
+    completions = read_lines(completions_path) if completions_path.is_file() else []
+    page = render(run_dir.resolve().name, merge_steps(read_lines(metrics)), completions, summary)
     report, partial = run_dir / "report.html", run_dir / "report.html.partial"
     partial.write_text(page, encoding="utf-8", errors="replace")
     os.replace(partial, report)
     return report
-
-
-def read_records(path: Path) -> list[Record]:
-    """The records of a JSON lines file. A last line without its end is still being written, and left out."""
-    records = []
-    *complete, last = path.read_bytes().split(b"\n")
-    for number, line in enumerate([*complete, last], start=1):
-        if not line.strip():
-            continue
-        try:
-            records.append(json.loads(line, parse_constant=lambda _: None))  # NaN and infinity become gaps
-        except ValueError as error:
-            if number <= len(complete):
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    return records
 
 
 def merge_steps(lines: list[Record]) -> list[Record]:

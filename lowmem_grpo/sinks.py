@@ -16,6 +16,7 @@ def make_sinks(names: list[str]) -> list[Any]:
 
 
 def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
+    """The logged values that can be drawn."""
     return {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
 
 

@@ -88,6 +88,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    """A seeded, untrained Qwen2; head and hidden sizes suit NF4 blocks and vLLM's attention kernels."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4,
@@ -146,6 +147,7 @@ def train(model: Qwen2ForCausalLM, data: Iterator[tuple[torch.Tensor, torch.Tens
 @click.option("--steps", default=3000, show_default=True)
 @click.option("--batch", default=64, show_default=True)
 def main(out: Path, seed: int, steps: int, batch: int) -> None:
+    """Tokenizer, model, training, model card."""
     tokenizer = make_tokenizer(seed)
     model = make_model(tokenizer, seed)
     started = time.perf_counter()
