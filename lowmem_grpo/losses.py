@@ -66,7 +66,7 @@ def grpo_loss(
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     ratio = torch.exp(logprobs - old_logprobs)
     per_token = clipped_objective(ratio, advantages, epsilon, epsilon_high, delta).neg()
-    metrics = clip_metrics(ratio.detach(), advantages, epsilon, epsilon_high, delta)
+    metrics = clip_metrics(ratio.detach(), advantages, sequence_ids, epsilon, epsilon_high, delta)
     if beta:
         kl = k3(logprobs, ref_logprobs) * (ratio if use_bias_correction_kl else 1.0)
         per_token = per_token + beta * kl
@@ -95,11 +95,22 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor | None) -> Tensor:
 
 
 def clip_metrics(
-    ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float, delta: float | None
+    ratio: Tensor, advantages: Tensor, sequence_ids: Tensor, epsilon: float, epsilon_high: float, delta: float | None
 ) -> dict[str, Tensor]:
-    """Shares of tokens whose gradient the clipping took, under TRL's names."""
+    """Shares of tokens whose gradient the clipping took, over all tokens and as extremes over sequences (TRL)."""
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     low = (bounded < 1 - epsilon) & (advantages < 0)
     high = (bounded > 1 + epsilon_high) & (advantages > 0)
     shares = {"low_mean": low, "high_mean": high, "region_mean": low | high}
-    return {f"clip_ratio/{name}": clipped.to(ratio.dtype).mean() for name, clipped in shares.items()}
+    metrics = {f"clip_ratio/{name}": clipped.to(ratio.dtype).mean() for name, clipped in shares.items()}
+    if len(ratio):
+        metrics["clip_ratio/low_min"] = sequence_means(low, sequence_ids).min()
+        metrics["clip_ratio/high_max"] = sequence_means(high, sequence_ids).max()
+    return metrics
+
+
+def sequence_means(clipped: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Share of True tokens in each sequence that has tokens."""
+    counts = torch.bincount(sequence_ids)
+    sums = torch.bincount(sequence_ids, weights=clipped.to(torch.float32))
+    return (sums / counts)[counts > 0]
