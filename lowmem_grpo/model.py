@@ -133,6 +133,11 @@ class FastModel(FastGeneration, nn.Module):
     def inner(self) -> PreTrainedModel:
         return self.transformers_model
 
+    def engine(self, policy: Policy | None = None) -> Engine:
+        if hasattr(self.transformers_model, "peft_config"):
+            raise ValueError("this model has LoRA now: sample with what get_peft_model returned, not with the bare model")
+        return super().engine(policy)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -257,3 +257,17 @@ def test_the_bare_model_lends_what_the_transformers_model_has(bare: FastModel) -
 def test_the_switches_for_inference_and_training_do_what_they_say(model: FastPeftModel) -> None:
     assert not FastLanguageModel.for_inference(model).training
     assert FastLanguageModel.for_training(model).training
+
+
+def test_the_bare_model_samples_with_an_adapter_it_does_not_know_of() -> None:
+    taken, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    FastLanguageModel.get_peft_model(taken, r=2, use_gradient_checkpointing=False)
+    with pytest.raises(ValueError, match="get_peft_model returned"):
+        taken.fast_generate("Start", GREEDY)
+
+
+def test_a_second_adapter_is_stacked_on_the_first() -> None:
+    taken, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    FastLanguageModel.get_peft_model(taken, r=2, use_gradient_checkpointing=False)
+    with pytest.raises(ValueError, match="LoRA already"):
+        FastLanguageModel.get_peft_model(taken, r=2, use_gradient_checkpointing=False)
