@@ -135,7 +135,7 @@ class FastModel(FastGeneration, nn.Module):
 
     def engine(self, policy: Policy | None = None) -> Engine:
         if hasattr(self.transformers_model, "peft_config"):
-            raise ValueError("this model has LoRA now: sample with what get_peft_model returned, not with the bare model")
+            raise ValueError("this model has LoRA now: sample with the model that get_peft_model returned")
         return super().engine(policy)
 
     def __getattr__(self, name: str) -> Any:

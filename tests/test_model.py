@@ -262,7 +262,7 @@ def test_the_switches_for_inference_and_training_do_what_they_say(model: FastPef
 def test_the_bare_model_samples_with_an_adapter_it_does_not_know_of() -> None:
     taken, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
     FastLanguageModel.get_peft_model(taken, r=2, use_gradient_checkpointing=False)
-    with pytest.raises(ValueError, match="get_peft_model returned"):
+    with pytest.raises(ValueError, match="that get_peft_model returned"):
         taken.fast_generate("Start", GREEDY)
 
 
