@@ -90,9 +90,10 @@ class FastGeneration:
         """The transformers or PEFT model itself."""
         return self
 
-    def engine(self, policy: Policy | None = None) -> Engine:
-        """An engine over this model's own weights."""
-        return TransformersEngine(policy or Policy(self.inner), self.loaded.tokenizer, self.loaded.max_seq_length)
+    def engine(self, policy: Policy | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Engine:
+        """An engine over this model's own weights, decoding with the given tokenizer or the one loaded beside them."""
+        policy, tokenizer = policy or Policy(self.inner), tokenizer or self.loaded.tokenizer
+        return TransformersEngine(policy, tokenizer, self.loaded.max_seq_length)
 
     def encode(self, prompt: Any) -> tuple[str, list[int]]:
         """(text, token ids) of a string, of chat messages or of token ids."""
@@ -133,10 +134,10 @@ class FastModel(FastGeneration, nn.Module):
     def inner(self) -> PreTrainedModel:
         return self.transformers_model
 
-    def engine(self, policy: Policy | None = None) -> Engine:
+    def engine(self, policy: Policy | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Engine:
         if hasattr(self.transformers_model, "peft_config"):
             raise ValueError("this model has LoRA now: sample with the model that get_peft_model returned")
-        return super().engine(policy)
+        return super().engine(policy, tokenizer)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -59,7 +59,7 @@ class GRPOTrainer:
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.scorer = RewardScorer(functions, self.args.reward_weights, self.args.reward_timeout)
         self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16))
-        self.engine = engine or model.engine(self.policy)
+        self.engine = engine or model.engine(self.policy, self.tokenizer)
         encoder = PromptEncoder(self.tokenizer, self.longest_prompt(), self.args.chat_template_kwargs)
         self.source = PromptSource(train_dataset or [], encoder, self.args.seed, self.args.shuffle_dataset)
         self.eval_dataset = self.check_eval(eval_dataset)

@@ -3,12 +3,10 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from lowmem_grpo import FastLanguageModel, __version__
@@ -16,15 +14,6 @@ from lowmem_grpo.cli import RECIPES, main
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "plotly", "rich", "pydantic", "bitsandbytes", "numpy")
 QUESTION = "Start with 17. Add 8. Subtract 13. What is the result?"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def invoke(*words: Any) -> Result:

@@ -1,7 +1,6 @@
 """Loading: 16 bit and NF4 on the CPU, LoRA, and a plain word for everything that cannot be honoured."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,6 @@ from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 CONTEXT = 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def load(four_bit: bool = False, **options: Any) -> FastModel:

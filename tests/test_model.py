@@ -19,15 +19,6 @@ CHAT = [{"role": "user", "content": QUESTION}]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def randomize(model: FastPeftModel, seed: int) -> FastPeftModel:
     """Random factors in the live adapter, large enough to change what the model says."""
     generator = torch.Generator().manual_seed(seed)

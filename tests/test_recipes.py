@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,6 @@ RULES: dict[str, Callable[[int, int], int]] = {
     "Multiply by": lambda total, by: total * by,
 }
 RUN = ["max_steps=2", "num_generations=2", "per_device_train_batch_size=2", "max_completion_length=16"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def evaluate(question: str) -> list[int]:

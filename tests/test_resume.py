@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,6 @@ print("ready", flush=True)
 if sys.stdin.readline():
     trainer.train(resume_from_checkpoint=True)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that threads on a busy machine wait for each other more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def digit_sum(completions: list[str], **kwargs: Any) -> list[float]:

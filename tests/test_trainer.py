@@ -178,15 +178,6 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield seen
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that threads on a busy machine wait for each other more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # The gradient of a step
 
 
