@@ -14,6 +14,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels then run on CPU tensors
+
 from lowmem_grpo.policy import Policy
 
 TINY = Path(__file__).parents[1] / "lowmem_grpo" / "assets" / "tiny"

