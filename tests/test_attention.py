@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import load_model, random_model, with_adapter
 from live_storage import LiveStorage
+from small_models import load_model, random_model, with_adapter
 from torch import Tensor
 
 from lowmem_grpo import attention

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import load_model, with_adapter
+from small_models import load_model, with_adapter
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 

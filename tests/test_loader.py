@@ -7,7 +7,7 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from conftest import FAMILIES, SPLIT, TINY, random_model
+from small_models import FAMILIES, SPLIT, TINY, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer

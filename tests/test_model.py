@@ -7,7 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import TINY
+from small_models import TINY
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lowmem_grpo import FastLanguageModel, SamplingParams

@@ -15,7 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import TINY
+from small_models import TINY
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, sinks, step

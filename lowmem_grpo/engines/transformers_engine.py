@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines.decoding import draw
 from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
-from lowmem_grpo.kernels.linear_logprobs import matmul_fp32, shape_logits
+from lowmem_grpo.kernels.logits import LogitShape
+from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
@@ -154,7 +155,7 @@ class TransformersEngine:
             )
         head = self.policy.head
         logits = matmul_fp32(out.last_hidden_state[:, -1].to(head.weight.dtype), head.weight.T)
-        return shape_logits(logits, head.bias, 1.0, head.logit_scale, head.softcap, in_place=True)
+        return LogitShape(scale=head.logit_scale, softcap=head.softcap).apply_(logits, head.bias)
 
     def ends(self, state: Decode, ids: Tensor, params: SamplingParams) -> Tensor:
         """(B,) bool: whether the token last drawn ends its completion."""

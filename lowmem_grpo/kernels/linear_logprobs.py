@@ -3,21 +3,34 @@
     z = (hidden W^T + bias) * logit_scale;  z = softcap * tanh(z / softcap);  z = z / temperature
     logp = z[target] - logsumexp(z);        entropy = logsumexp(z) - sum(softmax(z) * z)
 
-N rows, D hidden size, V vocabulary. Only a chunk of rows of z exists at any time. With a frozen head the gradient of
-logp with respect to hidden does not depend on the loss:
+N rows, D hidden size, V vocabulary. Only a chunk of z exists at any time. With a frozen head the gradient of logp with
+respect to hidden does not depend on the loss:
 
-    U = d logp / d hidden = ((onehot(target) - softmax(z)) * dz) W        dz: derivative of scale, softcap, temperature
+    U = d logp / d hidden = ((onehot(target) - softmax(z)) * slope) W       slope: of scale, softcap and temperature
 
 so a forward pass that needs a gradient computes U (N, D) chunk by chunk and keeps it in place of `hidden`, and the
 backward pass is one row scaling, grad_hidden = grad_logp * U: two matrix products in all, as many as with the logits
-kept. A call without gradients does one matrix product and keeps nothing.
+kept. A call without gradients does one matrix product and keeps nothing. Where the head is trained, or the entropy
+takes a gradient, the backward pass makes the logits again, tile by tile: three products, and one more for the head's
+own gradient. `README.md` beside this file derives all of it.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = 32 * 2**20  # of fp32 logits at a time, where chunk_rows is not given
+from lowmem_grpo.kernels.head import Head
+from lowmem_grpo.kernels.logits import NONE_IGNORED, LogitShape
+from lowmem_grpo.kernels.logprob_rows import forward_rows
+from lowmem_grpo.kernels.logprob_tiles import backward_tiles, forward_tiles
+from lowmem_grpo.kernels.matmul import accumulator_dtype
+from lowmem_grpo.kernels.nf4 import NF4Weight
+
+CPU_CHUNK_BYTES = 32 * 2**20  # of fp32 logits at a time, where chunk_rows is not given
+CUDA_CHUNK_BYTES = 640 * 2**20  # 1,024 rows at V = 151,936: enough for the products to fill a large card
+CARD_SHARE = 64  # at most this part of a card's memory
 
 
 def linear_logprobs_ref(
@@ -25,81 +38,76 @@ def linear_logprobs_ref(
     logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain reference that holds all logits: (logprobs (N,), entropy (N,)), differentiable by autograd."""
-    logits = shape_logits(matmul_fp32(hidden, weight.T), bias, temperature, logit_scale, softcap)
+    dtype = accumulator_dtype(hidden.dtype)
+    logits = hidden.to(dtype) @ weight.to(dtype).T
+    logits = (logits if bias is None else logits + bias) * logit_scale
+    logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) / temperature
     log_softmax = logits.log_softmax(-1)
-    ignored = targets == ignore_index if ignore_index is not None else torch.zeros_like(targets, dtype=torch.bool)
+    ignored = torch.zeros_like(targets, dtype=torch.bool) if ignore_index is None else targets == ignore_index
     logprobs = log_softmax.gather(-1, targets.masked_fill(ignored, 0)[:, None]).squeeze(-1)
-    entropy = -(log_softmax.exp() * floored(log_softmax)).sum(-1)
+    finite = log_softmax.clamp(min=torch.finfo(dtype).min)  # p log p is 0 at p = 0
+    entropy = -(log_softmax.exp() * finite).sum(-1)
     return logprobs.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0)
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
-    logit_scale: float = 1.0, softcap: float | None = None, return_entropy: bool = False,
+    hidden: Tensor, weight: Tensor | NF4Weight, targets: Tensor, *, bias: Tensor | None = None,
+    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float | None = None, return_entropy: bool = False,
+    entropy_grad: bool = False, lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
     chunk_rows: int | None = None, ignore_index: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of each target token, and its entropy with `return_entropy`.
 
-    hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional. Returns
-    logprobs (N,) in float32 (float64 for float64 input), and the pair (logprobs, entropy) with `return_entropy`.
-    Rows whose target is `ignore_index` give 0 and no gradient. The head is frozen: `weight` and `bias` take no
-    gradient, and asking for one raises ValueError. The entropy is a value, without gradient.
+    hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional; a 4-bit weight
+    is an `NF4Weight` (or bitsandbytes' Params4bit). lora_a (r, D) and lora_b (V, r) add lora_scale * hidden A^T B^T.
+    Returns logprobs (N,) in float32 (float64 for float64 input), and the pair (logprobs, entropy) with
+    `return_entropy`. Rows whose target is `ignore_index` give 0 and no gradient.
+
+    hidden, weight, bias, lora_a and lora_b take gradients where they require them (a 4-bit weight never does). The
+    entropy is a value without gradient unless `entropy_grad` is set, for a loss with an entropy bonus; that costs a
+    third matrix product. `chunk_rows` rows of logits exist at a time, chosen from the device's memory by default.
     """
-    check_arguments(hidden, weight, targets, bias, temperature)
-    rows = max(1, CHUNK_BYTES // (4 * weight.shape[0])) if chunk_rows is None else chunk_rows
-    if rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+    if hasattr(weight, "quant_state"):
+        weight = NF4Weight.from_bitsandbytes(weight)
+    check_arguments(hidden, weight, targets, bias, temperature, chunk_rows)
+    check_lora(hidden, weight, lora_a, lora_b)
+    ignored = NONE_IGNORED if ignore_index is None else ignore_index
+    shape = LogitShape(float(temperature), float(logit_scale), softcap, ignored)
+    rows = default_rows(hidden.device, weight.shape[0]) if chunk_rows is None else chunk_rows
     with torch.autocast(hidden.device.type, enabled=False):  # the logits keep fp32, whatever surrounds the call
-        logprobs, entropy = LinearLogprobsFunction.apply(
-            hidden, weight, targets, bias, temperature, logit_scale, softcap, rows, ignore_index
-        )
+        low = None
+        if lora_a is not None and lora_b is not None:
+            low = (hidden @ lora_a.to(hidden.dtype).T) * lora_scale
+            lora_b = lora_b.to(hidden.dtype)
+        operands = (hidden, weight, bias, low, lora_b)
+        needed = [torch.is_grad_enabled() and getattr(operand, "requires_grad", False) for operand in operands]
+        if any(needed[1:]) or (entropy_grad and needed[0]):
+            function: Any = RecomputedLogprobsFunction
+        else:
+            function = FrozenHeadLogprobsFunction
+        logprobs, entropy = function.apply(*operands, targets, shape, rows, needed, entropy_grad)
     return (logprobs, entropy) if return_entropy else logprobs
 
 
-def check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float) -> None:
-    """Raise ValueError that says what was expected and what was got."""
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"expected hidden (N, D) and weight (V, D); got {tuple(hidden.shape)}, {tuple(weight.shape)}")
-    if targets.shape != hidden.shape[:1] or targets.dtype != torch.long:
-        raise ValueError(f"expected targets ({hidden.shape[0]},) int64; got {tuple(targets.shape)} {targets.dtype}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"expected bias ({weight.shape[0]},); got {tuple(bias.shape)}")
-    if not hidden.is_floating_point():
-        raise ValueError(f"expected a floating dtype; got {hidden.dtype}")
-    if bias is not None and bias.device != weight.device:
-        raise ValueError(f"expected bias on {weight.device}; got {bias.device}")
-    if hidden.dtype != weight.dtype or hidden.device != weight.device or targets.device != hidden.device:
-        raise ValueError(
-            f"expected one dtype and one device; got hidden {hidden.dtype} on {hidden.device}, weight {weight.dtype} "
-            f"on {weight.device}, targets on {targets.device}"
-        )
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; it must be above 0")
-    if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-        raise ValueError("the head must be frozen: call weight.requires_grad_(False), or keep lm_head out of LoRA")
+def default_rows(device: torch.device, vocabulary: int) -> int:
+    """The largest power of two of rows whose float32 logits keep within the device's budget."""
+    budget = CPU_CHUNK_BYTES
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else 80 * 2**30
+        budget = min(CUDA_CHUNK_BYTES, memory // CARD_SHARE)
+    return 1 << max(0, (budget // (4 * max(vocabulary, 1))).bit_length() - 1)
 
 
-class LinearLogprobsFunction(torch.autograd.Function):
+class FrozenHeadLogprobsFunction(torch.autograd.Function):
     """Forward: logprobs, entropy and (where hidden needs a gradient) U. Backward: one row scaling of U."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, bias, temperature, logit_scale, softcap, chunk_rows, ignore_index):
-        accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs = torch.empty(hidden.shape[0], dtype=accumulate, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, hidden.shape[0], chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            logits = matmul_fp32(hidden[rows], weight.T)
-            logits = shape_logits(logits, bias, temperature, logit_scale, softcap, in_place=True)
-            logprobs[rows], entropy[rows], probs = logprob_rows(logits, targets[rows], ignore_index)
-            if gradient is not None:
-                scale = logit_scale / temperature
-                slope = scale * (1 - (logits * (temperature / softcap)) ** 2) if softcap else scale
-                gradient[rows] = gradient_rows(probs, targets[rows], slope, ignore_index).to(weight.dtype) @ weight
+    def forward(ctx, hidden, weight, bias, low, lora_b, targets, shape, chunk_rows, needed, _entropy_grad):
+        head = Head(hidden, weight, bias, low, lora_b)
+        results, gradient = forward_pass(head, targets, shape, chunk_rows, needed[0])
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(results[1])
+        return results[0], results[1]
 
     @staticmethod
     @once_differentiable
@@ -107,55 +115,152 @@ class LinearLogprobsFunction(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         # the product is taken in fp32 and rounded once, straight into place
         grad_hidden = torch.mul(gradient, grad_logprobs[:, None], out=torch.empty_like(gradient))
-        return grad_hidden, None, None, None, None, None, None, None, None
+        return grad_hidden, *[None] * 9
 
 
-def logprob_rows(logits: Tensor, targets: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs (R,), entropy (R,), probs (R, V)) of a chunk of finished logits (R, V)."""
-    normalizer = logits.logsumexp(-1)
-    probs = (logits - normalizer[:, None]).exp_()
-    entropy = normalizer - (probs * floored(logits)).sum(-1)
-    if ignore_index is None:
-        return logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer, entropy, probs
-    ignored = targets == ignore_index
-    logprobs = logits.gather(-1, targets.masked_fill(ignored, 0)[:, None]).squeeze(-1) - normalizer
-    return logprobs.masked_fill_(ignored, 0), entropy.masked_fill_(ignored, 0), probs
+class RecomputedLogprobsFunction(torch.autograd.Function):
+    """Forward: logprobs and entropy. Backward: makes the logits again, for every gradient that is needed."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, low, lora_b, targets, shape, chunk_rows, needed, entropy_grad):
+        results, _ = forward_pass(Head(hidden, weight, bias, low, lora_b), targets, shape, chunk_rows, False)
+        plain = None if isinstance(weight, NF4Weight) else weight
+        ctx.save_for_backward(hidden, plain, bias, low, lora_b, targets, results[1], results[2])
+        ctx.quantized = weight if plain is None else None
+        ctx.settings = shape, chunk_rows, needed
+        ctx.set_materialize_grads(False)
+        if not entropy_grad:
+            ctx.mark_non_differentiable(results[1])
+        return results[0], results[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, bias, low, lora_b, targets, entropy, lse = ctx.saved_tensors
+        shape, chunk_rows, needed = ctx.settings
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 10
+        head = Head(hidden, ctx.quantized or weight, bias, low, lora_b)
+        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        grads = backward_pass(head, targets, shape, chunk_rows, lse, entropy, grad_logprobs, grad_entropy, needed)
+        return *grads, *[None] * 5
 
 
-def floored(logits: Tensor) -> Tensor:
-    """Logits with -inf made finite, so that p log p is 0 at p = 0."""
-    return logits.clamp(min=torch.finfo(logits.dtype).min)
+def forward_pass(
+    head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int, keep_gradient: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """((logprobs, entropy, lse), U or None): by rows for a plain weight, by tiles of the vocabulary for a 4-bit one."""
+    if isinstance(head.weight, NF4Weight):
+        return forward_tiles(head, targets, shape, tile_columns(head, chunk_rows), keep_gradient)
+    if not torch.compiler.is_compiling():
+        return forward_rows(head, targets, shape, chunk_rows, keep_gradient)
+    logprobs, entropy, lse, gradient = forward_op(
+        head.hidden, head.weight, head.bias, head.low, head.lora_b, targets, *shape.numbers(), chunk_rows, keep_gradient
+    )
+    return (logprobs, entropy, lse), gradient if keep_gradient else None
 
 
-def gradient_rows(probs: Tensor, targets: Tensor, slope: Tensor | float, ignore_index: int | None) -> Tensor:
-    """(onehot(target) - probs) * slope of a chunk, in place; all zero in ignored rows."""
-    difference = probs.neg_()
-    ignored = targets == ignore_index if ignore_index is not None else None
-    one = torch.ones((), dtype=probs.dtype, device=probs.device).expand(targets.shape[0], 1)
-    difference.scatter_add_(1, (targets if ignored is None else targets.masked_fill(ignored, 0))[:, None], one)
-    difference *= slope
-    return difference if ignored is None else difference.masked_fill_(ignored[:, None], 0)
+def backward_pass(
+    head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int, lse: Tensor, entropy: Tensor,
+    grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
+) -> list[Tensor | None]:
+    """The gradients of the head's five operands, None where not needed."""
+    tile = tile_columns(head, chunk_rows)
+    rows = (lse, entropy, grad_logprobs, grad_entropy)
+    if isinstance(head.weight, NF4Weight) or not torch.compiler.is_compiling():
+        return backward_tiles(head, targets, shape, tile, *rows, needed)
+    grads = backward_op(
+        head.hidden, head.weight, head.bias, head.low, head.lora_b, targets, *shape.numbers(), tile, *rows, needed
+    )
+    return [grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)]
 
 
-def shape_logits(
-    logits: Tensor, bias: Tensor | None, temperature: float, logit_scale: float, softcap: float | None,
-    in_place: bool = False,
-) -> Tensor:
-    """Bias, scale, softcap and temperature, in this order."""
-    logits = logits if in_place else logits.clone()
-    if bias is not None:
-        logits += bias
-    if logit_scale != 1.0:
-        logits *= logit_scale
-    if softcap:
-        logits = logits.div_(softcap).tanh_().mul_(softcap) if in_place else softcap * torch.tanh(logits / softcap)
-    return logits.div_(temperature) if temperature != 1.0 else logits
+def tile_columns(head: Head, chunk_rows: int) -> int:
+    """Columns of a tile over all rows, as large as `chunk_rows` whole rows of logits."""
+    return max(1, chunk_rows * head.vocabulary // max(head.hidden.shape[0], 1))
 
 
-def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right with a result (and accumulation) in float32, or float64 for float64 input."""
-    if left.dtype in (torch.float32, torch.float64):
-        return left @ right
-    if left.is_cuda and not torch.is_grad_enabled():
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+# The two ops keep the loops over chunks out of graphs that torch.compile makes; elsewhere the loops run as they are.
+
+
+@torch.library.custom_op("lowmem_grpo::linear_logprobs_fwd", mutates_args=())
+def forward_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None, targets: Tensor,
+    temperature: float, scale: float, softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logprobs, entropy, lse, each (N,), and U (N, D), empty where it is not kept."""
+    shape = LogitShape(temperature, scale, softcap, ignore_index)
+    head = Head(hidden, weight, bias, low, lora_b)
+    (logprobs, entropy, lse), gradient = forward_rows(head, targets, shape, chunk_rows, keep_gradient)
+    return logprobs, entropy, lse, hidden.new_empty(0) if gradient is None else gradient
+
+
+@forward_op.register_fake
+def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = [hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype)) for _ in range(3)]
+    return rows[0], rows[1], rows[2], hidden.new_empty(hidden.shape if arguments[-1] else 0)
+
+
+@torch.library.custom_op("lowmem_grpo::linear_logprobs_bwd", mutates_args=())
+def backward_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None, targets: Tensor,
+    temperature: float, scale: float, softcap: float | None, ignore_index: int, tile: int, lse: Tensor,
+    entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
+) -> list[Tensor]:
+    """Gradients of hidden, weight, bias, low and lora_b; empty where not needed."""
+    shape = LogitShape(temperature, scale, softcap, ignore_index)
+    head = Head(hidden, weight, bias, low, lora_b)
+    grads = backward_tiles(head, targets, shape, tile, lse, entropy, grad_logprobs, grad_entropy, needed)
+    return [hidden.new_empty(0) if grad is None else grad for grad in grads]
+
+
+@backward_op.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    needed = arguments[-1]
+    return [
+        torch.empty_like(operand, memory_format=torch.contiguous_format)
+        if is_needed else arguments[0].new_empty(0)
+        for operand, is_needed in zip(arguments[:5], needed, strict=True)
+    ]
+
+
+def check_arguments(
+    hidden: Tensor, weight: Tensor | NF4Weight, targets: Tensor, bias: Tensor | None, temperature: float,
+    chunk_rows: int | None,
+) -> None:
+    """Raise ValueError that says what was expected and what was got."""
+    if hidden.ndim != 2 or len(weight.shape) != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"expected hidden (N, D) and weight (V, D); got {tuple(hidden.shape)}, {tuple(weight.shape)}")
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.long:
+        raise ValueError(f"expected targets ({hidden.shape[0]},) int64; got {tuple(targets.shape)} {targets.dtype}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"expected bias ({weight.shape[0]},); got {tuple(bias.shape)}")
+    if not hidden.is_floating_point():
+        raise ValueError(f"expected a floating dtype; got {hidden.dtype}")
+    device = weight.packed.device if isinstance(weight, NF4Weight) else weight.device
+    if bias is not None and bias.device != device:
+        raise ValueError(f"expected bias on {device}; got {bias.device}")
+    if hidden.dtype != weight.dtype or hidden.device != device or targets.device != hidden.device:
+        raise ValueError(
+            f"expected one dtype and one device; got hidden {hidden.dtype} on {hidden.device}, weight {weight.dtype} "
+            f"on {device}, targets on {targets.device}"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+
+
+def check_lora(
+    hidden: Tensor, weight: Tensor | NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None
+) -> None:
+    """Raise ValueError where the adapter of the head is half there or does not fit."""
+    if lora_a is None and lora_b is None:
+        return
+    if lora_a is None or lora_b is None:
+        raise ValueError("lora_a and lora_b belong together; got only one of them")
+    rank = lora_a.shape[0]
+    expected = ((rank, hidden.shape[1]), (weight.shape[0], rank))
+    if (tuple(lora_a.shape), tuple(lora_b.shape)) != expected:
+        raise ValueError(f"expected lora_a {expected[0]} and lora_b {expected[1]}; got {tuple(lora_a.shape)}, "
+                         f"{tuple(lora_b.shape)}")

@@ -1,0 +1,380 @@
+"""Gated linear units: h = act(gate) * up, forward and backward each in one pass over the memory.
+
+    swiglu           act(g) = g * sigmoid(g)                                            LlamaMLP, Qwen3MLP, Phi3MLP
+    geglu            act(g) = g * sigmoid(2 u), u = sqrt(2 / pi) (g + 0.044715 g^3)     Gemma3MLP; (1 + tanh u) / 2
+    geglu, "none"    act(g) = g * (1 + erf(g / sqrt 2)) / 2
+    backward         grad_gate = grad * up * act'(gate);  grad_up = grad * act(gate)
+
+gate, up, h (N, F), in any shape (..., F) outside (Shazeer, arXiv 2002.05202). As in transformers the activation is
+rounded to the dtype before the product. Only gate and up are kept; backward computes the activation again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+APPROXIMATE = {"silu": None, "gelu_tanh": "tanh", "gelu": "none"}  # activation: what torch calls its approximation
+
+
+def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) * up in plain torch, of (..., F) each or of one gate_up (..., 2 F)."""
+    gate, up = halves(gate, up)
+    return activate_ref(gate, "silu") * up
+
+
+def geglu_ref(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    """gelu(gate) * up in plain torch, of (..., F) each or of one gate_up (..., 2 F)."""
+    gate, up = halves(gate, up)
+    return activate_ref(gate, gelu_name(approximate)) * up
+
+
+def activate_ref(gate: Tensor, activation: str) -> Tensor:
+    """act(gate), in gate's dtype."""
+    if activation == "silu":
+        return torch.nn.functional.silu(gate)
+    return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation])
+
+
+def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(grad_gate, grad_up, act(gate) * up); grad_gate is rounded once."""
+    activated = activate_ref(gate, activation)
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    grad_activated = grad.to(wide) * up.to(wide)
+    if activation == "silu":
+        grad_gate = torch.ops.aten.silu_backward(grad_activated, gate.to(wide))
+    else:
+        grad_gate = torch.ops.aten.gelu_backward(grad_activated, gate.to(wide), approximate=APPROXIMATE[activation])
+    return grad_gate.to(gate.dtype), grad * activated, activated * up
+
+
+def launch_rule(columns: int) -> Launch:
+    """A tile of 1,024 entries a program, eight a thread: no entry is held by two threads, so in place is safe."""
+    block = 1024 if columns > 256 else 256 if columns > 64 else 64
+    return Launch({"BLOCK_N": 1024 // block, "BLOCK_F": block}, num_warps=4, num_stages=1)
+
+
+@triton.jit
+def tile(N, F, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Rows (BLOCK_N, 1), columns (1, BLOCK_F) and the mask of this program's tile."""
+    blocks = tl.cdiv(F, BLOCK_F)
+    program = tl.program_id(0)
+    rows = (program // blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    columns = (program % blocks) * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
+    return rows, columns, (rows < N) & (columns < F)
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):
+    """act(gate) and act'(gate) in float32; the share is what act multiplies gate with."""
+    if ACTIVATION == "silu":
+        share = tl.sigmoid(gate)
+        slope = share * (1 + gate * (1 - share))
+    elif ACTIVATION == "gelu_tanh":
+        share = tl.sigmoid(1.5957691216057308 * gate * (1 + 0.044715 * gate * gate))
+        slope = share * (1 + gate * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * gate * gate))
+    else:
+        share = 0.5 * (1 + tl.erf(0.7071067811865476 * gate))
+        slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    return gate * share, slope
+
+
+@triton.jit
+def glu_fwd_kernel(
+    gate_ptr, up_ptr, out_ptr, N, F, gate_stride, up_stride, out_stride,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+):
+    rows, columns, inside = tile(N, F, BLOCK_N, BLOCK_F)
+    gate = tl.load(gate_ptr + rows * gate_stride + columns, mask=inside, other=0.0)
+    up = tl.load(up_ptr + rows * up_stride + columns, mask=inside, other=0.0)
+    activated, _ = activate(gate.to(tl.float32), ACTIVATION)
+    out = activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out_ptr + rows * out_stride + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def glu_bwd_kernel(
+    grad_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, product_ptr, N, F,
+    grad_stride, gate_stride, up_stride, grad_gate_stride, grad_up_stride,
+    ACTIVATION: tl.constexpr, HAS_PRODUCT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+):
+    rows, columns, inside = tile(N, F, BLOCK_N, BLOCK_F)
+    grad = tl.load(grad_ptr + rows * grad_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + rows * gate_stride + columns, mask=inside, other=0.0)
+    up = tl.load(up_ptr + rows * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    activated, slope = activate(gate.to(tl.float32), ACTIVATION)
+    activated = activated.to(gate.dtype).to(tl.float32)
+    kind: tl.constexpr = grad_gate_ptr.dtype.element_ty
+    tl.store(grad_gate_ptr + rows * grad_gate_stride + columns, (grad * up * slope).to(kind), mask=inside)
+    tl.store(grad_up_ptr + rows * grad_up_stride + columns, (grad * activated).to(kind), mask=inside)
+    if HAS_PRODUCT:
+        tl.store(product_ptr + rows * grad_stride + columns, (activated * up).to(kind), mask=inside)
+
+
+def launch_fwd(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
+    """out = act(gate) * up, all (N, F) with adjacent columns."""
+    rows, columns = gate.shape
+    launch = launch_rule(columns)
+    if gate.numel():
+        glu_fwd_kernel[grid(rows, columns, launch)](
+            gate, up, out, rows, columns, gate.stride(0), up.stride(0), out.stride(0), ACTIVATION=activation,
+            **launch.options,
+        )
+
+
+def launch_bwd(
+    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, activation: str, product: bool
+) -> None:
+    """Writes grad_gate and grad_up, which may be gate and up, and with `product` act(gate) * up over grad."""
+    rows, columns = gate.shape
+    launch = launch_rule(columns)
+    if gate.numel():
+        glu_bwd_kernel[grid(rows, columns, launch)](
+            grad, gate, up, grad_gate, grad_up, grad, rows, columns, grad.stride(0), gate.stride(0), up.stride(0),
+            grad_gate.stride(0), grad_up.stride(0), ACTIVATION=activation, HAS_PRODUCT=product, **launch.options,
+        )
+
+
+def grid(rows: int, columns: int, launch: Launch) -> tuple[int]:
+    """One program a tile."""
+    return (-(-rows // launch.constexprs["BLOCK_N"]) * -(-columns // launch.constexprs["BLOCK_F"]),)
+
+
+def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
+    """Uninitialised [grad_gate, grad_up], (N, F) each, or with `fused` one [grad_gate_up] (N, 2 F)."""
+    rows, columns = gate.shape
+    return [gate.new_empty(rows, 2 * columns)] if fused else [gate.new_empty(rows, columns) for _ in range(2)]
+
+
+def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The forward kernel into a new tensor."""
+    out = gate.new_empty(gate.shape)
+    launch_fwd(gate, up, out, activation)
+    return out
+
+
+def glu_fwd_out_triton(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
+    """The forward kernel into `out`."""
+    launch_fwd(gate, up, out, activation)
+
+
+def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
+    """The backward kernel into new tensors."""
+    gradients = new_gradients(gate, fused)
+    launch_bwd(grad, gate, up, *halves(*gradients), activation, product=False)
+    return gradients
+
+
+def glu_bwd_reuse_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """The backward kernel over gate and up."""
+    launch_bwd(grad, gate, up, gate, up, activation, product=False)
+
+
+def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """The backward kernel over gate and up, and the product over grad."""
+    launch_bwd(grad, gate, up, gate, up, activation, product=True)
+
+
+@torch.library.custom_op("lowmem_grpo::glu_fwd", mutates_args=(), device_types="cpu")
+def glu_fwd(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up, (N, F)."""
+    return (activate_ref(gate, activation) * up).contiguous()
+
+
+@torch.library.custom_op("lowmem_grpo::glu_fwd_out", mutates_args=("out",), device_types="cpu")
+def glu_fwd_out(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
+    """out = act(gate) * up; out may be gate or up only outside of torch.compile."""
+    out.copy_(activate_ref(gate, activation) * up)
+
+
+@torch.library.custom_op("lowmem_grpo::glu_bwd", mutates_args=(), device_types="cpu")
+def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
+    """[grad_gate, grad_up], or with `fused` [grad_gate_up]."""
+    gradients = new_gradients(gate, fused)
+    for target, values in zip(halves(*gradients), gradients_ref(grad, gate, up, activation)[:2], strict=True):
+        target.copy_(values)
+    return gradients
+
+
+@torch.library.custom_op("lowmem_grpo::glu_bwd_reuse", mutates_args=("gate", "up"), device_types="cpu")
+def glu_bwd_reuse(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """grad_gate over gate, grad_up over up."""
+    for target, values in zip((gate, up), gradients_ref(grad, gate, up, activation)[:2], strict=True):
+        target.copy_(values)
+
+
+@torch.library.custom_op("lowmem_grpo::glu_bwd_all", mutates_args=("grad", "gate", "up"), device_types="cpu")
+def glu_bwd_all(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """grad_gate over gate, grad_up over up, act(gate) * up over grad."""
+    for target, values in zip((gate, up, grad), gradients_ref(grad, gate, up, activation), strict=True):
+        target.copy_(values)
+
+
+glu_fwd.register_kernel("cuda")(glu_fwd_triton)
+glu_fwd_out.register_kernel("cuda")(glu_fwd_out_triton)
+glu_bwd.register_kernel("cuda")(glu_bwd_triton)
+glu_bwd_reuse.register_kernel("cuda")(glu_bwd_reuse_triton)
+glu_bwd_all.register_kernel("cuda")(glu_bwd_all_triton)
+
+
+@glu_fwd.register_fake
+def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@glu_bwd.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
+    return new_gradients(gate, fused)
+
+
+class GLUFunction(torch.autograd.Function):
+    """act(gate) * up; with `reuse` the gradients replace gate and up, whose versions rise."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation, ctx.reuse = activation, reuse
+        return glu_fwd(*halves(gate, up), activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        grad = grad if grad.stride(1) == 1 else grad.contiguous()
+        if ctx.reuse:
+            glu_bwd_reuse(grad, *halves(gate, up), ctx.activation)
+            return gate.detach(), None if up is None else up.detach(), None, None
+        gradients = glu_bwd(grad, *halves(gate, up), ctx.activation, up is None)
+        return gradients[0], None if up is None else gradients[1], None, None
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None, *, reuse_inputs: bool = False) -> Tensor:
+    """silu(gate) * up.
+
+    gate and up (..., F) share shape, dtype and device; without `up`, gate is one tensor (..., 2 F) whose first half
+    is the gate and whose second half is up (a fused projection), read and differentiated in place without copies.
+
+    With `reuse_inputs` the backward pass writes the gradients over gate and up, which must be intermediate results
+    (not leaves) that nothing else needs: a second backward pass, or another operation that saved them, then raises.
+    """
+    return glu(gate, up, "silu", reuse_inputs)
+
+
+def geglu(
+    gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", reuse_inputs: bool = False
+) -> Tensor:
+    """gelu(gate) * up with the tanh approximation, or with `approximate="none"` by the error function.
+
+    The tensors and `reuse_inputs` are those of `swiglu`.
+    """
+    return glu(gate, up, gelu_name(approximate), reuse_inputs)
+
+
+def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor:
+    """act(gate) * up with autograd, for tensors of any leading shape."""
+    check_arguments(gate, up, activation)
+    if reuse and torch.is_grad_enabled():
+        for name, values in (("gate", gate), ("up", up)):
+            if values is not None and values.is_leaf and values.requires_grad:
+                raise ValueError(f"reuse_inputs=True would overwrite {name}, a leaf that requires grad; pass False")
+    shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
+    if 0 in shape:
+        return activate_ref(halves(gate, up)[0], activation) * halves(gate, up)[1]
+    up_rows = None if up is None else rows_of(up)
+    return GLUFunction.apply(rows_of(gate), up_rows, activation, reuse).view(shape)
+
+
+def glu_forward(gate: Tensor, up: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
+    """act(gate) * up without autograd, in `out` where given: the building block of fused layers.
+
+    gate, up, out (..., F) of one shape, dtype and device; activation "silu", "gelu_tanh" or "gelu".
+    """
+    check_arguments(gate, up, activation)
+    if out is None:
+        return glu_fwd(rows_of(gate), rows_of(up), activation).view(gate.shape)
+    check_arguments(gate, out, activation)
+    glu_fwd_out(rows_of(gate), rows_of(up), rows_in_place("out", out), activation)
+    return out
+
+
+def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """Without autograd: grad_gate over gate, grad_up over up and act(gate) * up over grad, all (..., F), in one pass.
+
+    The product is what the down projection's weight gradient needs, so one buffer serves both.
+    """
+    check_arguments(gate, up, activation)
+    check_arguments(gate, grad, activation)
+    glu_bwd_all(rows_in_place("grad", grad), rows_in_place("gate", gate), rows_in_place("up", up), activation)
+
+
+def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(gate, up), which without `up` are the halves of the last dimension of `gate`."""
+    if up is not None:
+        return gate, up
+    half = gate.shape[-1] // 2
+    return gate[..., :half], gate[..., half:]
+
+
+def rows_of(values: Tensor) -> Tensor:
+    """(..., F) as (N, F) with adjacent columns: a view where the strides allow, else a copy."""
+    rows = values.reshape(-1, values.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def rows_in_place(name: str, values: Tensor) -> Tensor:
+    """(..., F) as a view (N, F) with adjacent columns."""
+    shape, strides = values.shape, values.stride()
+    adjacent = all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(values.ndim - 2))
+    if strides[-1] != 1 or not adjacent:
+        raise ValueError(f"{name} is written in place: its rows must be evenly spaced; got strides {strides}")
+    return values.view(-1, shape[-1])
+
+
+def gelu_name(approximate: str) -> str:
+    """The activation that geglu's `approximate` means."""
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f'approximate is {approximate!r}; it must be "tanh" or "none"')
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
+def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
+    """Raise ValueError that says what was expected and what was got."""
+    if activation not in APPROXIMATE:
+        raise ValueError(f"activation is {activation!r}; it must be one of {list(APPROXIMATE)}")
+    if not gate.is_floating_point():
+        raise ValueError(f"expected a floating dtype; got {gate.dtype}")
+    if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
+        raise ValueError(f"expected gate and up, or one tensor (..., 2 F); got one of shape {tuple(gate.shape)}")
+    if up is None:
+        return
+    if gate.ndim == 0 or gate.shape != up.shape:
+        raise ValueError(f"expected two tensors of one shape (..., F); got {tuple(gate.shape)}, {tuple(up.shape)}")
+    if gate.dtype != up.dtype or gate.device != up.device:
+        raise ValueError(
+            f"expected one dtype and one device; got {gate.dtype} on {gate.device}, {up.dtype} on {up.device}"
+        )
+
+
+def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """Every configuration of the kernels for tensors of `dtype`."""
+    kind = f"*{TRITON_TYPES[dtype]}"
+    forward = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), kind)
+    forward |= dict.fromkeys(("N", "F", "gate_stride", "up_stride", "out_stride"), "i32")
+    pointers = ("grad_ptr", "gate_ptr", "up_ptr", "grad_gate_ptr", "grad_up_ptr", "product_ptr")
+    numbers = ("N", "F", "grad_stride", "gate_stride", "up_stride", "grad_gate_stride", "grad_up_stride")
+    backward = dict.fromkeys(pointers, kind) | dict.fromkeys(numbers, "i32")
+    found = []
+    for activation in APPROXIMATE:
+        for launch in (launch_rule(64), launch_rule(256), launch_rule(1024)):
+            name = f"{activation} {launch.constexprs['BLOCK_F']}"
+            chosen = {"ACTIVATION": activation}
+            found.append(Variant(f"glu_fwd {name}", glu_fwd_kernel, forward, launch, chosen))
+            for product in (False, True):
+                name = f"{name} product" if product else name
+                flags = chosen | {"HAS_PRODUCT": product}
+                found.append(Variant(f"glu_bwd {name}", glu_bwd_kernel, backward, launch, flags))
+    return found

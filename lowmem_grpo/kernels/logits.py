@@ -1,0 +1,107 @@
+"""What a model does to its logits after the head: bias, scale, softcap, temperature; in torch and in Triton.
+
+    z = (raw + bias) * scale;  z = softcap * tanh(z / softcap);  z = z / temperature
+    slope = dz / d raw = scale / temperature * (1 - tanh(...)^2)
+
+Scale: Cohere's and Granite's logit scaling. Softcap: Gemma 2 (arXiv 2408.00118, section 2). Temperature: the sampler's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+FLOOR = tl.constexpr(-3.0e38)  # stands in for -inf, so that p log p is 0 at p = 0
+NONE_IGNORED = -(2**62)  # no target
+
+
+@dataclass(frozen=True)
+class LogitShape:
+    """The numbers in the formulas above; rows whose target is `ignore_index` give 0 and no gradient."""
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+    ignore_index: int = NONE_IGNORED
+
+    def numbers(self) -> tuple[float, float, float | None, int]:
+        """The four of them, as ops and kernels take them."""
+        return self.temperature, self.scale, self.softcap, self.ignore_index
+
+    def apply_(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """Raw logits (R, V) become z in place."""
+        if bias is not None:
+            logits += bias
+        if self.scale != 1.0:
+            logits *= self.scale
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
+
+    def slope_(self, logits: Tensor) -> Tensor | float:
+        """The slope at z; with a softcap it is written over z (R, V), else it is one number."""
+        slope = self.scale / self.temperature
+        if not self.softcap:
+            return slope
+        return logits.mul_(self.temperature / self.softcap).square_().mul_(-slope).add_(slope)
+
+
+def packed_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """A place (R, V) of `dtype` in the bytes of float32 logits (R, V): the first half of each row for 16 bits."""
+    return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
+
+
+def floor_(logits: Tensor) -> Tensor:
+    """Makes -inf finite, in place."""
+    return logits.clamp_(min=torch.finfo(logits.dtype).min)
+
+
+@triton.jit
+def floored(z):
+    """A block with -inf made finite; NaN stays NaN."""
+    return tl.where(z < FLOOR, FLOOR, z)
+
+
+@triton.jit
+def shape_logits(raw, bias, scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr):
+    """(z, slope) of a block of raw logits, float32."""
+    z = (raw + bias) * scale
+    slope = scale / temperature + tl.zeros_like(z)
+    if HAS_SOFTCAP:
+        # tanh by the exponential of a negative number, which never overflows
+        decay = tl.exp(-2.0 * tl.abs(z / softcap))
+        tanh = tl.where(z < 0, -1.0, 1.0) * (1.0 - decay) / (1.0 + decay)
+        z = softcap * tanh
+        slope = slope * (1.0 - tanh * tanh)
+    return z / temperature, slope
+
+
+@triton.jit
+def row_statistics(
+    logits_ptr, bias_ptr, V, temperature, scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """(m, sum exp(z - m), sum exp(z - m) (z - m)) of one row of V raw logits, m = max z, in one reading."""
+    lanes = tl.arange(0, BLOCK_V)
+    lane_max = tl.full((BLOCK_V,), FLOOR, tl.float32)  # each lane keeps its own three, merged at the end
+    lane_sum = tl.zeros((BLOCK_V,), tl.float32)
+    lane_weighted = tl.zeros((BLOCK_V,), tl.float32)
+    for start in range(0, V, BLOCK_V):
+        columns = start + lanes
+        inside = columns < V
+        raw = tl.load(logits_ptr + columns, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+        z, _ = shape_logits(raw, bias, scale, softcap, temperature, HAS_SOFTCAP)
+        z = tl.where(inside, floored(z), FLOOR)
+        new_max = tl.maximum(lane_max, z)
+        decay = tl.exp(lane_max - new_max)
+        weight = tl.where(inside, tl.exp(z - new_max), 0.0)
+        lane_weighted = decay * (lane_weighted + lane_sum * (lane_max - new_max)) + weight * (z - new_max)
+        lane_sum = decay * lane_sum + weight
+        lane_max = new_max
+    row_max = tl.max(lane_max, 0)
+    decay = tl.exp(lane_max - row_max)
+    weighted = tl.sum(decay * (lane_weighted + lane_sum * (lane_max - row_max)), 0)
+    return row_max, tl.sum(decay * lane_sum, 0), weighted

@@ -1,0 +1,161 @@
+"""Finishes a chunk of whole rows of logits: log-probability, entropy, and the gradient of the former, in place.
+
+    lse = log sum exp(z);  logp = z[target] - lse;  entropy = lse - sum(p z);  gradient = (onehot(target) - p) * slope
+
+R rows, V vocabulary, p = softmax(z), z and slope as in `logits.py`. A row is read twice: once for a running maximum,
+sum and weighted sum (Milakov and Gimelshein, arXiv 1805.02867), once to write the gradient over the logits. A 16-bit
+gradient fills the first half of each row's bytes, so a chunk costs 4 R V bytes in all.
+"""
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.head import Head
+from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
+from lowmem_grpo.kernels.logits import LogitShape, floor_, packed_gradient, row_statistics, shape_logits
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+
+def forward_rows(
+    head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int, keep_gradient: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """((logprobs, entropy, lse) each (N,), U (N, D) in the dtype of hidden or None), for a plain weight."""
+    rows, size = head.hidden.shape
+    weight, band = head.weight_rows(slice(0, head.vocabulary)), slice(0, head.vocabulary)
+    buffer = head.buffer(min(chunk_rows, rows), head.vocabulary)
+    results = torch.empty(3, rows, dtype=buffer.dtype, device=buffer.device)
+    gradient = head.hidden.new_empty(rows, size) if keep_gradient else None
+    gradient_dtype = weight.dtype if keep_gradient else None
+    for start in range(0, rows, chunk_rows):
+        chunk = slice(start, min(start + chunk_rows, rows))
+        logits = head.logits(chunk, band, weight, out=buffer[: chunk.stop - start])
+        results[:, chunk] = finish_rows(logits, targets[chunk], head.bias, shape, gradient_dtype)
+        if gradient is not None:
+            difference = packed_gradient(logits, weight.dtype)
+            if not difference.is_cuda:  # oneDNN reads past the end of padded rows of odd length, and 0 * NaN is NaN
+                difference = difference.contiguous()
+            torch.mm(difference, weight, out=gradient[chunk])
+    logprobs, entropy, lse = (row.clone() for row in results)
+    return (logprobs, entropy, lse), gradient
+
+
+def finish_rows(
+    logits: Tensor, targets: Tensor, bias: Tensor | None, shape: LogitShape, gradient_dtype: torch.dtype | None
+) -> Tensor:
+    """(3, R): logprobs, entropy, lse of raw logits (R, V), which are overwritten.
+
+    With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards.
+    """
+    run = logprob_rows if logits.is_cuda and logits.dtype == torch.float32 else finish_rows_ref
+    return run(logits, targets, bias, *shape.numbers(), gradient_dtype)
+
+
+def finish_rows_ref(
+    logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
+    ignore_index: int, gradient_dtype: torch.dtype | None,
+) -> Tensor:
+    """The same in plain torch, with one more buffer of the size of the logits."""
+    shape = LogitShape(temperature, scale, softcap, ignore_index)
+    ignored = targets == ignore_index
+    columns = targets.masked_fill(ignored, 0)[:, None]
+    shape.apply_(logits, bias)
+    lse = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, columns).squeeze(-1) - lse
+    probs = (floor_(logits) - lse[:, None]).exp_()
+    entropy = lse - torch.linalg.vecdot(probs, logits)
+    if gradient_dtype is not None:
+        difference = probs.neg_().scatter_add_(1, columns, torch.ones_like(lse)[:, None])
+        difference.mul_(shape.slope_(logits)).masked_fill_(ignored[:, None], 0)
+        packed_gradient(logits, gradient_dtype).copy_(difference)
+    return torch.stack([logprobs.masked_fill_(ignored, 0), entropy.masked_fill_(ignored, 0), lse])
+
+
+LAUNCH = Launch({"BLOCK_V": 2048}, num_warps=8, num_stages=1)  # a row a program, 8 entries a thread
+
+
+@triton.jit
+def logprob_rows_kernel(
+    logits_ptr, gradient_ptr, results_ptr, targets_ptr, bias_ptr, R, V, logits_stride, gradient_stride,
+    temperature, scale, softcap, ignore_index,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_GRADIENT: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    target = tl.load(targets_ptr + row)
+    kept = target != ignore_index
+    target = tl.where(kept, target, 0)
+
+    row_max, total, weighted = row_statistics(
+        logits_ptr, bias_ptr, V, temperature, scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_V
+    )
+    lse = row_max + tl.log(total)
+
+    target_raw = tl.load(logits_ptr + target)
+    target_bias = tl.load(bias_ptr + target).to(tl.float32) if HAS_BIAS else 0.0
+    target_z, _ = shape_logits(target_raw, target_bias, scale, softcap, temperature, HAS_SOFTCAP)
+    tl.store(results_ptr + row, tl.where(kept, target_z - lse, 0.0))
+    tl.store(results_ptr + R + row, tl.where(kept, tl.log(total) - weighted / total, 0.0))
+    tl.store(results_ptr + 2 * R + row, lse)
+
+    if HAS_GRADIENT:
+        gradient_ptr += row * gradient_stride
+        lanes = tl.arange(0, BLOCK_V)
+        for start in range(0, V, BLOCK_V):
+            columns = start + lanes
+            inside = columns < V
+            raw = tl.load(logits_ptr + columns, mask=inside, other=0.0)
+            # A narrower gradient is written over logits that other threads of this program may still be reading:
+            # the bytes of block j lie within those of blocks 0..j, which every thread has read at this point.
+            tl.debug_barrier()
+            bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+            z, slope = shape_logits(raw, bias, scale, softcap, temperature, HAS_SOFTCAP)
+            onehot = tl.where(columns == target, 1.0, 0.0)
+            gradient = tl.where(kept, (onehot - tl.exp(z - lse)) * slope, 0.0)
+            tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+
+
+def logprob_rows_triton(
+    logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
+    ignore_index: int, gradient_dtype: torch.dtype | None,
+) -> Tensor:
+    """Launches the kernel on raw logits (R, V); returns (3, R): logprobs, entropy, lse."""
+    rows, vocabulary = logits.shape
+    results = torch.empty(3, rows, dtype=logits.dtype, device=logits.device)
+    gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
+    if rows:
+        logprob_rows_kernel[(rows,)](
+            logits, gradient, results, targets, logits if bias is None else bias, rows, vocabulary,
+            logits.stride(0), gradient.stride(0), float(temperature), float(scale), float(softcap or 0), ignore_index,
+            HAS_BIAS=bias is not None, HAS_SOFTCAP=bool(softcap), HAS_GRADIENT=gradient_dtype is not None,
+            **LAUNCH.options,
+        )
+    return results
+
+
+logprob_rows = torch.library.custom_op(
+    "lowmem_grpo::logprob_rows", finish_rows_ref, mutates_args=("logits",), device_types="cpu"
+)
+logprob_rows.register_kernel("cuda")(logprob_rows_triton)
+
+
+@logprob_rows.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(3, logits.shape[0])
+
+
+def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """Every configuration of the kernel for heads of `dtype`."""
+    kind = TRITON_TYPES[dtype]
+    types = {
+        "logits_ptr": "*fp32", "gradient_ptr": f"*{kind}", "results_ptr": "*fp32", "targets_ptr": "*i64",
+        "bias_ptr": f"*{kind}", "R": "i32", "V": "i32", "logits_stride": "i32", "gradient_stride": "i32",
+        "temperature": "fp32", "scale": "fp32", "softcap": "fp32", "ignore_index": "i64",
+    }
+    names = ("HAS_BIAS", "HAS_SOFTCAP", "HAS_GRADIENT")
+    return [
+        Variant(f"logprob_rows {chosen}", logprob_rows_kernel, types, LAUNCH, dict(zip(names, chosen, strict=True)))
+        for chosen in product((False, True), repeat=len(names))
+    ]

@@ -1,0 +1,153 @@
+"""Takes one tile of logits into each row's running maximum, sum, weighted sum and target; leaves scaled exponentials.
+
+    m' = max(m, max z);  decay = exp(m - m');  s' = decay s + sum exp(z - m')                (arXiv 1805.02867)
+    t' = decay (t + s (m - m')) + sum exp(z - m') (z - m')           so that entropy = log s - t / s in the end
+    logits <- exp(z - m') * slope                                    where the gradient is wanted
+
+N rows, T columns, the vocabulary entries first ... first + T - 1. All in place; a 16-bit result fills the first half of
+each row's bytes.
+"""
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
+from lowmem_grpo.kernels.logits import FLOOR, LogitShape, floor_, packed_gradient, row_statistics, shape_logits
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+MAXIMUM, SUM, WEIGHTED, TARGET, SLOPE, DECAY = range(6)  # rows of the state (6, N)
+LAUNCH = Launch({"BLOCK_V": 1024}, num_warps=4, num_stages=1)
+
+
+def new_state(rows: int, like: Tensor) -> Tensor:
+    """The state (6, rows) before the first tile."""
+    state = torch.zeros(6, rows, dtype=like.dtype, device=like.device)
+    state[MAXIMUM] = FLOOR.value
+    return state
+
+
+def update_state(
+    logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, shape: LogitShape, first: int,
+    gradient_dtype: torch.dtype | None,
+) -> None:
+    """Takes raw logits (N, T) of the entries from `first` on into the state; bias (T,) is theirs."""
+    run = logprob_tile_fwd if logits.is_cuda and logits.dtype == torch.float32 else update_state_ref
+    run(logits, state, targets, bias, *shape.numbers(), first, gradient_dtype)
+
+
+def update_state_ref(
+    logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float,
+    softcap: float | None, ignore_index: int, first: int, gradient_dtype: torch.dtype | None,
+) -> None:
+    """The same in plain torch, with one more buffer of the size of the logits."""
+    shape = LogitShape(temperature, scale, softcap, ignore_index)
+    columns = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
+    here = columns.squeeze(-1) + first == targets
+    shape.apply_(logits, bias)
+    state[TARGET] = torch.where(here, logits.gather(-1, columns).squeeze(-1), state[TARGET])
+    maximum = torch.maximum(state[MAXIMUM], floor_(logits).amax(-1))
+    shift = state[MAXIMUM] - maximum
+    weights = (logits - maximum[:, None]).exp_()
+    weighted = torch.linalg.vecdot(weights, logits) - maximum * weights.sum(-1)
+    state[DECAY] = shift.exp()
+    state[WEIGHTED] = state[DECAY] * (state[WEIGHTED] + state[SUM] * shift) + weighted
+    state[SUM] = state[DECAY] * state[SUM] + weights.sum(-1)
+    state[MAXIMUM] = maximum
+    slope = shape.slope_(logits)
+    target_slope = slope.gather(-1, columns).squeeze(-1) if isinstance(slope, Tensor) else torch.tensor(slope)
+    state[SLOPE] = torch.where(here, target_slope, state[SLOPE])
+    if gradient_dtype is not None:
+        packed_gradient(logits, gradient_dtype).copy_(weights.mul_(slope))
+
+
+@triton.jit
+def logprob_tile_fwd_kernel(
+    logits_ptr, gradient_ptr, state_ptr, targets_ptr, bias_ptr, N, T, first, logits_stride, gradient_stride,
+    temperature, scale, softcap, ignore_index,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_GRADIENT: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    state_ptr += row  # entry k of this row lies at k * N
+    tile_max, tile_sum, tile_weighted = row_statistics(
+        logits_ptr, bias_ptr, T, temperature, scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_V
+    )
+    old_max = tl.load(state_ptr)
+    old_sum = tl.load(state_ptr + N)
+    old_weighted = tl.load(state_ptr + 2 * N)
+    new_max = tl.maximum(old_max, tile_max)
+    decay = tl.exp(old_max - new_max)
+    tile_decay = tl.exp(tile_max - new_max)
+    weighted = decay * (old_weighted + old_sum * (old_max - new_max))
+    weighted += tile_decay * (tile_weighted + tile_sum * (tile_max - new_max))
+
+    column = tl.load(targets_ptr + row) - first
+    here = (column >= 0) & (column < T)
+    target_raw = tl.load(logits_ptr + column, mask=here, other=0.0)
+    target_bias = tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+    target_z, target_slope = shape_logits(target_raw, target_bias, scale, softcap, temperature, HAS_SOFTCAP)
+    tl.store(state_ptr, new_max)
+    tl.store(state_ptr + N, decay * old_sum + tile_decay * tile_sum)
+    tl.store(state_ptr + 2 * N, weighted)
+    tl.store(state_ptr + 3 * N, target_z, mask=here)
+    tl.store(state_ptr + 4 * N, target_slope, mask=here)
+    tl.store(state_ptr + 5 * N, decay)
+
+    if HAS_GRADIENT:
+        gradient_ptr += row * gradient_stride
+        lanes = tl.arange(0, BLOCK_V)
+        for start in range(0, T, BLOCK_V):
+            columns = start + lanes
+            inside = columns < T
+            raw = tl.load(logits_ptr + columns, mask=inside, other=0.0)
+            tl.debug_barrier()  # see logprob_rows_kernel: a narrower result is written over bytes that all have read
+            bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+            z, slope = shape_logits(raw, bias, scale, softcap, temperature, HAS_SOFTCAP)
+            weight = tl.exp(z - new_max) * slope
+            tl.store(gradient_ptr + columns, weight.to(gradient_ptr.dtype.element_ty), mask=inside)
+
+
+def logprob_tile_fwd_triton(
+    logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float,
+    softcap: float | None, ignore_index: int, first: int, gradient_dtype: torch.dtype | None,
+) -> None:
+    """Launches the kernel on raw logits (N, T) and the state (6, N)."""
+    rows, columns = logits.shape
+    gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
+    if rows:
+        logprob_tile_fwd_kernel[(rows,)](
+            logits, gradient, state, targets, logits if bias is None else bias, rows, columns, first,
+            logits.stride(0), gradient.stride(0), float(temperature), float(scale), float(softcap or 0), ignore_index,
+            HAS_BIAS=bias is not None, HAS_SOFTCAP=bool(softcap), HAS_GRADIENT=gradient_dtype is not None,
+            **LAUNCH.options,
+        )
+
+
+logprob_tile_fwd = torch.library.custom_op(
+    "lowmem_grpo::logprob_tile_fwd", update_state_ref, mutates_args=("logits", "state"), device_types="cpu"
+)
+logprob_tile_fwd.register_kernel("cuda")(logprob_tile_fwd_triton)
+
+
+@logprob_tile_fwd.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """Every configuration of the kernel for heads of `dtype`."""
+    kind = TRITON_TYPES[dtype]
+    types = {
+        "logits_ptr": "*fp32", "gradient_ptr": f"*{kind}", "state_ptr": "*fp32", "targets_ptr": "*i64",
+        "bias_ptr": f"*{kind}", "N": "i32", "T": "i32", "first": "i32", "logits_stride": "i32",
+        "gradient_stride": "i32", "temperature": "fp32", "scale": "fp32", "softcap": "fp32", "ignore_index": "i64",
+    }
+    names = ("HAS_BIAS", "HAS_SOFTCAP", "HAS_GRADIENT")
+    return [
+        Variant(f"logprob_tile_fwd {chosen}", logprob_tile_fwd_kernel, types, LAUNCH,
+                dict(zip(names, chosen, strict=True)))
+        for chosen in product((False, True), repeat=len(names))
+    ]

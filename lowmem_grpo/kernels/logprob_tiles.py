@@ -1,0 +1,147 @@
+"""Log-probabilities and gradients tile by tile along the vocabulary, all rows of a tile at once.
+
+A tile is (N, T) logits. Running through the vocabulary this way, each row of the head is read (or dequantized) once a
+pass and its gradient is one product with all rows, rounded once. Two passes exist:
+
+    forward    a running maximum m, sum s and weighted sum t of each row (arXiv 1805.02867) and, where asked for,
+               A = sum_v exp(z_v - m) slope_v W_v, rescaled whenever m grows; U = slope_y W_y - A / s
+    backward   d = (g (onehot - p) - h p (z - lse + entropy)) * slope   g, h: gradients of logprobs and entropy
+               grad_hidden = sum over tiles of d W,  grad_weight = d^T hidden,  grad_bias = sum over rows of d
+               (the second term is d entropy / d z_v = -p_v (log p_v + entropy))
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.head import Head
+from lowmem_grpo.kernels.logits import LogitShape, packed_gradient
+from lowmem_grpo.kernels.logprob_tile_bwd import differentiate
+from lowmem_grpo.kernels.logprob_tile_fwd import DECAY, MAXIMUM, SLOPE, SUM, TARGET, WEIGHTED, new_state, update_state
+from lowmem_grpo.kernels.matmul import accumulator_dtype, addmm_fp32, matmul_fp32
+
+ROWS = 1024  # finished at a time
+NAMES = ("hidden", "weight", "bias", "low", "lora_b")  # the order of a head's operands, and of their gradients
+SUMS = ("hidden", "low")  # whose gradients are sums over the vocabulary
+
+
+def bands(vocabulary: int, tile: int) -> list[slice]:
+    """The vocabulary cut into tiles."""
+    return [slice(start, min(start + tile, vocabulary)) for start in range(0, vocabulary, tile)]
+
+
+def forward_tiles(
+    head: Head, targets: Tensor, shape: LogitShape, tile: int, keep_gradient: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """((logprobs, entropy, lse) each (N,), U (N, D) in the dtype of hidden or None)."""
+    rows, size = head.hidden.shape
+    buffer = head.buffer(rows, min(tile, head.vocabulary))
+    state = new_state(rows, buffer)
+    total = torch.zeros(rows, size, dtype=buffer.dtype, device=buffer.device) if keep_gradient else None
+    gradient_dtype = head.hidden.dtype if keep_gradient else None
+    for band in bands(head.vocabulary, tile):
+        weight = head.weight_rows(band)
+        logits = head.logits(slice(None), band, weight, out=buffer[:, : band.stop - band.start])
+        update_state(logits, state, targets, head.bias_rows(band), shape, band.start, gradient_dtype)
+        if total is not None:
+            addmm_fp32(total.mul_(state[DECAY, :, None]), packed_gradient(logits, head.hidden.dtype), weight)
+    ignored = targets == shape.ignore_index
+    log_sum = state[SUM].log()
+    lse = state[MAXIMUM] + log_sum
+    logprobs = (state[TARGET] - lse).masked_fill_(ignored, 0)
+    entropy = (log_sum - state[WEIGHTED] / state[SUM]).masked_fill_(ignored, 0)
+    if total is None:
+        return (logprobs, entropy, lse), None
+    del buffer, logits, weight
+    return (logprobs, entropy, lse), finish_gradient(head, total, state, targets, ignored)
+
+
+def finish_gradient(head: Head, total: Tensor, state: Tensor, targets: Tensor, ignored: Tensor) -> Tensor:
+    """U = slope_y W_y - total / sum, zero in ignored rows; a band of rows at a time."""
+    gradient = total if total.dtype == head.hidden.dtype else torch.empty_like(head.hidden)
+    for start in range(0, total.shape[0], ROWS):
+        rows = slice(start, start + ROWS)
+        target_weight = head.weight_at(targets[rows].masked_fill(ignored[rows], 0)).to(total.dtype)
+        chunk = total[rows].div_(-state[SUM, rows, None]).addcmul_(target_weight, state[SLOPE, rows, None])
+        gradient[rows] = chunk.masked_fill_(ignored[rows, None], 0)
+    return gradient
+
+
+@dataclass
+class HeadGradients:
+    """Gradients of a head's operands, of their shapes; None where not needed.
+
+    Those of hidden and low are sums over the vocabulary, in float32; the others are written band by band.
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    low: Tensor | None
+    lora_b: Tensor | None
+
+    @classmethod
+    def empty(cls, head: Head, needed: list[bool]) -> "HeadGradients":
+        """Zeros and uninitialised bands."""
+        dtype, device = accumulator_dtype(head.hidden.dtype), head.hidden.device
+        made: list[Tensor | None] = []
+        for name, is_needed in zip(NAMES, needed, strict=True):
+            operand = getattr(head, name)
+            if not is_needed or operand is None:
+                made.append(None)
+            elif name in SUMS:
+                made.append(torch.zeros(operand.shape, dtype=dtype, device=device))
+            else:
+                made.append(torch.empty(operand.shape, dtype=operand.dtype, device=device))
+        return cls(*made)
+
+    def add(self, head: Head, band: slice, weight: Tensor, difference: Tensor, scale: Tensor) -> None:
+        """Takes one band's d (N, T) in; weight (T, D) is the band's."""
+        if self.hidden is not None:
+            addmm_fp32(self.hidden, difference, weight)
+        if self.weight is not None:
+            self.weight[band] = matmul_fp32(difference.T, head.hidden).mul_(scale)
+        if self.bias is not None:
+            self.bias[band] = difference.sum(0, dtype=scale.dtype).mul_(scale)
+        if self.low is not None and head.lora_b is not None:
+            addmm_fp32(self.low, difference, head.lora_b[band])
+        if self.lora_b is not None and head.low is not None:
+            self.lora_b[band] = matmul_fp32(difference.T, head.low).mul_(scale)
+
+    def finish(self, head: Head, scale: Tensor) -> list[Tensor | None]:
+        """All five in the dtypes of their operands."""
+        for name in SUMS:
+            total = getattr(self, name)
+            if total is not None:
+                setattr(self, name, total.mul_(scale).to(head.hidden.dtype))
+        return [getattr(self, name) for name in NAMES]
+
+
+def backward_tiles(
+    head: Head, targets: Tensor, shape: LogitShape, tile: int, lse: Tensor, entropy: Tensor, grad_logprobs: Tensor,
+    grad_entropy: Tensor | None, needed: list[bool],
+) -> list[Tensor | None]:
+    """Gradients of hidden (N, D), weight (V, D), bias (V,), low (N, r) and lora_b (V, r); None where not needed.
+
+    The incoming gradients (N,) are divided by their largest magnitude before anything is rounded to 16 bits, and the
+    results multiplied by it in float32: a loss averaged over many tokens does not underflow in float16.
+    """
+    scale = largest_magnitude([grad for grad in (grad_logprobs, grad_entropy) if grad is not None])
+    grad_logprobs = grad_logprobs / scale
+    grad_entropy = None if grad_entropy is None else grad_entropy / scale
+    gradients = HeadGradients.empty(head, needed)
+    buffer = head.buffer(head.hidden.shape[0], min(tile, head.vocabulary))
+    for band in bands(head.vocabulary, tile):
+        weight = head.weight_rows(band)
+        logits = head.logits(slice(None), band, weight, out=buffer[:, : band.stop - band.start])
+        differentiate(logits, targets, head.bias_rows(band), lse, entropy, grad_logprobs, grad_entropy, shape,
+                      band.start, head.hidden.dtype)
+        gradients.add(head, band, weight, packed_gradient(logits, head.hidden.dtype), scale)
+    return gradients.finish(head, scale)
+
+
+def largest_magnitude(values: list[Tensor]) -> Tensor:
+    """() the largest absolute value, above zero even where all are zero or there are none."""
+    smallest = values[0].new_full((1,), torch.finfo(values[0].dtype).tiny)
+    return torch.cat([smallest, *values]).abs().amax()

@@ -1,0 +1,41 @@
+"""Matrix products of 16-bit operands with a 32-bit result, without a 32-bit copy of the larger operand."""
+
+import torch
+from torch import Tensor
+
+MIN_BAND = 64  # columns upcast at a time on the CPU, at least
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """left (M, K) @ right (K, N) in float32 (float64 for float64), written to `out` (M, N) where it is given.
+
+    On CUDA the product reads 16-bit operands and writes its float32 accumulator. The CPU has no such product: columns
+    of `right` are upcast in bands no larger than the result.
+    """
+    dtype = accumulator_dtype(left.dtype)
+    if out is None:
+        out = torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+    if left.dtype == dtype:
+        return torch.mm(left, right, out=out)
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype, out=out)
+    wide = left.to(dtype)
+    band = max(MIN_BAND, out.numel() // max(left.shape[1], 1))
+    for start in range(0, right.shape[1], band):
+        columns = slice(start, start + band)
+        torch.mm(wide, right[:, columns].to(dtype), out=out[:, columns])
+    return out
+
+
+def addmm_fp32(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """total (M, N) += left (M, K) @ right (K, N), in the dtype of `total`: float32, or float64 for float64."""
+    if left.dtype == total.dtype:
+        return total.addmm_(left, right)
+    if left.is_cuda:
+        return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    return total.add_(matmul_fp32(left, right))

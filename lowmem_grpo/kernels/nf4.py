@@ -1,0 +1,295 @@
+"""4-bit weights as bitsandbytes stores them, borrowed rather than copied, and how they are dequantized.
+
+    weight[i] = code[nibble[i]] * scale[i // blocksize]          i: position in the flattened (out, in) weight
+
+Two nibbles share a byte of `packed`, the earlier one in the high half. NF4 and FP4 differ in the 16 values of `code`
+only. `scale` is the float32 `absmax` of each block; with double quantization `absmax` holds 8-bit codes instead:
+
+    scale[b] = nested_code[absmax[b]] * nested_absmax[b // nested_blocksize] + offset
+
+Products are taken in float32 and rounded once, which gives the bits of bitsandbytes' own dequantization (QLoRA,
+Dettmers et al. 2023, describes the format). Nothing here imports bitsandbytes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, capability
+from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # those of bitsandbytes
+REFERENCE_ELEMENTS = 2**22  # that the CPU path dequantizes at a time: its temporaries take about 16 bytes for each
+
+
+@dataclass(frozen=True, eq=False)
+class NF4Weight:
+    """A frozen (out, in) weight in 4 bits: several matrices on top of each other where `adjacent` made it."""
+
+    packed: Tensor  # (ceil(out * in / 2),) uint8
+    absmax: Tensor  # (blocks,) float32, or uint8 with double quantization
+    code: Tensor  # (16,) float32
+    shape: tuple[int, int]  # out, in
+    blocksize: int
+    dtype: torch.dtype  # that nf4_dequantize gives
+    out_features: tuple[int, ...]  # rows of each matrix; their sum is shape[0]
+    nested_code: Tensor | None = None  # (256,) float32; None without double quantization
+    nested_absmax: Tensor | None = None  # (nested blocks,) float32
+    offset: Tensor | None = None  # () or (nested blocks,) float32
+    nested_blocksize: int = 256
+    first_block: int = 0  # blocks of the first nested block that lie before this weight, in a band of rows
+
+    @classmethod
+    def from_bitsandbytes(cls, param: Any) -> "NF4Weight":
+        """Borrows the tensors of a quantized Params4bit: no copy, and whatever happens to them is seen here."""
+        state = getattr(param, "quant_state", None)
+        if state is None or getattr(state, "packing_format_for_cpu", False):
+            why = "it has been repacked for the CPU's matrix units" if state else "it has no quant_state"
+            raise ValueError(f"expected a Params4bit as bitsandbytes quantized it; got {type(param).__name__}: {why}")
+        if len(state.shape) != 2 or state.blocksize not in BLOCKSIZES:
+            raise ValueError(f"expected a matrix, blocks of {BLOCKSIZES}; got {tuple(state.shape)}, {state.blocksize}")
+        nested = state.state2
+        return cls(
+            param.data.detach().reshape(-1).view(torch.uint8), state.absmax, state.code, tuple(state.shape),
+            state.blocksize, state.dtype, (state.shape[0],), **{} if nested is None else {
+                "nested_code": nested.code, "nested_absmax": nested.absmax, "offset": state.offset,
+                "nested_blocksize": nested.blocksize,
+            },
+        )
+
+    @classmethod
+    def adjacent(cls, params: Sequence[Any]) -> "NF4Weight":
+        """One weight out of several Params4bit, whose storage becomes views of it: bitsandbytes still works with them.
+
+        They must agree in `in`, block sizes, code and dtype, and each but the last must end where a block ends (with
+        double quantization: where a nested block ends). Otherwise ValueError, and nothing has changed.
+        """
+        weights = [cls.from_bitsandbytes(param) for param in params]
+        first = weights[0]
+        check_adjacent(weights)
+        names = ["packed", "absmax"] + ([] if first.nested_code is None else ["nested_absmax", "offset"])
+        parts = {name: [weight.part(name) for weight in weights] for name in names}
+        joined = {name: torch.cat(tensors) for name, tensors in parts.items()}
+        views = {name: joined[name].split([len(part) for part in parts[name]]) for name in names}
+        for number, param in enumerate(params):
+            repoint(param, {name: views[name][number] for name in names})
+        features = tuple(weight.shape[0] for weight in weights)
+        return replace(first, **joined, shape=(sum(features), first.shape[1]), out_features=features)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What the kernels read."""
+        return self.packed, self.absmax, self.code, self.nested_code, self.nested_absmax, self.offset
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The numbers that go with `tensors`."""
+        return self.shape[1], self.blocksize, self.nested_blocksize, self.first_block
+
+    def part(self, name: str) -> Tensor:
+        """A tensor of this weight by name; the offset once for each nested block."""
+        tensor = getattr(self, name)
+        return tensor.expand_as(self.nested_absmax) if name == "offset" else tensor
+
+    def rows(self, start: int, stop: int) -> "NF4Weight":
+        """Rows start to stop as a view. The first of them must begin a block, as each does if blocksize divides in."""
+        columns, size = self.shape[1], self.blocksize
+        if not 0 <= start <= stop <= self.shape[0] or start * columns % size:
+            raise ValueError(f"rows {start} to {stop} of {self.shape} in blocks of {size} do not begin with a block")
+        blocks = slice(start * columns // size, -(stop * columns // -size))
+        band = replace(
+            self, packed=self.packed[start * columns // 2 : (stop * columns + 1) // 2], absmax=self.absmax[blocks],
+            shape=(stop - start, columns), out_features=(stop - start,),
+        )
+        if self.nested_absmax is None or self.offset is None:
+            return band
+        before = self.first_block + blocks.start
+        groups = slice(before // self.nested_blocksize, -((self.first_block + blocks.stop) // -self.nested_blocksize))
+        return replace(
+            band, first_block=before % self.nested_blocksize, nested_absmax=self.nested_absmax[groups],
+            offset=self.offset[groups] if self.offset.ndim else self.offset,
+        )
+
+    def gather(self, index: Tensor) -> "NF4Weight":
+        """Copies of the rows at `index` (n,) int64, for an embedding: still in 4 bits, scales in float32."""
+        (rows, columns), size = self.shape, self.blocksize
+        if columns % size or index.ndim != 1 or index.dtype != torch.long:
+            raise ValueError(
+                f"expected index (n,) int64 and blocks that divide a row; got {tuple(index.shape)} {index.dtype}, "
+                f"rows of {columns} in blocks of {size}"
+            )
+        blocks = torch.arange(columns // size, device=index.device) + index[:, None] * (columns // size)
+        return NF4Weight(
+            self.packed.view(rows, columns // 2)[index].flatten(), self.scales(blocks).flatten(), self.code,
+            (len(index), columns), size, self.dtype, (len(index),),
+        )
+
+    def scales(self, blocks: Tensor | None = None) -> Tensor:
+        """The float32 scale of each of `blocks` (int64, any shape), or of all."""
+        if self.nested_code is None or self.nested_absmax is None or self.offset is None:
+            return self.absmax if blocks is None else self.absmax[blocks]
+        blocks = torch.arange(len(self.absmax), device=self.absmax.device) if blocks is None else blocks
+        group = (blocks + self.first_block) // self.nested_blocksize
+        return self.nested_code[self.absmax[blocks].int()] * self.nested_absmax[group] + self.part("offset")[group]
+
+
+def check_adjacent(weights: Sequence[NF4Weight]) -> None:
+    """Raise ValueError that says which weight does not fit under the others."""
+    first = weights[0]
+    for number, weight in enumerate(weights):
+        want, got = ((w.shape[1], w.blocksize, w.dtype, w.absmax.dtype, w.nested_blocksize) for w in (first, weight))
+        if want != got:
+            raise ValueError(
+                f"weight {number} does not fit: (in, blocksize, dtype, dtype of absmax, nested blocksize) is {got}, "
+                f"and {want} in weight 0"
+            )
+        tables = [table for w in (first, weight) for table in (w.code, w.nested_code) if table is not None]
+        if not all(map(torch.equal, tables[: len(tables) // 2], tables[len(tables) // 2 :])):
+            raise ValueError(f"weight {number} has other code tables than weight 0")
+        unit = weight.blocksize * (1 if weight.nested_code is None else weight.nested_blocksize)
+        if number < len(weights) - 1 and weight.shape[0] * weight.shape[1] % unit:
+            raise ValueError(f"weight {number}, {weight.shape}, does not end at a multiple of {unit} elements")
+
+
+def repoint(param: Any, views: dict[str, Tensor]) -> None:
+    """Makes a Params4bit use `views` as its storage, in the shape and dtype it had."""
+    state = param.quant_state
+    param.data = views["packed"].view(param.data.dtype).view(param.data.shape)
+    state.absmax = views["absmax"].view(state.absmax.shape)
+    if "offset" in views:
+        state.state2.absmax, state.offset = views["nested_absmax"], views["offset"][0]
+
+
+def nf4_dequantize_ref(weight: NF4Weight) -> Tensor:
+    """(out, in) in weight.dtype."""
+    pairs = torch.stack((weight.code.repeat_interleave(16), weight.code.repeat(16)), -1)  # (256, 2): of every byte
+    count, size, scales = weight.shape[0] * weight.shape[1], weight.blocksize, weight.scales()
+    values = pairs.index_select(0, weight.packed.int()).flatten()[:count]
+    values[: count // size * size].view(-1, size).mul_(scales[: count // size, None])
+    values[count // size * size :].mul_(scales[count // size :])
+    return values.view(weight.shape).to(weight.dtype)
+
+
+def dequantize_launch(capability: int) -> Launch:
+    """Each thread turns 4 bytes into 8 values, 16 bytes, at a time."""
+    return Launch({"WORDS": 128, "STEPS": 4}, num_warps=4, num_stages=1)
+
+
+@triton.jit
+def nf4_dequantize_kernel(
+    out_ptr, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr,
+    width, row_bytes, first_byte, tiles, offset_stride, block_shift, first_block, nested_shift,
+    WORDS: tl.constexpr, STEPS: tl.constexpr, RAGGED: tl.constexpr, NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
+):
+    # each row of `width` outputs comes from the bytes at row * row_bytes + first_byte; a word is 4 bytes, 8 elements
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = (tl.program_id(0) % tiles).to(tl.int64) * (WORDS * STEPS)
+    byte = tl.arange(0, 4)[None, :]
+    element = tl.arange(0, 8)[None, :]
+    for step in tl.static_range(STEPS):
+        word = tile + step * WORDS + tl.arange(0, WORDS)
+        source = row * row_bytes + first_byte + word * 4
+        whole = word * 8 < width
+        scale = block_scale(
+            source, whole, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift,
+            first_block, nested_shift, NESTED,
+        )[:, None]
+        inside = (word[:, None] * 8 + 2 * byte < width) if RAGGED else whole[:, None]
+        packed = tl.load(packed_ptr + source[:, None] + byte, mask=inside, other=0)
+        if SHUFFLE:
+            high = lookup_high(packed, code_ptr.to(tl.int64))
+            low = lookup_low(packed, code_ptr.to(tl.int64))
+        else:
+            high = tl.load(code_ptr + (packed >> 4))
+            low = tl.load(code_ptr + (packed & 15))
+        values = tl.interleave(high * scale, low * scale).to(out_ptr.dtype.element_ty)
+        position = word[:, None] * 8 + element
+        tl.store(out_ptr + row * width + position, values, mask=(position < width) if RAGGED else whole[:, None])
+
+
+@torch.library.custom_op("lowmem_grpo::nf4_dequantize", mutates_args={"out"}, device_types="cpu")
+def nf4_dequantize_op(
+    out: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
+    nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
+    first_block: int, first_column: int,
+) -> None:
+    """Fills out (rows, width) with columns first_column to first_column + width of the weight's first rows."""
+    rows, width = out.shape
+    weight = NF4Weight(
+        packed, absmax, code, (rows, columns), blocksize, out.dtype, (rows,), nested_code, nested_absmax, offset,
+        nested_blocksize, first_block,
+    )
+    unit = aligned_rows(weight)
+    step = max(1, REFERENCE_ELEMENTS // max(columns, 1) // unit) * unit
+    for start in range(0, rows, step):
+        band = nf4_dequantize_ref(weight.rows(start, min(start + step, rows)))
+        out[start : start + step] = band[:, first_column : first_column + width]
+
+
+@nf4_dequantize_op.register_kernel("cuda")
+def nf4_dequantize_triton(
+    out: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
+    nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
+    first_block: int, first_column: int,
+) -> None:
+    """The same with Triton. Whole rows lie one after the other: they are one long row."""
+    rows, width = (1, out.numel()) if out.shape[1] == columns else out.shape
+    launch = dequantize_launch(capability(out.device))
+    tiles = triton.cdiv(width, 8 * launch.constexprs["WORDS"] * launch.constexprs["STEPS"])
+    if out.numel():
+        nf4_dequantize_kernel[(rows * tiles,)](
+            out, packed, absmax, code, code if nested_code is None else nested_code,
+            code if nested_absmax is None else nested_absmax, code if offset is None else offset, width, columns // 2,
+            first_column // 2, tiles, 0 if offset is None else offset.ndim, (blocksize // 2).bit_length() - 1,
+            first_block, nested_blocksize.bit_length() - 1, RAGGED=width % 8 != 0, NESTED=nested_code is not None,
+            SHUFFLE=out.is_cuda, **launch.options,
+        )
+
+
+@nf4_dequantize_op.register_fake
+def _(out, packed, absmax, code, nested_code, nested_absmax, offset, *sizes) -> None:
+    return None
+
+
+def aligned_rows(weight: NF4Weight) -> int:
+    """The smallest number of rows that ends where a block ends."""
+    return weight.blocksize // math.gcd(weight.shape[1], weight.blocksize)
+
+
+def nf4_dequantize(weight: NF4Weight, out: Tensor | None = None) -> Tensor:
+    """The weight (out, in) in its dtype, or written to `out` (contiguous, any floating dtype) where it is given."""
+    if out is None:
+        out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.packed.device)
+    fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()
+    if not fits or out.device != weight.packed.device:
+        raise ValueError(
+            f"expected out {weight.shape}, contiguous, floating, on {weight.packed.device}; got {tuple(out.shape)}, "
+            f"strides {out.stride()}, {out.dtype} on {out.device}"
+        )
+    nf4_dequantize_op(out, *weight.tensors, *weight.sizes, 0)
+    return out
+
+
+def weight_types(nested: bool) -> dict[str, str]:
+    """Triton types of the pointers into a weight, of any kernel."""
+    floats = ("code_ptr", "nested_code_ptr", "nested_absmax_ptr", "offset_ptr")
+    return {"packed_ptr": "*u8", "absmax_ptr": "*u8" if nested else "*fp32"} | dict.fromkeys(floats, "*fp32")
+
+
+def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """Single and double quantization, sizes that are multiples of 8 and others."""
+    launch, value = dequantize_launch(capability), "*" + TRITON_TYPES[dtype]
+    integers = "width row_bytes first_byte tiles offset_stride block_shift first_block nested_shift".split()
+    return [
+        Variant(
+            f"nf4_dequantize nested={nested} ragged={ragged}", nf4_dequantize_kernel,
+            {"out_ptr": value} | weight_types(nested) | dict.fromkeys(integers, "i32"),
+            launch, {"NESTED": nested, "RAGGED": ragged, "SHUFFLE": True},
+        )
+        for nested in (False, True) for ragged in (False, True)
+    ]

@@ -1,0 +1,72 @@
+"""Device functions shared by the kernels that read 4-bit weights: the code table, and the scale of a block.
+
+A table look-up is the costly part of dequantizing: one for every weight. Loading it from memory takes two integer
+instructions for a 64-bit address and one load each. Here every lane of a warp holds one of the 16 entries, and a warp
+shuffle, whose index is the nibble itself, fetches it: one shift and one shuffle. The interpreter, which runs no inline
+assembly, loads from memory instead (SHUFFLE false).
+"""
+
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+
+@triton.jit
+def lookup_high(packed, table_address):
+    """code[packed >> 4] in float32: lane i of a warp keeps code[i % 16] in a register, and the nibble names a lane."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 entry, lane;
+        .reg .b64 address;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, 15;
+        mad.wide.u32 address, lane, 4, $5;
+        ld.global.nc.b32 entry, [address];
+        shr.u32 lane, $4, 4;
+        shfl.sync.idx.b32 $0, entry, lane, 31, -1;
+        shr.u32 lane, $4, 12;
+        shfl.sync.idx.b32 $1, entry, lane, 31, -1;
+        shr.u32 lane, $4, 20;
+        shfl.sync.idx.b32 $2, entry, lane, 31, -1;
+        shr.u32 lane, $4, 28;
+        shfl.sync.idx.b32 $3, entry, lane, 31, -1;
+        }""",
+        "=&f,=&f,=&f,=&f,r,l,l,l,l", [packed, table_address], dtype=tl.float32, is_pure=True, pack=4,
+    )
+
+
+@triton.jit
+def lookup_low(packed, table_address):
+    """code[packed & 15] in float32. A shuffle reads five bits of the lane number; the fifth changes nothing."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 entry, lane;
+        .reg .b64 address;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, 15;
+        mad.wide.u32 address, lane, 4, $5;
+        ld.global.nc.b32 entry, [address];
+        shfl.sync.idx.b32 $0, entry, $4, 31, -1;
+        shr.u32 lane, $4, 8;
+        shfl.sync.idx.b32 $1, entry, lane, 31, -1;
+        shr.u32 lane, $4, 16;
+        shfl.sync.idx.b32 $2, entry, lane, 31, -1;
+        shr.u32 lane, $4, 24;
+        shfl.sync.idx.b32 $3, entry, lane, 31, -1;
+        }""",
+        "=&f,=&f,=&f,=&f,r,l,l,l,l", [packed, table_address], dtype=tl.float32, is_pure=True, pack=4,
+    )
+
+
+@triton.jit
+def block_scale(
+    byte, mask, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift, first_block,
+    nested_shift, NESTED: tl.constexpr,
+):
+    """float32 scale of the block that holds each of `byte`: a block has 2**block_shift bytes."""
+    block = byte >> block_shift
+    if NESTED:
+        group = (block + first_block) >> nested_shift
+        code = tl.load(absmax_ptr + block, mask=mask, other=0).to(tl.int32)
+        scale = tl.load(nested_code_ptr + code) * tl.load(nested_absmax_ptr + group, mask=mask, other=0.0)
+        return scale + tl.load(offset_ptr + group * offset_stride, mask=mask, other=0.0)
+    else:
+        return tl.load(absmax_ptr + block, mask=mask, other=0.0)

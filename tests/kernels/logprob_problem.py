@@ -1,0 +1,84 @@
+"""Random problems for linear_logprobs, and its outcome in float64."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accuracy import assert_as_accurate
+from torch import Tensor
+
+from lowmem_grpo.kernels import linear_logprobs_ref
+
+D, V = 33, 1003
+SUMMATION = 2e-5  # slack for summing V float32 terms in another order than the reference, relative to the largest value
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # one rounding of a stored gradient
+SHAPES = [
+    {}, {"temperature": 0.7}, {"logit_scale": 0.25}, {"softcap": 5.0},
+    {"bias": True, "temperature": 1.3, "logit_scale": 2.0, "softcap": 3.0},
+]
+CHUNKS = [1, 7, None]
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # of two float32 computations in another order
+
+
+def problem(
+    rows: int, dtype: torch.dtype, bias: bool = False, lora: bool = False, trained: Sequence[str] = ("hidden",),
+    **options: Any,
+) -> tuple[dict[str, Any], Tensor]:
+    """Arguments of linear_logprobs, those `trained` with gradients, and a gradient (N,) of logprobs."""
+    generator = torch.Generator().manual_seed(rows)
+    arguments = {
+        "hidden": torch.randn(rows, D, generator=generator).to(dtype),
+        "weight": (torch.randn(V, D, generator=generator) / 3).to(dtype),
+        "targets": torch.randint(V, (rows,), generator=generator),
+        "bias": torch.randn(V, generator=generator).to(dtype) if bias else None,
+    }
+    if lora:
+        arguments["lora_a"] = (torch.randn(5, D, generator=generator) / 6).to(dtype)
+        arguments["lora_b"] = torch.randn(V, 5, generator=generator).to(dtype)
+    for name in trained:
+        arguments[name].requires_grad_()
+    return arguments | options, torch.randn(rows, generator=generator)
+
+
+def reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, lora_a: Tensor | None = None, lora_b: Tensor | None = None,
+    lora_scale: float = 1.0, **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """linear_logprobs_ref, with an adapter on the head as r more columns of hidden and weight."""
+    if lora_a is not None and lora_b is not None:
+        hidden = torch.cat([hidden, (hidden @ lora_a.T) * lora_scale], 1)
+        weight = torch.cat([weight, lora_b], 1)
+    return linear_logprobs_ref(hidden, weight, targets, **options)
+
+
+def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with every floating tensor in float64."""
+    return {
+        name: value.detach().double().requires_grad_(value.requires_grad)
+        if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+
+
+def outcome(
+    function: Any, arguments: dict[str, Any], grad: Tensor, grad_entropy: Tensor | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """logprobs, entropy and the gradient of every tensor that takes one, in float64."""
+    trained = {name: value for name, value in arguments.items() if torch.is_tensor(value) and value.requires_grad}
+    logprobs, entropy = function(**arguments, **options)
+    loss = (logprobs * grad.to(logprobs)).sum()
+    if grad_entropy is not None:
+        loss = loss + (entropy * grad_entropy.to(entropy)).sum()
+    grads = torch.autograd.grad(loss, list(trained.values()))
+    results = {"logprobs": logprobs, "entropy": entropy}
+    results |= {f"grad_{name}": value for name, value in zip(trained, grads, strict=True)}
+    return {name: value.detach().double() for name, value in results.items()}
+
+
+def assert_no_worse(arguments: dict[str, Any], ours: dict[str, Tensor], *grads: Tensor, dtype: torch.dtype) -> None:
+    """The accuracy rule for everything in `ours`, an outcome on `arguments`."""
+    truth = outcome(reference, in_float64(arguments), *grads)
+    same_dtype = outcome(reference, arguments, *grads)
+    for name, exact in truth.items():
+        slack = SUMMATION + (3 * ROUNDING[dtype] if name.startswith("grad") else 0)  # factors, products, the result
+        assert_as_accurate(name, ours[name], same_dtype[name], exact, slack)

@@ -1,0 +1,171 @@
+"""linear_logprobs where more than the hidden states takes a gradient, and with 4-bit heads."""
+
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from live_storage import LiveStorage
+from logprob_problem import CLOSE, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
+from torch import Tensor
+
+from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
+
+TRAINED = [
+    {"trained": ["weight"]}, {"trained": ["hidden", "weight"]},
+    {"trained": ["hidden", "weight", "bias"], "bias": True, "softcap": 3.0, "temperature": 1.3, "logit_scale": 2.0},
+    {"trained": ["bias"], "bias": True}, {"trained": ["hidden", "lora_a", "lora_b"], "lora": True, "lora_scale": 0.5},
+    {"trained": ["hidden", "weight", "bias", "lora_a", "lora_b"], "lora": True, "bias": True, "softcap": 5.0},
+]
+
+
+def entropy_gradient(rows: int) -> Tensor:
+    return torch.randn(rows, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("rows", "chunk_rows"), [(1, None), (63, 7), (500, 16)])
+@pytest.mark.parametrize("options", TRAINED, ids=[" ".join(options["trained"]) for options in TRAINED])
+def test_gradients_of_a_trained_head_are_no_worse_than_the_references(
+    dtype: torch.dtype, rows: int, chunk_rows: int | None, options: dict[str, Any]
+) -> None:
+    arguments, grad = problem(rows, dtype, **options)
+    ours = outcome(linear_logprobs, arguments, grad, chunk_rows=chunk_rows, return_entropy=True)
+    assert_no_worse(arguments, ours, grad, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("options", [*SHAPES, *TRAINED])
+def test_gradients_of_an_entropy_bonus_are_no_worse_than_the_references(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    arguments, grad = problem(63, dtype, **options)
+    grads = grad, entropy_gradient(63)
+    ours = outcome(linear_logprobs, arguments, *grads, chunk_rows=7, return_entropy=True, entropy_grad=True)
+    assert_no_worse(arguments, ours, *grads, dtype=dtype)
+
+
+@pytest.mark.parametrize("options", [TRAINED[2], TRAINED[5]])
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_gradients_of_a_trained_head_are_the_derivatives(options: dict[str, Any], entropy_grad: bool) -> None:
+    arguments, _ = problem(4, torch.float64, **options)
+    names = options["trained"]
+
+    def run(*tensors: Tensor) -> Any:
+        changed = arguments | dict(zip(names, tensors, strict=True))
+        results = linear_logprobs(**changed, chunk_rows=1, return_entropy=True, entropy_grad=entropy_grad)
+        return results if entropy_grad else results[0]
+
+    small = {"weight": (17, D), "bias": (17,), "lora_b": (17, 5)}  # numeric derivatives of fewer entries
+    for name, shape in small.items():
+        if arguments.get(name) is not None:
+            arguments[name] = arguments[name].detach()[tuple(slice(size) for size in shape)].clone().requires_grad_()
+    arguments["targets"] %= 17
+    assert torch.autograd.gradcheck(run, [arguments[name] for name in names])
+
+
+def test_only_the_entropy_in_the_loss_gives_the_entropys_gradient() -> None:
+    arguments, grad = problem(63, torch.float32)
+    _, entropy = linear_logprobs(**arguments, return_entropy=True, entropy_grad=True)
+    (alone,) = torch.autograd.grad(entropy.sum(), arguments["hidden"])
+    both = outcome(linear_logprobs, arguments, 0 * grad, torch.ones(63), return_entropy=True, entropy_grad=True)
+    torch.testing.assert_close(alone.double(), both["grad_hidden"], **CLOSE)
+
+
+def test_ignored_rows_give_a_trained_head_no_gradient() -> None:
+    arguments, grad = problem(63, torch.float32, **TRAINED[5])
+    ignored = torch.arange(63) % 3 == 0
+    kept = arguments | {"targets": arguments["targets"].masked_fill(ignored, -100)}
+    ours = outcome(linear_logprobs, kept, grad, entropy_gradient(63), ignore_index=-100, return_entropy=True,
+                   entropy_grad=True)
+    expected = outcome(linear_logprobs, arguments, grad * ~ignored, entropy_gradient(63) * ~ignored,
+                       return_entropy=True, entropy_grad=True)
+    for name in [name for name in ours if name.startswith("grad")]:
+        torch.testing.assert_close(ours[name], expected[name], **CLOSE, msg=name)
+
+
+def test_small_gradients_of_a_loss_over_many_tokens_do_not_vanish_in_half_precision() -> None:
+    arguments, grad = problem(63, torch.float16, trained=["hidden", "weight"])
+    tiny = outcome(linear_logprobs, arguments, grad * 2**-14, return_entropy=True)["grad_weight"]
+    whole = outcome(linear_logprobs, arguments, grad, return_entropy=True)["grad_weight"]
+    lost = (tiny * 2**14 - whole).abs().max() / whole.abs().max()
+    assert lost < 2**-8  # the result itself is a half-precision number near its smallest
+
+
+def test_gradient_of_zero_stays_zero() -> None:
+    arguments, grad = problem(63, torch.float32, trained=["hidden", "weight"])
+    ours = outcome(linear_logprobs, arguments, 0 * grad, return_entropy=True)
+    assert not ours["grad_hidden"].any() and not ours["grad_weight"].any()
+
+
+def test_no_rows_give_a_trained_head_a_gradient_of_zero() -> None:
+    arguments, grad = problem(0, torch.float32, trained=["hidden", "weight"])
+    ours = outcome(linear_logprobs, arguments, grad, return_entropy=True)
+    assert ours["grad_weight"].shape == (V, D) and not ours["grad_weight"].any()
+
+
+def test_memory_of_a_trained_head_is_its_gradient_and_some_tiles() -> None:
+    rows, chunk_rows = 500, 8
+    arguments, _ = problem(rows, torch.bfloat16, trained=["hidden", "weight"])
+    with LiveStorage() as storage:
+        logprobs = linear_logprobs(**arguments, chunk_rows=chunk_rows)
+        torch.autograd.grad(logprobs.sum(), [arguments["hidden"], arguments["weight"]])
+    gradients = 2 * (V * D + rows * D) + 4 * rows * D  # bf16 results, float32 sum of hidden's
+    assert storage.peak < gradients + 16 * chunk_rows * V + 2 * 4 * rows * D + 64 * rows
+    assert storage.largest < rows * V
+
+
+def quantized(weight: Tensor, double: bool) -> Any:
+    """A Params4bit made of `weight`."""
+    parameter = bnb.nn.Params4bit(weight.detach(), requires_grad=False, quant_type="nf4", compress_statistics=double)
+    return parameter.to("cpu")
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("options", [*SHAPES, {"lora": True, "trained": ["hidden", "lora_a", "lora_b"]}])
+@pytest.mark.parametrize("chunk_rows", [1, 7, None])
+def test_a_4_bit_head_gives_what_its_dequantized_weight_gives(
+    dtype: torch.dtype, double: bool, options: dict[str, Any], chunk_rows: int | None
+) -> None:
+    arguments, grad = problem(63, dtype, **options)
+    size = 64
+    arguments["hidden"] = torch.randn(63, size, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    if "lora_a" in arguments:
+        arguments["lora_a"] = torch.randn(5, size).to(dtype).div_(8).requires_grad_()
+    parameter = quantized(torch.randn(V, size, generator=torch.Generator().manual_seed(2)).to(dtype) / 4, double)
+    packed = arguments | {"weight": parameter}
+    arguments["weight"] = nf4_dequantize(NF4Weight.from_bitsandbytes(parameter))
+    ours = outcome(linear_logprobs, packed, grad, chunk_rows=chunk_rows, return_entropy=True)
+    assert_no_worse(arguments, ours, grad, dtype=dtype)
+
+
+def test_a_4_bit_head_is_dequantized_once_for_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, grad = problem(63, torch.float32)
+    arguments["hidden"] = torch.randn(63, 64, requires_grad=True)
+    arguments["weight"] = quantized(torch.randn(V, 64), False)
+    rows_read: list[int] = []
+
+    def counted(weight: NF4Weight, out: Tensor | None = None) -> Tensor:
+        rows_read.append(weight.shape[0])
+        return nf4_dequantize(weight, out)
+
+    monkeypatch.setattr("lowmem_grpo.kernels.head.nf4_dequantize", counted)
+    outcome(linear_logprobs, arguments, grad, chunk_rows=7, return_entropy=True)
+    assert sum(rows_read) == V + 63  # every row once, and the targets' rows
+    assert max(rows_read) <= 7 * V // 63
+
+
+WRONG = [
+    ({"lora_a": torch.zeros(5, D)}, "only one"), ({"lora_b": torch.zeros(V, 5)}, "only one"),
+    ({"lora_a": torch.zeros(5, D), "lora_b": torch.zeros(V, 4)}, "(1003, 4)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_adapters_that_do_not_fit_are_refused_with_what_was_got(changes: dict[str, Any], message: str) -> None:
+    arguments, _ = problem(3, torch.float32)
+    with pytest.raises(ValueError) as refusal:
+        linear_logprobs(**(arguments | changes))
+    assert message in str(refusal.value)

@@ -1,0 +1,209 @@
+"""The Triton kernels under linear_logprobs in the interpreter, its ops under torch.compile, and both on a card."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_as_accurate, gpu, interpreted
+from logprob_problem import CLOSE, SUMMATION, D, V, assert_no_worse, outcome, problem
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels.linear_logprobs import backward_op, default_rows, forward_op
+from lowmem_grpo.kernels.logprob_rows import finish_rows_ref, logprob_rows, logprob_rows_triton
+from lowmem_grpo.kernels.logprob_tile_bwd import differentiate_ref, logprob_tile_bwd, logprob_tile_bwd_triton
+from lowmem_grpo.kernels.logprob_tile_fwd import (
+    TARGET,
+    logprob_tile_fwd,
+    logprob_tile_fwd_triton,
+    new_state,
+    update_state_ref,
+)
+
+NUMBERS = [(1.0, 1.0, None, -100), (0.7, 1.0, None, -100), (1.3, 2.0, 3.0, -100)]  # of LogitShape
+PACKING = [torch.float32, torch.float16]  # of the gradient; float16 shares bytes with the logits
+SIZES = [(1, 2500), (63, 1003), (20, 130), (3, 4099)]  # rows, vocabulary: never a multiple of a block
+
+
+def logits_of(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Random raw logits (R, V), targets with some ignored, a bias with one entry at -inf."""
+    generator = torch.Generator().manual_seed(rows)
+    targets = torch.randint(1, vocabulary, (rows,), generator=generator)
+    targets[1::4] = -100
+    bias = torch.randn(vocabulary, generator=generator, dtype=torch.float64)
+    bias[0] = -torch.inf
+    logits = 4 * torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64)
+    return {"logits": logits.to(dtype), "targets": targets, "bias": bias.to(dtype)}
+
+
+def compare(launch: Callable[..., Any], reference: Callable[..., Any], arguments: dict[str, Any],
+            last: tuple[Any, ...], packing: torch.dtype) -> None:
+    """Runs kernel, float32 reference and float64 truth on copies, and holds all that they return or overwrite."""
+    doubled = {
+        name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+    outcomes = []
+    for function, given, dtype in (
+        (launch, arguments, packing), (reference, arguments, torch.float32), (reference, doubled, torch.float64)
+    ):
+        given = {name: value.clone() if torch.is_tensor(value) else value for name, value in given.items()}
+        result = function(*given.values(), *last, dtype)
+        columns = given["logits"].shape[1]
+        gradient = given["logits"] if dtype != torch.float16 else given["logits"].view(dtype)[:, :columns]
+        outcomes.append([gradient, *[given[name] for name in ("state",) if name in given],
+                         *([result] if result is not None else [])])
+    slack = SUMMATION if packing == torch.float32 else SUMMATION + 2**-11
+    for index, (ours, reference_value, truth) in enumerate(zip(*outcomes, strict=True)):
+        assert ours.double().isfinite().all()
+        assert_as_accurate(f"result {index}", ours, reference_value, truth, slack)
+
+
+@interpreted
+@pytest.mark.parametrize("packing", PACKING)
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize(("rows", "vocabulary"), SIZES)
+def test_row_kernel_is_as_accurate_as_the_reference(
+    rows: int, vocabulary: int, numbers: tuple[Any, ...], packing: torch.dtype
+) -> None:
+    compare(logprob_rows_triton, finish_rows_ref, logits_of(rows, vocabulary), numbers, packing)
+
+
+@interpreted
+@pytest.mark.parametrize("packing", PACKING)
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize(("rows", "vocabulary"), SIZES)
+def test_forward_tile_kernel_is_as_accurate_as_the_reference(
+    rows: int, vocabulary: int, numbers: tuple[Any, ...], packing: torch.dtype
+) -> None:
+    given = logits_of(rows, vocabulary)
+    state = new_state(rows, given["logits"])
+    update_state_ref(0.8 * given["logits"], state, given["targets"] + vocabulary, None, *numbers, 0, None)
+    state[TARGET] = torch.randn(rows)
+    arguments = {"logits": given["logits"], "state": state, "targets": given["targets"] + 7, "bias": given["bias"]}
+    compare(logprob_tile_fwd_triton, update_state_ref, arguments, (*numbers, 7), packing)
+
+
+@interpreted
+@pytest.mark.parametrize("packing", PACKING)
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize(("rows", "vocabulary"), SIZES)
+def test_backward_tile_kernel_is_as_accurate_as_the_reference(
+    rows: int, vocabulary: int, numbers: tuple[Any, ...], packing: torch.dtype, entropy_gradient: bool
+) -> None:
+    given = logits_of(rows, vocabulary)
+    _, entropy, lse = finish_rows_ref(given["logits"].clone(), given["targets"], given["bias"], *numbers, None)
+    arguments = given | {
+        "lse": lse, "entropy": entropy, "grad_logprobs": torch.rand(rows) * 2 - 1,
+        "grad_entropy": torch.rand(rows) * 2 - 1 if entropy_gradient else None,
+    }
+    arguments["targets"] = torch.where(given["targets"] < 0, given["targets"], given["targets"] + 7)
+    compare(logprob_tile_bwd_triton, differentiate_ref, arguments, (*numbers, 7), packing)
+
+
+@interpreted
+def test_row_kernel_gives_minus_infinity_for_a_target_without_weight_and_nan_for_nan() -> None:
+    given = logits_of(3, 1003)
+    given["targets"][:] = torch.tensor([0, 5, 5])
+    given["logits"][2, 700] = torch.nan
+    logprobs, _, _ = logprob_rows_triton(*given.values(), *NUMBERS[0], None)
+    assert logprobs[0] == -torch.inf and logprobs[1].isfinite() and logprobs[2].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_ops_keep_torchs_contract(dtype: torch.dtype) -> None:
+    given = logits_of(7, 130)
+    rows = {name: torch.rand(7) for name in ("lse", "entropy", "grad_logprobs", "grad_entropy")}
+    torch.library.opcheck(logprob_rows, (*given.values(), *NUMBERS[2], dtype))
+    state = new_state(7, given["logits"])
+    torch.library.opcheck(
+        logprob_tile_fwd, (given["logits"], state, given["targets"], given["bias"], *NUMBERS[2], 0, dtype)
+    )
+    torch.library.opcheck(logprob_tile_bwd, (*given.values(), *rows.values(), *NUMBERS[2], 0, dtype))
+
+
+@pytest.mark.parametrize("keep_gradient", [False, True])
+def test_whole_ops_keep_torchs_contract(keep_gradient: bool) -> None:
+    arguments, _ = problem(7, torch.float32, bias=True, lora=True, trained=[])
+    low = torch.randn(7, 5)
+    head = (arguments["hidden"], arguments["weight"], arguments["bias"], low, arguments["lora_b"])
+    torch.library.opcheck(forward_op, (*head, arguments["targets"], *NUMBERS[2], 3, keep_gradient))
+    rows = [torch.rand(7) for _ in range(4)]
+    for needed in ([True] * 5, [False, True, False, False, False]):
+        torch.library.opcheck(backward_op, (*head, arguments["targets"], *NUMBERS[2], 100, *rows, needed))
+
+
+COMPILED = [{}, {"bias": True, "softcap": 3.0, "temperature": 0.7}, {"trained": ["hidden", "weight"]},
+            {"trained": ["hidden", "lora_a", "lora_b"], "lora": True}]
+
+
+@pytest.mark.parametrize("options", COMPILED)
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_compiled_calls_give_what_eager_ones_give(options: dict[str, Any], entropy_grad: bool) -> None:
+    arguments, grad = problem(63, torch.float32, **options)
+    grads = (grad, 0.5 * grad) if entropy_grad else (grad,)
+    settings = {"return_entropy": True, "chunk_rows": 7, "entropy_grad": entropy_grad}
+    compiled = torch.compile(linear_logprobs, backend="aot_eager", fullgraph=True)
+    expected = outcome(linear_logprobs, arguments, *grads, **settings)
+    for name, values in outcome(compiled, arguments, *grads, **settings).items():
+        torch.testing.assert_close(values, expected[name], **CLOSE, msg=name)
+
+
+@pytest.mark.parametrize("options", COMPILED)
+def test_fake_tensors_pass_through_with_the_right_shapes(options: dict[str, Any]) -> None:
+    arguments, _ = problem(63, torch.bfloat16, **options)
+    trained = options.get("trained", ["hidden"])
+    with FakeTensorMode():
+        fake = {
+            name: torch.empty(value.shape, dtype=value.dtype, requires_grad=name in trained)
+            if torch.is_tensor(value) else value for name, value in arguments.items()
+        }
+        logprobs, entropy = linear_logprobs(**fake, return_entropy=True, entropy_grad=True)
+        grads = torch.autograd.grad(logprobs.sum(), [fake[name] for name in trained])
+    assert logprobs.shape == entropy.shape == (63,)
+    assert [grad.shape for grad in grads] == [fake[name].shape for name in trained]
+
+
+def test_default_chunk_of_logits_keeps_within_its_budget() -> None:
+    for vocabulary in (1, 384, 128256, 151936, 10**8):
+        rows = default_rows(torch.device("cpu"), vocabulary)
+        assert rows >= 1 and (4 * rows * vocabulary <= 32 * 2**20 or rows == 1)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [*COMPILED, {"temperature": 1.3, "logit_scale": 2.0, "softcap": 3.0}])
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("rows", [1, 63, 500])
+def test_on_a_card_errors_are_no_larger_than_the_references(
+    dtype: torch.dtype, options: dict[str, Any], entropy_grad: bool, rows: int
+) -> None:
+    arguments, grad = problem(rows, dtype, **options)
+    grads = (grad, 0.5 * grad) if entropy_grad else (grad,)
+    on_card = {
+        name: value.detach().cuda().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
+        for name, value in arguments.items()
+    }
+    ours = outcome(linear_logprobs, on_card, *grads, return_entropy=True, chunk_rows=100, entropy_grad=entropy_grad)
+    assert_no_worse(arguments, {name: value.cpu() for name, value in ours.items()}, *grads, dtype=dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_card_two_runs_are_equal_bit_for_bit(dtype: torch.dtype) -> None:
+    """A race between reading logits and writing the gradient over them would show here."""
+    hidden = torch.randn(512, 256, device="cuda", dtype=dtype, requires_grad=True)
+    weight, targets = torch.randn(50021, 256, device="cuda", dtype=dtype), torch.randint(50021, (512,), device="cuda")
+    runs = []
+    for _ in range(3):
+        logprobs = linear_logprobs(hidden, weight, targets)
+        runs.append((logprobs, *torch.autograd.grad(logprobs.sum(), hidden)))
+    for run in runs[1:]:
+        assert all(torch.equal(ours, first) for ours, first in zip(run, runs[0], strict=True))
+
+
+def test_kernel_widths_are_odd() -> None:
+    assert D % 2 == 1 and V % 2 == 1  # else padding would hide mistakes at the edges

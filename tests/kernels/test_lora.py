@@ -1,0 +1,256 @@
+"""Linear layers and MLPs with LoRA over frozen weights: accuracy, memory, and what autograd may do with them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from accuracy import assert_as_accurate, gpu
+from live_storage import LiveStorage
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
+from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp, lora_mlp_ref
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+IN, INNER = 63, 130  # odd, and no multiple of a block
+SMALL = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float16: torch.float16}  # dtype of LoRA
+
+
+def adapter(size_out: int, size_in: int, dtype: torch.dtype, seed: int, rank: int = 5) -> LoRA:
+    """A LoRA pair of which both halves matter."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(rank, size_in, generator=generator) / size_in**0.5
+    b = torch.randn(size_out, rank, generator=generator) / rank**0.5
+    return LoRA(a.to(dtype).requires_grad_(), b.to(dtype).requires_grad_(), 0.7)
+
+
+def mlp_problem(rows: int, dtype: torch.dtype, fused: bool = False) -> dict[str, Any]:
+    """Arguments of lora_mlp; `fused` puts gate and up in one matrix."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def weight(size_out: int, size_in: int) -> Tensor:
+        return (torch.randn(size_out, size_in, generator=generator) / size_in**0.5).to(dtype)
+
+    arguments: dict[str, Any] = {"x": torch.randn(rows, IN, generator=generator).to(dtype).requires_grad_()}
+    gate_size = 2 * INNER if fused else INNER
+    arguments |= {"gate": weight(gate_size, IN), "gate_lora": adapter(gate_size, IN, SMALL[dtype], 1)}
+    arguments["up"] = None if fused else weight(INNER, IN)
+    arguments["up_lora"] = None if fused else adapter(INNER, IN, SMALL[dtype], 2)
+    return arguments | {"down": weight(IN, INNER), "down_lora": adapter(IN, INNER, SMALL[dtype], 3)}
+
+
+def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same with every tensor in float64."""
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, LoRA):
+            return LoRA(wide(value.a), wide(value.b), value.scale)
+        if not torch.is_tensor(value):
+            return value
+        return value.detach().double().requires_grad_(value.requires_grad)
+
+    return {name: wide(value) for name, value in arguments.items()}
+
+
+def outcome(function: Callable[..., Tensor], arguments: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+    """The output, and the gradient of x and of every LoRA tensor."""
+    leaves = {"x": arguments["x"]}
+    for name, value in arguments.items():
+        if isinstance(value, LoRA):
+            leaves |= {f"{name}.a": value.a, f"{name}.b": value.b}
+    y = function(**arguments, **options)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y)
+    grads = torch.autograd.grad(y, list(leaves.values()), grad)
+    for leaf, gradient in zip(leaves.values(), grads, strict=True):
+        assert gradient.dtype == leaf.dtype
+    return {"y": y} | dict(zip(leaves, grads, strict=True))
+
+
+def assert_no_worse(arguments: dict[str, Any], ours: dict[str, Tensor], dtype: torch.dtype, **options: Any) -> None:
+    truth = outcome(lora_mlp_ref, in_float64(arguments), **options)
+    reference = outcome(lora_mlp_ref, arguments, **options)
+    for name, exact in truth.items():
+        assert_as_accurate(name, ours[name], reference[name], exact, 2 * ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("rows", [1, 63, 500])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_mlp_errors_are_no_larger_than_the_references(
+    dtype: torch.dtype, rows: int, fused: bool, recompute: bool
+) -> None:
+    arguments = mlp_problem(rows, dtype, fused)
+    assert_no_worse(arguments, outcome(lora_mlp, arguments, recompute=recompute), dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_mlp_gradients_are_the_derivatives(activation: str, fused: bool) -> None:
+    arguments = in_float64(mlp_problem(2, torch.float32, fused))
+    loras = {name: value for name, value in arguments.items() if isinstance(value, LoRA)}
+
+    def run(x: Tensor, *tensors: Tensor) -> Tensor:
+        pairs = zip(loras, tensors[::2], tensors[1::2], strict=True)
+        changed = {name: LoRA(a, b, 0.7) for name, a, b in pairs}
+        return lora_mlp(**(arguments | changed | {"x": x}), activation=activation, recompute=True)
+
+    tensors = [tensor for lora in loras.values() for tensor in (lora.a, lora.b)]
+    assert torch.autograd.gradcheck(run, (arguments["x"], *tensors), fast_mode=True)
+
+
+@pytest.mark.parametrize("without", ["gate_lora", "up_lora", "down_lora"])
+def test_mlp_layers_without_lora_are_plain(without: str) -> None:
+    arguments = mlp_problem(63, torch.float32) | {without: None}
+    assert_no_worse(arguments, outcome(lora_mlp, arguments), torch.float32)
+
+
+def test_mlp_takes_batches_of_sequences() -> None:
+    arguments = mlp_problem(60, torch.float32)
+    batched = arguments | {"x": arguments["x"].detach().view(3, 20, IN).requires_grad_()}
+    torch.testing.assert_close(lora_mlp(**batched).flatten(0, 1), lora_mlp(**arguments))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_mlp_keeps_gate_and_up_or_nothing(recompute: bool) -> None:
+    arguments = mlp_problem(500, torch.bfloat16)
+    with LiveStorage() as storage:
+        y = lora_mlp(**arguments, recompute=recompute)
+    assert storage.live == y.nbytes + (0 if recompute else 2 * 500 * INNER * 2)
+
+
+def test_mlp_backward_makes_one_buffer_of_the_inner_size() -> None:
+    arguments = mlp_problem(500, torch.float32)
+    y = lora_mlp(**arguments)
+    inner, ranks = 500 * INNER * 4, 4 * 3 * 5 * (500 + 2 * INNER)
+    with LiveStorage() as storage:
+        torch.autograd.grad(y, arguments["x"], torch.ones_like(y))
+    assert storage.peak < inner + 3 * y.nbytes + 2 * ranks  # dy, dx and one share of it
+
+
+def test_a_second_backward_through_used_buffers_is_refused_not_wrong() -> None:
+    arguments = mlp_problem(7, torch.float32)
+    y = lora_mlp(**arguments)
+    torch.autograd.grad(y.sum(), arguments["x"], retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), arguments["x"])
+
+
+def test_a_second_backward_through_a_recomputed_mlp_gives_the_same() -> None:
+    arguments = mlp_problem(7, torch.float32)
+    y = lora_mlp(**arguments, recompute=True)
+    first, second = (torch.autograd.grad(y.sum(), arguments["x"], retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_4_bit_mlp_gives_what_its_dequantized_weights_give(dtype: torch.dtype, double: bool) -> None:
+    arguments = mlp_problem(63, dtype)
+    packed = {}
+    for name in ("gate", "up", "down"):
+        packed[name] = bnb.nn.Params4bit(
+            arguments[name], requires_grad=False, quant_type="nf4", compress_statistics=double
+        ).to("cpu")
+        arguments[name] = nf4_dequantize(NF4Weight.from_bitsandbytes(packed[name]))
+    assert_no_worse(arguments, outcome(lora_mlp, arguments | packed), dtype)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_q_k_v_on_one_input_give_what_three_layers_give(dtype: torch.dtype) -> None:
+    x = torch.randn(63, IN, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    sizes = (64, 32, 31)
+    weights = [(torch.randn(size, IN) / 8).to(dtype) for size in sizes]
+    loras = [adapter(64, IN, SMALL[dtype], 1), None, adapter(31, IN, SMALL[dtype], 2, rank=3)]
+
+    def together(x: Tensor, q_lora: LoRA, v_lora: LoRA) -> Tensor:
+        return torch.cat(lora_linear(x, [weight.to(x.dtype) for weight in weights], [q_lora, None, v_lora]), -1)
+
+    def apart(x: Tensor, q_lora: LoRA, v_lora: LoRA) -> Tensor:
+        pairs = zip(weights, (q_lora, None, v_lora), strict=True)
+        return torch.cat([lora_linear_ref(x, weight.to(x.dtype), lora) for weight, lora in pairs], -1)
+
+    arguments = {"x": x, "q_lora": loras[0], "v_lora": loras[2]}
+    truth, reference = outcome(apart, in_float64(arguments)), outcome(apart, arguments)
+    for name, ours in outcome(together, arguments).items():
+        assert_as_accurate(name, ours, reference[name], truth[name], 2 * ROUNDING[dtype])
+
+
+def test_q_k_v_keep_their_input_once() -> None:
+    x = torch.randn(500, IN, requires_grad=True)
+    weights = [torch.randn(32, IN) for _ in range(3)]
+    loras = [adapter(32, IN, torch.float32, seed) for seed in range(3)]
+    with LiveStorage() as storage:
+        outputs = lora_linear(x, weights, loras)
+    assert storage.live == sum(output.nbytes for output in outputs)
+
+
+def test_an_output_that_is_not_used_adds_no_gradient() -> None:
+    x = torch.randn(7, IN, requires_grad=True)
+    weights = [torch.randn(32, IN) for _ in range(2)]
+    loras = [adapter(32, IN, torch.float32, seed) for seed in range(2)]
+    first, _ = lora_linear(x, weights, loras)
+    grad_x, unused = torch.autograd.grad(first.sum(), [x, loras[1].a], allow_unused=True)
+    expected = torch.autograd.grad(lora_linear_ref(x, weights[0], loras[0]).sum(), x)[0]
+    torch.testing.assert_close(grad_x, expected)
+    assert unused is None or not unused.any()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_mlp_gives_what_the_eager_one_gives(recompute: bool) -> None:
+    arguments = mlp_problem(63, torch.float32)
+    compiled = torch.compile(lora_mlp, backend="aot_eager", fullgraph=True)
+    expected = outcome(lora_mlp, arguments, recompute=recompute)
+    for name, value in outcome(compiled, arguments, recompute=recompute).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+def test_fake_tensors_pass_through_with_the_right_shapes() -> None:
+    with FakeTensorMode():
+        x = torch.empty(9, IN, requires_grad=True)
+        lora = LoRA(torch.empty(5, IN, requires_grad=True), torch.empty(INNER, 5))
+        y = lora_mlp(x, torch.empty(INNER, IN), torch.empty(INNER, IN), torch.empty(IN, INNER), gate_lora=lora)
+        grads = torch.autograd.grad(y.sum(), [x, lora.a])
+    assert y.shape == (9, IN) and [grad.shape for grad in grads] == [(9, IN), (5, IN)]
+
+
+def test_no_rows_give_no_outputs_and_gradients_of_zero() -> None:
+    results = outcome(lora_mlp, mlp_problem(0, torch.float32))
+    assert results["y"].shape == (0, IN) and not results["gate_lora.a"].any()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"gate": torch.zeros(INNER, 5)}, "(130, 5)"), ({"down": torch.zeros(IN, 5)}, "(63, 5)"),
+    ({"up": torch.zeros(5, IN)}, "(5, 63)"), ({"gate": torch.zeros(INNER, IN, dtype=torch.bfloat16)}, "bfloat16"),
+    ({"gate": torch.zeros(INNER, IN, requires_grad=True)}, "frozen"), ({"activation": "relu"}, "'relu'"),
+    ({"gate_lora": adapter(5, IN, torch.float32, 1)}, "(5, 5)"), ({"up": None}, "up_lora"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_arguments_are_refused_with_what_was_got(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        lora_mlp(**(mlp_problem(3, torch.float32) | changes))
+    assert message in str(refusal.value)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_on_a_card_mlp_errors_are_no_larger_than_the_references(
+    dtype: torch.dtype, recompute: bool, fused: bool
+) -> None:
+    arguments = mlp_problem(63, dtype, fused)
+
+    def move(value: Any) -> Any:
+        if isinstance(value, LoRA):
+            return LoRA(move(value.a), move(value.b), value.scale)
+        return value.detach().cuda().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
+
+    ours = outcome(lora_mlp, {name: move(value) for name, value in arguments.items()}, recompute=recompute)
+    assert_no_worse(arguments, {name: value.cpu() for name, value in ours.items()}, dtype)
