@@ -13,7 +13,8 @@ from lowmem_grpo import attention
 from lowmem_grpo.batching import collate
 from lowmem_grpo.engines.decoding import draw
 from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
-from lowmem_grpo.engines.transformers_engine import Decode, TransformersEngine, cut_at_stop
+from lowmem_grpo.engines.stopping import cut_at_stop
+from lowmem_grpo.engines.transformers_engine import Decode, TransformersEngine
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import RolloutGroup

@@ -21,7 +21,8 @@ LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a 
 ]
 FREE = ("torch", *sys.stdlib_module_names)  # what layers 0 and 1 may import
 HEAVY = {  # everything else, and the files that may import it
-    "transformers": {"attention", "cli", "data", "engines.kv_cache", "engines.transformers_engine", "loader", "model",
+    "transformers": {"attention", "cli", "data", "engines.kv_cache", "engines.stopping",
+                     "engines.transformers_engine", "engines.vllm_engine", "loader", "model",
                      "optim", "policy", "recipes.tiny_model"},
     "peft": {"checkpoint", "checkpoint_state", "loader", "model", "policy", "saver"},
     "bitsandbytes": {"optim"},
@@ -130,7 +131,8 @@ def test_nothing_is_run_read_or_caught_in_secret(name: str) -> None:
             assert node.func.id not in ("exec", "eval", "compile", "__import__"), f"{place}: {node.func.id}("
         if isinstance(node, ast.Attribute | ast.Name):
             word = node.attr if isinstance(node, ast.Attribute) else node.id
-            assert word not in ("getsource", "environ", "getenv", "putenv"), f"{place}: {word}"
+            allowed = {"environ"} if name == "engines.vllm_import" else set()  # vLLM has settings that are nowhere else
+            assert word not in {"getsource", "environ", "getenv", "putenv"} - allowed, f"{place}: {word}"
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{place}: a bare except"
     assert "TODO" not in SOURCES[name]
     assert "FIXME" not in SOURCES[name]

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines.decoding import draw
 from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
+from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.policy import Policy
@@ -71,7 +72,7 @@ class TransformersEngine:
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
         if not prompts:
             return []
-        budgets = [self.budget(prompt, params) for prompt in prompts for _ in range(params.n)]
+        budgets = [budget_of(prompt, params, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
@@ -82,18 +83,6 @@ class TransformersEngine:
             raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
         rollouts = self.rollouts(ids, logprobs, lengths, stopped, params)
         return [rollouts[start : start + params.n] for start in range(0, len(rollouts), params.n)]
-
-    def budget(self, prompt: list[int], params: SamplingParams) -> int:
-        """Tokens that a completion of this prompt may have; ValueError where there is no prompt or no room."""
-        room = self.max_seq_length - len(prompt)
-        if not prompt:
-            raise ValueError("a prompt has no tokens; give it at least one (a start token, say)")
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_seq_length}; "
-                "load with a larger max_seq_length or shorten the prompt"
-            )
-        return min(params.max_tokens, room)
 
     def decode(self, prompts: list[list[int]], params: SamplingParams, budgets: list[int]) -> tuple[Tensor, ...]:
         """ids (R, C), logprobs (R, C), lengths (R,), stopped (R,), where R = prompts * n and C the largest budget."""
@@ -182,20 +171,3 @@ class TransformersEngine:
             )
             for completion, row, stop, text in zip(completions, logprobs, stopped.tolist(), texts, strict=True)
         ]
-
-
-def cut_at_stop(text: str, params: SamplingParams) -> str:
-    """Text up to the first stop string, which stays only where it was asked for."""
-    found = [(text.index(stop), stop) for stop in params.stop_strings if stop in text]
-    if not found:
-        return text
-    start, stop = min(found)
-    return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]
-
-
-def eos_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every end-of-sequence id that the tokenizer or the model's generation config names."""
-    config = getattr(policy.base, "generation_config", None)
-    named = getattr(config, "eos_token_id", None)
-    ids = named if isinstance(named, list) else [named]
-    return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})
