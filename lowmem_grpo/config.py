@@ -32,6 +32,7 @@ RANGES: dict[str, Rule] = {
     "delta": POSITIVE, "weight_decay": ZERO_OR_MORE, "warmup_steps": ZERO_OR_MORE, "warmup_ratio": SHARE,
     "adam_beta1": DECAY, "adam_beta2": DECAY, "adam_epsilon": ZERO_OR_MORE, "max_grad_norm": POSITIVE,
     "temperature": ZERO_OR_MORE, "reward_timeout": POSITIVE, "num_train_epochs": POSITIVE,
+    "parity_steps": ZERO_OR_MORE, "parity_bound": POSITIVE,
 }
 
 
@@ -100,6 +101,11 @@ class GRPOConfig(metaclass=CheckedCall):
     vllm_sampling_params: SamplingParams | None = None
     """Unsloth's name: stop strings, top_p, top_k, min_p. It must not contradict the fields above."""
     use_vllm: bool = False
+    """True insists that the model was loaded with vLLM as its engine; False takes whichever it was loaded with."""
+    parity_steps: int = 10
+    """Not in TRL: recompute sampled log-probabilities every so many steps, and in the first; 0 is never."""
+    parity_bound: float | None = None
+    """Not in TRL: stop where they differ by more, on average; None is 0.02 in bf16, 0.01 in fp16, 0.001 in fp32."""
 
     # loss
     loss_type: str = "dapo"
@@ -223,8 +229,6 @@ class GRPOConfig(metaclass=CheckedCall):
                 f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a generation"
             )
         self.check_sampling_params()
-        if self.use_vllm:
-            raise ValueError("use_vllm=True is not supported yet; leave it out, and the trainer's own model samples")
         if self.eval_strategy == "steps" and self.eval_steps is None:
             self.eval_steps = self.logging_steps  # transformers' rule
 

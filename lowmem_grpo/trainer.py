@@ -19,6 +19,7 @@ from lowmem_grpo.live import LiveView
 from lowmem_grpo.metrics import Clock, mean_of, peak_memory, rollout_metrics
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.optim import make_optimizer, make_scheduler
+from lowmem_grpo.parity import ParityGate
 from lowmem_grpo.policy import Policy, mixed_dtype
 from lowmem_grpo.records import RecordError, RunRecords
 from lowmem_grpo.report import write_report
@@ -60,6 +61,11 @@ class GRPOTrainer:
         self.scorer = RewardScorer(functions, self.args.reward_weights, self.args.reward_timeout)
         self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16))
         self.engine = engine or model.engine(self.policy, self.tokenizer)
+        if self.args.use_vllm and self.engine.name != "vllm":
+            raise ValueError(
+                f'use_vllm=True, and the engine is {self.engine.name}: load the model with fast_inference="vllm"'
+            )
+        self.parity = ParityGate(self.policy, self.args)
         encoder = PromptEncoder(self.tokenizer, self.longest_prompt(), self.args.chat_template_kwargs)
         self.source = PromptSource(train_dataset or [], encoder, self.args.seed, self.args.shuffle_dataset)
         self.eval_dataset = self.check_eval(eval_dataset)
@@ -72,6 +78,7 @@ class GRPOTrainer:
         self.learner = self.make_learner()
         self.saver = Saver(self.run_dir, self.args, self.model, self.learner, self.source, self.state)
         self.reward_logs: dict[str, float] = {}
+        self.parity_logs: dict[str, float] = {}
         if note := self.args.rounding():
             logger.warning(note)
         if self.args.sampling(0).truncates:
@@ -159,6 +166,8 @@ class GRPOTrainer:
         """Sample and score the next prompts: groups with rewards and advantages."""
         prompts = self.source.take(self.args.prompts_per_generation)
         groups = self.sample(prompts, self.args.sampling(self.args.rollout_seed(self.state.global_step)))
+        with self.clock.phase("train"):
+            self.parity_logs = self.parity.watch(groups, self.state.global_step)
         self.score(groups)
         self.state.epoch = self.source.epoch
         self.state.num_tokens += sum(len(g.prompt_ids) + len(r.completion_ids) for g in groups for r in g.rollouts)
@@ -274,7 +283,8 @@ class GRPOTrainer:
         speed = tokens / max(self.clock.seconds["generate"], 1e-9)
         line = {
             "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
-            **metrics, **rollout_metrics(groups, self.scorer.names), **self.reward_logs, **timing,
+            **metrics, **rollout_metrics(groups, self.scorer.names), **self.reward_logs, **self.parity_logs,
+            **timing,
             **peak_memory(self.policy.device), "memory/kv_bytes": self.engine.kv_bytes,
             "num_tokens": self.state.num_tokens, "tokens_per_second": speed,
             "data/skipped_rows": sum(self.source.skipped.values()), "policy_version": self.state.policy_version,

@@ -78,7 +78,7 @@ GENERATION = {
 }
 
 VLLM = {
-    "vllm_mode": off("colocate", "There is no vLLM server mode; the trainer's own model samples."),
+    "vllm_mode": off("colocate", "There is no vLLM server mode: vLLM runs in this process, on the trainer's own weights."),
     "vllm_importance_sampling_correction": off(
         True, "The sampler uses the trainer's own weights, so there is nothing to correct; leave it out.", False
     ),
@@ -93,7 +93,7 @@ VLLM = {
         vllm_group_port=51216,
     ),
     **group(
-        "vLLM does not run here; the trainer's own model samples, within its max_seq_length.",
+        "Set it where the model is loaded: from_pretrained(fast_inference=..., gpu_memory_utilization=...).",
         vllm_model_impl="vllm", vllm_enable_sleep_mode=False, vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=None, vllm_tensor_parallel_size=1,
     ),

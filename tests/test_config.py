@@ -15,7 +15,8 @@ TRL_FIELDS = [
 ]
 OWN = {field.name: field.default for field in fields(GRPOConfig)}
 ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_sampling_params",  # Unsloth, older TRL
-             "max_tokens_per_micro_batch", "reward_timeout", "nothing_to_learn_steps"}
+             "max_tokens_per_micro_batch", "reward_timeout", "nothing_to_learn_steps",
+            "parity_steps", "parity_bound"}
 TRL_DEFAULTS = {
     "run_name": None, "seed": 42, "shuffle_dataset": True, "chat_template_kwargs": None, "max_steps": -1,
     "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -62,7 +63,7 @@ CONTRADICTIONS = [
     ({"delta": 1.5, "epsilon_high": 0.5}, "delta is 1.5; it must be above 1 + epsilon_high = 1.5"),
     ({"steps_per_generation": 6, "gradient_accumulation_steps": 4},
      "steps_per_generation is 6; it must be a multiple of gradient_accumulation_steps (4)"),
-    ({"use_vllm": True}, "use_vllm=True is not supported yet"),
+    ({"parity_steps": -1}, "parity_steps is -1"), ({"parity_bound": 0.0}, "parity_bound is 0.0"),
 ]
 
 

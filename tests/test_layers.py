@@ -14,8 +14,8 @@ LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a 
     {"kernels"},
     {"types", "config", "unsupported", "losses", "advantages", "off_policy", "batching", "offload", "planner",
      "metrics", "rewards", "sampling", "callbacks"},
-    {"attention", "policy", "step", "optim", "model", "loader", "engines", "checkpoint", "checkpoint_state", "saver",
-     "data", "records", "journal", "report", "charts", "live", "sinks", "export"},
+    {"attention", "policy", "parity", "step", "optim", "model", "loader", "engines", "checkpoint", "checkpoint_state",
+     "saver", "data", "records", "journal", "report", "charts", "live", "sinks", "export"},
     {"trainer"},
     {"cli", "__main__", "recipes", "integrations"},
 ]

@@ -91,7 +91,8 @@ def run(options: ArithmeticOptions) -> None:
 def load(options: RecipeOptions, config: GRPOConfig) -> tuple[FastPeftModel, GRPOTrainer]:
     """The model under LoRA, and its trainer."""
     bare, tokenizer = FastLanguageModel.from_pretrained(
-        options.model, max_seq_length=options.max_seq_length, load_in_4bit=bool(options.load_in_4bit)
+        options.model, max_seq_length=options.max_seq_length, load_in_4bit=bool(options.load_in_4bit),
+        fast_inference=options.fast_inference,
     )
     model = FastLanguageModel.get_peft_model(
         bare, r=options.lora_rank, lora_alpha=2 * options.lora_rank, random_state=config.seed,

@@ -115,7 +115,7 @@ def run(options: Gsm8kOptions) -> None:
     context = options.max_seq_length or context
     console.print(f"gsm8k: {name}, {'4-bit' if four_bit else '16-bit'} weights, context {context}")
     bare, tokenizer = FastLanguageModel.from_pretrained(
-        name, max_seq_length=context, load_in_4bit=four_bit, fast_inference=True
+        name, max_seq_length=context, load_in_4bit=four_bit, fast_inference=options.fast_inference,
     )
     model = FastLanguageModel.get_peft_model(
         bare, r=options.lora_rank or rank, lora_alpha=options.lora_rank or rank, random_state=config.seed,

@@ -17,6 +17,8 @@ class RecipeOptions:
     model: str = "tiny"
     load_in_4bit: bool | None = None
     """None is the recipe's own choice."""
+    engine: str = "auto"
+    """What samples: "transformers", "vllm", or "auto": vLLM where it is installed and there is a card."""
     max_seq_length: int = 2048
     lora_rank: int = 16
     gradient_checkpointing_mode: str = "offload"
@@ -24,6 +26,17 @@ class RecipeOptions:
     resume: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of GRPOConfig that differ from the recipe's."""
+
+    @property
+    def fast_inference(self) -> bool | str:
+        """What from_pretrained takes; ValueError names what is allowed."""
+        if self.engine not in ("auto", "transformers", "vllm"):
+            raise ValueError(f"engine is {self.engine!r}; allowed: auto, transformers, vllm")
+        if self.engine != "auto":
+            return self.engine
+        from torch import cuda  # loaded only now: a misspelt option is refused at once
+
+        return cuda.is_available() or "transformers"
 
     @property
     def checkpointing(self) -> bool | str:

@@ -1,0 +1,83 @@
+"""The parity gate: the sampler's log-probabilities against the trainer's, on the tokens that were sampled.
+
+A sampler that computes something else than the trainer makes every ratio wrong, and training goes astray slowly and
+without an error. So the trainer recomputes some of the sampled tokens, at the start and every few steps.
+"""
+
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.batching import pack
+from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.types import MicroBatch, RolloutGroup
+
+BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.001}  # of the mean difference, by weight dtype
+GROUPS = 4  # looked at in a check
+TOKENS_AT_ONCE = 4096
+CAUSES = (
+    "the adapter or the base weights changed outside the trainer (merged, moved, quantized again, another adapter "
+    "active); a temperature of vllm_sampling_params other than the run's; a version of the sampler whose attention or "
+    "rotary embedding differs from transformers' for this model; fp16 overflow. Try dtype=torch.bfloat16, then "
+    'fast_inference="transformers", whose sampler is the trainer\'s own model'
+)
+
+
+class ParityError(RuntimeError):
+    """Sampler and trainer do not compute the same probabilities."""
+
+
+class ParityGate:
+    """Checks the groups of a rollout before they are trained on."""
+
+    def __init__(self, policy: Policy, config: GRPOConfig) -> None:
+        """`parity_bound` None is BOUNDS' for the dtype of computation. Truncated sampling (top_p and the like)
+        renormalises what is left, so its difference is measured and not judged."""
+        self.policy, self.temperature, self.every = policy, config.temperature, config.parity_steps
+        self.truncates = config.sampling(0).truncates
+        default = BOUNDS[policy.autocast_dtype or policy.head.weight.dtype]
+        self.bound = default if config.parity_bound is None else config.parity_bound
+        self.next_step = 0
+
+    def watch(self, groups: list[RolloutGroup], step: int) -> dict[str, float]:
+        """`check` where it is due: in the first rollout, then every `parity_steps` optimizer steps; 0 is never."""
+        if not self.every or step < self.next_step:
+            return {}
+        self.next_step = step - step % self.every + self.every
+        return self.check(groups)
+
+    def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """Metrics over some groups; ParityError where the mean difference is above the bound, or not a number."""
+        sampled, recomputed = self.recompute(list(islice(groups, GROUPS)))
+        if sampled.numel() == 0:
+            return {}
+        difference = (recomputed - sampled).abs()
+        mean = difference.mean().item()
+        if not self.truncates and not mean <= self.bound:
+            raise ParityError(
+                f"the sampler's log-probabilities differ from the trainer's by {mean:.4f} on average over "
+                f"{sampled.numel()} tokens (largest {difference.max().item():.4f}); allowed is {self.bound} "
+                f"(parity_bound). Likely causes: {CAUSES}"
+            )
+        return {
+            "sampling/parity/mean": mean, "sampling/parity/max": difference.max().item(),
+            "sampling/importance_sampling_ratio/mean": (recomputed - sampled).exp().mean().item(),
+        }
+
+    @torch.no_grad()
+    def recompute(self, groups: list[RolloutGroup]) -> tuple[Tensor, Tensor]:
+        """(sampler's, trainer's) log-probabilities (N,) of the groups' tokens; dropout is off."""
+        was_training = self.policy.model.training
+        self.policy.model.eval()
+        try:
+            pairs = [self.pair(batch.to(self.policy.device)) for batch in pack(groups, TOKENS_AT_ONCE, None)]
+        finally:
+            self.policy.model.train(was_training)
+        sampled, recomputed = (torch.cat([pair[i] for pair in pairs] or [torch.empty(0)]) for i in range(2))
+        return sampled, recomputed
+
+    def pair(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        logprobs, _ = self.policy.logprobs(batch, self.temperature)
+        return batch.rollout_logprobs[batch.loss_mask], logprobs.float()

@@ -1,0 +1,85 @@
+"""The parity gate: it measures right, stops a run that has gone astray, and lets a good one be."""
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import load_model, with_adapter
+
+from lowmem_grpo import GRPOConfig
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.parity import ParityError, ParityGate
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.types import RolloutGroup
+
+
+def sampled(policy: Policy, tokenizer: Any, **options: Any) -> list[RolloutGroup]:
+    """Two groups of four completions by the policy itself."""
+    prompts = [[5, 6, 7], [8, 9]]
+    params = SamplingParams(n=4, max_tokens=20, seed=0, **options)
+    rollouts = TransformersEngine(policy, tokenizer, 128).generate(prompts, params)
+    return [RolloutGroup({}, prompt, group) for prompt, group in zip(prompts, rollouts, strict=True)]
+
+
+def gate(policy: Policy, **options: Any) -> ParityGate:
+    return ParityGate(policy, GRPOConfig(**options))
+
+
+def test_a_sampler_with_the_same_weights_passes_with_a_ratio_of_one(tiny_policy: Policy, tokenizer: Any) -> None:
+    metrics = gate(tiny_policy).check(sampled(tiny_policy, tokenizer))
+    assert metrics["sampling/parity/mean"] < 1e-4 and metrics["sampling/parity/max"] < 1e-3
+    assert abs(metrics["sampling/importance_sampling_ratio/mean"] - 1) < 1e-3
+
+
+def test_changed_weights_stop_the_run_with_a_message_that_names_causes(tokenizer: Any) -> None:
+    policy = Policy(with_adapter(load_model("tiny")))
+    groups = sampled(policy, tokenizer)
+    with torch.no_grad():
+        for parameter in policy.trainable:
+            parameter.add_(0.05)
+    with pytest.raises(ParityError, match=r"allowed is 0\.001 \(parity_bound\)\. Likely causes: the adapter"):
+        gate(policy).check(groups)
+
+
+def test_another_temperature_is_noticed(tiny_policy: Policy, tokenizer: Any) -> None:
+    groups = sampled(tiny_policy, tokenizer, temperature=0.7)
+    assert gate(tiny_policy, temperature=0.7).check(groups)
+    with pytest.raises(ParityError):
+        gate(tiny_policy).check(groups)
+
+
+def test_log_probabilities_that_are_not_numbers_are_noticed(tiny_policy: Policy, tokenizer: Any) -> None:
+    groups = sampled(tiny_policy, tokenizer)
+    groups[0].rollouts[0].rollout_logprobs[3] = float("nan")
+    with pytest.raises(ParityError, match="nan"):
+        gate(tiny_policy).check(groups)
+
+
+def test_truncated_sampling_is_measured_and_not_judged(tiny_policy: Policy, tokenizer: Any) -> None:
+    groups = sampled(tiny_policy, tokenizer, top_p=0.5, temperature=1.5)
+    metrics = gate(tiny_policy, top_p=0.5, temperature=1.5).check(groups)
+    assert metrics["sampling/parity/mean"] > 0.001
+
+
+def test_the_bound_is_the_users_where_one_is_given(tiny_policy: Policy, tokenizer: Any) -> None:
+    groups = sampled(tiny_policy, tokenizer, temperature=0.7)
+    assert gate(tiny_policy, parity_bound=100.0).check(groups)["sampling/parity/mean"] > 0.001
+
+
+def test_dropout_is_off_while_checking_and_back_afterwards(tokenizer: Any) -> None:
+    policy = Policy(with_adapter(load_model("tiny"), lora_dropout=0.5))
+    groups = sampled(policy, tokenizer)
+    policy.model.train()
+    assert gate(policy).check(groups)
+    assert policy.model.training
+
+
+def test_checks_come_first_and_then_every_few_steps(tiny_policy: Policy, tokenizer: Any) -> None:
+    groups, watcher = sampled(tiny_policy, tokenizer), gate(tiny_policy, parity_steps=10)
+    assert [step for step in range(7, 32) if watcher.watch(groups, step)] == [7, 10, 20, 30]
+    assert not gate(tiny_policy, parity_steps=0).watch(groups, 0)
+
+
+def test_no_tokens_give_no_metrics(tiny_policy: Policy) -> None:
+    assert gate(tiny_policy).check([]) == {}
