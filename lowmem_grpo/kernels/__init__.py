@@ -1,9 +1,16 @@
 """Kernels for anyone's training loop: torch alone is needed, and Triton where there is a CUDA card."""
 
+from lowmem_grpo.kernels.glu import geglu, geglu_ref, swiglu, swiglu_ref
 from lowmem_grpo.kernels.linear_logprobs import linear_logprobs, linear_logprobs_ref
 from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
 from lowmem_grpo.kernels.lora_mlp import lora_mlp, lora_mlp_ref
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
+from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
+from lowmem_grpo.kernels.rms_norm import rms_norm, rms_norm_ref
+from lowmem_grpo.kernels.rope import rope, rope_ref
 
 __all__ = [
-    "LoRA", "linear_logprobs", "linear_logprobs_ref", "lora_linear", "lora_linear_ref", "lora_mlp", "lora_mlp_ref",
+    "LoRA", "NF4Weight", "geglu", "geglu_ref", "linear_logprobs", "linear_logprobs_ref", "lora_linear",
+    "lora_linear_ref", "lora_mlp", "lora_mlp_ref", "nf4_dequantize", "nf4_dequantize_ref", "nf4_linear",
+    "nf4_linear_ref", "rms_norm", "rms_norm_ref", "rope", "rope_ref", "swiglu", "swiglu_ref",
 ]

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
 from lowmem_grpo.kernels.triton_import import tl, triton
 
-APPROXIMATE = {"silu": None, "gelu_tanh": "tanh", "gelu": "none"}  # activation: what torch calls its approximation
+APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # activation: what torch calls its approximation
 
 
 def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -115,28 +115,16 @@ def glu_bwd_kernel(
         tl.store(product_ptr + rows * grad_stride + columns, (activated * up).to(kind), mask=inside)
 
 
-def launch_fwd(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """out = act(gate) * up, all (N, F) with adjacent columns."""
-    rows, columns = gate.shape
-    launch = launch_rule(columns)
-    if gate.numel():
-        glu_fwd_kernel[grid(rows, columns, launch)](
-            gate, up, out, rows, columns, gate.stride(0), up.stride(0), out.stride(0), ACTIVATION=activation,
-            **launch.options,
-        )
-
-
 def launch_bwd(
     grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, activation: str, product: bool
 ) -> None:
     """Writes grad_gate and grad_up, which may be gate and up, and with `product` act(gate) * up over grad."""
     rows, columns = gate.shape
     launch = launch_rule(columns)
-    if gate.numel():
-        glu_bwd_kernel[grid(rows, columns, launch)](
-            grad, gate, up, grad_gate, grad_up, grad, rows, columns, grad.stride(0), gate.stride(0), up.stride(0),
-            grad_gate.stride(0), grad_up.stride(0), ACTIVATION=activation, HAS_PRODUCT=product, **launch.options,
-        )
+    glu_bwd_kernel[grid(rows, columns, launch)](
+        grad, gate, up, grad_gate, grad_up, grad, rows, columns, grad.stride(0), gate.stride(0), up.stride(0),
+        grad_gate.stride(0), grad_up.stride(0), ACTIVATION=activation, HAS_PRODUCT=product, **launch.options,
+    )
 
 
 def grid(rows: int, columns: int, launch: Launch) -> tuple[int]:
@@ -153,25 +141,30 @@ def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
 def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The forward kernel into a new tensor."""
     out = gate.new_empty(gate.shape)
-    launch_fwd(gate, up, out, activation)
+    glu_fwd_out_triton(gate, up, out, activation)
     return out
 
 
 def glu_fwd_out_triton(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """The forward kernel into `out`."""
-    launch_fwd(gate, up, out, activation)
+    """The forward kernel into `out`; all tensors (N, F) with adjacent columns."""
+    rows, columns = gate.shape
+    launch = launch_rule(columns)
+    glu_fwd_kernel[grid(rows, columns, launch)](
+        gate, up, out, rows, columns, gate.stride(0), up.stride(0), out.stride(0), ACTIVATION=activation,
+        **launch.options,
+    )
 
 
 def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
-    """The backward kernel into new tensors."""
+    """The backward kernel into new tensors; grad may have any strides."""
     gradients = new_gradients(gate, fused)
-    launch_bwd(grad, gate, up, *halves(*gradients), activation, product=False)
+    launch_bwd(rows_of(grad), gate, up, *halves(*gradients), activation, product=False)
     return gradients
 
 
 def glu_bwd_reuse_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """The backward kernel over gate and up."""
-    launch_bwd(grad, gate, up, gate, up, activation, product=False)
+    """The backward kernel over gate and up; grad may have any strides."""
+    launch_bwd(rows_of(grad), gate, up, gate, up, activation, product=False)
 
 
 def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
@@ -244,7 +237,6 @@ class GLUFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        grad = grad if grad.stride(1) == 1 else grad.contiguous()
         if ctx.reuse:
             glu_bwd_reuse(grad, *halves(gate, up), ctx.activation)
             return gate.detach(), None if up is None else up.detach(), None, None
@@ -295,9 +287,10 @@ def glu_forward(gate: Tensor, up: Tensor, activation: str, out: Tensor | None = 
     """
     check_arguments(gate, up, activation)
     if out is None:
-        return glu_fwd(rows_of(gate), rows_of(up), activation).view(gate.shape)
+        out = gate.new_empty(gate.shape)
     check_arguments(gate, out, activation)
-    glu_fwd_out(rows_of(gate), rows_of(up), rows_in_place("out", out), activation)
+    if gate.numel():
+        glu_fwd_out(rows_of(gate), rows_of(up), rows_in_place("out", out), activation)
     return out
 
 
@@ -308,7 +301,9 @@ def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> Non
     """
     check_arguments(gate, up, activation)
     check_arguments(gate, grad, activation)
-    glu_bwd_all(rows_in_place("grad", grad), rows_in_place("gate", gate), rows_in_place("up", up), activation)
+    if gate.numel():
+        rows = (rows_in_place(name, x) for name, x in (("grad", grad), ("gate", gate), ("up", up)))
+        glu_bwd_all(*rows, activation)
 
 
 def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -327,11 +322,14 @@ def rows_of(values: Tensor) -> Tensor:
 
 def rows_in_place(name: str, values: Tensor) -> Tensor:
     """(..., F) as a view (N, F) with adjacent columns."""
-    shape, strides = values.shape, values.stride()
-    adjacent = all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(values.ndim - 2))
-    if strides[-1] != 1 or not adjacent:
-        raise ValueError(f"{name} is written in place: its rows must be evenly spaced; got strides {strides}")
-    return values.view(-1, shape[-1])
+    message = f"{name} is written in place and must be evenly spaced rows of adjacent columns; got {values.stride()}"
+    try:
+        rows = values.view(-1, values.shape[-1])
+    except RuntimeError as error:
+        raise ValueError(message) from error
+    if rows.stride(1) != 1:
+        raise ValueError(message)
+    return rows
 
 
 def gelu_name(approximate: str) -> str:

@@ -74,7 +74,7 @@ class NF4Weight:
         check_adjacent(weights)
         names = ["packed", "absmax"] + ([] if first.nested_code is None else ["nested_absmax", "offset"])
         parts = {name: [weight.part(name) for weight in weights] for name in names}
-        joined = {name: torch.cat(tensors) for name, tensors in parts.items()}
+        joined: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in parts.items()}
         views = {name: joined[name].split([len(part) for part in parts[name]]) for name in names}
         for number, param in enumerate(params):
             repoint(param, {name: views[name][number] for name in names})
@@ -180,7 +180,7 @@ def dequantize_launch(capability: int) -> Launch:
     return Launch({"WORDS": 128, "STEPS": 4}, num_warps=4, num_stages=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "offset_stride", "block_shift", "first_block"])
 def nf4_dequantize_kernel(
     out_ptr, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr,
     width, row_bytes, first_byte, tiles, offset_stride, block_shift, first_block, nested_shift,
@@ -284,7 +284,7 @@ def weight_types(nested: bool) -> dict[str, str]:
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Single and double quantization, sizes that are multiples of 8 and others."""
     launch, value = dequantize_launch(capability), "*" + TRITON_TYPES[dtype]
-    integers = "width row_bytes first_byte tiles offset_stride block_shift first_block nested_shift".split()
+    integers = [name for name in nf4_dequantize_kernel.arg_names[7:] if not name.isupper()]
     return [
         Variant(
             f"nf4_dequantize nested={nested} ragged={ragged}", nf4_dequantize_kernel,

@@ -1,20 +1,244 @@
-"""Linear layers over a frozen 4-bit weight. (First version: the interface stands, the fast paths follow.)"""
+"""Linear layers over a frozen 4-bit weight, with LoRA: one matrix, or several on one input (q, k, v; gate, up).
 
+    y = x W^T + scale * (x A^T) B^T + bias
+    dx = dy W + scale * (dy B) A;   dA = scale * (dy B)^T x;   dB = scale * dy^T (x A^T);   dbias = sum of dy over rows
+
+x (..., in), W (out, in); A (r, in) and B (out, r), or with S adjacent matrices A (S * r, in), all applied by one
+product with x, and B (out, r), whose rows of matrix s take part s of x A^T. (QLoRA, Dettmers et al., arXiv 2305.14314,
+equations 5 and 6.) The arithmetic is in x.dtype: the weight is dequantized into it, the adapters are converted.
+
+A few rows on CUDA go through `nf4_decode`, which reads the 4-bit weight once. All other cases dequantize bands of the
+weight into one buffer of BAND_BYTES that is used again and again, and multiply into slices of the result. That includes
+rows of W that are not made of whole blocks, blocks of 32, float32, and the backward pass, for which no dequantized
+weight is kept: it needs x for dA, x A^T for dB, the adapters for dx, and keeps what these ask for.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
+from lowmem_grpo.kernels.nf4 import NF4Weight, aligned_rows, nf4_dequantize_op, nf4_dequantize_ref
+from lowmem_grpo.kernels.nf4_decode import can_decode, nf4_decode
+
+BAND_BYTES = 64 * 2**20  # of dequantized weight at a time
+
+Adapter = Tensor | Sequence[Tensor | None] | None
 
 
-def project(x: Tensor, weight: NF4Weight | Tensor) -> Tensor:
-    """x W^T without autograd: x (..., in), weight (out, in) -> (..., out)."""
-    return x @ dense(weight, x).T
+def nf4_linear_ref(
+    x: Tensor, weight: NF4Weight, lora_a: Tensor | None = None, lora_b: Tensor | None = None,
+    scale: float | Tensor = 1.0, bias: Tensor | None = None,
+) -> Tensor:
+    """Plain reference that holds the dequantized weight, differentiable by autograd; the adapters stacked."""
+    y = x @ nf4_dequantize_ref(replace(weight, dtype=x.dtype)).T
+    if lora_a is not None and lora_b is not None:
+        inputs = (x @ lora_a.to(x.dtype).T).split(lora_b.shape[1], -1)
+        factors = lora_b.to(x.dtype).split(weight.out_features)
+        y = y + scale * torch.cat([part @ b.T for part, b in zip(inputs, factors, strict=True)], -1)
+    return y if bias is None else y + bias.to(x.dtype)
+
+
+def project(x: Tensor, weight: NF4Weight | Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias without autograd: x (..., in), weight (out, in) -> (..., out) in x.dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    with torch.autocast(x.device.type, enabled=False):
+        if isinstance(weight, Tensor):
+            y = torch.nn.functional.linear(rows, weight.to(x.dtype), bias)
+        elif can_decode(rows, weight):
+            y = nf4_decode(rows, weight, bias=bias)
+        else:
+            y = project_bands(rows, weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def project_bands(x: Tensor, weight: NF4Weight, bias: Tensor | None) -> Tensor:
+    """x (N, in) -> (N, out) through bands of rows of the weight."""
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    for start, band in row_bands(weight, x):
+        columns = slice(start, start + band.shape[0])
+        if bias is not None:
+            y[:, columns] = bias[columns]
+        y[:, columns].addmm_(x, band.T, beta=int(bias is not None))
+    return y
 
 
 def project_back(grad: Tensor, weight: NF4Weight | Tensor) -> Tensor:
-    """grad W without autograd: grad (..., out), weight (out, in) -> (..., in)."""
-    return grad @ dense(weight, grad)
+    """grad W without autograd: grad (..., out), weight (out, in) -> (..., in) in grad.dtype."""
+    rows = grad.reshape(-1, grad.shape[-1])
+    with torch.autocast(grad.device.type, enabled=False):
+        if isinstance(weight, Tensor):
+            x = rows @ weight.to(grad.dtype)
+        else:
+            x = rows.new_empty(rows.shape[0], weight.shape[1])
+            for start, band in column_bands(weight, rows):
+                x[:, start : start + band.shape[1]].addmm_(rows, band, beta=0)
+    return x.view(*grad.shape[:-1], weight.shape[1])
 
 
-def dense(weight: NF4Weight | Tensor, like: Tensor) -> Tensor:
-    """The weight as a tensor in `like`'s dtype."""
-    return nf4_dequantize(weight).to(like.dtype) if isinstance(weight, NF4Weight) else weight.to(like.dtype)
+def row_bands(weight: NF4Weight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, those rows dequantized): bands of about equal size in one buffer, in the dtype of `like`."""
+    rows, columns = weight.shape
+    step = even_step(rows, columns * like.element_size(), aligned_rows(weight))
+    buffer = like.new_empty(min(step, rows) * columns)
+    for start in range(0, rows, step):
+        part = weight.rows(start, min(start + step, rows))
+        band = buffer[: part.shape[0] * columns].view(part.shape)
+        nf4_dequantize_op(band, *part.tensors, *part.sizes, 0)
+        yield start, band
+
+
+def column_bands(weight: NF4Weight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first column, those columns dequantized), so that no sum runs over bands; one band where blocks span rows."""
+    rows, columns = weight.shape
+    unit = weight.blocksize if columns % weight.blocksize == 0 else max(columns, 1)
+    step = even_step(columns, rows * like.element_size(), unit)
+    buffer = like.new_empty(rows * min(step, columns))
+    for start in range(0, columns, step):
+        width = min(step, columns - start)
+        band = buffer[: rows * width].view(rows, width)
+        nf4_dequantize_op(band, *weight.tensors, *weight.sizes, start)
+        yield start, band
+
+
+def even_step(count: int, size: int, unit: int) -> int:
+    """How many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, bands of equal size."""
+    bands = max(1, math.ceil(count * size / BAND_BYTES))
+    return max(1, math.ceil(count / bands / unit)) * unit
+
+
+def nf4_linear(
+    x: Tensor, weight: Any, lora_a: Adapter = None, lora_b: Adapter = None, scale: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """y (..., out) in x.dtype, from x (..., in) in float16, bfloat16 or float32 and a frozen 4-bit weight.
+
+    weight: an NF4Weight or a Params4bit. lora_a (r, in) and lora_b (out, r), of any floating dtype, in which their
+    gradients come back. For adjacent matrices a sequence for each, with None for a matrix without LoRA, or both
+    stacked: lora_a (S * r, in), lora_b (out, r); all ranks are equal. scale: a number, or a tensor () on the device of
+    x, which is never copied to the host. bias (out,). Raises ValueError where something does not fit.
+    """
+    weight = weight if isinstance(weight, NF4Weight) else NF4Weight.from_bitsandbytes(weight)
+    lora_a, lora_b = stack_adapters(lora_a, lora_b, weight)
+    check_arguments(x, weight, lora_a, lora_b, scale, bias)
+    a, b, bias = (part if part is None else part.to(x.dtype) for part in (lora_a, lora_b, bias))
+    y = NF4LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, a, b, scale, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def stack_adapters(lora_a: Adapter, lora_b: Adapter, weight: NF4Weight) -> tuple[Tensor | None, Tensor | None]:
+    """Adapters of adjacent matrices below each other, zeros for a matrix without LoRA; tensors as they are."""
+    if lora_a is None or lora_b is None or isinstance(lora_a, Tensor) or isinstance(lora_b, Tensor):
+        if all(part is None or isinstance(part, Tensor) for part in (lora_a, lora_b)):
+            return lora_a, lora_b  # type: ignore[return-value]
+        raise ValueError("lora_a and lora_b: expected both as tensors, or both as sequences of one for each matrix")
+    pairs, count = list(zip(lora_a, lora_b, strict=False)), len(weight.out_features)
+    if len(lora_a) != count or len(lora_b) != count or any((a is None) != (b is None) for a, b in pairs):
+        raise ValueError(f"expected a pair of LoRA factors, or twice None, for each of {count} matrices")
+    present = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if not present:
+        return None, None
+    ranks = {size for a, b in present for size in (a.shape[0], b.shape[-1])}
+    if len(ranks) != 1:
+        raise ValueError(f"expected one rank for all adjacent matrices; got {sorted(ranks)}")
+    (some_a, some_b), rank = present[0], ranks.pop()
+    factors = [
+        (a, b) if a is not None and b is not None
+        else (some_a.new_zeros(rank, weight.shape[1]), some_b.new_zeros(features, rank))
+        for features, (a, b) in zip(weight.out_features, pairs, strict=True)
+    ]
+    if any(b.shape[0] != features for features, (_, b) in zip(weight.out_features, factors, strict=True)):
+        raise ValueError(f"expected lora_b of {weight.out_features} rows; got {[len(b) for _, b in factors]}")
+    return torch.cat([a for a, _ in factors]), torch.cat([b for _, b in factors])
+
+
+def check_arguments(
+    x: Tensor, weight: NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None, scale: float | Tensor,
+    bias: Tensor | None,
+) -> None:
+    """Raise ValueError that says what was expected and what was got."""
+    out, columns = weight.shape
+    if x.ndim < 1 or x.shape[-1] != columns or not x.is_floating_point():
+        raise ValueError(f"expected x (..., {columns}) of a floating dtype; got {tuple(x.shape)} {x.dtype}")
+    if (lora_a is None) != (lora_b is None):
+        raise ValueError("expected lora_a and lora_b, or neither; got one of them")
+    if lora_a is not None and lora_b is not None:
+        rank = lora_b.shape[-1]
+        if lora_b.shape != (out, rank) or lora_a.shape != (rank * len(weight.out_features), columns):
+            raise ValueError(
+                f"expected lora_a ({len(weight.out_features)} * rank, {columns}) and lora_b ({out}, rank); got "
+                f"{tuple(lora_a.shape)}, {tuple(lora_b.shape)}"
+            )
+    if bias is not None and bias.shape != (out,):
+        raise ValueError(f"expected bias ({out},); got {tuple(bias.shape)}")
+    if isinstance(scale, Tensor) and (scale.ndim or scale.requires_grad):
+        raise ValueError(f"expected scale () without a gradient; got {tuple(scale.shape)}, {scale.requires_grad}")
+    parts = {"weight": weight.packed, "lora_a": lora_a, "lora_b": lora_b, "bias": bias, "scale": scale}
+    for name, part in parts.items():
+        if isinstance(part, Tensor) and part.device != x.device:
+            raise ValueError(f"expected {name} on the device of x, {x.device}; got {part.device}")
+
+
+class NF4LinearFunction(torch.autograd.Function):
+    """x (N, in), stacked adapters and bias of its dtype -> (N, out). Keeps only what the gradients asked for need."""
+
+    @staticmethod
+    def forward(ctx, x, weight, lora_a, lora_b, scale, bias):
+        needs_x, _, needs_a, needs_b, _, _ = ctx.needs_input_grad
+        with torch.autocast(x.device.type, enabled=False):
+            xa = None if lora_a is None else torch.mm(x, lora_a.T)
+            if can_decode(x, weight):
+                y = nf4_decode(x, weight, xa, lora_b, scale, bias)
+            else:
+                y = project(x, weight, bias)
+                if xa is not None:
+                    add_adapters(y, weight, xa * scale, lora_b)
+        ctx.weight, ctx.scale = weight, scale
+        ctx.save_for_backward(
+            x if needs_a else None, xa if needs_b else None, lora_a if needs_x else None,
+            lora_b if needs_x or needs_a else None,
+        )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, xa, lora_a, lora_b = ctx.saved_tensors
+        needs_x, _, needs_a, needs_b, _, needs_bias = ctx.needs_input_grad
+        with torch.autocast(grad.device.type, enabled=False):
+            grad_x, grad_a = project_back(grad, ctx.weight) if needs_x else None, None
+            if lora_b is not None:
+                grad_xa = adapter_back(grad, ctx.weight, lora_b) * ctx.scale
+                grad_x = grad_x.addmm_(grad_xa, lora_a) if grad_x is not None else None
+                grad_a = grad_xa.T @ x if needs_a else None
+            grad_b = adapter_grad(grad, ctx.weight, xa * ctx.scale) if needs_b else None
+        return grad_x, None, grad_a, grad_b, None, grad.sum(0) if needs_bias else None
+
+
+def adapter_parts(weight: NF4Weight, rank: int) -> Iterator[tuple[slice, slice]]:
+    """(rows of W and B, columns of x A^T) of each matrix."""
+    start = 0
+    for number, features in enumerate(weight.out_features):
+        yield slice(start, start + features), slice(number * rank, (number + 1) * rank)
+        start += features
+
+
+def add_adapters(y: Tensor, weight: NF4Weight, xa: Tensor, lora_b: Tensor) -> None:
+    """y (N, out) += each part of x A^T times its B^T."""
+    for rows, part in adapter_parts(weight, lora_b.shape[1]):
+        y[:, rows].addmm_(xa[:, part], lora_b[rows].T)
+
+
+def adapter_back(grad: Tensor, weight: NF4Weight, lora_b: Tensor) -> Tensor:
+    """(N, S * r): dy of each matrix times its B."""
+    return torch.cat([grad[:, rows] @ lora_b[rows] for rows, _ in adapter_parts(weight, 0)], 1)
+
+
+def adapter_grad(grad: Tensor, weight: NF4Weight, xa: Tensor) -> Tensor:
+    """(out, r): dy of each matrix transposed times its part of x A^T."""
+    rank = xa.shape[1] // len(weight.out_features)
+    return torch.cat([grad[:, rows].T @ xa[:, part] for rows, part in adapter_parts(weight, rank)])

@@ -1,0 +1,326 @@
+"""Rotary position embedding of queries and keys in one launch (Su et al., arXiv 2104.09864), half-split layout.
+
+    x = (x1, x2, rest), x1 and x2 (R / 2), cos = (c1, c2), sin = (s1, s2), R <= D
+    forward     (x1 c1 - x2 s1, x2 c2 + x1 s2, rest)
+    backward    (g1 c1 + g2 s2, g2 c2 - g1 s1, rest)         the rotation by minus the angle where c1 = c2, s1 = s2
+
+Matches transformers' apply_rotary_pos_emb, Phi3's with R < D included: with cos and sin in the dtype of q each product
+is rounded to it; with float32 cos and sin and a 16-bit q the result is rounded once. What a model does to its
+frequencies (llama3, yarn, longrope, linear, dynamic) is in cos and sin already. Only cos and sin are kept for backward.
+"""
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, next_power_of_2
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+MAX_WIDTH = 1024  # of cos and sin
+
+
+def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True) -> tuple[Tensor, Tensor]:
+    """Rotated q and k in plain torch."""
+    views = (tokens_first(x, heads_first) for x in (q, k))
+    turned = [rotated(x, angles(cos)[:, :, None], angles(sin)[:, :, None]) for x in views]
+    q_out, k_out = (x.transpose(1, 2) if heads_first else x for x in turned)
+    return q_out.view(q.shape), k_out.view(k.shape)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
+    """x (..., D) turned by cos and sin (..., R), which broadcast over the heads, or the adjoint of that."""
+    turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    half = cos.shape[-1] // 2
+    if backward:
+        crossed = turning * sin
+        crossed = torch.cat((crossed[..., half:], -crossed[..., :half]), -1)
+    else:
+        crossed = torch.cat((-turning[..., half:], turning[..., :half]), -1) * sin
+    return torch.cat(((turning * cos + crossed).to(x.dtype), rest), -1)
+
+
+def launch_rule(half: int) -> Launch:
+    """A program turns all heads of a token, 1,024 pairs at a time, eight a thread: no pair is held by two threads, so
+    in place is safe."""
+    block = max(16, next_power_of_2(half))
+    return Launch({"BLOCK_H": 1024 // block, "BLOCK_R": block}, num_warps=4, num_stages=1)
+
+
+@triton.jit
+def read(row_ptr, columns, inside):
+    """A tile in float32, 0 outside."""
+    return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rounded(values, kind):
+    """Rounded to the dtype of cos and sin, in float32."""
+    return values.to(kind).to(tl.float32)
+
+
+@triton.jit
+def turn_heads(
+    x_ptr, out_ptr, cos_ptr, sin_ptr, heads, half, width, x_stride, out_stride,
+    BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):
+    """All heads of one token of q or k; of the columns after the turning ones, those up to width are copied."""
+    kind: tl.constexpr = cos_ptr.dtype.element_ty
+    out_kind: tl.constexpr = out_ptr.dtype.element_ty
+    columns = tl.arange(0, BLOCK_R)[None, :]
+    for start in range(0, heads, BLOCK_H):
+        head = (start + tl.arange(0, BLOCK_H))[:, None].to(tl.int64)
+        inside = (head < heads) & (columns < half)
+        x_rows = x_ptr + head * x_stride
+        out_rows = out_ptr + head * out_stride
+        x1 = read(x_rows, columns, inside)
+        x2 = read(x_rows + half, columns, inside)
+        # cos and sin are read once a head, from the cache, in the place where they are used
+        c1 = read(cos_ptr + 0 * head, columns, inside)
+        c2 = read(cos_ptr + half + 0 * head, columns, inside)
+        s1 = read(sin_ptr + 0 * head, columns, inside)
+        s2 = read(sin_ptr + half + 0 * head, columns, inside)
+        if BACKWARD:
+            y1 = rounded(x1 * c1, kind) + rounded(x2 * s2, kind)
+            y2 = rounded(x2 * c2, kind) - rounded(x1 * s1, kind)
+        else:
+            y1 = rounded(x1 * c1, kind) - rounded(x2 * s1, kind)
+            y2 = rounded(x2 * c2, kind) + rounded(x1 * s2, kind)
+        tl.store(out_rows + columns, y1.to(out_kind), mask=inside)
+        tl.store(out_rows + half + columns, y2.to(out_kind), mask=inside)
+        for rest in range(2 * half, width, BLOCK_R):
+            inside = (head < heads) & (rest + columns < width)
+            tl.store(out_rows + rest + columns, tl.load(x_rows + rest + columns, mask=inside), mask=inside)
+
+
+@triton.jit
+def rope_kernel(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, T, q_heads, k_heads, half, q_width, k_width,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, q_out_batch, q_out_token, q_out_head,
+    k_out_batch, k_out_token, k_out_head, angle_batch, angle_token,
+    BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):
+    batch = (tl.program_id(0) // T).to(tl.int64)
+    token = (tl.program_id(0) % T).to(tl.int64)
+    cos_ptr += batch * angle_batch + token * angle_token
+    sin_ptr += batch * angle_batch + token * angle_token
+    turn_heads(
+        q_ptr + batch * q_batch + token * q_token, q_out_ptr + batch * q_out_batch + token * q_out_token,
+        cos_ptr, sin_ptr, q_heads, half, q_width, q_head, q_out_head, BACKWARD, BLOCK_H, BLOCK_R,
+    )
+    turn_heads(
+        k_ptr + batch * k_batch + token * k_token, k_out_ptr + batch * k_out_batch + token * k_out_token,
+        cos_ptr, sin_ptr, k_heads, half, k_width, k_head, k_out_head, BACKWARD, BLOCK_H, BLOCK_R,
+    )
+
+
+def tokens_first(x: Tensor, heads_first: bool) -> Tensor:
+    """q or k of any accepted shape as a view (B, T, H, D)."""
+    x = x if x.ndim == 4 else x.unsqueeze(0)
+    return x.transpose(1, 2) if heads_first else x
+
+
+def launch(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
+) -> None:
+    """Turns q and k into q_out and k_out, which are other tensors or, each, the same."""
+    views = [tokens_first(x, heads_first) for x in (q, k, q_out, k_out)]
+    batch, tokens, q_heads, width = views[0].shape
+    turning = cos.shape[-1]
+    strides = [stride for view in views for stride in view.stride()[:3]]
+    rope_kernel[(batch * tokens,)](
+        q, k, q_out, k_out, cos, sin, tokens, q_heads, views[1].shape[2], turning // 2,
+        turning if q is q_out else width, turning if k is k_out else width, *strides,
+        cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BACKWARD=backward,
+        **launch_rule(turning // 2).options,
+    )
+
+
+def new_like(x: Tensor) -> Tensor:
+    """An uninitialised tensor in the layout of x, or contiguous where the columns of x are not adjacent."""
+    return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
+
+
+def rope_new_triton(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
+) -> tuple[Tensor, Tensor]:
+    """The kernel into new tensors; q and k may have any strides."""
+    q_out, k_out = new_like(q), new_like(k)
+    q, k = (x if x.stride(-1) == 1 else out.copy_(x) for x, out in ((q, q_out), (k, k_out)))
+    launch(q, k, q_out, k_out, cos, sin, heads_first, backward)
+    return q_out, k_out
+
+
+def rope_in_place_triton(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
+) -> None:
+    """The kernel over q and k."""
+    launch(q, k, q, k, cos, sin, heads_first, backward)
+
+
+@torch.library.custom_op("lowmem_grpo::rope_new", mutates_args=(), device_types="cpu")
+def rope_new(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
+) -> tuple[Tensor, Tensor]:
+    """Turned q and k; cos and sin (B or 1, T, R) of the same strides."""
+    q_out, k_out = new_like(q), new_like(k)
+    for x, out in ((q, q_out), (k, k_out)):
+        values = rotated(tokens_first(x, heads_first), cos[:, :, None], sin[:, :, None], backward)
+        tokens_first(out, heads_first).copy_(values)
+    return q_out, k_out
+
+
+@torch.library.custom_op("lowmem_grpo::rope_in_place", mutates_args=("q", "k"), device_types="cpu")
+def rope_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> None:
+    """The same over q and k."""
+    for x in (tokens_first(q, heads_first), tokens_first(k, heads_first)):
+        x.copy_(rotated(x, cos[:, :, None], sin[:, :, None], backward))
+
+
+rope_new.register_kernel("cuda")(rope_new_triton)
+rope_in_place.register_kernel("cuda")(rope_in_place_triton)
+
+
+@rope_new.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> tuple[Tensor, Tensor]:
+    return new_like(q), new_like(k)
+
+
+class RopeFunction(torch.autograd.Function):
+    """Turned q and k in new tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads_first = heads_first
+        return rope_new(q, k, cos, sin, heads_first, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        # new tensors: autograd may have given these gradients to others as well
+        return *rope_new(grad_q, grad_k, cos, sin, ctx.heads_first, True), None, None, None
+
+
+class RopeInPlaceFunction(torch.autograd.Function):
+    """q or k turned in place; one at a time, since autograd lets a function change only one view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads_first = heads_first
+        ctx.mark_dirty(x)
+        rope_in_place(x, without_heads(x, heads_first), cos, sin, heads_first, False)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        grad_x, _ = rope_new(grad, without_heads(grad, ctx.heads_first), cos, sin, ctx.heads_first, True)
+        return grad_x, None, None, None
+
+
+def without_heads(x: Tensor, heads_first: bool) -> Tensor:
+    """An empty tensor in the place of k."""
+    heads = x.ndim - 3 if heads_first else x.ndim - 2
+    return x.new_empty([0 if dimension == heads else size for dimension, size in enumerate(x.shape)])
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotated (q, k), in one launch.
+
+    q and k are (B, H, T, D), as in transformers, or with `heads_first=False` (B, T, H, D) or packed (T, H, D); k may
+    have fewer heads. cos and sin (T, R), (1, T, R) or (B, T, R), R even and at most D and 1,024, in the dtype of q or
+    float32, carry no gradient; columns of q and k from R on stay as they are.
+
+    `in_place` overwrites q and k and returns them; what else saved them for its backward then raises. Under autograd
+    it takes two launches, and autograd copies the gradient of what q or k is a view of.
+    """
+    check_arguments(q, k, cos, sin, heads_first)
+    if q.numel() == 0 and k.numel() == 0:
+        return (q, k) if in_place else rope_ref(q, k, cos, sin, heads_first=heads_first)
+    cos, sin = angles(cos), angles(sin)
+    if not in_place:
+        return RopeFunction.apply(q, k, cos, sin, heads_first)
+    check_in_place(q, k)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        return tuple(RopeInPlaceFunction.apply(x, cos, sin, heads_first) for x in (q, k))
+    rope_in_place(q, k, cos, sin, heads_first, False)
+    return q, k
+
+
+def rope_backward(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True) -> None:
+    """Turns the gradients of rope's results into those of its q and k, in place and without autograd.
+
+    For fused layers that own these gradients; the tensors are those of `rope`.
+    """
+    check_arguments(grad_q, grad_k, cos, sin, heads_first)
+    check_in_place(grad_q, grad_k)
+    if grad_q.numel() or grad_k.numel():
+        rope_in_place(grad_q, grad_k, angles(cos), angles(sin), heads_first, True)
+
+
+def angles(values: Tensor) -> Tensor:
+    """cos or sin as contiguous (B or 1, T, R)."""
+    return (values if values.ndim == 3 else values[None]).contiguous()
+
+
+def check_in_place(q: Tensor, k: Tensor) -> None:
+    """Raise ValueError where q or k cannot be overwritten."""
+    for name, x in (("q", q), ("k", k)):
+        if torch.is_grad_enabled() and x.is_leaf and x.requires_grad:
+            raise ValueError(f"in place would overwrite {name}, a leaf that requires grad; pass in_place=False")
+        if x.stride(-1) != 1 or 0 in x.stride():
+            raise ValueError(f"in place needs {name} with adjacent, distinct entries; got strides {x.stride()}")
+
+
+def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> None:
+    """Raise ValueError that says what was expected and what was got."""
+    order = "(B, H, T, D)" if heads_first else "(B, T, H, D) or (T, H, D)"
+    shapes = [tuple(x.shape) for x in (q, k)]
+    if q.ndim != k.ndim or q.ndim not in ((4,) if heads_first else (3, 4)):
+        raise ValueError(f"expected q and k {order}; got {shapes[0]}, {shapes[1]}")
+    (batch, tokens, _, width), (k_batch, k_tokens, _, k_width) = (tokens_first(x, heads_first).shape for x in (q, k))
+    if (batch, tokens, width) != (k_batch, k_tokens, k_width):
+        raise ValueError(f"expected q and k {order} that differ in H alone; got {shapes[0]}, {shapes[1]}")
+    turning = cos.shape[-1] if cos.ndim else 0
+    allowed = [(tokens, turning), (1, tokens, turning), (batch, tokens, turning)]
+    if cos.shape != sin.shape or tuple(cos.shape) not in allowed:
+        raise ValueError(f"expected cos and sin (T, R) or (B, T, R) for q {shapes[0]}, {order}; got "
+                         f"{tuple(cos.shape)}, {tuple(sin.shape)}")
+    if turning % 2 or not 0 < turning <= min(width, MAX_WIDTH):
+        raise ValueError(f"expected cos of an even width R up to {min(width, MAX_WIDTH)}; got {tuple(cos.shape)}")
+    if not q.is_floating_point() or q.dtype != k.dtype or cos.dtype != sin.dtype:
+        raise ValueError(f"expected floating q and k of one dtype; got {q.dtype}, {k.dtype}; cos and sin of one dtype; "
+                         f"got {cos.dtype}, {sin.dtype}")
+    if cos.dtype not in (q.dtype, torch.float32):
+        raise ValueError(f"expected cos and sin in {q.dtype} or float32; got {cos.dtype}")
+    devices = [str(x.device) for x in (q, k, cos, sin)]
+    if len(set(devices)) > 1:
+        raise ValueError(f"expected one device; got {devices} for q, k, cos, sin")
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise ValueError("cos and sin carry no gradient here: detach them")
+
+
+def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """Every configuration of the kernel for q and k of `dtype`."""
+    kind = f"*{TRITON_TYPES[dtype]}"
+    types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), kind)
+    numbers = ("T", "q_heads", "k_heads", "half", "q_width", "k_width", "angle_batch", "angle_token")
+    strides = product(("q", "k", "q_out", "k_out"), ("batch", "token", "head"))
+    types |= dict.fromkeys((*numbers, *("_".join(names) for names in strides)), "i32")
+    found = []
+    sizes = (2**power for power in range(4, 10))
+    for angle_type, half, backward in product(sorted({kind, "*fp32"}), sizes, (False, True)):
+        name = f"rope {half} cos {angle_type}{' backward' if backward else ''}"
+        chosen = types | {"cos_ptr": angle_type, "sin_ptr": angle_type}
+        found.append(Variant(name, rope_kernel, chosen, launch_rule(half), {"BACKWARD": backward}))
+    return found

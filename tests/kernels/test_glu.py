@@ -1,0 +1,388 @@
+"""swiglu and geglu against float64 truth, against the MLPs of transformers, and the memory that they take."""
+
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_as_accurate, gpu, interpreted
+from live_storage import LiveStorage
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+from lowmem_grpo.kernels import glu as module
+from lowmem_grpo.kernels.glu import geglu, geglu_ref, glu_backward, glu_forward, swiglu, swiglu_ref
+
+FLOAT32 = 1e-6  # slack for float32 functions made of other steps than torch's, relative to the largest value
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of a gradient, once, when stored
+DTYPES = list(ROUNDING)
+SHAPES = [(1, 7), (63, 65), (500, 33), (2, 3, 5, 1100)]
+ACTIVATIONS = ["silu", "gelu_tanh", "gelu"]
+
+
+def ours(activation: str, gate: Tensor, up: Tensor | None = None, **options: Any) -> Tensor:
+    """The public function of an activation."""
+    if activation == "silu":
+        return swiglu(gate, up, **options)
+    return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none", **options)
+
+
+def reference(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    if activation == "silu":
+        return swiglu_ref(gate, up)
+    return geglu_ref(gate, up, "tanh" if activation == "gelu_tanh" else "none")
+
+
+def problem(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+    """gate, up and a gradient of the result, among them large and small values."""
+    generator = torch.Generator().manual_seed(shape[-1])
+    return {name: (3 * torch.randn(shape, generator=generator)).to(device, dtype) for name in ("gate", "up", "grad")}
+
+
+def outcome(function: Any, tensors: dict[str, Tensor], fused: bool = False, dtype: Any = None) -> dict[str, Tensor]:
+    """h and the gradients of gate and up, by autograd; with `fused` from one tensor that holds both."""
+    gate, up, grad = (tensors[name].to(dtype) for name in ("gate", "up", "grad"))
+    leaves = [torch.cat((gate, up), -1)] if fused else [gate, up]
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    h = function(*(leaf * 1 for leaf in leaves))  # not leaves, as in a model
+    found = torch.autograd.grad(h, leaves, grad)
+    grad_gate, grad_up = found[0].chunk(2, -1) if fused else found
+    return {"h": h.detach(), "gate": grad_gate, "up": grad_up}
+
+
+def assert_accurate(activation: str, tensors: dict[str, Tensor], results: dict[str, Tensor]) -> None:
+    on_cpu = {name: values.cpu() for name, values in tensors.items()}
+    truth = outcome(lambda *leaves: reference(activation, *leaves), on_cpu, dtype=torch.float64)
+    plain = outcome(lambda *leaves: reference(activation, *leaves), tensors)
+    for name, exact in truth.items():
+        slack = FLOAT32 + (ROUNDING[results[name].dtype] if name != "h" else 0)
+        assert_as_accurate(name, results[name], plain[name], exact, slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_errors_are_no_larger_than_the_references(dtype: torch.dtype, shape: tuple[int, ...], activation: str) -> None:
+    tensors = problem(shape, dtype)
+    assert_accurate(activation, tensors, outcome(lambda *leaves: ours(activation, *leaves), tensors))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (4099, 1536), (77, 14336)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_errors_on_a_card_are_no_larger_than_the_references(
+    dtype: torch.dtype, shape: tuple[int, ...], activation: str, fused: bool, reuse: bool
+) -> None:
+    tensors = problem(shape, dtype, "cuda")
+    results = outcome(lambda *leaves: ours(activation, *leaves, reuse_inputs=reuse), tensors, fused)
+    assert_accurate(activation, tensors, results)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_helpers_on_a_card_give_what_the_functions_give(dtype: torch.dtype, activation: str) -> None:
+    tensors = problem((333, 1536), dtype, "cuda")
+    expected = outcome(lambda *leaves: ours(activation, *leaves), tensors)
+    gate, up, grad = tensors["gate"].clone(), tensors["up"].clone(), tensors["grad"].clone()
+    torch.testing.assert_close(glu_forward(gate, up, activation), expected["h"])
+    glu_backward(grad, gate, up, activation)
+    for name, values in {"h": grad, "gate": gate, "up": up}.items():
+        torch.testing.assert_close(values, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_fused_tensor_and_reused_memory_change_nothing(activation: str, reuse: bool, fused: bool) -> None:
+    tensors = problem((2, 9, 33), torch.float32)
+    expected = outcome(lambda *leaves: ours(activation, *leaves), tensors)
+    results = outcome(lambda *leaves: ours(activation, *leaves, reuse_inputs=reuse), tensors, fused)
+    for name, values in expected.items():
+        torch.testing.assert_close(results[name], values, msg=name)
+
+
+def outcomes_of_kernels(activation: str, tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """h and both gradients from every Triton launcher, with tensors of different strides."""
+    grad = tensors["grad"]
+    fused = torch.cat((tensors["gate"], tensors["up"]), 1)
+    gate, up = fused.chunk(2, 1)
+    h = module.glu_fwd_triton(gate.contiguous(), up, activation)
+    out = torch.empty_like(fused).chunk(2, 1)[1]
+    module.glu_fwd_out_triton(gate, up.contiguous(), out, activation)
+    apart = module.glu_bwd_triton(grad.T.contiguous().T, gate.contiguous(), up, activation, False)
+    together = module.glu_bwd_triton(grad, gate, up.contiguous(), activation, True)[0].chunk(2, 1)
+    again = fused.clone()
+    module.glu_bwd_reuse_triton(grad.T.contiguous().T, *again.chunk(2, 1), activation)
+    product = grad.clone()
+    module.glu_bwd_all_triton(product, gate, up, activation)  # last: it overwrites
+    results = [(h, *apart), (out, *together), (h, *again.chunk(2, 1)), (product, gate, up)]
+    return [dict(zip(("h", "gate", "up"), values, strict=True)) for values in results]
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (63, 65), (500, 33), (3, 1100)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_kernels_errors_are_no_larger_than_the_references(rows: int, columns: int, activation: str) -> None:
+    tensors = problem((rows, columns), torch.float32)
+    for results in outcomes_of_kernels(activation, tensors):
+        assert_accurate(activation, tensors, results)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow")  # of numpy, in the interpreter
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_kernels_stay_finite_where_exponentials_do_not(activation: str) -> None:
+    gate = torch.tensor([[-60000.0, -1000.0, -100.0, 100.0, 1000.0, 60000.0]])
+    one = torch.ones_like(gate)
+    grad_gate, _ = module.glu_bwd_triton(one, gate, one, activation, False)
+    assert torch.equal(module.glu_fwd_triton(gate, one, activation), gate.clamp(min=0))
+    assert torch.equal(grad_gate, (gate > 0).float())
+
+
+def agreement(activation: str, function: Any, device: str, dtype: torch.dtype) -> float:
+    """The share of results that are bit for bit those of act_fn(gate) * up."""
+    tensors = problem((200, 130), dtype, device)
+    gate, up = tensors["gate"] / 3, tensors["up"]  # beyond three deviations torch's own gelu loses digits
+    return (function(gate, up) == reference(activation, gate, up)).double().mean().item()
+
+
+@interpreted
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_kernel_rounds_the_activation_before_the_product(activation: str) -> None:
+    share = agreement(activation, lambda gate, up: module.glu_fwd_triton(gate, up, activation), "cpu", torch.float16)
+    assert share > 0.99  # one rounding instead of two agrees on 80 %
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_activation_is_rounded_before_the_product_on_a_card(activation: str, dtype: torch.dtype) -> None:
+    assert agreement(activation, lambda gate, up: ours(activation, gate, up), "cuda", dtype) > 0.99
+
+
+def mlp_of(family: str) -> Any:
+    """An MLP of transformers, and ours on its projections."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48}
+    if family == "Phi3":
+        mlp = Phi3MLP(Phi3Config(**sizes, pad_token_id=0))
+        return mlp, lambda x: mlp.down_proj(swiglu(mlp.gate_up_proj(x)))
+    if family == "Gemma3":
+        mlp = Gemma3MLP(Gemma3TextConfig(**sizes))
+        return mlp, lambda x: mlp.down_proj(geglu(mlp.gate_proj(x), mlp.up_proj(x)))
+    mlp = LlamaMLP(LlamaConfig(**sizes))
+    return mlp, lambda x: mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Phi3"])
+def test_an_mlp_gives_what_transformers_gives(family: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    mlp, ours_on_it = mlp_of(family)
+    mlp.to(dtype)
+    x = torch.randn(2, 9, 32, dtype=dtype, requires_grad=True)
+    results = [(y, *torch.autograd.grad(y.float().square().sum(), (x, *mlp.parameters())))
+               for y in (mlp(x), ours_on_it(x))]
+    assert torch.equal(results[0][0], results[1][0])
+    for theirs, mine in zip(*results, strict=True):
+        assert (mine - theirs).abs().max() <= (2e-6 + 3 * ROUNDING[dtype]) * theirs.abs().max()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_the_derivatives(activation: str, fused: bool) -> None:
+    tensors = problem((3, 6), torch.float64)
+    leaves = [tensors[name].requires_grad_() for name in (("gate",) if fused else ("gate", "up"))]
+    assert torch.autograd.gradcheck(lambda *values: ours(activation, *values), leaves)
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    inputs = with_gradients((3, 5), False)
+    (first, _) = torch.autograd.grad(swiglu(*inputs).square().sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_ops_are_registered_right(activation: str) -> None:
+    gate, up, grad = problem((5, 33), torch.bfloat16).values()
+    for first in (gate, gate.T.contiguous().T):
+        torch.library.opcheck(module.glu_fwd, (first, up, activation))
+    torch.library.opcheck(module.glu_fwd_out, (gate, up, torch.empty_like(gate), activation))
+    for fused in (False, True):
+        torch.library.opcheck(module.glu_bwd, (grad, gate, up, activation, fused))
+    torch.library.opcheck(module.glu_bwd_reuse, (grad, gate, up, activation))
+    torch.library.opcheck(module.glu_bwd_all, (grad, gate, up, activation))
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_compiled_results_are_the_same(reuse: bool, fused: bool) -> None:
+    tensors = problem((2, 9, 33), torch.float32)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(*leaves: Tensor) -> Tensor:
+        return swiglu(*(leaf * 1 for leaf in leaves), reuse_inputs=reuse)
+
+    expected = outcome(swiglu, tensors, fused)
+    for name, values in outcome(compiled, tensors, fused).items():
+        torch.testing.assert_close(values, expected[name], msg=name)
+
+
+def test_fake_tensors_pass_through() -> None:
+    with FakeTensorMode():
+        gate_up = torch.empty(163840, 2 * 14336, dtype=torch.bfloat16, requires_grad=True)
+        h = swiglu(gate_up * 1, reuse_inputs=True)
+        (grad,) = torch.autograd.grad(h.sum(), gate_up)
+        glu_backward(torch.empty_like(h), torch.empty_like(h), torch.empty_like(h), "gelu")
+    assert h.shape == (163840, 14336) and grad.shape == gate_up.shape and h.dtype == grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_tensors_that_are_not_contiguous_are_read_right(reuse: bool) -> None:
+    tensors = problem((4, 6, 33), torch.float32)
+    expected = outcome(swiglu, tensors)
+    leaves = [tensors[name].clone().requires_grad_() for name in ("gate", "up")]
+    h = swiglu(*((leaf * 1).mT.contiguous().mT for leaf in leaves), reuse_inputs=reuse)
+    found = torch.autograd.grad(h, leaves, tensors["grad"].mT.contiguous().mT)
+    for values, name in zip((h, *found), expected, strict=True):
+        torch.testing.assert_close(values, expected[name], msg=name)
+
+
+def test_a_gradient_that_is_one_number_for_all_entries_is_read_right() -> None:
+    tensors = problem((5, 33), torch.float32) | {"grad": torch.ones(5, 33)}
+    expected = outcome(swiglu, tensors)
+    gate, up = tensors["gate"].requires_grad_(), tensors["up"].requires_grad_()
+    for values, name in zip(torch.autograd.grad(swiglu(gate, up).sum(), (gate, up)), ("gate", "up"), strict=True):
+        torch.testing.assert_close(values, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("shape", [(0, 33), (2, 0, 33), (3, 0)])
+def test_no_entries_give_no_results(shape: tuple[int, ...]) -> None:
+    tensors = problem(shape, torch.float32)
+    for fused in (False, True):
+        assert all(values.shape == shape for values in outcome(swiglu, tensors, fused).values())
+    assert glu_forward(tensors["gate"], tensors["up"], "gelu").shape == shape
+    glu_backward(tensors["grad"], tensors["gate"], tensors["up"], "gelu")
+
+
+def with_gradients(shape: tuple[int, ...], fused: bool) -> list[Tensor]:
+    """gate and up, or both in one, as results of operations."""
+    tensors = problem(shape, torch.float32)
+    leaves = [torch.cat((tensors["gate"], tensors["up"]), -1)] if fused else [tensors["gate"], tensors["up"]]
+    return [leaf.requires_grad_() * 1 for leaf in leaves]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_second_backward_over_reused_memory_raises(fused: bool) -> None:
+    inputs = with_gradients((5, 33), fused)
+    h = swiglu(*inputs, reuse_inputs=True)
+    torch.autograd.grad(h.sum(), inputs, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(h.sum(), inputs)
+
+
+def test_another_operation_that_saved_reused_memory_raises() -> None:
+    gate, up = with_gradients((5, 33), False)
+    other = gate.square()
+    torch.autograd.grad(swiglu(gate, up, reuse_inputs=True).sum(), (gate, up), retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(other.sum(), gate)
+
+
+def test_a_second_backward_without_reuse_gives_the_same() -> None:
+    inputs = with_gradients((5, 33), False)
+    h = swiglu(*inputs)
+    first = torch.autograd.grad(h.sum(), inputs, retain_graph=True)
+    for once, again in zip(first, torch.autograd.grad(h.sum(), inputs), strict=True):
+        assert torch.equal(once, again)
+
+
+def test_reused_gradients_hold_no_graph() -> None:
+    inputs = with_gradients((5, 33), False)
+    gradients = torch.autograd.grad(swiglu(*inputs, reuse_inputs=True).sum(), inputs)
+    assert not any(gradient.requires_grad for gradient in gradients)
+    assert [gradient.data_ptr() for gradient in gradients] == [values.data_ptr() for values in inputs]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_reused_memory_makes_backward_free(fused: bool) -> None:
+    inputs = with_gradients((500, 33), fused)
+    h, grad = swiglu(*inputs, reuse_inputs=True), torch.ones(500, 33)
+    with LiveStorage() as storage:
+        torch.autograd.grad(h, inputs, grad)
+    assert storage.peak == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_the_result_is_made_and_in_backward_the_gradients(fused: bool) -> None:
+    inputs = with_gradients((500, 33), fused)
+    with LiveStorage() as storage:
+        h = swiglu(*inputs)
+        assert storage.live == storage.peak == h.nbytes
+        torch.autograd.grad(h, inputs, h.detach())
+    assert storage.peak == h.nbytes + sum(values.nbytes for values in inputs)
+
+
+def test_helpers_write_where_they_are_told_and_allocate_nothing() -> None:
+    tensors = problem((2, 9, 33), torch.float32)
+    expected = outcome(lambda *leaves: ours("gelu_tanh", *leaves), tensors)
+    gate_up = torch.cat((tensors["gate"], tensors["up"]), -1)
+    (gate, up), grad, out = gate_up.chunk(2, -1), tensors["grad"].clone(), torch.empty(2, 9, 33)
+    with LiveStorage() as storage:
+        assert glu_forward(gate, up, "gelu_tanh", out) is out
+        glu_backward(grad, gate, up, "gelu_tanh")
+    assert storage.peak == 0
+    for values, name in ((out, "h"), (grad, "h"), (gate, "gate"), (up, "up")):
+        torch.testing.assert_close(values, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("name", ["grad", "gate", "up"])
+def test_helpers_refuse_to_write_into_a_copy(name: str) -> None:
+    tensors = problem((4, 5, 33), torch.float32)
+    for change in (lambda x: x.mT.contiguous().mT, lambda x: torch.stack((x, x), 1)[:, 0].transpose(0, 1)):
+        changed = {key: values.transpose(0, 1).contiguous() if change(values).shape[0] == 5 else values
+                   for key, values in tensors.items()}
+        with pytest.raises(ValueError, match=f"{name} is written in place"):
+            glu_backward(activation="silu", **(changed | {name: change(tensors[name])}))
+
+
+ZEROS = {"gate": torch.zeros(3, 6), "up": torch.zeros(3, 6)}
+WRONG = [
+    ({"up": torch.zeros(3, 5)}, "(3, 5)"), ({"gate": torch.zeros(()), "up": torch.zeros(())}, "()"),
+    ({"gate": torch.zeros(3, 7), "up": None}, "(3, 7)"), ({"up": torch.zeros(3, 6, dtype=torch.half)}, "float16"),
+    ({"gate": torch.zeros(3, 6, dtype=torch.long)}, "int64"), ({"up": torch.zeros(3, 6, device="meta")}, "meta"),
+    ({"up": torch.zeros(3, 6, requires_grad=True), "reuse_inputs": True}, "leaf"),
+    ({"approximate": "sigmoid"}, "'sigmoid'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[f"{'+'.join(c)}-{m}" for c, m in WRONG])
+def test_wrong_arguments_are_refused_with_what_was_got(changes: dict[str, Any], message: str) -> None:
+    function: Any = geglu if "approximate" in changes else swiglu
+    with pytest.raises(ValueError) as refusal:
+        function(**(ZEROS | changes))
+    assert message in str(refusal.value)
+
+
+def test_helpers_refuse_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="'relu'"):
+        glu_forward(**ZEROS, activation="relu")
+    with pytest.raises(ValueError, match="float64"):
+        glu_forward(**ZEROS, activation="silu", out=torch.zeros(3, 6, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"\(3, 5\)"):
+        glu_backward(torch.zeros(3, 5), **ZEROS, activation="silu")
+
+
+def test_every_width_has_a_compiled_configuration_without_shared_entries() -> None:
+    listed = [variant.launch for variant in module.variants(90, torch.bfloat16)]
+    for width in [1, 64, 65, 256, 257, 1024, 14336]:
+        launch = module.launch_rule(width)
+        assert launch in listed
+        assert launch.constexprs["BLOCK_N"] * launch.constexprs["BLOCK_F"] >= 32 * launch.num_warps

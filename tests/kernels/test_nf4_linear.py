@@ -1,0 +1,381 @@
+"""nf4_linear: accuracy of the output and every gradient, agreement with bitsandbytes and PEFT, memory, decoding."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from accuracy import assert_as_accurate, gpu, interpreted
+from live_storage import LiveStorage
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
+from lowmem_grpo.kernels.nf4_decode import (
+    can_decode,
+    decode_launch,
+    max_rows,
+    nf4_decode_op,
+    nf4_decode_triton,
+    variants,
+)
+from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref, project, project_back
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+ONE, THREE, ODD = ((70,), 192), ((128, 64, 33), 256), ((37,), 75)  # (out of each matrix, in); ODD: blocks span rows
+GRADIENTS = ("x", "lora_a", "lora_b", "bias")
+
+
+def quantized(rows: int, columns: int, dtype: torch.dtype, double: bool = False, device: str = "cpu") -> Any:
+    """A random weight of one matrix as bitsandbytes quantizes it."""
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) / columns**0.5
+    return bnb.nn.Params4bit(
+        values.to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=double
+    ).to(device)
+
+
+def problem(
+    rows: int, size: tuple[tuple[int, ...], int], dtype: torch.dtype, double: bool = False, rank: int = 5,
+    lora_dtype: torch.dtype | None = None, device: str = "cpu",
+) -> dict[str, Any]:
+    """Arguments of nf4_linear, of which all but the weight ask for a gradient."""
+    features, columns = size
+    params = [quantized(part, columns, dtype, double, device) for part in features]
+    weight = NF4Weight.adjacent(params) if len(params) > 1 else NF4Weight.from_bitsandbytes(params[0])
+    generator = torch.Generator().manual_seed(rows)
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    lora = lora_dtype or dtype
+    return {
+        "x": random(rows, columns), "weight": weight, "lora_a": random(rank * len(features), columns, dtype=lora),
+        "lora_b": random(sum(features), rank, dtype=lora), "scale": 0.3, "bias": random(sum(features)),
+    }
+
+
+def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same in float64, with the weight as its codes and scales define it."""
+    wide = {
+        name: value.detach().double().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
+        for name, value in arguments.items()
+    }
+    return wide | {"weight": replace(arguments["weight"], dtype=torch.float64)}
+
+
+def outcome(function: Callable[..., Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """The output, and the gradient of everything that asks for one."""
+    y = function(**arguments)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y.device, y.dtype)
+    asked = {name: arguments[name] for name in GRADIENTS if torch.is_tensor(arguments.get(name))}
+    return {"y": y} | dict(zip(asked, torch.autograd.grad(y, list(asked.values()), grad), strict=True))
+
+
+def assert_all_as_accurate(arguments: dict[str, Any]) -> None:
+    """nf4_linear against the reference in the same dtype, and float64."""
+    found, reference = outcome(nf4_linear, arguments), outcome(nf4_linear_ref, arguments)
+    for name, truth in outcome(nf4_linear_ref, in_float64(arguments)).items():
+        assert found[name].dtype == (arguments["x"] if name == "y" else arguments[name]).dtype
+        assert_as_accurate(name, found[name], reference[name], truth, ROUNDING[arguments["x"].dtype])
+
+
+def small_bands(monkeypatch: pytest.MonkeyPatch, size: int = 10_000) -> None:
+    """Makes even a small weight need many bands."""
+    monkeypatch.setattr(import_module("lowmem_grpo.kernels.nf4_linear"), "BAND_BYTES", size)  # not the function
+
+
+def in_triton(arguments: dict[str, Any]) -> Tensor:
+    """What the decode kernel computes from these arguments, in float32."""
+    x, weight, a, b, scale, bias = (arguments.get(name) for name in
+                                    ("x", "weight", "lora_a", "lora_b", "scale", "bias"))
+    number, tensor = (0.0, scale) if torch.is_tensor(scale) else (scale or 0.0, None)
+    with torch.no_grad():
+        xa = None if a is None else x @ a.T
+        return nf4_decode_triton(
+            x, *weight.tensors, *weight.sizes, list(weight.out_features), xa, b, number, tensor, bias
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [ONE, THREE, ODD])
+@pytest.mark.parametrize("rows", [1, 63, 500])
+def test_error_is_that_of_the_reference(rows: int, size: Any, dtype: torch.dtype) -> None:
+    assert_all_as_accurate(problem(rows, size, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [ONE, THREE, ODD])
+def test_many_bands_are_as_accurate_as_one(size: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_bands(monkeypatch)
+    assert_all_as_accurate(problem(20, size, dtype, double=size != THREE))
+
+
+def test_gradients_are_those_of_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_bands(monkeypatch, 64 * 8)
+    arguments = problem(3, ((3, 2), 64), torch.float32, rank=2)
+    wide = in_float64(arguments | {"weight": NF4Weight.adjacent([quantized(3, 64, torch.float32) for _ in range(2)])})
+    wide["lora_b"], wide["bias"] = (torch.randn(6, *more, dtype=torch.double) for more in ((2,), ()))
+    inputs = [wide[name].detach().requires_grad_() for name in GRADIENTS]
+    assert torch.autograd.gradcheck(
+        lambda x, a, b, bias: nf4_linear(x, wide["weight"], a, b, 0.7, bias), inputs
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("double", [False, True])
+def test_agrees_with_bitsandbytes_and_peft(double: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear = bnb.nn.Linear4bit(256, 70, quant_type="nf4", compress_statistics=double, compute_dtype=dtype).to(dtype)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["0"], init_lora_weights=False)
+    layer = get_peft_model(torch.nn.Sequential(linear.to("cpu")), config).train().base_model.model[0]
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert a.dtype == torch.float32
+    x = torch.randn(2, 9, 256, dtype=dtype, requires_grad=True)
+    grad = torch.randn(2, 9, 70, dtype=dtype)
+    theirs = torch.autograd.grad(layer(x), (x, a, b), grad, retain_graph=True)
+    y = nf4_linear(x, layer.base_layer.weight, a, b, 1.5, layer.base_layer.bias)
+    ours = torch.autograd.grad(y, (x, a, b), grad)
+    for found, expected in zip((y, *ours), (layer(x), *theirs), strict=True):
+        assert found.dtype == expected.dtype
+        assert (found - expected).abs().max() <= 4 * ROUNDING[dtype] * expected.abs().max()
+
+
+def test_master_adapters_get_gradients_in_their_own_dtype() -> None:
+    arguments = problem(9, THREE, torch.bfloat16, lora_dtype=torch.float32)
+    assert_all_as_accurate(arguments)
+    assert outcome(nf4_linear, arguments)["lora_a"].dtype == torch.float32
+
+
+def test_sequences_of_adapters_are_the_stacked_ones() -> None:
+    arguments = problem(9, THREE, torch.float32)
+    a, b = arguments["lora_a"].split(5), arguments["lora_b"].split(THREE[0])
+    listed = arguments | {"lora_a": list(a), "lora_b": list(b)}
+    assert torch.equal(nf4_linear(**listed), nf4_linear(**arguments))
+    without = nf4_linear(**(listed | {"lora_a": [a[0], None, a[2]], "lora_b": [b[0], None, b[2]]}))
+    plain = nf4_linear(**(arguments | {"lora_a": None, "lora_b": None}))
+    assert torch.equal(without[:, 128:192], plain[:, 128:192])
+    assert torch.equal(without[:, :128], nf4_linear(**arguments)[:, :128])
+    assert torch.equal(nf4_linear(**(listed | {"lora_a": [None] * 3, "lora_b": [None] * 3})), plain)
+    for part in torch.autograd.grad(without.sum(), [*a[::2], *b[::2]]):
+        assert part.abs().max() > 0
+
+
+def test_scale_may_be_a_tensor_that_is_switched_later() -> None:
+    arguments = problem(9, ONE, torch.float32)
+    scale = torch.tensor(0.3)
+    switched = nf4_linear(**(arguments | {"scale": scale}))
+    assert torch.equal(switched, nf4_linear(**arguments))
+    off = nf4_linear(**(arguments | {"scale": scale.zero_()}))
+    torch.testing.assert_close(off, nf4_linear(**(arguments | {"lora_a": None, "lora_b": None})))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_project_and_back_take_both_kinds_of_weight(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_bands(monkeypatch)
+    for size, double in ((THREE, False), (ONE, True), (ODD, True)):
+        weight = problem(1, size, dtype, double)["weight"]
+        truth = nf4_dequantize_ref(replace(weight, dtype=torch.float64))
+        x, grad = torch.randn(2, 3, size[1]).to(dtype), torch.randn(4, sum(size[0])).to(dtype)
+        plain = nf4_dequantize(weight)
+        for frozen in (weight, plain):
+            assert_as_accurate("xW", project(x, frozen), x @ plain.T, x.double() @ truth.T, ROUNDING[dtype])
+            assert_as_accurate("gW", project_back(grad, frozen), grad @ plain, grad.double() @ truth, ROUNDING[dtype])
+
+
+def kept_bytes(arguments: dict[str, Any]) -> int:
+    """Bytes that the backward pass holds on to: those made in the forward pass, and those of the arguments."""
+    given = {value.data_ptr() for value in arguments.values() if torch.is_tensor(value)}
+    with LiveStorage() as storage:
+        y = nf4_linear(**arguments)
+        saved = [part for part in backward_node(y).saved_tensors if part is not None]
+        return storage.live - y.nbytes + sum(part.nbytes for part in saved if part.data_ptr() in given)
+
+
+def backward_node(y: Tensor) -> Any:
+    """The autograd node of NF4LinearFunction behind the final view."""
+    node = y.grad_fn
+    while type(node).__name__ != "NF4LinearFunctionBackward":
+        node = node.next_functions[0][0]
+    return node
+
+
+def test_only_what_the_gradients_need_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_bands(monkeypatch)
+    arguments = problem(500, ONE, torch.float32)
+    x, a, b, bias = (arguments[name] for name in GRADIENTS)
+    frozen = {name: arguments[name].detach() for name in GRADIENTS}
+    bare = {"x": x, "weight": arguments["weight"]}
+    assert kept_bytes(bare) == 0, "only dx is asked for: neither x nor a dequantized weight"
+    assert kept_bytes(arguments | frozen | {"x": x}) == a.nbytes + b.nbytes
+    assert kept_bytes(arguments | frozen | {"lora_b": b}) == 500 * 5 * 4, "x A^T is enough for dB"
+    assert kept_bytes(arguments | frozen | {"lora_a": a}) == x.nbytes + b.nbytes
+    assert kept_bytes(arguments | frozen | {"bias": bias}) == 0
+    assert kept_bytes(arguments) == x.nbytes + a.nbytes + b.nbytes + 500 * 5 * 4
+
+
+def test_peak_is_one_band_above_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, rows, band = ((512, 256), 1024), 64, 100_000
+    small_bands(monkeypatch, band)
+    arguments = problem(rows, size, torch.float32)
+    adapters = 4 * (2 * arguments["lora_a"].numel() + 2 * arguments["lora_b"].numel() + 6 * rows * 10)
+    with LiveStorage() as storage:
+        y = nf4_linear(**arguments)
+        assert storage.peak <= y.nbytes + band + 64 * 1024 * 4 + adapters
+        assert storage.largest <= max(y.nbytes, band + 64 * 1024 * 4)
+    with LiveStorage() as storage:
+        y.sum().backward()
+        assert storage.peak <= y.nbytes + arguments["x"].nbytes + band + 64 * 768 * 4 + adapters + 4 * 768
+
+
+def test_an_8b_layer_fits_in_fake_tensors() -> None:
+    rows, columns, tokens = 14_336, 4_096, 20_480
+    with FakeTensorMode(), LiveStorage() as storage:
+        weight = NF4Weight(
+            torch.empty(rows * columns // 2, dtype=torch.uint8), torch.empty(rows * columns // 64), torch.empty(16),
+            (rows, columns), 64, torch.bfloat16, (rows,),
+        )
+        before = storage.live
+        x = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
+        y = nf4_linear(x, weight)
+        assert storage.peak - before == x.nbytes + y.nbytes + 58_720_256  # 2 bands of 56 MiB: half of the weight
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+
+
+def test_operator_is_sound() -> None:
+    for double, scale in product((False, True), (None, torch.tensor(0.3))):
+        arguments = problem(5, ONE, torch.float32, double)
+        weight = arguments["weight"]
+        options = (torch.randn(5, 5), torch.randn(70, 5), 0.5, scale, torch.randn(70))
+        for rest in (options, (None, None, 0.0, None, None)):
+            torch.library.opcheck(nf4_decode_op, (
+                arguments["x"].detach(), *weight.tensors, *weight.sizes, [70], *rest
+            ))
+
+
+def test_it_compiles_into_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_bands(monkeypatch, 50_000)
+    arguments = problem(7, THREE, torch.float32)
+    compiled = torch.compile(lambda **options: nf4_linear(**options), backend="aot_eager", fullgraph=True)
+    expected = outcome(nf4_linear, arguments)
+    for name, found in outcome(compiled, arguments).items():
+        torch.testing.assert_close(found, expected[name])
+    param, x = quantized(70, 192, torch.float32, double=True), torch.randn(3, 192)
+    assert torch.equal(compiled(x=x, weight=param), nf4_linear(x, param))
+
+
+def test_strided_empty_and_deep_inputs_and_autocast() -> None:
+    arguments = problem(12, ONE, torch.float32)
+    y = nf4_linear(**arguments)
+    x, b = arguments["x"].detach(), arguments["lora_b"]
+    strided = torch.empty(192, 12).T.copy_(x)
+    assert torch.equal(nf4_linear(**(arguments | {"x": strided, "lora_b": b.detach().T.contiguous().T})), y)
+    deep = nf4_linear(**(arguments | {"x": x.view(2, 3, 2, 192)}))
+    assert torch.equal(deep.view(12, 70), y)
+    assert nf4_linear(**(arguments | {"x": x[0]})).shape == (70,)
+    empty = outcome(nf4_linear, arguments | {"x": torch.empty(0, 192, requires_grad=True)})
+    assert empty["y"].shape == (0, 70)
+    assert empty["lora_a"].abs().max() == 0
+    with torch.autocast("cpu", torch.bfloat16):
+        under = outcome(nf4_linear, arguments)
+    assert all(torch.equal(part, under[name]) for name, part in outcome(nf4_linear, arguments).items())
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"x": torch.zeros(3, 191)}, r"expected x \(..., 192\)"),
+    ({"x": torch.zeros(3, 192, dtype=torch.int32)}, "of a floating dtype"),
+    ({"lora_b": None}, "expected lora_a and lora_b, or neither"),
+    ({"lora_a": torch.zeros(4, 192)}, r"expected lora_a \(1 \* rank, 192\)"),
+    ({"lora_a": [torch.zeros(5, 192)]}, "expected both as tensors, or both as sequences"),
+    ({"lora_a": [torch.zeros(5, 192)] * 2, "lora_b": [torch.zeros(70, 5)] * 2}, "for each of 1 matrices"),
+    ({"lora_a": [torch.zeros(5, 192)], "lora_b": [torch.zeros(70, 4)]}, "expected one rank"),
+    ({"lora_a": [torch.zeros(5, 192)], "lora_b": [torch.zeros(69, 5)]}, r"expected lora_b of \(70,\) rows; got \[69\]"),
+    ({"bias": torch.zeros(71)}, r"expected bias \(70,\)"),
+    ({"scale": torch.zeros(1)}, r"expected scale \(\)"),
+    ({"bias": torch.zeros(70, device="meta")}, "expected bias on the device of x, cpu; got meta"),
+    ({"weight": torch.zeros(70, 192)}, "expected a Params4bit"),
+])
+def test_wrong_arguments_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nf4_linear(**(problem(3, ONE, torch.float32) | change))
+
+
+@interpreted
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 8, 13, 32, 63])
+def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) -> None:
+    for size, rank in ((((33,), 64), 5), (((64, 128, 64), 768), 16), (((70,), 1088), 40), (((64, 65), 256), 3)):
+        arguments = problem(rows, size, torch.float32, double, rank)
+        truth = nf4_linear_ref(**in_float64(arguments))
+        scaled = arguments | {"scale": torch.tensor(0.3)}
+        for name, found in (("number", in_triton(arguments)), ("tensor", in_triton(scaled))):
+            assert_as_accurate(name, found, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
+
+
+@interpreted
+def test_decode_kernel_does_without_lora_and_bias() -> None:
+    arguments = {name: value for name, value in problem(5, THREE, torch.float32).items() if name in ("x", "weight")}
+    weight = arguments["weight"]
+    for band in (weight, weight.rows(37, 200), weight.rows(200, 201)):
+        arguments["weight"] = band
+        truth = nf4_linear_ref(**in_float64(arguments))
+        found = in_triton(arguments)
+        assert_as_accurate("y", found, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 87, 89, 90, 100, 120])
+def test_every_launch_of_the_decode_kernel_is_listed(capability: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        listed = [variant.launch for variant in variants(capability, dtype)]
+        for rows, outputs in product(range(1, max_rows(capability) + 1), (1, 100, 8191, 8192, 150_000)):
+            assert decode_launch(rows, outputs, capability) in listed
+
+
+def test_decode_kernel_is_not_given_what_it_cannot_do() -> None:
+    weight = problem(1, ONE, torch.float32)["weight"]
+    with FakeTensorMode():
+        x = torch.empty(4, 192, dtype=torch.float16)
+        assert not can_decode(x, weight), "a CPU tensor"
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [ONE, THREE, ODD, ((9000,), 512), ((64, 128, 64), 768)])
+def test_gpu_is_as_accurate_as_the_reference(size: Any, dtype: torch.dtype) -> None:
+    for rows in (1, 2, 3, 8, 13, 17, 33, 64, 65, 500):
+        assert_all_as_accurate(problem(rows, size, dtype, size != THREE, 16, device="cuda"))
+
+
+@gpu
+def test_gpu_decodes_with_the_fused_kernel() -> None:
+    for rows, dtype in product((1, 8), (torch.float16, torch.bfloat16)):
+        arguments = problem(rows, ONE, dtype, device="cuda")
+        assert can_decode(arguments["x"], arguments["weight"])
+        scaled = arguments | {"scale": torch.tensor(0.3, device="cuda")}
+        torch.testing.assert_close(nf4_linear(**scaled), nf4_linear(**arguments))
+
+
+@gpu
+def test_gpu_decodes_the_same_bits_every_time() -> None:
+    arguments = problem(8, ((4096,), 4096), torch.bfloat16, True, 16, device="cuda")
+    first = nf4_linear(**arguments)
+    assert all(torch.equal(nf4_linear(**arguments), first) for _ in range(20))
+
+
+@gpu
+def test_gpu_records_decoding_in_a_graph() -> None:
+    arguments = problem(4, ONE, torch.float16, device="cuda") | {"scale": torch.tensor(0.3, device="cuda")}
+    with torch.no_grad():
+        expected = nf4_linear(**arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = nf4_linear(**arguments)
+        graph.replay()
+    assert torch.equal(y, expected)

@@ -1,0 +1,316 @@
+"""rms_norm against float64 truth, against the modules of transformers that it replaces, and the memory it takes."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_as_accurate, gpu, interpreted
+from live_storage import LiveStorage
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from lowmem_grpo.kernels.rms_norm import rms_norm, rms_norm_ref
+
+module = importlib.import_module("lowmem_grpo.kernels.rms_norm")  # the package gives its function this name
+EPS = 1e-6
+SUMMATION = 2e-6  # slack for adding up a row, or the rows of grad_weight, in another order; of the largest value
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of a gradient, once, when stored
+DTYPES = list(ROUNDING)
+FORMS = [(residual, offset) for residual in (False, True) for offset in (0.0, 1.0)]
+SHAPES = [(1, 7), (63, 65), (500, 33), (2, 3, 5, 128)]
+FAMILIES = [LlamaRMSNorm, MistralRMSNorm, Qwen3RMSNorm, Phi3RMSNorm, Gemma3RMSNorm]
+
+
+def problem(
+    shape: tuple[int, ...], dtype: torch.dtype, residual: bool, device: str = "cpu"
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """x, weight and residual that require gradients, and random gradients of y and of the sum."""
+    generator = torch.Generator().manual_seed(shape[-1])
+
+    def values(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    tensors = {"x": values(*shape), "weight": values(shape[-1])} | ({"residual": values(*shape)} if residual else {})
+    grads = [values(*shape) for _ in range(1 + residual)]
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}, grads
+
+
+def in_float64(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().double().requires_grad_() for name, tensor in tensors.items()}
+
+
+def outcome(function: Any, tensors: dict[str, Tensor], grads: list[Tensor], offset: float) -> dict[str, Tensor]:
+    """y, the sum, and every gradient."""
+    results = function(**tensors, eps=EPS, offset=offset)
+    results = results if isinstance(results, tuple) else (results,)
+    grads = [grad.to(result) for grad, result in zip(grads, results, strict=True)]
+    found = torch.autograd.grad(results, list(tensors.values()), grads)
+    return dict(zip(("y", "sum"), results, strict=False)) | dict(zip(tensors, found, strict=True))
+
+
+def assert_accurate(tensors: dict[str, Tensor], grads: list[Tensor], offset: float, ours: dict[str, Tensor]) -> None:
+    truth = outcome(rms_norm_ref, in_float64(tensors), grads, offset)
+    reference = outcome(rms_norm_ref, tensors, grads, offset)
+    assert ours.keys() == truth.keys()
+    for name, exact in truth.items():
+        assert ours[name].dtype == reference[name].dtype
+        slack = SUMMATION + (ROUNDING[ours[name].dtype] if name in tensors else 0)
+        assert_as_accurate(name, ours[name], reference[name], exact.detach(), slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("residual", "offset"), FORMS)
+def test_errors_are_no_larger_than_the_references(
+    dtype: torch.dtype, shape: tuple[int, ...], residual: bool, offset: float
+) -> None:
+    tensors, grads = problem(shape, dtype, residual)
+    assert_accurate(tensors, grads, offset, outcome(rms_norm, tensors, grads, offset))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (63, 8192), (17, 12289), (9, 65536), (5000, 8, 128), (4099, 2560)])
+@pytest.mark.parametrize(("residual", "offset"), FORMS)
+def test_errors_on_a_card_are_no_larger_than_the_references(
+    dtype: torch.dtype, shape: tuple[int, ...], residual: bool, offset: float
+) -> None:
+    tensors, grads = problem(shape, dtype, residual, "cuda")
+    assert_accurate(tensors, grads, offset, outcome(rms_norm, tensors, grads, offset))
+
+
+def outcome_of_kernels(tensors: dict[str, Tensor], grads: list[Tensor], offset: float) -> dict[str, Tensor]:
+    """What `outcome` gives, from the Triton launchers themselves, on rows (N, D)."""
+    x, weight, residual = (tensors.get(name) for name in ("x", "weight", "residual"))
+    x, weight, residual = (None if values is None else values.detach() for values in (x, weight, residual))
+    y, total, rstd = module.rms_norm_fwd_triton(x, weight, residual, EPS, offset)
+    h, grad_sum = (x, None) if residual is None else (total, grads[1])
+    grad_h, grad_weight = module.rms_norm_bwd_triton(grads[0], grad_sum, h, weight, rstd, offset, True)
+    frozen, nothing = module.rms_norm_bwd_triton(grads[0], grad_sum, h, weight, rstd, offset, False)
+    torch.testing.assert_close(frozen, grad_h)
+    assert nothing.numel() == 0
+    results = {"y": y, "x": grad_h, "weight": grad_weight}
+    return results if residual is None else results | {"sum": total, "residual": grad_h}
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "columns"), [(1, 7), (63, 65), (500, 33), (9, 2050), (3, 8200)])
+@pytest.mark.parametrize(("residual", "offset"), FORMS)
+def test_the_kernels_errors_are_no_larger_than_the_references(
+    rows: int, columns: int, residual: bool, offset: float
+) -> None:
+    tensors, grads = problem((rows, columns), torch.float32, residual)
+    assert_accurate(tensors, grads, offset, outcome_of_kernels(tensors, grads, offset))
+
+
+@interpreted
+@pytest.mark.parametrize("columns", [65, 8200])
+def test_partial_sums_of_several_programs_and_steps_add_up(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PARTIAL_SUMS", 3)
+    tensors, grads = problem((19 if columns > 100 else 200, columns), torch.float32, True)
+    assert_accurate(tensors, grads, 0.0, outcome_of_kernels(tensors, grads, 0.0))
+
+
+@interpreted
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_kernels_read_rows_by_their_strides(residual: bool) -> None:
+    tensors, grads = problem((63, 65), torch.float32, residual)
+    expected = outcome_of_kernels(tensors, grads, 0.0)
+    for change in (lambda x: torch.cat((x, x), -1)[..., 65:], lambda x: torch.stack((x, x), -1)[..., 0]):
+        strided = {name: change(values) for name, values in tensors.items()}
+        assert strided["x"].stride(0) == 130
+        for name, values in outcome_of_kernels(strided, [change(grad) for grad in grads], 0.0).items():
+            assert torch.equal(values, expected[name]), name
+
+
+def families_norm(family: Any, columns: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, float]:
+    """A module with random weights, and the offset that makes rms_norm its equal."""
+    norm = family(columns, eps=EPS).to(device, dtype)
+    torch.nn.init.normal_(norm.weight)
+    return norm, 1.0 if family is Gemma3RMSNorm else 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", [(2, 7, 96), (2, 7, 4, 16)])  # hidden states; heads of queries or keys
+def test_results_are_those_of_transformers(dtype: torch.dtype, family: Any, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    norm, offset = families_norm(family, shape[-1], dtype)
+    x = torch.randn(shape, dtype=dtype)
+    assert torch.equal(rms_norm(x, norm.weight, EPS, offset=offset), norm(x))
+
+
+@pytest.mark.parametrize("family", [LlamaRMSNorm, Gemma3RMSNorm])
+def test_a_float32_weight_gives_the_dtype_that_transformers_gives(family: Any) -> None:
+    norm, offset = families_norm(family, 33, torch.float32)
+    x = torch.randn(5, 33, dtype=torch.bfloat16, requires_grad=True)
+    ours, theirs = rms_norm(x, norm.weight, EPS, offset=offset), norm(x)
+    assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    gradients = [torch.autograd.grad(y.sum(), (x, norm.weight)) for y in (ours, theirs)]
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2**-7, atol=2**-8)
+
+
+def agreement(family: Any, function: Any, device: str, dtype: torch.dtype) -> float:
+    """The share of results that are bit for bit those of the family's module."""
+    norm, offset = families_norm(family, 128, dtype, device)
+    x = torch.randn(200, 128, device=device).to(dtype)
+    return (function(x, norm.weight.detach(), offset) == norm(x)).double().mean().item()
+
+
+@interpreted
+@pytest.mark.parametrize("family", [LlamaRMSNorm, Gemma3RMSNorm])
+def test_the_kernel_rounds_in_the_order_of_transformers(family: Any) -> None:
+    torch.manual_seed(0)
+    share = agreement(
+        family, lambda x, weight, offset: module.rms_norm_fwd_triton(x, weight, None, EPS, offset)[0], "cpu",
+        torch.float16,
+    )
+    assert share > 0.995  # of the rest rstd differs in its last bit; the other order agrees on 70 to 80 %
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_on_a_card_round_in_the_order_of_transformers(family: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    assert agreement(family, lambda x, weight, offset: rms_norm(x, weight, EPS, offset=offset), "cuda", dtype) > 0.99
+
+
+@pytest.mark.parametrize(("residual", "offset"), FORMS)
+def test_gradients_are_the_derivatives(residual: bool, offset: float) -> None:
+    tensors = in_float64(problem((3, 5), torch.float64, residual)[0])
+
+    def function(*values: Tensor) -> Any:
+        return rms_norm(**dict(zip(tensors, values, strict=True)), offset=offset)
+
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()))
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    tensors, _ = problem((3, 5), torch.float64, False)
+    (first,) = torch.autograd.grad(rms_norm(**tensors).square().sum(), tensors["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_ops_are_registered_right(residual: bool) -> None:
+    tensors, grads = problem((5, 33), torch.bfloat16, residual)
+    x, weight, other = tensors["x"].detach(), tensors["weight"].detach(), tensors.get("residual")
+    other = None if other is None else other.detach()
+    torch.library.opcheck(module.rms_norm_fwd, (x, weight, other, EPS, 0.0))
+    rstd = module.rms_norm_fwd(x, weight, other, EPS, 0.0)[2]
+    for grad_weight in (False, True):
+        grad_sum = grads[1] if residual else None
+        torch.library.opcheck(module.rms_norm_bwd, (grads[0], grad_sum, x, weight, rstd, 1.0, grad_weight))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_compiled_results_are_the_same(residual: bool) -> None:
+    tensors, grads = problem((2, 7, 33), torch.float32, residual)
+    compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+    expected = outcome(rms_norm, tensors, grads, 1.0)
+    for name, values in outcome(compiled, tensors, grads, 1.0).items():
+        torch.testing.assert_close(values, expected[name], msg=name)
+
+
+def test_fake_tensors_pass_through() -> None:
+    with FakeTensorMode():
+        x = torch.empty(163840, 8, 4096, dtype=torch.bfloat16, requires_grad=True)
+        y, total = rms_norm(x, torch.empty(4096, dtype=torch.bfloat16), residual=x.detach())
+        (grad,) = torch.autograd.grad(y.sum() + total.sum(), x)
+    assert y.shape == total.shape == grad.shape == x.shape and grad.dtype == torch.bfloat16
+
+
+def test_tensors_that_are_not_contiguous_are_read_right() -> None:
+    tensors, grads = problem((4, 6, 33), torch.float32, True)
+    expected = outcome(rms_norm, tensors, grads, 0.0)
+    changed = {name: values.detach().mT.contiguous().mT if values.ndim > 1 else torch.stack((values, values), 1)[:, 0]
+               for name, values in tensors.items()}
+    changed = {name: values.detach().requires_grad_() for name, values in changed.items()}
+    assert not any(values.is_contiguous() for values in changed.values())
+    strided = [grad.mT.contiguous().mT for grad in grads]
+    for name, values in outcome(rms_norm, changed, strided, 0.0).items():
+        torch.testing.assert_close(values, expected[name], msg=name)
+
+
+def test_gradients_that_are_one_number_for_all_entries_are_read_right() -> None:
+    tensors, grads = problem((5, 33), torch.float32, True)
+    y, total = rms_norm(**tensors)
+    ours = torch.autograd.grad(y.sum() + total.sum(), list(tensors.values()))
+    expected = outcome(rms_norm, tensors, [torch.ones_like(grad) for grad in grads], 0.0)
+    for name, values in zip(tensors, ours, strict=True):
+        torch.testing.assert_close(values, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_either_result_may_go_unused(used: int) -> None:
+    tensors, grads = problem((5, 33), torch.float32, True)
+    ours, expected = (
+        torch.autograd.grad(function(**tensors)[used], list(tensors.values()), grads[used], allow_unused=True)
+        for function in (rms_norm, rms_norm_ref)
+    )
+    for mine, reference in zip(ours, expected, strict=True):
+        assert (mine is None) == (reference is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, reference)
+
+
+@pytest.mark.parametrize("shape", [(0, 33), (2, 0, 33)])
+def test_no_rows_give_no_results(shape: tuple[int, ...]) -> None:
+    tensors, grads = problem(shape, torch.float32, True)
+    ours = outcome(rms_norm, tensors, grads, 0.0)
+    assert ours["y"].shape == ours["sum"].shape == ours["x"].shape == shape and not ours["weight"].any()
+
+
+WRONG = [
+    ({"x": torch.zeros(())}, "()"), ({"x": torch.zeros(3, 0), "weight": torch.zeros(0)}, "(3, 0)"),
+    ({"x": torch.zeros(1, 65537), "weight": torch.zeros(65537)}, "65536"), ({"weight": torch.zeros(5)}, "(5,)"),
+    ({"weight": torch.zeros(33, dtype=torch.long)}, "int64"), ({"x": torch.zeros(3, 33, dtype=torch.int32)}, "int32"),
+    ({"weight": torch.zeros(33, device="meta")}, "meta"), ({"residual": torch.zeros(4, 33)}, "(4, 33)"),
+    ({"residual": torch.zeros(3, 33, dtype=torch.bfloat16)}, "bfloat16"),
+    ({"residual": torch.zeros(3, 33, device="meta")}, "meta"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[f"{'+'.join(c)}-{m}" for c, m in WRONG])
+def test_wrong_arguments_are_refused_with_what_was_got(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        rms_norm(**({"x": torch.zeros(3, 33), "weight": torch.zeros(33)} | changes))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_nothing_but_the_results_and_a_number_a_row_is_kept(residual: bool) -> None:
+    tensors, grads = problem((500, 33), torch.bfloat16, residual)
+    with LiveStorage() as storage:
+        results = rms_norm(**tensors)
+        results = results if residual else (results,)
+        kept = sum(result.nbytes for result in results) + 500 * 4
+        assert storage.live == kept
+        torch.autograd.grad(results, tensors["x"], grads)
+    assert storage.peak == kept + tensors["x"].nbytes + tensors["weight"].nbytes
+
+
+def test_a_frozen_weight_costs_no_gradient_of_it() -> None:
+    tensors, grads = problem((500, 33), torch.float32, False)
+    y = rms_norm(tensors["x"], tensors["weight"].detach())
+    with LiveStorage() as storage:
+        torch.autograd.grad(y, tensors["x"], grads)
+    assert storage.peak == tensors["x"].nbytes
+
+
+def test_every_width_has_a_compiled_configuration() -> None:
+    listed = [variant.launch for variant in module.variants(90, torch.bfloat16)]
+    for width in [1, 64, 65, 96, 128, 256, 500, 2560, 4096, 8192, 8193, 16384, 65536]:
+        launch = module.launch_rule(width)
+        assert launch in listed
+        covered = launch.constexprs["BLOCK_D"] >= width or not launch.constexprs["WHOLE_ROW"]
+        assert covered and 32 <= 32 * launch.num_warps <= 512
