@@ -58,6 +58,11 @@ def floor_(logits: Tensor) -> Tensor:
     return logits.clamp_(min=torch.finfo(logits.dtype).min)
 
 
+def row_dot(left: Tensor, right: Tensor) -> Tensor:
+    """(R,) dot products of the rows of two (R, V), without the (R, V) of their products."""
+    return torch.bmm(left[:, None, :], right[:, :, None]).view(-1)
+
+
 @triton.jit
 def floored(z):
     """A block with -inf made finite; NaN stays NaN."""

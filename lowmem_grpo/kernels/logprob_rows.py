@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.head import Head
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
-from lowmem_grpo.kernels.logits import LogitShape, floor_, packed_gradient, row_statistics, shape_logits
+from lowmem_grpo.kernels.logits import LogitShape, floor_, packed_gradient, row_dot, row_statistics, shape_logits
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 
@@ -65,7 +65,7 @@ def finish_rows_ref(
     lse = logits.logsumexp(-1)
     logprobs = logits.gather(-1, columns).squeeze(-1) - lse
     probs = (floor_(logits) - lse[:, None]).exp_()
-    entropy = lse - torch.linalg.vecdot(probs, logits)
+    entropy = lse - row_dot(probs, logits)
     if gradient_dtype is not None:
         difference = probs.neg_().scatter_add_(1, columns, torch.ones_like(lse)[:, None])
         difference.mul_(shape.slope_(logits)).masked_fill_(ignored[:, None], 0)

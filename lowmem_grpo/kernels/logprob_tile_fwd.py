@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
-from lowmem_grpo.kernels.logits import FLOOR, LogitShape, floor_, packed_gradient, row_statistics, shape_logits
+from lowmem_grpo.kernels.logits import FLOOR, LogitShape, floor_, packed_gradient, row_dot, row_statistics, shape_logits
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 MAXIMUM, SUM, WEIGHTED, TARGET, SLOPE, DECAY = range(6)  # rows of the state (6, N)
@@ -51,7 +51,7 @@ def update_state_ref(
     maximum = torch.maximum(state[MAXIMUM], floor_(logits).amax(-1))
     shift = state[MAXIMUM] - maximum
     weights = (logits - maximum[:, None]).exp_()
-    weighted = torch.linalg.vecdot(weights, logits) - maximum * weights.sum(-1)
+    weighted = row_dot(weights, logits) - maximum * weights.sum(-1)
     state[DECAY] = shift.exp()
     state[WEIGHTED] = state[DECAY] * (state[WEIGHTED] + state[SUM] * shift) + weighted
     state[SUM] = state[DECAY] * state[SUM] + weights.sum(-1)

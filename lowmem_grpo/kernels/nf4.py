@@ -54,6 +54,9 @@ class NF4Weight:
         if len(state.shape) != 2 or state.blocksize not in BLOCKSIZES:
             raise ValueError(f"expected a matrix, blocks of {BLOCKSIZES}; got {tuple(state.shape)}, {state.blocksize}")
         nested = state.state2
+        scales = [state.absmax] if nested is None else [nested.absmax, nested.code, state.offset]
+        if wrong := [part.dtype for part in scales if part.dtype != torch.float32]:
+            raise ValueError(f"expected float32 scales; got {wrong}: convert them once, as in state.absmax.float()")
         return cls(
             param.data.detach().reshape(-1).view(torch.uint8), state.absmax, state.code, tuple(state.shape),
             state.blocksize, state.dtype, (state.shape[0],), **{} if nested is None else {
@@ -69,9 +72,8 @@ class NF4Weight:
         They must agree in `in`, block sizes, code and dtype, and each but the last must end where a block ends (with
         double quantization: where a nested block ends). Otherwise ValueError, and nothing has changed.
         """
-        weights = [cls.from_bitsandbytes(param) for param in params]
+        check_adjacent(weights := [cls.from_bitsandbytes(param) for param in params])
         first = weights[0]
-        check_adjacent(weights)
         names = ["packed", "absmax"] + ([] if first.nested_code is None else ["nested_absmax", "offset"])
         parts = {name: [weight.part(name) for weight in weights] for name in names}
         joined: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in parts.items()}
@@ -140,6 +142,8 @@ class NF4Weight:
 
 def check_adjacent(weights: Sequence[NF4Weight]) -> None:
     """Raise ValueError that says which weight does not fit under the others."""
+    if not weights:
+        raise ValueError("expected at least one weight; got none")
     first = weights[0]
     for number, weight in enumerate(weights):
         want, got = ((w.shape[1], w.blocksize, w.dtype, w.absmax.dtype, w.nested_blocksize) for w in (first, weight))

@@ -197,25 +197,26 @@ class NF4LinearFunction(torch.autograd.Function):
                 y = project(x, weight, bias)
                 if xa is not None:
                     add_adapters(y, weight, xa * scale, lora_b)
-        ctx.weight, ctx.scale = weight, scale
+        ctx.weight, ctx.scale = weight, None if isinstance(scale, Tensor) else scale
         ctx.save_for_backward(
             x if needs_a else None, xa if needs_b else None, lora_a if needs_x else None,
-            lora_b if needs_x or needs_a else None,
+            lora_b if needs_x or needs_a else None, scale if isinstance(scale, Tensor) else None,
         )
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, xa, lora_a, lora_b = ctx.saved_tensors
+        x, xa, lora_a, lora_b, scale = ctx.saved_tensors
+        scale = ctx.scale if scale is None else scale
         needs_x, _, needs_a, needs_b, _, needs_bias = ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
             grad_x, grad_a = project_back(grad, ctx.weight) if needs_x else None, None
             if lora_b is not None:
-                grad_xa = adapter_back(grad, ctx.weight, lora_b) * ctx.scale
+                grad_xa = adapter_back(grad, ctx.weight, lora_b) * scale
                 grad_x = grad_x.addmm_(grad_xa, lora_a) if grad_x is not None else None
                 grad_a = grad_xa.T @ x if needs_a else None
-            grad_b = adapter_grad(grad, ctx.weight, xa * ctx.scale) if needs_b else None
+            grad_b = adapter_grad(grad, ctx.weight, xa * scale) if needs_b else None
         return grad_x, None, grad_a, grad_b, None, grad.sum(0) if needs_bias else None
 
 
