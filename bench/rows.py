@@ -4,23 +4,34 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("lowmem-grpo", "torch", "transformers", "peft")
 
 
-def machine() -> dict[str, Any]:
-    """Processor, cores, versions, commit and date; the card's name where there is one."""
+def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
+    """Processor, cores, versions of what is installed, commit and date; the card's name where there is one."""
     import torch
 
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "cpu": cpu_model(), "cores": os.cpu_count(), "gpu": card, "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES}, "commit": commit(), "date": date.today().isoformat(),
+        "versions": versions(packages), "commit": commit(), "date": date.today().isoformat(),
     }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def cpu_model() -> str:
@@ -50,3 +61,8 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The lines of a results file; none where there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def newest(rows: list[dict[str, Any]], *fields: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The last row of each combination of `fields`, in the order in which these first came."""
+    return {tuple(json.dumps(row.get(name)) for name in fields): row for row in rows}

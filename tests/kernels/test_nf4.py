@@ -102,6 +102,10 @@ def test_a_weight_that_was_never_quantized_is_refused() -> None:
     param.quant_state.packing_format_for_cpu = True
     with pytest.raises(ValueError, match="repacked"):
         NF4Weight.from_bitsandbytes(param)
+    param = quantized((48, 256), double=False)
+    param.quant_state.absmax = param.quant_state.absmax.half()
+    with pytest.raises(ValueError, match=r"float32 scales; got \[torch.float16\]"):
+        NF4Weight.from_bitsandbytes(param)
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
@@ -118,7 +122,10 @@ def test_adjacent_weights_are_one_buffer_that_bitsandbytes_still_reads(double: b
     for param, values in zip(params, before, strict=True):
         assert torch.equal(bnb.functional.dequantize_4bit(param.data, param.quant_state), values)
         assert param.data.untyped_storage().data_ptr() == weight.packed.untyped_storage().data_ptr()
-        assert param.quant_state.absmax.untyped_storage().data_ptr() == weight.absmax.untyped_storage().data_ptr()
+        state, joined = param.quant_state, [weight.absmax, weight.nested_absmax, weight.offset][: 3 if double else 1]
+        parts = [state.absmax] + ([state.state2.absmax, state.offset] if double else [])
+        for part, whole in zip(parts, joined, strict=True):
+            assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     params[1].data.zero_()
     assert torch.equal(nf4_dequantize(weight)[128:192], nf4_dequantize(NF4Weight.from_bitsandbytes(params[1])))
 

@@ -20,6 +20,7 @@ from lowmem_grpo.kernels.nf4_decode import (
     can_decode,
     decode_launch,
     max_rows,
+    nf4_decode,
     nf4_decode_op,
     nf4_decode_triton,
     variants,
@@ -172,6 +173,8 @@ def test_scale_may_be_a_tensor_that_is_switched_later() -> None:
     switched = nf4_linear(**(arguments | {"scale": scale}))
     assert torch.equal(switched, nf4_linear(**arguments))
     off = nf4_linear(**(arguments | {"scale": scale.zero_()}))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        switched.sum().backward()  # its gradients would be those of another scale
     torch.testing.assert_close(off, nf4_linear(**(arguments | {"lora_a": None, "lora_b": None})))
 
 
@@ -317,6 +320,18 @@ def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) 
         scaled = arguments | {"scale": torch.tensor(0.3)}
         for name, found in (("number", in_triton(arguments)), ("tensor", in_triton(scaled))):
             assert_as_accurate(name, found, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
+
+
+def test_decode_operator_on_the_cpu_is_the_reference() -> None:
+    arguments = problem(5, THREE, torch.float32, rank=16)
+    with torch.no_grad():
+        xa = arguments["x"] @ arguments["lora_a"].T
+        for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
+            y = nf4_decode(arguments["x"].T.contiguous().T, arguments["weight"], xa, arguments["lora_b"], scale,
+                           arguments["bias"])
+            torch.testing.assert_close(y, nf4_linear_ref(**arguments))
+        plain = arguments["x"], arguments["weight"]
+        assert torch.equal(nf4_decode(*plain), project(*plain))
 
 
 @interpreted

@@ -148,12 +148,13 @@ def test_the_kernel_rounds_once_with_float32_angles() -> None:
 def test_the_kernels_read_and_write_by_strides() -> None:
     tensors = problem((2, 3, 10, 6, 2), torch.float32)
     expected = outcomes_of_kernels(tensors, True)[0]
-    cos, sin = tensors["cos"], tensors["sin"]
+    cos, sin = module.angles(tensors["cos"].mT.contiguous().mT), module.angles(tensors["sin"])
     packed = torch.cat((tensors["q"], tensors["k"]), 1).transpose(1, 2).contiguous().transpose(1, 2)
     q, k = packed.split((Q_HEADS, K_HEADS), 1)  # as a fused projection gives them
-    odd = q.mT.contiguous().mT
-    for first, launcher in ((odd, module.rope_new_triton), (q, module.rope_new_triton),
-                            (q, module.rope_in_place_triton)):
+    columns_apart = q.mT.contiguous().mT
+    heads_apart = torch.stack((q, q), 2).flatten(1, 2)[:, ::2]
+    for first, launcher in ((columns_apart, module.rope_new_triton), (heads_apart, module.rope_new_triton),
+                            (q, module.rope_new_triton), (q, module.rope_in_place_triton)):
         results = launcher(first, k, cos, sin, True, False) or (q, k)
         assert torch.equal(results[0], expected["q"]) and torch.equal(results[1], expected["k"])
 
@@ -230,6 +231,8 @@ def test_float32_angles_give_transformers_result_rounded_once(dtype: torch.dtype
     ours = rope(*list(tensors.values())[:4])
     for mine, other in zip(ours, theirs, strict=True):
         assert other.dtype == torch.float32 and mine.dtype == dtype and torch.equal(mine, other.to(dtype))
+    for mine, reference in zip(ours, rope_ref(*list(tensors.values())[:4]), strict=True):
+        assert reference.dtype == dtype and torch.equal(mine, reference)
 
 
 def test_packed_tokens_are_turned_like_a_batch_of_one() -> None:
@@ -342,6 +345,17 @@ def test_in_place_overwrites_and_returns_its_inputs() -> None:
     assert storage.peak == 0
     assert results[0] is q and results[1] is k
     assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
+
+
+def test_what_is_overwritten_goes_on_with_the_gradient_of_the_result() -> None:
+    tensors = problem((2, 7, 10, 6, 2), torch.float32)
+    expected = outcome(rope, tensors)
+    leaves = tensors["q"].requires_grad_(), tensors["k"].requires_grad_()
+    q, k = (leaf * 1 for leaf in leaves)
+    results = rope(q, k, tensors["cos"], tensors["sin"], in_place=True)
+    assert results[0] is q and results[1] is k
+    found = torch.autograd.grad((q, k), leaves, (tensors["grad_q"], tensors["grad_k"]))
+    torch.testing.assert_close(found, (expected["grad_q"], expected["grad_k"]))
 
 
 def test_in_place_on_views_gives_the_gradient_of_what_they_view() -> None:

@@ -1,0 +1,140 @@
+"""Compiles one kernel for one chip without a GPU, and weighs the result: registers, spills, shared memory, bytes.
+
+Registers and stack come from `cuobjdump`, which Triton brings along. A stack is not yet a spill (a local array has one
+as well), so a kernel with a stack is compiled once more with the assembler's own log, which counts spilled bytes
+exactly.
+"""
+
+import contextlib
+import io
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.backends.nvidia
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lowmem_grpo.kernels.launch import SHARED_MEMORY, Variant
+
+MAX_SPILL = 64  # bytes a thread
+MAX_SECONDS = 60  # of one compilation, far above what any should take; an assembler that spills a lot may take hours
+MAX_TENSOR_MEMORY = 512  # columns of tensor memory of a block, sm_100
+HINTS = ("aligned", "odd")
+DIVISIBLE = [["tt.divisibility", 16]]
+CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What one compilation gave; `error` where it gave nothing."""
+
+    registers: int = 0  # a thread
+    stack_bytes: int = 0  # a thread
+    spill_bytes: int = 0  # a thread: the larger of bytes stored and bytes loaded
+    shared_bytes: int = 0  # a block
+    tensor_memory: int = 0  # columns
+    cubin_bytes: int = 0
+    seconds: float = field(default=0.0, compare=False)
+    error: str | None = None
+
+    def complaints(self, chip: int) -> list[str]:
+        """Why this must not ship; empty where it may."""
+        if self.error:
+            return [f"does not compile: {self.error}"]
+        found, limit = [], SHARED_MEMORY[chip]
+        if self.spill_bytes > MAX_SPILL:
+            found.append(f"spills {self.spill_bytes} bytes a thread (at most {MAX_SPILL})")
+        if self.shared_bytes > limit:
+            found.append(f"shared memory of {self.shared_bytes} bytes (sm_{chip} has {limit})")
+        if self.tensor_memory > MAX_TENSOR_MEMORY:
+            found.append(f"tensor memory of {self.tensor_memory} columns (at most {MAX_TENSOR_MEMORY})")
+        return found
+
+
+def source(variant: Variant, hints: str) -> ASTSource:
+    """The kernel with its argument types. As at run time, pointers are known to be aligned to 16 bytes; integers are
+    known to be multiples of 16 with hints "aligned", and nothing is known of them with "odd"."""
+    constexprs = variant.launch.constexprs | variant.constexprs
+    if missing := [name for name in variant.kernel.arg_names if name not in variant.types | constexprs]:
+        raise ValueError(f"the variant gives no type for {', '.join(missing)}")
+    signature = {name: "constexpr" if name in constexprs else variant.types[name] for name in variant.kernel.arg_names}
+    attributes = {
+        (parameter.num,): DIVISIBLE for parameter in variant.kernel.params
+        if takes_hint(signature[parameter.name], parameter, hints)
+    }
+    return ASTSource(variant.kernel, signature, constexprs, attributes)
+
+
+def takes_hint(kind: str, parameter: Any, hints: str) -> bool:
+    """Whether a launch would tell the compiler that this argument is a multiple of 16."""
+    if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
+        return False
+    return kind.startswith("*") or (hints == "aligned" and re.fullmatch(r"[iu](32|64)", kind) is not None)
+
+
+def weigh(variant: Variant, chip: int, hints: str) -> Weight:
+    """Compile and weigh; an error of the compiler becomes part of the result."""
+    start = time.perf_counter()
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(MAX_SECONDS)
+    try:
+        result = compiled(variant, chip, hints)
+    except Exception as error:  # noqa: BLE001, whatever the compiler raises is what is to be reported
+        result = Weight(error=f"{type(error).__name__}: {error}".strip())
+    finally:
+        signal.alarm(0)
+    return replace(result, seconds=round(time.perf_counter() - start, 2))
+
+
+def give_up(*_: Any) -> None:
+    """Raised in the middle of a compilation; the assembler is ended with it."""
+    raise TimeoutError(f"more than {MAX_SECONDS} s")
+
+
+def compiled(variant: Variant, chip: int, hints: str) -> Weight:
+    """One compilation, or its cached result; the assembler's log only where there is a stack."""
+    kernel = build(variant, chip, hints)
+    used = resources(kernel.asm["cubin"])
+    return Weight(
+        registers=used["REG"], stack_bytes=used["STACK"], cubin_bytes=len(kernel.asm["cubin"]),
+        spill_bytes=spilled(variant, chip, hints) if used["STACK"] else 0, shared_bytes=kernel.metadata.shared,
+        tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
+    )
+
+
+def build(variant: Variant, chip: int, hints: str) -> Any:
+    """Triton's compiled kernel. What the compiler prints is dropped: on an error it prints the whole program."""
+    options = {"num_warps": variant.launch.num_warps, "num_stages": variant.launch.num_stages}
+    with contextlib.redirect_stdout(io.StringIO()):
+        return triton.compile(source(variant, hints), target=GPUTarget("cuda", chip, 32), options=options)
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers (REG) and stack (STACK) of the kernel, the largest of all its functions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True,
+                                 check=True).stdout
+    return {name: max(map(int, re.findall(rf"\b{name}:(\d+)", listing))) for name in ("REG", "STACK")}
+
+
+def spilled(variant: Variant, chip: int, hints: str) -> int:
+    """Bytes that the assembler says it spills, for which the kernel is compiled anew."""
+    log = io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+        options = {"num_warps": variant.launch.num_warps, "num_stages": variant.launch.num_stages}
+        triton.compile(source(variant, hints), target=GPUTarget("cuda", chip, 32), options=options)
+    counts = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
+    if not counts:
+        raise RuntimeError("the assembler's log names no spills; its form may have changed")
+    return max(map(int, counts))
