@@ -78,7 +78,7 @@ GENERATION = {
 }
 
 VLLM = {
-    "vllm_mode": off("colocate", "There is no vLLM server mode: vLLM runs in this process, on the trainer's own weights."),
+    "vllm_mode": off("colocate", "There is no server: vLLM runs in this process, on the trainer's own weights."),
     "vllm_importance_sampling_correction": off(
         True, "The sampler uses the trainer's own weights, so there is nothing to correct; leave it out.", False
     ),
