@@ -39,14 +39,20 @@ class ParityGate:
         self.truncates = config.sampling(0).truncates
         default = BOUNDS[policy.autocast_dtype or policy.head.weight.dtype]
         self.bound = default if config.parity_bound is None else config.parity_bound
-        self.next_step = 0
+        self.started = False
 
-    def watch(self, groups: list[RolloutGroup], step: int) -> dict[str, float]:
-        """`check` where it is due: in the first rollout, then every `parity_steps` optimizer steps; 0 is never."""
-        if not self.every or step < self.next_step:
+    def watch(self, groups: list[RolloutGroup], step: int, stride: int = 1) -> dict[str, float]:
+        """`check` where it is due, with `stride` optimizer steps from one rollout to the next: at step 0, then every
+        `parity_steps`; 0 is never. The first rollout of a resumed run is checked too, and leaves no metrics, so that
+        its records are those of an undisturbed one."""
+        if not self.every:
             return {}
-        self.next_step = step - step % self.every + self.every
-        return self.check(groups)
+        due = step == 0 or step // self.every > (step - stride) // self.every
+        if not due and self.started:
+            return {}
+        self.started = True
+        metrics = self.check(groups)
+        return metrics if due else {}
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Metrics over some groups; ParityError where the mean difference is above the bound, or not a number."""

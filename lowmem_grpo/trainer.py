@@ -167,7 +167,7 @@ class GRPOTrainer:
         prompts = self.source.take(self.args.prompts_per_generation)
         groups = self.sample(prompts, self.args.sampling(self.args.rollout_seed(self.state.global_step)))
         with self.clock.phase("train"):
-            self.parity_logs = self.parity.watch(groups, self.state.global_step)
+            self.parity_logs = self.parity.watch(groups, self.state.global_step, self.steps_per_rollout)
         self.score(groups)
         self.state.epoch = self.source.epoch
         self.state.num_tokens += sum(len(g.prompt_ids) + len(r.completion_ids) for g in groups for r in g.rollouts)

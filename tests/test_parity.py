@@ -77,8 +77,16 @@ def test_dropout_is_off_while_checking_and_back_afterwards(tokenizer: Any) -> No
 
 def test_checks_come_first_and_then_every_few_steps(tiny_policy: Policy, tokenizer: Any) -> None:
     groups, watcher = sampled(tiny_policy, tokenizer), gate(tiny_policy, parity_steps=10)
-    assert [step for step in range(7, 32) if watcher.watch(groups, step)] == [7, 10, 20, 30]
+    assert [step for step in range(0, 32, 3) if watcher.watch(groups, step, stride=3)] == [0, 12, 21, 30]
     assert not gate(tiny_policy, parity_steps=0).watch(groups, 0)
+
+
+def test_a_resumed_run_is_checked_at_once_and_records_nothing_new(tiny_policy: Policy, tokenizer: Any) -> None:
+    groups = sampled(tiny_policy, tokenizer)
+    assert gate(tiny_policy).watch(groups, 7) == {}
+    groups[0].rollouts[0].rollout_logprobs[3] = float("nan")
+    with pytest.raises(ParityError):
+        gate(tiny_policy).watch(groups, 7)
 
 
 def test_no_tokens_give_no_metrics(tiny_policy: Policy) -> None:

@@ -146,8 +146,9 @@ def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def glu_fwd_out_triton(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """The forward kernel into `out`; all tensors (N, F) with adjacent columns."""
+    """The forward kernel into `out` (N, F) with adjacent columns; gate and up may have any strides."""
     rows, columns = gate.shape
+    gate, up = rows_of(gate), rows_of(up)
     launch = launch_rule(columns)
     glu_fwd_kernel[grid(rows, columns, launch)](
         gate, up, out, rows, columns, gate.stride(0), up.stride(0), out.stride(0), ACTIVATION=activation,
@@ -156,9 +157,9 @@ def glu_fwd_out_triton(gate: Tensor, up: Tensor, out: Tensor, activation: str) -
 
 
 def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
-    """The backward kernel into new tensors; grad may have any strides."""
+    """The backward kernel into new tensors, from tensors of any strides."""
     gradients = new_gradients(gate, fused)
-    launch_bwd(rows_of(grad), gate, up, *halves(*gradients), activation, product=False)
+    launch_bwd(rows_of(grad), rows_of(gate), rows_of(up), *halves(*gradients), activation, product=False)
     return gradients
 
 
@@ -270,9 +271,7 @@ def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor
     """act(gate) * up with autograd, for tensors of any leading shape."""
     check_arguments(gate, up, activation)
     if reuse and torch.is_grad_enabled():
-        for name, values in (("gate", gate), ("up", up)):
-            if values is not None and values.is_leaf and values.requires_grad:
-                raise ValueError(f"reuse_inputs=True would overwrite {name}, a leaf that requires grad; pass False")
+        check_reuse(gate, up)
     shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
     if 0 in shape:
         return activate_ref(halves(gate, up)[0], activation) * halves(gate, up)[1]
@@ -327,9 +326,22 @@ def rows_in_place(name: str, values: Tensor) -> Tensor:
         rows = values.view(-1, values.shape[-1])
     except RuntimeError as error:
         raise ValueError(message) from error
-    if rows.stride(1) != 1:
+    if rows.stride(1) != 1 or rows.stride(0) == 0:
         raise ValueError(message)
     return rows
+
+
+def check_reuse(gate: Tensor, up: Tensor | None) -> None:
+    """Raise ValueError where gradients cannot replace gate and up."""
+    if gate is up:
+        raise ValueError("reuse_inputs=True needs two tensors; gate and up are one and the same")
+    for name, values in (("gate", gate), ("up", up)):
+        if values is None:
+            continue
+        if values.is_leaf and values.requires_grad:
+            raise ValueError(f"reuse_inputs=True would overwrite {name}, a leaf that requires grad; pass False")
+        if 0 in values.stride():
+            raise ValueError(f"reuse_inputs=True cannot overwrite {name}, whose entries share memory; pass False")
 
 
 def gelu_name(approximate: str) -> str:

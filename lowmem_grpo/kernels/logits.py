@@ -14,6 +14,7 @@ from torch import Tensor
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 FLOOR = tl.constexpr(-3.0e38)  # stands in for -inf, so that p log p is 0 at p = 0
+DOT_COLUMNS = 4096  # multiplied at a time
 NONE_IGNORED = -(2**62)  # no target
 
 
@@ -59,8 +60,9 @@ def floor_(logits: Tensor) -> Tensor:
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """(R,) dot products of the rows of two (R, V), without the (R, V) of their products."""
-    return torch.bmm(left[:, None, :], right[:, :, None]).view(-1)
+    """(R,) dot products of the rows of two (R, V), without the (R, V) of their products, and summed pairwise."""
+    bands = zip(left.split(DOT_COLUMNS, 1), right.split(DOT_COLUMNS, 1), strict=True)
+    return torch.stack([torch.linalg.vecdot(*band) for band in bands]).sum(0)
 
 
 @triton.jit

@@ -74,8 +74,8 @@ def decode_launch(rows: int, outputs: int, capability: int) -> Launch:
 @triton.jit(do_not_specialize=VARYING)
 def nf4_decode_kernel(
     out_ptr, x_ptr, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, xa_ptr,
-    lora_b_ptr, bias_ptr, scale_ptr, scale, tensor_scale, m_size, n_size, row_bytes, x_stride, rank, matrices, second,
-    third, bias_size, offset_stride, block_shift, first_block, nested_shift,
+    lora_b_ptr, bias_ptr, scale_ptr, scale, tensor_scale, m_size, n_size, row_bytes, rank, matrices, second, third,
+    bias_size, offset_stride, block_shift, first_block, nested_shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, BYTES: tl.constexpr, NESTED: tl.constexpr,
     SHUFFLE: tl.constexpr,
 ):
@@ -85,9 +85,10 @@ def nf4_decode_kernel(
     split = tl.arange(0, SPLIT)
     n_inside = n < n_size
     m_inside = m < m_size
+    row_bytes = tl.multiple_of(row_bytes, 32)  # whole blocks of 64
     row = tl.where(n_inside, n, 0).to(tl.int64) * row_bytes
     packed_rows = packed_ptr + row[None, :, None] + tl.arange(0, BYTES)[None, None, :]
-    x_rows = x_ptr + m[None, :, None] * x_stride + tl.arange(0, 2 * BYTES)[None, None, :]
+    x_rows = x_ptr + m[None, :, None] * (2 * row_bytes) + tl.arange(0, 2 * BYTES)[None, None, :]
     if SHUFFLE:
         # The address of the table, as if it were loaded (m_size is not negative, so it is not). The compiler converts
         # layouts where values are loaded, so it now converts packed bytes; a value from elsewhere in the look-up would
@@ -170,7 +171,7 @@ def nf4_decode_triton(
         out, x, packed, absmax, code, nested_code if nested else code, nested_absmax if nested else code,
         offset if nested else code, x if xa is None else xa, x if lora_b is None else lora_b,
         x if bias is None else bias, code if scale_tensor is None else scale_tensor, scale,
-        0.0 if scale_tensor is None else 1.0, rows, outputs, columns // 2, columns,
+        0.0 if scale_tensor is None else 1.0, rows, outputs, columns // 2,
         0 if lora_b is None else lora_b.shape[1], len(out_features), *ends, 0 if bias is None else outputs,
         0 if offset is None else offset.ndim, (blocksize // 2).bit_length() - 1, first_block,
         nested_blocksize.bit_length() - 1, NESTED=nested, SHUFFLE=x.is_cuda, **launch.options,

@@ -43,6 +43,7 @@ def nf4_linear_ref(
     return y if bias is None else y + bias.to(x.dtype)
 
 
+@torch.no_grad()
 def project(x: Tensor, weight: NF4Weight | Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias without autograd: x (..., in), weight (out, in) -> (..., out) in x.dtype."""
     rows = x.reshape(-1, x.shape[-1])
@@ -67,6 +68,7 @@ def project_bands(x: Tensor, weight: NF4Weight, bias: Tensor | None) -> Tensor:
     return y
 
 
+@torch.no_grad()
 def project_back(grad: Tensor, weight: NF4Weight | Tensor) -> Tensor:
     """grad W without autograd: grad (..., out), weight (out, in) -> (..., in) in grad.dtype."""
     rows = grad.reshape(-1, grad.shape[-1])

@@ -275,6 +275,8 @@ def angles(values: Tensor) -> Tensor:
 
 def check_in_place(q: Tensor, k: Tensor) -> None:
     """Raise ValueError where q or k cannot be overwritten."""
+    if q is k:
+        raise ValueError("in place needs two tensors; q and k are one and the same")
     for name, x in (("q", q), ("k", k)):
         if torch.is_grad_enabled() and x.is_leaf and x.requires_grad:
             raise ValueError(f"in place would overwrite {name}, a leaf that requires grad; pass in_place=False")

@@ -16,6 +16,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from lowmem_grpo.kernels import glu as module
 from lowmem_grpo.kernels.glu import geglu, geglu_ref, glu_backward, glu_forward, swiglu, swiglu_ref
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # of numpy, in the interpreter
 FLOAT32 = 1e-6  # slack for float32 functions made of other steps than torch's, relative to the largest value
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of a gradient, once, when stored
 DTYPES = list(ROUNDING)
@@ -87,7 +88,7 @@ def test_errors_on_a_card_are_no_larger_than_the_references(
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_helpers_on_a_card_give_what_the_functions_give(dtype: torch.dtype, activation: str) -> None:
+def test_calls_without_autograd_give_the_same_on_a_card(dtype: torch.dtype, activation: str) -> None:
     tensors = problem((333, 1536), dtype, "cuda")
     expected = outcome(lambda *leaves: ours(activation, *leaves), tensors)
     gate, up, grad = tensors["gate"].clone(), tensors["up"].clone(), tensors["grad"].clone()
@@ -113,10 +114,10 @@ def outcomes_of_kernels(activation: str, tensors: dict[str, Tensor]) -> list[dic
     grad = tensors["grad"]
     fused = torch.cat((tensors["gate"], tensors["up"]), 1)
     gate, up = fused.chunk(2, 1)
-    h = module.glu_fwd_triton(gate.contiguous(), up, activation)
+    h = module.glu_fwd_triton(gate.contiguous(), up.T.contiguous().T, activation)
     out = torch.empty_like(fused).chunk(2, 1)[1]
-    module.glu_fwd_out_triton(gate, up.contiguous(), out, activation)
-    apart = module.glu_bwd_triton(grad.T.contiguous().T, gate.contiguous(), up, activation, False)
+    module.glu_fwd_out_triton(gate.contiguous(), up, out, activation)
+    apart = module.glu_bwd_triton(grad.T.contiguous().T, gate.T.contiguous().T, up, activation, False)
     together = module.glu_bwd_triton(grad, gate, up.contiguous(), activation, True)[0].chunk(2, 1)
     again = fused.clone()
     module.glu_bwd_reuse_triton(grad.T.contiguous().T, *again.chunk(2, 1), activation)
@@ -136,7 +137,6 @@ def test_the_kernels_errors_are_no_larger_than_the_references(rows: int, columns
 
 
 @interpreted
-@pytest.mark.filterwarnings("ignore:overflow")  # of numpy, in the interpreter
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_kernels_stay_finite_where_exponentials_do_not(activation: str) -> None:
     gate = torch.tensor([[-60000.0, -1000.0, -100.0, 100.0, 1000.0, 60000.0]])
@@ -330,7 +330,7 @@ def test_only_the_result_is_made_and_in_backward_the_gradients(fused: bool) -> N
     assert storage.peak == h.nbytes + sum(values.nbytes for values in inputs)
 
 
-def test_helpers_write_where_they_are_told_and_allocate_nothing() -> None:
+def test_calls_without_autograd_write_where_they_are_told_and_allocate_nothing() -> None:
     tensors = problem((2, 9, 33), torch.float32)
     expected = outcome(lambda *leaves: ours("gelu_tanh", *leaves), tensors)
     gate_up = torch.cat((tensors["gate"], tensors["up"]), -1)
@@ -344,9 +344,11 @@ def test_helpers_write_where_they_are_told_and_allocate_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["grad", "gate", "up"])
-def test_helpers_refuse_to_write_into_a_copy(name: str) -> None:
+def test_calls_without_autograd_refuse_to_write_into_a_copy(name: str) -> None:
     tensors = problem((4, 5, 33), torch.float32)
-    for change in (lambda x: x.mT.contiguous().mT, lambda x: torch.stack((x, x), 1)[:, 0].transpose(0, 1)):
+    changes = [lambda x: x.mT.contiguous().mT, lambda x: torch.stack((x, x), 1)[:, 0].transpose(0, 1),
+               lambda x: x[:1, :1].expand(4, 5, 33)]
+    for change in changes:
         changed = {key: values.transpose(0, 1).contiguous() if change(values).shape[0] == 5 else values
                    for key, values in tensors.items()}
         with pytest.raises(ValueError, match=f"{name} is written in place"):
@@ -359,6 +361,8 @@ WRONG = [
     ({"gate": torch.zeros(3, 7), "up": None}, "(3, 7)"), ({"up": torch.zeros(3, 6, dtype=torch.half)}, "float16"),
     ({"gate": torch.zeros(3, 6, dtype=torch.long)}, "int64"), ({"up": torch.zeros(3, 6, device="meta")}, "meta"),
     ({"up": torch.zeros(3, 6, requires_grad=True), "reuse_inputs": True}, "leaf"),
+    ({"up": ZEROS["gate"], "reuse_inputs": True}, "one and the same"),
+    ({"up": torch.zeros(6).expand(3, 6), "reuse_inputs": True}, "share memory"),
     ({"approximate": "sigmoid"}, "'sigmoid'"),
 ]
 
@@ -371,7 +375,7 @@ def test_wrong_arguments_are_refused_with_what_was_got(changes: dict[str, Any], 
     assert message in str(refusal.value)
 
 
-def test_helpers_refuse_wrong_arguments() -> None:
+def test_calls_without_autograd_refuse_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="'relu'"):
         glu_forward(**ZEROS, activation="relu")
     with pytest.raises(ValueError, match="float64"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from live_storage import LiveStorage
-from logprob_problem import CHUNKS, CLOSE, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
+from logprob_problem import CHUNKS, CLOSE, ROUNDING, SHAPES, D, V, assert_no_worse, in_float64, outcome, problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref
@@ -100,6 +100,17 @@ def test_a_target_with_probability_zero_is_minus_infinity() -> None:
     arguments["bias"][arguments["targets"][0]] = -torch.inf
     logprobs = linear_logprobs(**arguments)
     assert logprobs[0] == -torch.inf and logprobs[1:].isfinite().all()
+
+
+def test_entropy_keeps_its_digits_at_a_large_vocabulary() -> None:
+    generator = torch.Generator().manual_seed(0)
+    arguments = {
+        "hidden": torch.randn(63, 32, generator=generator), "targets": torch.zeros(63, dtype=torch.long),
+        "weight": torch.randn(32771, 32, generator=generator) / 6,
+    }
+    _, exact = linear_logprobs_ref(**in_float64(arguments))
+    _, entropy = linear_logprobs(**arguments, return_entropy=True)
+    assert (entropy - exact).abs().max() < 2e-6 * exact.abs().max()
 
 
 def test_no_rows_give_no_results() -> None:

@@ -1,106 +1,38 @@
-"""nf4_linear: accuracy of the output and every gradient, agreement with bitsandbytes and PEFT, memory, decoding."""
+"""nf4_linear: accuracy of the output and every gradient, agreement with bitsandbytes and PEFT, memory."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from itertools import product
 from typing import Any
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from accuracy import assert_as_accurate, gpu, interpreted
+from accuracy import assert_as_accurate, gpu
 from live_storage import LiveStorage
+from nf4_problem import (
+    DTYPES,
+    GRADIENTS,
+    ODD,
+    ONE,
+    ROUNDING,
+    THREE,
+    assert_all_as_accurate,
+    in_float64,
+    outcome,
+    problem,
+    quantized,
+)
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
-from lowmem_grpo.kernels.nf4_decode import (
-    can_decode,
-    decode_launch,
-    max_rows,
-    nf4_decode,
-    nf4_decode_op,
-    nf4_decode_triton,
-    variants,
-)
-from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref, project, project_back
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-ONE, THREE, ODD = ((70,), 192), ((128, 64, 33), 256), ((37,), 75)  # (out of each matrix, in); ODD: blocks span rows
-GRADIENTS = ("x", "lora_a", "lora_b", "bias")
-
-
-def quantized(rows: int, columns: int, dtype: torch.dtype, double: bool = False, device: str = "cpu") -> Any:
-    """A random weight of one matrix as bitsandbytes quantizes it."""
-    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) / columns**0.5
-    return bnb.nn.Params4bit(
-        values.to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=double
-    ).to(device)
-
-
-def problem(
-    rows: int, size: tuple[tuple[int, ...], int], dtype: torch.dtype, double: bool = False, rank: int = 5,
-    lora_dtype: torch.dtype | None = None, device: str = "cpu",
-) -> dict[str, Any]:
-    """Arguments of nf4_linear, of which all but the weight ask for a gradient."""
-    features, columns = size
-    params = [quantized(part, columns, dtype, double, device) for part in features]
-    weight = NF4Weight.adjacent(params) if len(params) > 1 else NF4Weight.from_bitsandbytes(params[0])
-    generator = torch.Generator().manual_seed(rows)
-
-    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
-
-    lora = lora_dtype or dtype
-    return {
-        "x": random(rows, columns), "weight": weight, "lora_a": random(rank * len(features), columns, dtype=lora),
-        "lora_b": random(sum(features), rank, dtype=lora), "scale": 0.3, "bias": random(sum(features)),
-    }
-
-
-def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same in float64, with the weight as its codes and scales define it."""
-    wide = {
-        name: value.detach().double().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
-        for name, value in arguments.items()
-    }
-    return wide | {"weight": replace(arguments["weight"], dtype=torch.float64)}
-
-
-def outcome(function: Callable[..., Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The output, and the gradient of everything that asks for one."""
-    y = function(**arguments)
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y.device, y.dtype)
-    asked = {name: arguments[name] for name in GRADIENTS if torch.is_tensor(arguments.get(name))}
-    return {"y": y} | dict(zip(asked, torch.autograd.grad(y, list(asked.values()), grad), strict=True))
-
-
-def assert_all_as_accurate(arguments: dict[str, Any]) -> None:
-    """nf4_linear against the reference in the same dtype, and float64."""
-    found, reference = outcome(nf4_linear, arguments), outcome(nf4_linear_ref, arguments)
-    for name, truth in outcome(nf4_linear_ref, in_float64(arguments)).items():
-        assert found[name].dtype == (arguments["x"] if name == "y" else arguments[name]).dtype
-        assert_as_accurate(name, found[name], reference[name], truth, ROUNDING[arguments["x"].dtype])
+from lowmem_grpo.kernels.nf4_linear import nf4_linear, project, project_back
 
 
 def small_bands(monkeypatch: pytest.MonkeyPatch, size: int = 10_000) -> None:
     """Makes even a small weight need many bands."""
     monkeypatch.setattr(import_module("lowmem_grpo.kernels.nf4_linear"), "BAND_BYTES", size)  # not the function
-
-
-def in_triton(arguments: dict[str, Any]) -> Tensor:
-    """What the decode kernel computes from these arguments, in float32."""
-    x, weight, a, b, scale, bias = (arguments.get(name) for name in
-                                    ("x", "weight", "lora_a", "lora_b", "scale", "bias"))
-    number, tensor = (0.0, scale) if torch.is_tensor(scale) else (scale or 0.0, None)
-    with torch.no_grad():
-        xa = None if a is None else x @ a.T
-        return nf4_decode_triton(
-            x, *weight.tensors, *weight.sizes, list(weight.out_features), xa, b, number, tensor, bias
-        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -184,11 +116,13 @@ def test_project_and_back_take_both_kinds_of_weight(dtype: torch.dtype, monkeypa
     for size, double in ((THREE, False), (ONE, True), (ODD, True)):
         weight = problem(1, size, dtype, double)["weight"]
         truth = nf4_dequantize_ref(replace(weight, dtype=torch.float64))
-        x, grad = torch.randn(2, 3, size[1]).to(dtype), torch.randn(4, sum(size[0])).to(dtype)
+        x, grad = torch.randn(2, 3, size[1], dtype=dtype), torch.randn(4, sum(size[0]), dtype=dtype)
         plain = nf4_dequantize(weight)
         for frozen in (weight, plain):
             assert_as_accurate("xW", project(x, frozen), x @ plain.T, x.double() @ truth.T, ROUNDING[dtype])
             assert_as_accurate("gW", project_back(grad, frozen), grad @ plain, grad.double() @ truth, ROUNDING[dtype])
+            assert not project(x.requires_grad_(), frozen).requires_grad
+            assert not project_back(grad.requires_grad_(), frozen).requires_grad
 
 
 def kept_bytes(arguments: dict[str, Any]) -> int:
@@ -252,17 +186,6 @@ def test_an_8b_layer_fits_in_fake_tensors() -> None:
         assert x.grad.shape == x.shape
 
 
-def test_operator_is_sound() -> None:
-    for double, scale in product((False, True), (None, torch.tensor(0.3))):
-        arguments = problem(5, ONE, torch.float32, double)
-        weight = arguments["weight"]
-        options = (torch.randn(5, 5), torch.randn(70, 5), 0.5, scale, torch.randn(70))
-        for rest in (options, (None, None, 0.0, None, None)):
-            torch.library.opcheck(nf4_decode_op, (
-                arguments["x"].detach(), *weight.tensors, *weight.sizes, [70], *rest
-            ))
-
-
 def test_it_compiles_into_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     small_bands(monkeypatch, 50_000)
     arguments = problem(7, THREE, torch.float32)
@@ -310,87 +233,9 @@ def test_wrong_arguments_are_refused_by_name(change: dict[str, Any], message: st
         nf4_linear(**(problem(3, ONE, torch.float32) | change))
 
 
-@interpreted
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 8, 13, 32, 63])
-def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) -> None:
-    for size, rank in ((((33,), 64), 5), (((64, 128, 64), 768), 16), (((70,), 1088), 40), (((64, 65), 256), 3)):
-        arguments = problem(rows, size, torch.float32, double, rank)
-        truth = nf4_linear_ref(**in_float64(arguments))
-        scaled = arguments | {"scale": torch.tensor(0.3)}
-        for name, found in (("number", in_triton(arguments)), ("tensor", in_triton(scaled))):
-            assert_as_accurate(name, found, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
-
-
-def test_decode_operator_on_the_cpu_is_the_reference() -> None:
-    arguments = problem(5, THREE, torch.float32, rank=16)
-    with torch.no_grad():
-        xa = arguments["x"] @ arguments["lora_a"].T
-        for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
-            y = nf4_decode(arguments["x"].T.contiguous().T, arguments["weight"], xa, arguments["lora_b"], scale,
-                           arguments["bias"])
-            torch.testing.assert_close(y, nf4_linear_ref(**arguments))
-        plain = arguments["x"], arguments["weight"]
-        assert torch.equal(nf4_decode(*plain), project(*plain))
-
-
-@interpreted
-def test_decode_kernel_does_without_lora_and_bias() -> None:
-    arguments = {name: value for name, value in problem(5, THREE, torch.float32).items() if name in ("x", "weight")}
-    weight = arguments["weight"]
-    for band in (weight, weight.rows(37, 200), weight.rows(200, 201)):
-        arguments["weight"] = band
-        truth = nf4_linear_ref(**in_float64(arguments))
-        found = in_triton(arguments)
-        assert_as_accurate("y", found, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
-
-
-@pytest.mark.parametrize("capability", [75, 80, 86, 87, 89, 90, 100, 120])
-def test_every_launch_of_the_decode_kernel_is_listed(capability: int) -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        listed = [variant.launch for variant in variants(capability, dtype)]
-        for rows, outputs in product(range(1, max_rows(capability) + 1), (1, 100, 8191, 8192, 150_000)):
-            assert decode_launch(rows, outputs, capability) in listed
-
-
-def test_decode_kernel_is_not_given_what_it_cannot_do() -> None:
-    weight = problem(1, ONE, torch.float32)["weight"]
-    with FakeTensorMode():
-        x = torch.empty(4, 192, dtype=torch.float16)
-        assert not can_decode(x, weight), "a CPU tensor"
-
-
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [ONE, THREE, ODD, ((9000,), 512), ((64, 128, 64), 768)])
 def test_gpu_is_as_accurate_as_the_reference(size: Any, dtype: torch.dtype) -> None:
     for rows in (1, 2, 3, 8, 13, 17, 33, 64, 65, 500):
         assert_all_as_accurate(problem(rows, size, dtype, size != THREE, 16, device="cuda"))
-
-
-@gpu
-def test_gpu_decodes_with_the_fused_kernel() -> None:
-    for rows, dtype in product((1, 8), (torch.float16, torch.bfloat16)):
-        arguments = problem(rows, ONE, dtype, device="cuda")
-        assert can_decode(arguments["x"], arguments["weight"])
-        scaled = arguments | {"scale": torch.tensor(0.3, device="cuda")}
-        torch.testing.assert_close(nf4_linear(**scaled), nf4_linear(**arguments))
-
-
-@gpu
-def test_gpu_decodes_the_same_bits_every_time() -> None:
-    arguments = problem(8, ((4096,), 4096), torch.bfloat16, True, 16, device="cuda")
-    first = nf4_linear(**arguments)
-    assert all(torch.equal(nf4_linear(**arguments), first) for _ in range(20))
-
-
-@gpu
-def test_gpu_records_decoding_in_a_graph() -> None:
-    arguments = problem(4, ONE, torch.float16, device="cuda") | {"scale": torch.tensor(0.3, device="cuda")}
-    with torch.no_grad():
-        expected = nf4_linear(**arguments)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = nf4_linear(**arguments)
-        graph.replay()
-    assert torch.equal(y, expected)

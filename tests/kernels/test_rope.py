@@ -390,7 +390,7 @@ def test_only_the_results_are_made_and_in_backward_the_gradients() -> None:
 
 
 @pytest.mark.parametrize("heads_first", [True, False])
-def test_the_helper_turns_gradients_back_in_place(heads_first: bool) -> None:
+def test_rope_backward_turns_gradients_back_in_place(heads_first: bool) -> None:
     tensors = problem((2, 7, 10, 6, 2), torch.float32, heads_first)
     expected = outcome(rope, tensors, heads_first=heads_first)
     with LiveStorage() as storage:
@@ -428,6 +428,7 @@ WRONG = [
     ({"k": torch.zeros(2, 1, 3, 8, **META)}, "meta"), ({"cos": torch.zeros(2, 3, 8, **GRADIENT)}, "detach"),
     ({"in_place": True, "q": torch.zeros(2, 4, 3, 8, **GRADIENT)}, "leaf"),
     ({"in_place": True, "q": torch.zeros(2, 4, 8, 3).mT}, "strides (96, 24, 1, 3)"),
+    ({"in_place": True, "q": ARGUMENTS["k"]}, "one and the same"),
     ({"in_place": True, "k": torch.zeros(2, 1, 3, 8).expand(2, 4, 3, 8)}, "strides (24, 0, 8, 1)"),
 ]
 

@@ -1,0 +1,71 @@
+"""Problems for nf4_linear: random quantized weights and adapters, in any dtype and in float64."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from accuracy import assert_as_accurate
+from torch import Tensor
+
+from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+ONE, THREE, ODD = ((70,), 192), ((128, 64, 33), 256), ((37,), 75)  # (out of each matrix, in); ODD: blocks span rows
+GRADIENTS = ("x", "lora_a", "lora_b", "bias")
+
+
+def quantized(rows: int, columns: int, dtype: torch.dtype, double: bool = False, device: str = "cpu") -> Any:
+    """A random weight of one matrix as bitsandbytes quantizes it."""
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) / columns**0.5
+    return bnb.nn.Params4bit(
+        values.to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=double
+    ).to(device)
+
+
+def problem(
+    rows: int, size: tuple[tuple[int, ...], int], dtype: torch.dtype, double: bool = False, rank: int = 5,
+    lora_dtype: torch.dtype | None = None, device: str = "cpu",
+) -> dict[str, Any]:
+    """Arguments of nf4_linear, of which all but the weight ask for a gradient."""
+    features, columns = size
+    params = [quantized(part, columns, dtype, double, device) for part in features]
+    weight = NF4Weight.adjacent(params) if len(params) > 1 else NF4Weight.from_bitsandbytes(params[0])
+    generator = torch.Generator().manual_seed(rows)
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    lora = lora_dtype or dtype
+    return {
+        "x": random(rows, columns), "weight": weight, "lora_a": random(rank * len(features), columns, dtype=lora),
+        "lora_b": random(sum(features), rank, dtype=lora), "scale": 0.3, "bias": random(sum(features)),
+    }
+
+
+def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same in float64, with the weight as its codes and scales define it."""
+    wide = {
+        name: value.detach().double().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
+        for name, value in arguments.items()
+    }
+    return wide | {"weight": replace(arguments["weight"], dtype=torch.float64)}
+
+
+def outcome(function: Callable[..., Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """The output, and the gradient of everything that asks for one."""
+    y = function(**arguments)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y.device, y.dtype)
+    asked = {name: arguments[name] for name in GRADIENTS if torch.is_tensor(arguments.get(name))}
+    return {"y": y} | dict(zip(asked, torch.autograd.grad(y, list(asked.values()), grad), strict=True))
+
+
+def assert_all_as_accurate(arguments: dict[str, Any]) -> None:
+    """nf4_linear against the reference in the same dtype, and float64."""
+    found, reference = outcome(nf4_linear, arguments), outcome(nf4_linear_ref, arguments)
+    for name, truth in outcome(nf4_linear_ref, in_float64(arguments)).items():
+        assert found[name].dtype == (arguments["x"] if name == "y" else arguments[name]).dtype
+        assert_as_accurate(name, found[name], reference[name], truth, ROUNDING[arguments["x"].dtype])

@@ -1,0 +1,123 @@
+"""The decode kernel in the interpreter and on a card: few rows, LoRA, bias, bands, every launch listed."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_as_accurate, gpu, interpreted
+from nf4_problem import ONE, ROUNDING, THREE, in_float64, problem
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_grpo.kernels.nf4_decode import (
+    can_decode,
+    decode_launch,
+    max_rows,
+    nf4_decode,
+    nf4_decode_op,
+    nf4_decode_triton,
+    variants,
+)
+from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref, project
+
+
+def in_triton(arguments: dict[str, Any]) -> Tensor:
+    """What the decode kernel computes from these arguments, in float32."""
+    x, weight, a, b, scale, bias = (arguments.get(name) for name in
+                                    ("x", "weight", "lora_a", "lora_b", "scale", "bias"))
+    number, tensor = (0.0, scale) if torch.is_tensor(scale) else (scale or 0.0, None)
+    with torch.no_grad():
+        xa = None if a is None else x @ a.T
+        return nf4_decode_triton(
+            x, *weight.tensors, *weight.sizes, list(weight.out_features), xa, b, number, tensor, bias
+        )
+
+
+def test_operator_is_sound() -> None:
+    for double, scale in product((False, True), (None, torch.tensor(0.3))):
+        arguments = problem(5, ONE, torch.float32, double)
+        weight = arguments["weight"]
+        options = (torch.randn(5, 5), torch.randn(70, 5), 0.5, scale, torch.randn(70))
+        for rest in (options, (None, None, 0.0, None, None)):
+            torch.library.opcheck(nf4_decode_op, (
+                arguments["x"].detach(), *weight.tensors, *weight.sizes, [70], *rest
+            ))
+
+
+@interpreted
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 8, 13, 32, 63])
+def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) -> None:
+    for size, rank in ((((33,), 64), 5), (((64, 128, 64), 768), 16), (((70,), 1088), 40), (((64, 65), 256), 3)):
+        arguments = problem(rows, size, torch.float32, double, rank)
+        truth = nf4_linear_ref(**in_float64(arguments))
+        scaled = arguments | {"scale": torch.tensor(0.3)}
+        for name, found in (("number", in_triton(arguments)), ("tensor", in_triton(scaled))):
+            assert_as_accurate(name, found, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
+
+
+def test_decode_operator_on_the_cpu_is_the_reference() -> None:
+    arguments = problem(5, THREE, torch.float32, rank=16)
+    with torch.no_grad():
+        xa = arguments["x"] @ arguments["lora_a"].T
+        for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
+            y = nf4_decode(arguments["x"].T.contiguous().T, arguments["weight"], xa, arguments["lora_b"], scale,
+                           arguments["bias"])
+            torch.testing.assert_close(y, nf4_linear_ref(**arguments))
+        plain = arguments["x"], arguments["weight"]
+        assert torch.equal(nf4_decode(*plain), project(*plain))
+
+
+@interpreted
+def test_decode_kernel_does_without_lora_and_bias() -> None:
+    arguments = {name: value for name, value in problem(5, THREE, torch.float32).items() if name in ("x", "weight")}
+    weight = arguments["weight"]
+    for band in (weight, weight.rows(37, 200), weight.rows(200, 201)):
+        arguments["weight"] = band
+        truth = nf4_linear_ref(**in_float64(arguments))
+        found = in_triton(arguments)
+        assert_as_accurate("y", found, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 87, 89, 90, 100, 120])
+def test_every_launch_of_the_decode_kernel_is_listed(capability: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        listed = [variant.launch for variant in variants(capability, dtype)]
+        for rows, outputs in product(range(1, max_rows(capability) + 1), (1, 100, 8191, 8192, 150_000)):
+            assert decode_launch(rows, outputs, capability) in listed
+
+
+def test_decode_kernel_is_not_given_what_it_cannot_do() -> None:
+    weight = problem(1, ONE, torch.float32)["weight"]
+    with FakeTensorMode():
+        x = torch.empty(4, 192, dtype=torch.float16)
+        assert not can_decode(x, weight), "a CPU tensor"
+
+
+@gpu
+def test_gpu_decodes_with_the_fused_kernel() -> None:
+    for rows, dtype in product((1, 8), (torch.float16, torch.bfloat16)):
+        arguments = problem(rows, ONE, dtype, device="cuda")
+        assert can_decode(arguments["x"], arguments["weight"])
+        scaled = arguments | {"scale": torch.tensor(0.3, device="cuda")}
+        torch.testing.assert_close(nf4_linear(**scaled), nf4_linear(**arguments))
+
+
+@gpu
+def test_gpu_decodes_the_same_bits_every_time() -> None:
+    arguments = problem(8, ((4096,), 4096), torch.bfloat16, True, 16, device="cuda")
+    first = nf4_linear(**arguments)
+    assert all(torch.equal(nf4_linear(**arguments), first) for _ in range(20))
+
+
+@gpu
+def test_gpu_records_decoding_in_a_graph() -> None:
+    arguments = problem(4, ONE, torch.float16, device="cuda") | {"scale": torch.tensor(0.3, device="cuda")}
+    with torch.no_grad():
+        expected = nf4_linear(**arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = nf4_linear(**arguments)
+        graph.replay()
+    assert torch.equal(y, expected)
