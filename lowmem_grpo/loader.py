@@ -1,4 +1,4 @@
-"""Loading: a transformers model in 16 bit or 4-bit NF4, its tokenizer, and LoRA through peft."""
+"""`FastLanguageModel`: loading a model with its tokenizer and its rollout engine, and LoRA through peft."""
 
 import difflib
 import inspect
@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lowmem_grpo import attention
+from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
+from lowmem_grpo.fused_weights import fuse_weights
 from lowmem_grpo.model import FastModel, FastPeftModel, Loaded, compute_dtype
 from lowmem_grpo.offload import checkpointing_mode
+from lowmem_grpo.pretrained import Pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -46,40 +48,37 @@ class FastLanguageModel:
         model_name: str = TINY, max_seq_length: int = 2048, dtype: torch.dtype | str | None = None,
         load_in_4bit: bool = True, fast_inference: bool | str = False, max_lora_rank: int = 64,
         gpu_memory_utilization: float = 0.5, revision: str | None = None, token: str | None = None,
-        device: str | None = None, **options: Any,
+        device: str | None = None, kv_cache_bytes: int | None = None, max_num_seqs: int = 256,
+        enforce_eager: bool | None = None, **options: Any,
     ) -> tuple[FastModel, Any]:
         """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer.
 
-        `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, on the CPU too. dtype None is
-        bfloat16 or float16 by the card, and float32 on the CPU. `fast_inference` names the rollout engine:
-        True, False and "transformers" all sample through the trainer's own model. `gpu_memory_utilization` bounds the
-        cache of an engine that reserves one; this one does not. Raises ValueError for what is not supported, and
-        OSError where no such model can be found.
+        `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, on the CPU too, one tensor at a
+        time; a checkpoint that is in 4 bit already loads as it is. dtype None is bfloat16 or float16 by the card, and
+        float32 on the CPU.
+
+        `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
+        "transformers", True for vLLM where it is installed in a version that was checked, False for transformers.
+        `model.engine_choice` says which one it is and why. vLLM's takes `gpu_memory_utilization` of the card, or
+        `kv_cache_bytes` for its key-value cache, decodes up to `max_num_seqs` sequences together, and uses no CUDA
+        graphs with `enforce_eager=True`; the transformers engine reserves nothing and has no use for these four.
+
+        Raises ValueError for what is not supported, EngineUnavailableError where "vllm" cannot be used, and OSError
+        where no such model can be found.
         """
         refuse(options, "from_pretrained")
-        check_engine(fast_inference)
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization}; it must be in (0, 1]")
-        source = {"revision": revision, "token": token}
-        path = resolve(model_name)
-        dtype = compute_dtype(dtype)
         device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **source)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME, **source,
-                quantization_config=nf4(dtype) if load_in_4bit else None,
-            )
-        except OSError as error:
-            raise OSError(
-                f"no model {model_name!r}: it is not a folder with a model, and the hub did not give one "
-                f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line(error)}"
-            ) from error
+        keeper = EngineKeeper(
+            max_seq_length, choose_engine(fast_inference, device),
+            EngineSettings(gpu_memory_utilization, kv_cache_bytes, max_num_seqs, enforce_eager), model_name,
+        )
+        stored = Pretrained(model_name, resolve(model_name), {"revision": revision, "token": token})
+        model, tokenizer = stored.load(compute_dtype(dtype), device, load_in_4bit)
         check_context(model, max_seq_length)
-        model.requires_grad_(False)
-        keep_layout(model)
-        logger.info("engine: transformers, sampling with the trainer's own weights")
-        return FastModel(model, Loaded(model_name, tokenizer, max_seq_length, max_lora_rank)), tokenizer
+        if keeper.choice.name == VLLM:
+            fuse_weights(model)
+        logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
+        return FastModel(model, Loaded(model_name, tokenizer, max_seq_length, max_lora_rank, keeper)), tokenizer
 
     @staticmethod
     def get_peft_model(
@@ -109,6 +108,7 @@ class FastLanguageModel:
             r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, task_type="CAUSAL_LM",
             target_modules=check_targets(model.inner, target_modules or ALL_LINEAR),
         )
+        model.close_engine()  # its modules are about to be wrapped
         with torch.random.fork_rng():
             torch.manual_seed(random_state)
             peft_model = FastPeftModel(model.inner, config)
@@ -143,22 +143,6 @@ def resolve(model_name: str) -> str:
     return str(folder)
 
 
-def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """4-bit NF4 with double quantization, computing in `dtype`."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
-
-
-def keep_layout(model: PreTrainedModel) -> None:
-    """Keep 4-bit weights as they are: on CPUs with AVX512-BF16, bitsandbytes would repack them in the first forward
-    pass in evaluation mode, and no gradient flows through repacked ones."""
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
 def refuse(options: dict[str, Any], method: str) -> None:
     """Raise for every option of a FastLanguageModel method that asks for something we do not do."""
     call = f"FastLanguageModel.{method}"
@@ -170,15 +154,6 @@ def refuse(options: dict[str, Any], method: str) -> None:
             raise TypeError(f"{call} has no option {name!r}{hint}")
         if value not in OFF:
             raise ValueError(f"{call}: {name}={value!r} is not supported; {REFUSED[name]}")
-
-
-def check_engine(fast_inference: bool | str) -> None:
-    """Only the transformers engine is here."""
-    if fast_inference not in (True, False, "transformers"):
-        raise ValueError(
-            f'fast_inference is {fast_inference!r}; allowed are True, False and "transformers" '
-            "(sampling through vLLM is not supported yet)"
-        )
 
 
 def check_context(model: PreTrainedModel, max_seq_length: int) -> None:
@@ -203,8 +178,3 @@ def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]
     if "lm_head" in targets:
         raise ValueError("target_modules names lm_head; the head stays frozen here, leave it out")
     return list(targets)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

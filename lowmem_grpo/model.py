@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from peft import PeftModelForCausalLM
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_grpo.checkpoint import check_adapter_folder
+from lowmem_grpo.checkpoint import ADAPTER_FILE, check_adapter_folder
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.policy import Policy
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.sampling_like import as_sampling_params
 from lowmem_grpo.types import Rollout
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
@@ -40,6 +41,7 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     max_seq_length: int
     max_lora_rank: int
+    keeper: EngineKeeper  # of the rollout engine
     offload: bool = False  # activations to the host, set by get_peft_model
 
 
@@ -69,20 +71,20 @@ class FastGeneration:
     loaded: Loaded
 
     def fast_generate(
-        self, prompts: Any, sampling_params: SamplingParams | None = None, lora_request: LoraRequest | None = None,
+        self, prompts: Any, sampling_params: Any = None, lora_request: LoraRequest | None = None,
     ) -> list[RequestOutput]:
         """Sample completions; results have vLLM's shape: `out[0].outputs[0].text`.
 
         `prompts` is a string (already rendered), a list of chat messages, a list of token ids, or a list of any of
-        these. As in vLLM, `lora_request=None` samples from the base model: pass `model.load_lora(folder)` for a saved
-        adapter, or `model.current_lora()` for the one that is being trained.
+        these. `sampling_params` is a SamplingParams, ours or vLLM's own. As in vLLM, `lora_request=None` samples from
+        the base model: pass `model.load_lora(folder)` for a saved adapter, or `model.current_lora()` for the one that
+        is being trained.
         """
-        params = sampling_params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params is a {type(params)}; pass a lowmem_grpo.SamplingParams")
+        params = as_sampling_params(sampling_params, self.loaded.max_seq_length)
         texts, ids = zip(*(self.encode(prompt) for prompt in as_list(prompts)), strict=True)
+        engine = self.engine()
         with adapter_for(self.inner, lora_request):
-            groups = self.engine().generate(list(ids), params)
+            groups = engine.generate(list(ids), params)
         return [request_output(*item) for item in zip(texts, ids, groups, strict=True)]
 
     @property
@@ -91,9 +93,20 @@ class FastGeneration:
         return self
 
     def engine(self, policy: Policy | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Engine:
-        """An engine over this model's own weights, decoding with the given tokenizer or the one loaded beside them."""
-        policy, tokenizer = policy or Policy(self.inner), tokenizer or self.loaded.tokenizer
-        return TransformersEngine(policy, tokenizer, self.loaded.max_seq_length)
+        """An engine over this model's own weights, decoding with the given tokenizer or the one loaded beside them.
+
+        vLLM's is made at the first call, and given again afterwards.
+        """
+        return self.loaded.keeper.engine(policy or Policy(self.inner), tokenizer or self.loaded.tokenizer)
+
+    def close_engine(self) -> None:
+        """Free what the rollout engine holds beside the weights; whatever samples next makes a new one."""
+        self.loaded.keeper.close()
+
+    @property
+    def engine_choice(self) -> EngineChoice:
+        """Which engine samples (`name`) and why (`why`)."""
+        return self.loaded.keeper.choice
 
     def encode(self, prompt: Any) -> tuple[str, list[int]]:
         """(text, token ids) of a string, of chat messages or of token ids."""
@@ -172,9 +185,13 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
     if request is None:
         with Policy(model).base_model():
             yield
-    elif request.path is None:
+        return
+    if not isinstance(model, PeftModelForCausalLM):
+        raise ValueError("lora_request needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first")
+    if request.path is None:
         yield
     else:
+        check_layers(model, request.path)
         live, training = model.active_adapter, model.training
         try:
             model.load_adapter(str(request.path), SAVED_ADAPTER, is_trainable=False)  # also turns training mode off
@@ -185,6 +202,20 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
             if SAVED_ADAPTER in model.peft_config:
                 model.delete_adapter(SAVED_ADAPTER)
             model.train(training)
+
+
+def check_layers(model: PeftModelForCausalLM, folder: Path) -> None:
+    """Raise ValueError where a saved adapter has layers that the one in the model lacks: peft would wrap them now, and
+    an engine that samples with the model would find them replaced."""
+    check_adapter_folder(folder)
+    with safe_open(folder / ADAPTER_FILE, "pt") as file:
+        saved = {name.partition(".lora_")[0] for name in file.keys()}  # noqa: SIM118 - it is no dict
+    missing = sorted(saved - {name for name, module in model.named_modules() if hasattr(module, "lora_A")})
+    if missing:
+        raise ValueError(
+            f"the adapter in {folder} has {len(missing)} layers that the one in the model lacks, {missing[0]} among "
+            "them; load the model again and put LoRA on the same target_modules"
+        )
 
 
 def as_list(prompts: Any) -> list[Any]:

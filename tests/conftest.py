@@ -1,6 +1,8 @@
 """What all tests share: the environment, the embedded model's tokenizer, policies of every family."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 os.environ["OMP_NUM_THREADS"] = "1"  # of this process and those that tests start: two workers share the cores
@@ -33,3 +35,13 @@ def policy(request: pytest.FixtureRequest) -> Policy:
 def tiny_policy() -> Policy:
     """The embedded model with an adapter."""
     return Policy(with_adapter(load_model("tiny")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_engine_left_behind() -> Iterator[None]:
+    """A process has one engine of vLLM: what a module's tests left of theirs is closed before the next module."""
+    yield
+    choice = sys.modules.get("lowmem_grpo.engines.choice")
+    engine = None if choice is None else choice.living()
+    if engine is not None:
+        engine.close()

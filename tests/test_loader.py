@@ -1,5 +1,9 @@
 """Loading: 16 bit and NF4 on the CPU, LoRA, and a plain word for everything that cannot be honoured."""
 
+import json
+import select
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +12,14 @@ import bitsandbytes
 import pytest
 import torch
 from small_models import FAMILIES, SPLIT, TINY, random_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.batching import collate
@@ -162,7 +173,7 @@ def test_a_refused_option_says_what_to_do_instead_and_its_off_values_pass(name: 
 
 
 @pytest.mark.parametrize(("option", "value", "message"), [
-    ("fast_inference", "vllm", "vLLM is not supported yet"), ("fast_inference", "fast", "allowed are True, False and"),
+    ("fast_inference", "fast", 'allowed are True, False, "transformers" and "vllm"'),
     ("gpu_memory_utilization", 0, r"must be in \(0, 1\]"), ("gpu_memory_utilization", 60, r"must be in \(0, 1\]"),
 ])
 def test_an_engine_setting_that_cannot_be_honoured_is_refused(option: str, value: Any, message: str) -> None:
@@ -301,6 +312,128 @@ def test_the_embedded_model_loads_with_plain_transformers(bare: FastModel) -> No
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(ids).logits, bare.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
     assert tokenizer.decode(tokenizer("é 漢字 17").input_ids) == "é 漢字 17"
+
+
+@pytest.fixture(scope="module")
+def in_4_bit(quantized: FastModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model as bitsandbytes stored it."""
+    folder = tmp_path_factory.mktemp("quantized")
+    quantized.save_pretrained(folder)
+    quantized.loaded.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_checkpoint_that_is_in_4_bit_already_loads_as_it_is_whatever_was_asked(
+    asked: bool, in_4_bit: Path, quantized: FastModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="lowmem_grpo"):
+        model, _ = FastLanguageModel.from_pretrained(str(in_4_bit), max_seq_length=CONTEXT, load_in_4bit=asked)
+    assert "stored in 4 bit" in caplog.text
+    stored = dict(quantized.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, stored[name]), name
+        assert not parameter.requires_grad
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=ids).logits, quantized.eval()(input_ids=ids).logits)
+    gradient, _ = gradients(adapt(model))
+    assert all(value.abs().sum() > 0 for value in gradient.values())
+
+
+def test_a_checkpoint_in_4_bit_computes_in_the_dtype_that_was_asked_for(in_4_bit: Path, quantized: FastModel) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(in_4_bit), max_seq_length=CONTEXT, dtype="bfloat16")
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+    linears, stored = decoder_linears(model), dict(decoder_linears(quantized))
+    assert len(linears) == len(stored)
+    for name, module in linears:
+        assert (module.compute_dtype, module.weight.quant_state.dtype) == (torch.bfloat16, torch.bfloat16), name
+        assert torch.equal(module.weight, stored[name].weight), name
+    with torch.no_grad():
+        assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("stored", "named"), [
+    ({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq"}, "awq"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "bitsandbytes, 8 bit"),
+])
+def test_a_checkpoint_that_is_quantized_in_another_way_is_refused_by_name(
+    stored: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    config = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    with pytest.raises(ValueError, match=rf"stored quantized \({named}\); allowed are checkpoints in 16 or 32 bit"):
+        FastLanguageModel.from_pretrained(str(tmp_path))
+
+
+def test_revision_and_token_reach_every_call_that_reads_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, dict[str, Any]] = {}
+
+    def watched(kind: Any) -> Any:
+        original = kind.from_pretrained
+        return lambda path, **options: (seen.update({kind.__name__: options}), original(path, **options))[1]
+
+    for kind in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
+        monkeypatch.setattr(kind, "from_pretrained", watched(kind))
+    load(revision="v2", token="secret")
+    assert set(seen) == {"AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"}
+    assert all((options["revision"], options["token"]) == ("v2", "secret") for options in seen.values())
+
+
+LOADING = """
+import sys
+from lowmem_grpo import FastLanguageModel
+FastLanguageModel.from_pretrained("tiny")  # imports what is imported late
+print("begin", flush=True)
+model, _ = FastLanguageModel.from_pretrained(sys.argv[1], max_seq_length=64, dtype="bfloat16")
+print("end", sum(parameter.nbytes for parameter in model.parameters()), flush=True)
+sys.stdin.read()
+"""
+
+
+def own_bytes(process: int) -> int:
+    """What a process holds and the system cannot take back: without the pages of files, which it can drop."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_quantizing_a_checkpoint_never_holds_its_16_bit_weights_in_memory(tmp_path: Path) -> None:
+    stored, largest = save_large(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", LOADING, str(tmp_path)], text=True, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "begin\n"
+    before, peak = own_bytes(process.pid), 0
+    while not select.select([process.stdout], [], [], 0.002)[0]:
+        peak = max(peak, own_bytes(process.pid))
+    said = process.stdout.readline().split()
+    after = own_bytes(process.pid)
+    process.communicate("", timeout=60)
+    assert (said[:1], process.returncode) == (["end"], 0)
+    assert int(said[1]) < 0.3 * stored  # it is in 4 bit
+    # quantizing one matrix on the CPU makes about five copies of it in float32
+    assert peak - after < 12 * largest < 0.4 * stored, f"{before:,} before, {peak:,} at the peak, {after:,} after"
+    assert after - before < 0.4 * stored
+
+
+def save_large(folder: Path) -> tuple[int, int]:
+    """A random model in bfloat16, in several files; its bytes, and those of its largest matrix."""
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=1536, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=12,
+        num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=True, dtype="bfloat16",
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="90MB")
+    finally:
+        torch.set_default_dtype(before)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    assert len(sizes) >= 4
+    return sum(sizes), 2 * config.hidden_size * config.intermediate_size
 
 
 def test_what_ships_with_the_package_stays_below_8_mib() -> None:

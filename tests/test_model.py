@@ -1,6 +1,7 @@
 """What the loader hands out: sampling in vLLM's shape, with the adapter that was asked for, and adapters on disk."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.checkpoint import CheckpointError
 from lowmem_grpo.model import FastModel, FastPeftModel, RequestOutput, UnsupportedError, adapter_for
+from lowmem_grpo.sampling_like import as_sampling_params
 
 QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
 CHAT = [{"role": "user", "content": QUESTION}]
@@ -224,6 +226,64 @@ def test_an_export_call_is_refused_with_what_to_do_instead(model: FastPeftModel,
 def test_sampling_params_of_another_type_are_refused(bare: FastModel, params: Any) -> None:
     with pytest.raises(TypeError, match=r"pass a lowmem_grpo\.SamplingParams"):
         bare.fast_generate("Start", params)
+
+
+@dataclass
+class ForeignParams:
+    """Sampling parameters with vLLM's field names and defaults."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int | None = 16
+    stop: list[str] = field(default_factory=list)
+    presence_penalty: float = 0.0
+    logprobs: int | None = None
+    logit_bias: Any = None
+    output_text_buffer_length: int = 0  # vLLM computes it from stop
+    _eos_token_id: int | None = None
+
+
+def test_sampling_params_of_vllms_kind_mean_what_ours_mean(bare: FastModel) -> None:
+    foreign = ForeignParams(n=2, temperature=0, max_tokens=9, stop=["="], output_text_buffer_length=0, _eos_token_id=2)
+    ours = SamplingParams(n=2, temperature=0, max_tokens=9, stop=["="])
+    assert as_sampling_params(foreign, 128) == ours
+    assert bare.fast_generate([CHAT, "Start"], foreign) == bare.fast_generate([CHAT, "Start"], ours)
+    assert as_sampling_params(ForeignParams(stop=["ab"], output_text_buffer_length=1), 128).max_tokens == 16
+    assert as_sampling_params(ForeignParams(max_tokens=None), 128).max_tokens == 128  # as far as the context goes
+    assert as_sampling_params(None, 128) == SamplingParams()
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("presence_penalty", 0.5), ("logprobs", 0), ("logit_bias", torch.ones(3)),
+])
+def test_a_foreign_field_that_would_be_ignored_is_refused_by_name(bare: FastModel, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"sets {name}=.*not supported; leave it out\. Supported are n, temperature"):
+        bare.fast_generate("Start", ForeignParams(**{name: value}))
+
+
+def test_a_foreign_value_that_is_out_of_range_is_refused(bare: FastModel) -> None:
+    with pytest.raises(ValueError, match="top_p is 0; it must be in"):
+        bare.fast_generate("Start", ForeignParams(top_p=0))
+
+
+def test_an_adapter_on_a_model_without_lora_is_refused(bare: FastModel, model: FastPeftModel) -> None:
+    with pytest.raises(ValueError, match="needs a model with LoRA: put it on with"):
+        bare.fast_generate("Start", GREEDY, model.current_lora())
+
+
+def test_an_adapter_with_layers_that_the_model_lacks_is_refused_and_leaves_no_trace(
+    saved: tuple[Path, list[str]]
+) -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    narrow = FastLanguageModel.get_peft_model(bare, r=2, target_modules=["q_proj"], use_gradient_checkpointing=False)
+    before = snapshot(narrow)
+    with pytest.raises(ValueError, match=r"has 36 layers that the one in the model lacks, .*layers\.0\.mlp\.down_proj"):
+        narrow.fast_generate(CHAT, GREEDY, narrow.load_lora(saved[0]))
+    after = snapshot(narrow)
+    assert [after[key] for key in ("order", "identity", "adapters", "active", "training", "modes")] == [
+        before[key] for key in ("order", "identity", "adapters", "active", "training", "modes")
+    ]
 
 
 @pytest.mark.parametrize("prompts", ["", [], [""], [[]], ["Start", ""]])

@@ -8,12 +8,13 @@ versions of `vllm_import.py`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from vllm import LLM, ModelRegistry, SamplingParams, envs
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -21,46 +22,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from lowmem_grpo.engines.borrowed import LAYERS, BorrowedLinear, BorrowError, borrowed_linear
+from lowmem_grpo.engines.borrowed import OTHER_ENGINE, BorrowedLinear, BorrowError, borrowed_linear
+from lowmem_grpo.engines.borrowing import Borrowing
 from lowmem_grpo.kernels.matmul import matmul_fp32
 
+__all__ = ["LLM", "NAME", "SamplingParams", "check_architecture", "cleanup_dist_env_and_memory", "envs", "lending"]
 NAME = "lowmem_grpo"  # of the quantization method and of the load format
-
-
-@dataclass
-class Borrowing:
-    """What one engine borrows, from whom."""
-
-    base: Any  # the trainer's transformers model, with peft's layers in place
-    switch: Tensor  # () of the adapter
-    linears: dict[str, BorrowedLinear] = field(default_factory=dict)
-
-    def modules(self, prefix: str, parts: dict[str, list[str]]) -> list[nn.Module]:
-        """The trainer's modules behind a layer of vLLM, by the parts that its model class names."""
-        parent, _, name = prefix.rpartition(".")
-        found = []
-        for part in parts.get(name, [name]):
-            try:
-                found.append(self.base.get_submodule(f"{parent}.{part}"))
-            except AttributeError as error:
-                raise BorrowError(
-                    f"{type(self.base).__name__} has no module {parent}.{part}, which vLLM's {prefix} stands for; "
-                    'sample with fast_inference="transformers"'
-                ) from error
-        return found
-
-    def check(self) -> None:
-        """Raise BorrowError where the trainer's tensors are not those that were borrowed."""
-        for linear in self.linears.values():
-            linear.check()
-
-    def close(self) -> None:
-        """Let go of the trainer's modules."""
-        for name in self.linears:
-            LAYERS.pop(name, None)
-        self.linears.clear()
-
-
 LENT: list[Borrowing] = []  # the borrowing that vLLM's registries serve now: vLLM makes its objects by name
 
 
@@ -80,17 +47,23 @@ def current() -> Borrowing:
     return LENT[-1]
 
 
+def check_architecture(name: str) -> None:
+    """Raise BorrowError where vLLM has no model of that name."""
+    if name not in ModelRegistry.get_supported_archs():
+        raise BorrowError(f"this vLLM has no {name}. {OTHER_ENGINE}")
+
+
 class BorrowedLinearMethod(LinearMethodBase):
     """A linear layer that has no weights and computes with the trainer's, LoRA and bias included."""
 
     def __init__(self, linear: BorrowedLinear) -> None:
-        self.linear = linear
+        self.name, self.out_features = linear.name, linear.out_features
 
     def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
         """None: they are the trainer's."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return borrowed_linear(x, self.linear.out_features, self.linear.name)  # the trainer's bias is in it
+        return borrowed_linear(x, self.out_features, self.name)  # the trainer's bias is in it
 
 
 class BorrowedEmbeddingMethod(QuantizeMethodBase):
@@ -139,50 +112,53 @@ class BorrowedConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         borrowing = current()
-        if isinstance(layer, ParallelLMHead):
-            return BorrowedEmbeddingMethod(borrowing.base.get_output_embeddings())
-        if isinstance(layer, VocabParallelEmbedding):
-            return BorrowedEmbeddingMethod(borrowing.base.get_input_embeddings())
+        if isinstance(layer, VocabParallelEmbedding):  # a head is one as well
+            module = borrowing.embedding(prefix, head=isinstance(layer, ParallelLMHead))
+            check_vocabulary(prefix, module, layer)
+            return BorrowedEmbeddingMethod(module)
         if isinstance(layer, LinearBase):
-            modules = borrowing.modules(prefix, self.packed_modules_mapping)
-            linear = BorrowedLinear(prefix, modules, borrowing.switch)
-            check_width(prefix, linear, layer)
-            borrowing.linears[prefix] = linear
+            linear = borrowing.linear(prefix, self.packed_modules_mapping)
+            check_width(linear, layer)
             return BorrowedLinearMethod(linear)
         return None
 
 
-def check_width(prefix: str, linear: BorrowedLinear, layer: Any) -> None:
-    """Raise BorrowError where vLLM expects other sizes than the trainer has."""
+def check_width(linear: BorrowedLinear, layer: Any) -> None:
+    """Raise BorrowError where vLLM expects other sizes than the trainer has, or adds the bias elsewhere."""
     expected = (layer.output_size, layer.input_size)
-    got = (linear.out_features, linear.weights[0].shape[1])
+    got = (linear.out_features, linear.shapes[0][1])
+    if got != expected or layer.skip_bias_add:
+        bias = " and its bias added by another layer" if layer.skip_bias_add else ""
+        raise BorrowError(f"{linear.name}: vLLM wants (out, in) {expected}{bias}, the trainer has {got}. "
+                          f"{OTHER_ENGINE}")
+
+
+def check_vocabulary(prefix: str, module: Any, layer: Any) -> None:
+    """Raise BorrowError where vLLM expects another embedding than the trainer's."""
+    expected, got = (layer.org_vocab_size, layer.embedding_dim), tuple(module.weight.shape)
     if got != expected:
-        raise BorrowError(f"{prefix}: vLLM's layer is {expected} (out, in), the trainer's {got}")
+        raise BorrowError(f"{prefix}: vLLM wants (vocabulary, width) {expected}, the trainer has {got}. {OTHER_ENGINE}")
 
 
 @register_model_loader(NAME)
 class BorrowedLoader(BaseModelLoader):
     """Points vLLM's remaining parameters at the trainer's."""
 
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        if model_config.using_transformers_backend():  # it would change the classes that the trainer's model is of
+            raise BorrowError(f"this vLLM has no {model_config.architectures[0]} of its own, only transformers' model "
+                              f"in its place. {OTHER_ENGINE}")
+        return super().load_model(vllm_config, model_config, prefix)
+
     def download_model(self, model_config: Any) -> None:
         """Nothing to fetch."""
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         borrowing = current()
-        theirs = dict(borrowing.base.named_parameters())
-        unknown = []
         for name, parameter in model.named_parameters():
-            parent, _, last = name.rpartition(".")
-            if parameter.numel() == 0:
-                continue
-            if parent in borrowing.linears and last == "bias":
+            layer, _, last = name.rpartition(".")
+            if layer in borrowing.linears and last == "bias":
                 parameter.data = parameter.data.new_empty(0)  # the borrowed module adds its own
-            elif name in theirs and theirs[name].shape == parameter.shape:
-                parameter.data = theirs[name].data
-            else:
-                unknown.append(f"{name} {tuple(parameter.shape)}")
-        if unknown:
-            raise BorrowError(
-                f"{type(borrowing.base).__name__}: vLLM's parameters {unknown[:5]} have no counterpart in the trainer; "
-                'sample with fast_inference="transformers"'
-            )
+            elif parameter.numel():
+                parameter.data = borrowing.parameter(name, parameter)
+        borrowing.check_complete()

@@ -2,8 +2,10 @@
 
 import gc
 import logging
+import math
 import tempfile
-from collections.abc import Iterator
+import weakref
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.engines import vllm_settings
+from lowmem_grpo.engines.adapters import RolloutCopy
+from lowmem_grpo.engines.borrowing import Borrowing, active_adapter, loras_of
+from lowmem_grpo.engines.process_state import seeds_of, undisturbed
 from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
 from lowmem_grpo.engines.vllm_import import EngineUnavailableError, import_borrowing
 from lowmem_grpo.policy import Policy
@@ -19,139 +25,182 @@ from lowmem_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-CPU_KV_BYTES = 1 << 30  # of the key-value cache on the CPU, where no card's memory says how much
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # no compilation; decoding replays CUDA graphs
+COLDEST = 0.01  # vLLM raises lower temperatures to this one
 
 
 class VLLMEngine:
     """One at a time in a process; `close` lets go of the trainer's tensors and of the cache."""
 
     name = "vllm"
-    living: "VLLMEngine | None" = None
+    living: "weakref.ref[VLLMEngine] | None" = None
 
     def __init__(
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
         gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None, max_num_seqs: int = 256,
-        enforce_eager: bool | None = None,
+        enforce_eager: bool | None = None, rollout_copy: bool = False,
     ) -> None:
         """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
 
-        `enforce_eager=None` decodes by CUDA graphs on a card, and without them elsewhere. Raises
-        EngineUnavailableError where vLLM cannot be used, BorrowError where the model does not map onto vLLM's, and
-        ValueError where the cache is too small for one sequence.
+        `enforce_eager=None` decodes by CUDA graphs on a card, and without them elsewhere. With `rollout_copy` the
+        engine samples with a copy of the adapter as it was at the last `on_policy_update`, so that it can be trained
+        meanwhile. Raises EngineUnavailableError where vLLM cannot be used, BorrowError where the model does not map
+        onto vLLM's, and ValueError where the cache is too small for one sequence.
         """
-        if VLLMEngine.living is not None:
-            raise EngineUnavailableError("a vLLM engine lives in this process already; close() it first")
+        check_alone()
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
-        self.policy_version, self.kv_bytes = 0, 0
-        self.kv_budget = kv_cache_bytes or default_kv_bytes(policy, gpu_memory_utilization)
-        check_kv_budget(policy, self.kv_budget, max_seq_length)
         self.max_num_seqs = max_num_seqs
         self.on_card = policy.device.type == "cuda"
         self.eager = not self.on_card if enforce_eager is None else enforce_eager
+        if kv_cache_bytes is None:
+            kv_cache_bytes = vllm_settings.default_kv_bytes(policy, gpu_memory_utilization)
+        vllm_settings.check_kv_budget(policy, kv_cache_bytes, max_seq_length)
+        self.kv_budget, self.kv_bytes = kv_cache_bytes, 0
+        self.policy_version, self.asleep, self.base = 0, False, False
+        self.llm: Any = None
         self.eos_ids = eos_token_ids(policy, tokenizer)
+        self.vllm = import_borrowing()
+        self.vllm.check_architecture(type(policy.base).__name__)
+        self.adapter = active_adapter(policy.base)
+        self.copy = self.make_copy() if rollout_copy else None
         self.start()
+
+    def make_copy(self) -> RolloutCopy:
+        with torch.inference_mode(False):
+            dtype = self.policy.head.weight.dtype
+            return RolloutCopy(loras_of(self.policy.base, self.adapter), dtype, self.policy.device)
 
     def start(self) -> None:
         """Make vLLM's engine around the trainer's tensors."""
-        borrow = import_borrowing()
-        self.borrowing = borrow.Borrowing(self.policy.base, torch.ones((), device=self.policy.device))
-        with tempfile.TemporaryDirectory(prefix="lowmem_grpo_") as folder, borrow.lending(self.borrowing):
-            write_config(self.policy, self.tokenizer, Path(folder))
+        with torch.inference_mode(False):
+            self.borrowing = Borrowing(self.policy.base, self.policy.device, self.adapter, self.copy)
+        with tempfile.TemporaryDirectory(prefix="lowmem_grpo_") as folder, self.vllm.lending(self.borrowing):
+            vllm_settings.write_config(self.policy, self.tokenizer, self.max_seq_length, Path(folder))
             try:
-                self.llm = self.make_llm(folder, borrow.NAME)
-            except BaseException:
+                with undisturbed(self.policy.device):
+                    self.llm = self.make_llm(folder)
+            except BaseException as error:
                 self.borrowing.close()
+                self.vllm.cleanup_dist_env_and_memory()
+                vllm_settings.explain(error, self.policy)
                 raise
         self.asleep, self.kv_bytes = False, self.kv_budget
-        VLLMEngine.living = self
+        self.prefixes: Hashable = None  # what the cached prefixes were computed with
+        self.ending = weakref.finalize(self, end, self.llm, self.borrowing)
+        VLLMEngine.living = weakref.ref(self)
 
-    def make_llm(self, folder: str, name: str) -> Any:
-        import vllm
-
-        return vllm.LLM(
+    def make_llm(self, folder: str) -> Any:
+        name = self.vllm.NAME
+        return self.vllm.LLM(
             folder, quantization=name, load_format=name, dtype=self.policy.head.weight.dtype, model_impl="vllm",
             max_model_len=self.max_seq_length, max_num_seqs=self.max_num_seqs, kv_cache_memory_bytes=self.kv_budget,
             enforce_eager=self.eager, compilation_config=None if self.eager else GRAPHS,
             enable_sleep_mode=self.on_card, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
             generation_config="vllm", disable_log_stats=True,
+            **vllm_settings.memory_share(self.policy, self.kv_budget),
         )
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
         """n rollouts of each prompt. An engine that dies is made anew once and the call repeated; a second death, or
         a call that cannot be right, raises."""
+        self.check_open()
         if not prompts:
             return []
+        check_temperature(params)
+        check_vocabulary(prompts, self.policy.head.weight.shape[0])
         budgets = [budget_of(prompt, params, self.max_seq_length) for prompt in prompts]
-        self.borrowing.check()
-        self.wake()
+        settings = self.settings(params, budgets)
+        if self.unfinished:
+            self.restart()  # a call was broken off: what it left would come back with the next one
         try:
-            return self.run(prompts, params, budgets)
-        except (ValueError, TypeError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever killed the engine, one fresh engine gets the same call
+            outputs, version = self.run(prompts, settings)
+        except Exception as error:
+            if isinstance(error, ValueError | TypeError) or not self.unfinished:
+                raise  # nothing that a fresh engine would do better
             logger.warning("vLLM's engine died (%s: %s); making a new one and repeating this call once",
                            type(error).__name__, error)
-        self.restart()
-        return self.run(prompts, params, budgets)
+            outputs = None
+        if outputs is None:  # not in the handler: the error's traceback holds on to the old engine
+            self.restart()
+            outputs, version = self.run(prompts, settings)
+        return [[self.rollout(output, params, version) for output in request.outputs] for request in outputs]
 
-    def run(self, prompts: list[list[int]], params: SamplingParams, budgets: list[int]) -> list[list[Rollout]]:
-        """One call of vLLM."""
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        settings = [self.sampling(params, budget) for budget in budgets]
-        outputs = self.llm.generate(requests, settings, use_tqdm=False)
-        return [[self.rollout(output, params) for output in request.outputs] for request in outputs]
+    @property
+    def unfinished(self) -> bool:
+        """Whether vLLM was stopped in the middle of a call."""
+        return bool(self.llm.llm_engine.has_unfinished_requests())
 
-    def sampling(self, params: SamplingParams, budget: int) -> Any:
-        """vLLM's form of our settings: ending tokens are ours, and detokenizing is needed for stop strings alone."""
-        import vllm
+    def run(self, prompts: list[list[int]], settings: list[Any]) -> tuple[Any, int]:
+        """One call of vLLM, by the policy as the trainer would compute with it now; and the version of that."""
+        self.borrowing.check()
+        self.wake()
+        with self.borrowing.sampling(self.base) as identity, undisturbed(self.policy.device):
+            version = self.policy_version if self.copy is None else self.copy.version
+            self.forget_prefixes(identity if identity == "base" else (identity, version))
+            requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+            return self.llm.generate(requests, settings, use_tqdm=False), version
 
+    def settings(self, params: SamplingParams, budgets: list[int]) -> list[Any]:
+        """vLLM's form of our settings for each prompt: ending tokens are ours, and text is for stop strings alone."""
         ending = [*(params.stop_token_ids or []), *([] if params.ignore_eos else self.eos_ids)]
-        return vllm.SamplingParams(
-            n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0),
-            min_p=params.min_p or 0.0, max_tokens=budget, seed=params.seed, stop=params.stop_strings or None,
-            stop_token_ids=ending, ignore_eos=True, include_stop_str_in_output=True, logprobs=0,
-            detokenize=bool(params.stop_strings),
-        )
+        return [
+            self.vllm.SamplingParams(
+                n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0),
+                min_p=params.min_p or 0.0, max_tokens=budget, seed=seed, stop=params.stop_strings or None,
+                stop_token_ids=ending, ignore_eos=True, include_stop_str_in_output=True, logprobs=0,
+                detokenize=bool(params.stop_strings), skip_special_tokens=False,
+            )
+            for seed, budget in zip(seeds_of(params.seed, len(budgets)), budgets, strict=True)
+        ]
 
-    def rollout(self, output: Any, params: SamplingParams) -> Rollout:
+    def rollout(self, output: Any, params: SamplingParams, version: int) -> Rollout:
         """A completion of vLLM as ours, with the log-probability of each sampled token."""
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
         ids = list(output.token_ids)
         logprobs = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+        if any(map(math.isnan, logprobs)):
+            raise ArithmeticError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning "
+                                  "rate")
         text = str(self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
-        return Rollout(
-            ids, logprobs, "stop" if output.finish_reason == "stop" else "length", cut_at_stop(text, params),
-            self.policy_version,
-        )
+        return Rollout(ids, logprobs, output.finish_reason, cut_at_stop(text, params), version)
+
+    def forget_prefixes(self, identity: Hashable) -> None:
+        """Drop cached prefixes that were computed with something else than `identity`."""
+        if identity != self.prefixes and not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM could not drop its cached prefixes: it holds requests that are not ours")
+        self.prefixes = identity
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """Inside, completions come from the base model: the adapter is multiplied by 0, on the device."""
-        self.borrowing.switch.zero_()
-        self.llm.reset_prefix_cache()
+        """Inside, completions come from the base model: the adapter's strength is 0, on the device."""
+        self.check_open()
+        before, self.base = self.base, True
         try:
             yield
         finally:
-            self.borrowing.switch.fill_(1)
-            self.llm.reset_prefix_cache()
+            self.base = before
 
     def on_policy_update(self, policy_version: int) -> None:
-        """The weights are the trainer's: only cached prefixes are of the old policy."""
+        """The weights are the trainer's: nothing to move. What was cached with the old ones is dropped before the next
+        call. A rollout copy takes over the adapter as it is now (the same as `publish`)."""
+        self.check_open()
         self.policy_version = policy_version
-        if not self.asleep:
-            self.llm.reset_prefix_cache()
+        self.borrowing.publish(policy_version)
+
+    publish = on_policy_update
 
     def sleep(self) -> None:
         """Free the key-value cache on a card (the weights are not vLLM's); on the CPU vLLM cannot, nothing happens."""
-        if self.on_card and not self.asleep:
+        if self.on_card and self.llm is not None and not self.asleep:
             self.llm.sleep(level=1)
             self.asleep, self.kv_bytes = True, 0
 
     def wake(self) -> None:
+        self.check_open()
         if self.asleep:
             self.llm.wake_up()
-            self.asleep, self.kv_bytes = False, self.kv_budget
-            self.llm.reset_prefix_cache()  # the cache came back empty
+            self.asleep, self.kv_bytes, self.prefixes = False, self.kv_budget, None  # the cache came back empty
 
     def restart(self) -> None:
         """A fresh engine around the same tensors."""
@@ -159,48 +208,58 @@ class VLLMEngine:
         self.start()
 
     def close(self) -> None:
-        """Free the cache and everything else of vLLM's; the trainer's tensors stay."""
-        if VLLMEngine.living is not self:
+        """Free the cache and everything else of vLLM's; the trainer's tensors stay. Twice is once."""
+        if self.llm is None:
             return
-        VLLMEngine.living = None
-        self.borrowing.close()
-        self.llm.llm_engine.engine_core.shutdown()
-        self.llm, self.kv_bytes = None, 0
+        self.llm, self.kv_bytes, VLLMEngine.living = None, 0, None
+        self.ending()
         gc.collect()
         if self.on_card:
             torch.cuda.empty_cache()
 
-
-def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The model's config as vLLM reads it (without the quantization, which is ours to do), and the tokenizer."""
-    config = policy.base.config
-    values = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
-    values["architectures"] = [type(policy.base).__name__]
-    type(config).from_dict(values).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    def check_open(self) -> None:
+        if self.llm is None:
+            raise EngineUnavailableError("this engine was closed; make a new one")
 
 
-def kv_bytes_of(policy: Policy, tokens: int) -> int:
-    """Bytes of keys and values of one sequence of `tokens` tokens, without sliding windows."""
-    config = policy.base.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * policy.head.weight.dtype.itemsize * tokens
+def end(llm: Any, borrowing: Borrowing) -> None:
+    """Shut vLLM down and let go of the trainer's tensors; also when an engine is deleted without `close`."""
+    borrowing.close()
+    for step in (wake_up, shut_down):
+        try:
+            step(llm)
+        except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
+            logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)
 
 
-def check_kv_budget(policy: Policy, budget: int, max_seq_length: int) -> None:
-    """Raise ValueError where one sequence of the longest length does not fit."""
-    needed = kv_bytes_of(policy, max_seq_length)
-    if budget < needed:
-        raise ValueError(
-            f"the key-value cache has {budget:,} bytes; one sequence of max_seq_length={max_seq_length} needs "
-            f"{needed:,}. Raise gpu_memory_utilization or kv_cache_bytes, or lower max_seq_length"
-        )
+def wake_up(llm: Any) -> None:
+    """Memory that sleeps is unmapped already, and vLLM would unmap it again in freeing it."""
+    if llm.llm_engine.is_sleeping():
+        llm.wake_up()
 
 
-def default_kv_bytes(policy: Policy, utilization: float) -> int:
-    """What `utilization` of the card leaves beside what is in use; a fixed size on the CPU."""
-    if policy.device.type != "cuda":
-        return CPU_KV_BYTES
-    free, total = torch.cuda.mem_get_info(policy.device)
-    return max(0, int(utilization * total) - (total - free))
+def shut_down(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+
+
+def check_alone() -> None:
+    """Raise EngineUnavailableError where another engine lives."""
+    if VLLMEngine.living is not None and VLLMEngine.living() is not None:
+        gc.collect()  # it may be unreachable already
+    other = None if VLLMEngine.living is None else VLLMEngine.living()
+    if other is not None and other.llm is not None:
+        raise EngineUnavailableError("a vLLM engine lives in this process already; close() it first")
+
+
+def check_temperature(params: SamplingParams) -> None:
+    """Raise ValueError for a temperature that vLLM would silently change."""
+    if 0 < params.temperature < COLDEST:
+        raise ValueError(f"temperature is {params.temperature}; vLLM samples at 0 (greedy) or from {COLDEST} on")
+
+
+def check_vocabulary(prompts: list[list[int]], size: int) -> None:
+    """Raise ValueError for a token that the model does not know."""
+    for number, prompt in enumerate(prompts):
+        unknown = [token for token in prompt if not 0 <= token < size]
+        if unknown:
+            raise ValueError(f"prompt {number} has the token {unknown[0]}; the model's tokens are 0 to {size - 1}")

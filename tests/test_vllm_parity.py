@@ -1,0 +1,98 @@
+"""vLLM computes what the trainer computes, on the trainer's own storage: every family, 16, 32 and 4 bits."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from live_storage import LiveStorage
+from torch import Tensor, nn
+from vllm_models import ALL, NEEDS_VLLM, differences, engine_on, move_adapter, policy_of
+
+from lowmem_grpo.engines.vllm_engine import VLLMEngine
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.types import Rollout
+
+pytestmark = NEEDS_VLLM
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
+BF16, FP32 = torch.bfloat16, torch.float32
+KINDS = {"bfloat16": (BF16, False), "nf4 in bfloat16": (BF16, True), "float32": (FP32, False)}
+BOUND = {BF16: 0.003, FP32: 1e-5}  # of the mean |difference| of log-probabilities
+CASES = [(family, kind) for family in ALL for kind in KINDS]
+# Large enough for a hundredth of it to have a meaning: vLLM's own tables of angles do not grow with the width.
+REAL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "vocab_size": 8192, "tie_word_embeddings": True}
+
+
+def sample(engine: VLLMEngine, tokens: int = 64, n: int = 8) -> list[list[Rollout]]:
+    """3 * n completions."""
+    return engine.generate(PROMPTS, SamplingParams(n=n, max_tokens=tokens, seed=1, ignore_eos=True))
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_the_sampler_agrees_with_the_trainer_before_and_after_the_adapter_moves(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    dtype, four_bit = KINDS[kind]
+    policy = policy_of(family, dtype, four_bit, tmp_path)
+    with engine_on(policy) as engine:
+        assert differences(policy, PROMPTS, sample(engine)).abs().mean() <= BOUND[dtype]
+        move_adapter(policy, 0.05)
+        engine.on_policy_update(1)
+        difference = differences(policy, PROMPTS, sample(engine, n=54 if dtype == BF16 else 8))
+        assert difference.abs().mean() <= BOUND[dtype]
+        assert len(difference) > 10_000 or dtype == FP32
+        assert abs(difference.exp().mean() - 1) <= 0.001
+        assert_borrowed(engine, policy)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_the_sampler_agrees_with_the_trainer_on_a_trained_model(four_bit: bool, tmp_path: Path) -> None:
+    policy = policy_of("tiny", FP32, four_bit, tmp_path)
+    with engine_on(policy) as engine:
+        for version, size in enumerate((0.0, 0.05)):
+            move_adapter(policy, size)
+            engine.on_policy_update(version)
+            assert differences(policy, PROMPTS, sample(engine)).abs().mean() <= 1e-5
+
+
+def held_by(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, tied ones under each of their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def storages(tensors: list[Tensor]) -> dict[int, int]:
+    """Bytes of each storage, by its address; what is empty has none."""
+    found = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def assert_borrowed(engine: VLLMEngine, policy: Policy) -> int:
+    """Every parameter of vLLM's model is the trainer's, or empty; the bytes of its own buffers."""
+    (held,) = engine.llm.apply_model(held_by)
+    theirs = storages([tensor for _, tensor in held_by(policy.base)])
+    parameters = {name: tensor for name, tensor in held if isinstance(tensor, nn.Parameter)}
+    assert [name for name, tensor in parameters.items() if not storages([tensor]).keys() <= theirs.keys()] == []
+    assert any(tensor.numel() for tensor in parameters.values())
+    return sum(size for place, size in storages([tensor for _, tensor in held]).items() if place not in theirs)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_vllm_allocates_under_a_hundredth_of_the_model_and_keeps_nothing_of_a_call(
+    four_bit: bool, tmp_path: Path
+) -> None:
+    policy = policy_of("Llama", BF16, four_bit, tmp_path, **REAL)
+    move_adapter(policy, 0.05)
+    model = sum(storages([tensor for _, tensor in held_by(policy.base)]).values())
+    with engine_on(policy) as engine:
+        assert assert_borrowed(engine, policy) < 0.01 * model
+        sample(engine, tokens=2, n=1)  # whatever is made once is made
+        gc.collect()
+        with LiveStorage() as made:
+            sample(engine, tokens=8, n=2)
+            gc.collect()
+        assert made.peak > 0
+        assert made.live < 0.01 * model
+        assert_borrowed(engine, policy)

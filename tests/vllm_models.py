@@ -1,0 +1,92 @@
+"""Models and prompts for tests with vLLM's engine: small random ones of every family, in 16, 32 and 4 bits."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
+
+import pytest
+import torch
+import transformers
+from small_models import FAMILIES, SHAPE, TINY, with_adapter
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+
+from lowmem_grpo.batching import pack
+from lowmem_grpo.engines.vllm_engine import VLLMEngine
+from lowmem_grpo.engines.vllm_import import installed
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+NEEDS_VLLM = [
+    pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason="needs vLLM, which is not installed"),
+    pytest.mark.xdist_group("vllm"),  # engines are expensive: where groups are kept together, one worker has them all
+]
+CONTEXT = 512
+KV_BYTES = 256 << 20
+# vLLM's attention for CPUs needs heads of a multiple of 32
+WIDER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "initializer_range": 0.02}
+HEADS: dict[str, Any] = {"Qwen3": {"head_dim": 32}, "Gemma3": {"head_dim": 32}}
+ALL = {"Qwen2": {}, **FAMILIES}
+
+
+def random_model(family: str, **changes: Any) -> PreTrainedModel:
+    """A seeded random model of a family, in float32."""
+    torch.manual_seed(0)
+    shape = SHAPE | WIDER | ALL[family] | HEADS.get(family, {}) | changes
+    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(**shape)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def saved_model(family: str, folder: Path, **changes: Any) -> Path:
+    """Where the embedded model ("tiny") or a random one lies."""
+    if family == "tiny":
+        return TINY
+    random_model(family, **changes).save_pretrained(folder)
+    return folder
+
+
+def policy_of(family: str, dtype: torch.dtype, four_bit: bool, folder: Path, **changes: Any) -> Policy:
+    """A policy of a family with an adapter that does nothing yet; linear layers in NF4 with double quantization."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        saved_model(family, folder, **changes), dtype=dtype, quantization_config=quantization if four_bit else None
+    ).eval()
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # or bitsandbytes would repack the weights on some CPUs
+    policy = Policy(with_adapter(model.requires_grad_(False)))
+    move_adapter(policy, 0.0)
+    return policy
+
+
+@torch.no_grad()
+def move_adapter(policy: Policy, size: float, seed: int = 1) -> None:
+    """Change the adapter in place, as an optimizer does."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(0, size, generator=generator)
+
+
+@contextmanager
+def engine_on(policy: Policy, **options: Any) -> Iterator[VLLMEngine]:
+    """An engine that is closed at the end, whatever happens."""
+    settings: dict[str, Any] = {"max_seq_length": CONTEXT, "kv_cache_bytes": KV_BYTES} | options
+    engine = VLLMEngine(policy, AutoTokenizer.from_pretrained(TINY), **settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def differences(policy: Policy, prompts: list[list[int]], groups: list[list[Rollout]]) -> Tensor:
+    """The trainer's log-probability of each sampled token, minus the sampler's."""
+    batches = pack([RolloutGroup({}, *pair) for pair in zip(prompts, groups, strict=True)], 4096, 256)
+    with torch.no_grad():
+        return torch.cat([policy.logprobs(b, 1.0)[0] - b.rollout_logprobs[b.loss_mask] for b in batches])
