@@ -98,6 +98,7 @@ class VLLMEngine:
             enable_sleep_mode=self.on_card, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
             generation_config="vllm", disable_log_stats=True,
             **vllm_settings.memory_share(self.policy, self.kv_budget),
+            **vllm_settings.whole_prompts(self.on_card, self.max_seq_length),
         )
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:

@@ -10,6 +10,7 @@ from lowmem_grpo.engines.borrowed import BorrowError
 from lowmem_grpo.policy import Policy
 
 CPU_KV_BYTES = 1 << 30  # of the key-value cache on the CPU, where no card's memory says how much
+PREFILL_TOKENS = 4096  # read in one pass on the CPU, at least
 BLOCK = 128  # tokens of a block of the cache at most; one block is never used
 RESIZABLE_ROPE = {"default", "llama3"}  # whose angles do not depend on the length of the table
 
@@ -86,3 +87,11 @@ def explain(error: BaseException, policy: Policy) -> None:
     if isinstance(error, Exception) and not isinstance(error, BorrowError):
         error.add_note(f"vLLM did not start with {type(policy.base).__name__} and these settings. Change them, or "
                        'sample with fast_inference="transformers"')
+
+
+def whole_prompts(on_card: bool, max_seq_length: int) -> dict[str, Any]:
+    """Settings with which a prompt is never cut, on the CPU: vLLM takes a half-read prompt's random numbers back, which
+    a generator of the CPU cannot do, so that a call with a seed would fail."""
+    if on_card:
+        return {}
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_seq_length, PREFILL_TOKENS)}
