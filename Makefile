@@ -4,16 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-vllm lint clean
+.PHONY: demo test lint clean
 
 demo: $(VENV)/.installed  ## a language model learns arithmetic, in minutes on two cores
 	$(BIN)/lowmem-grpo run arithmetic overwrite_output_dir=true
 
-test: $(VENV)/.installed-dev  ## the whole test suite; tests of vLLM run where it is installed
+test: $(VENV)/.installed-vllm  ## the whole test suite, vLLM's build for CPUs included
 	$(BIN)/python -m pytest
-
-test-vllm: $(VENV)/.installed-vllm  ## the tests of vLLM, with its build for CPUs
-	$(BIN)/python -m pytest tests/test_vllm_contract.py tests/test_vllm_engine.py tests/test_vllm_parity.py
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check .

@@ -37,7 +37,7 @@ WHY_NOT = why_not_here(DEVICE)
 
 def needs_vllm(test: Callable[..., None]) -> Callable[..., None]:
     """The marks of every test with vLLM: one worker has them all, so that engines are made once."""
-    marks = (pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.skipif(bool(WHY_NOT), reason=str(WHY_NOT)))
+    marks = (pytest.mark.vllm, pytest.mark.skipif(bool(WHY_NOT), reason=str(WHY_NOT)))
     for mark in marks:
         test = mark(test)
     return test

@@ -60,7 +60,8 @@ FIELDS: dict[tuple[str, str], list[str]] = {
     ("vllm.engine.arg_utils", "EngineArgs"): [
         "model", "quantization", "load_format", "dtype", "model_impl", "max_model_len", "max_num_seqs",
         "kv_cache_memory_bytes", "enforce_eager", "compilation_config", "enable_sleep_mode", "enable_prefix_caching",
-        "logprobs_mode", "generation_config", "disable_log_stats", "gpu_memory_utilization",
+        "logprobs_mode", "generation_config", "disable_log_stats", "gpu_memory_utilization", "enable_chunked_prefill",
+        "max_num_batched_tokens",
     ],
     ("vllm.sampling_params", "SamplingParams"): [
         "n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos",

@@ -365,6 +365,15 @@ def test_thousands_of_prompts_come_back_in_order(engine: VLLMEngine) -> None:
                                                                  SamplingParams(temperature=0, max_tokens=1)))
 
 
+def test_more_prompt_tokens_than_one_pass_reads_are_no_trouble_with_a_seed(
+    engine: VLLMEngine, policy: Policy
+) -> None:
+    llm, prompts = engine.llm, [[(number * 31 + place * 7) % 300 + 3 for place in range(400)] for number in range(30)]
+    groups = engine.generate(prompts, SamplingParams(max_tokens=3, seed=2, ignore_eos=True))
+    assert distance(policy, prompts, groups) < SAME
+    assert engine.llm is llm
+
+
 def test_nothing_is_sampled_for_no_prompt(engine: VLLMEngine) -> None:
     assert engine.generate([], SamplingParams()) == []
 

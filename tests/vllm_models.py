@@ -23,7 +23,6 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 NEEDS_VLLM = [
     pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason="needs vLLM, which is not installed"),
-    pytest.mark.xdist_group("vllm"),  # engines are expensive: where groups are kept together, one worker has them all
 ]
 CONTEXT = 512
 KV_BYTES = 256 << 20
