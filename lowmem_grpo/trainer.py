@@ -60,7 +60,7 @@ class GRPOTrainer:
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.scorer = RewardScorer(functions, self.args.reward_weights, self.args.reward_timeout)
         self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16))
-        self.engine = engine or model.engine(self.policy, self.tokenizer)
+        self.given_engine, self.engine = engine, engine or model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and self.engine.name != "vllm":
             raise ValueError(
                 f'use_vllm=True, and the engine is {self.engine.name}: load the model with fast_inference="vllm"'
@@ -134,11 +134,21 @@ class GRPOTrainer:
     def sample(self, prompts: list[Prompt], params: SamplingParams) -> list[RolloutGroup]:
         """`params.n` rollouts of each prompt by the current policy, without rewards."""
         with self.clock.phase("generate"):
+            self.renew_engine()
             self.engine.wake()
             completions = self.engine.generate([prompt.ids for prompt in prompts], params)
             self.engine.sleep()
         pairs = zip(prompts, completions, strict=True)
         return [RolloutGroup(prompt.row, prompt.ids, rollouts) for prompt, rollouts in pairs]
+
+    def renew_engine(self) -> None:
+        """Take the model's engine again: another model may have sampled since, and a process has one of vLLM."""
+        engine = self.given_engine or self.engine
+        if self.given_engine is None and self.engine.name == "vllm":
+            engine = self.model.engine(self.policy, self.tokenizer)
+        if engine is not self.engine:
+            self.engine = engine
+            engine.on_policy_update(self.state.policy_version)
 
     def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Add the gradient of one optimizer step's loss over scored groups; returns loss metrics."""

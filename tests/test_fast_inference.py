@@ -392,6 +392,22 @@ def test_a_second_model_takes_the_engine_over_with_a_warning_and_the_first_can_t
 
 
 @needs_vllm
+def test_a_run_goes_on_after_another_model_took_the_engine(sampled: FastPeftModel, tmp_path: Path) -> None:
+    trainer = GRPOTrainer(
+        model=sampled, reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=GRPOConfig(output_dir=str(tmp_path), max_completion_length=8, num_generations=2,
+                        per_device_train_batch_size=2, max_steps=3),
+        train_dataset=[{"prompt": "Start with 1."}, {"prompt": "Start with 2."}],
+    )
+    groups = trainer.rollout()
+    load("vllm", load_in_4bit=True).fast_generate("Start", GREEDY)
+    trainer.update(groups)
+    (group,) = trainer.rollout()
+    assert [rollout.policy_version for rollout in group.rollouts] == [1, 1]
+    assert trainer.engine is living()
+
+
+@needs_vllm
 def test_a_model_that_nobody_holds_any_more_takes_its_engine_along(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = adapt(load("vllm"))
     model.fast_generate("Start", GREEDY)

@@ -184,10 +184,11 @@ class VLLMEngine:
 
     def on_policy_update(self, policy_version: int) -> None:
         """The weights are the trainer's: nothing to move. What was cached with the old ones is dropped before the next
-        call. A rollout copy takes over the adapter as it is now (the same as `publish`)."""
-        self.check_open()
+        call. A rollout copy takes over the adapter as it is now (the same as `publish`). An engine that was closed has
+        nothing to forget."""
         self.policy_version = policy_version
-        self.borrowing.publish(policy_version)
+        if self.llm is not None:
+            self.borrowing.publish(policy_version)
 
     publish = on_policy_update
 

