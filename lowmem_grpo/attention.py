@@ -41,12 +41,16 @@ class PackedLayout:
 
     def spread(self, packed: Tensor) -> Tensor:
         """(1, H, T, K) to (S, H, W, K); right of a sequence's end stands any of its tokens."""
+        if self.num_sequences == 1:  # it lies as it should
+            return packed
         heads, size = packed.shape[1], packed.shape[3]
         side_by_side = packed[0].transpose(0, 1).index_select(0, self.sources)
         return side_by_side.view(self.num_sequences, self.width, heads, size).transpose(1, 2)
 
     def gather(self, side_by_side: Tensor) -> Tensor:
         """(S, H, W, K) to (1, T, H, K)."""
+        if self.num_sequences == 1:
+            return side_by_side.transpose(1, 2)
         flat = side_by_side.transpose(1, 2).reshape(-1, side_by_side.shape[1], side_by_side.shape[3])
         return flat.index_select(0, self.places)[None]
 
@@ -77,11 +81,23 @@ def packed_attention(
     """Causal attention within each packed sequence, result (1, T, H, K)."""
     windowed = sliding_window is not None and sliding_window < layout.width
     mask = window_mask(layout.width, sliding_window, query.device) if windowed and sliding_window else None
+    query, key, value = layout.spread(query), layout.spread(key), layout.spread(value)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not shares_key_heads(query.device, query.dtype, mask is not None):
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
     out = F.scaled_dot_product_attention(
-        layout.spread(query), layout.spread(key), layout.spread(value), attn_mask=mask, is_causal=mask is None,
-        dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return layout.gather(out)
+
+
+def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
+    """Whether a fused form of torch's attention takes fewer key heads than query heads. The flash form does; on a card
+    it needs sm_80, 16 bits and no mask. The other fused form does not: torch would make the (T, T) scores instead."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0) and dtype != torch.float32 and not masked
 
 
 def cached_attention(

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
 from lowmem_grpo.fused_weights import fuse_weights
+from lowmem_grpo.lean_modules import MLP_TILE, make_lean
+from lowmem_grpo.lora_layers import use_kernel_layers
 from lowmem_grpo.model import FastModel, FastPeftModel, Loaded, compute_dtype
 from lowmem_grpo.offload import checkpointing_mode
 from lowmem_grpo.pretrained import Pretrained
@@ -108,12 +110,14 @@ class FastLanguageModel:
             r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, task_type="CAUSAL_LM",
             target_modules=check_targets(model.inner, target_modules or ALL_LINEAR),
         )
+        use_kernel_layers(config, model.inner)
         model.close_engine()  # its modules are about to be wrapped
         with torch.random.fork_rng():
             torch.manual_seed(random_state)
             peft_model = FastPeftModel(model.inner, config)
         peft_model.loaded = model.loaded
         peft_model.loaded.offload = mode == "offload"
+        make_lean(model.inner, MLP_TILE if mode else None)
         if mode:
             model.inner.gradient_checkpointing_enable({"use_reentrant": False})
         return peft_model

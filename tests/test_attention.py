@@ -161,3 +161,31 @@ def test_shared_prompts_give_the_logprobs_and_gradients_of_prompts_held_apart(
     for one, other in zip(shared_grads, apart_grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     tiny_policy.model.zero_grad()
+
+
+def test_a_sequence_alone_is_laid_out_without_a_copy() -> None:
+    layout = attention.PackedLayout.of(collate(sequences([(3, 4)])))
+    packed = torch.randn(1, 2, 6, 8)
+    side_by_side = layout.spread(packed)
+    assert side_by_side.data_ptr() == packed.data_ptr()
+    assert torch.equal(layout.gather(side_by_side), packed.transpose(1, 2))
+    assert layout.sources.tolist() == layout.places.tolist() == list(range(6))
+
+
+@pytest.mark.parametrize(("capability", "dtype", "masked", "shared"), [
+    ((7, 5), torch.float16, False, False), ((8, 0), torch.bfloat16, False, True), ((9, 0), torch.float16, False, True),
+    ((8, 0), torch.float32, False, False), ((8, 0), torch.bfloat16, True, False),
+])
+def test_no_card_is_given_shared_key_heads_that_its_fused_attention_refuses(
+    capability: tuple[int, int], dtype: torch.dtype, masked: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert attention.shares_key_heads(torch.device("cuda"), dtype, masked) is shared
+
+
+def test_repeated_key_heads_give_what_shared_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(with_adapter(random_model("Llama")))
+    batch = collate(sequences([(3, 9), (5, 4)]))
+    shared = policy.hidden(batch)
+    monkeypatch.setattr(attention, "shares_key_heads", lambda *arguments: False)
+    torch.testing.assert_close(policy.hidden(batch), shared)

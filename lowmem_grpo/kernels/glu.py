@@ -285,6 +285,8 @@ def glu_forward(gate: Tensor, up: Tensor, activation: str, out: Tensor | None = 
     gate, up, out (..., F) of one shape, dtype and device; activation "silu", "gelu_tanh" or "gelu".
     """
     check_arguments(gate, up, activation)
+    if out is None and gate.device.type == "cpu":
+        return activate_ref(gate, activation).mul_(up)
     if out is None:
         out = gate.new_empty(gate.shape)
     check_arguments(gate, out, activation)

@@ -39,15 +39,24 @@ def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
     return y + lora.scale * ((x @ lora.a.to(x.dtype).T) @ lora.b.to(x.dtype).T)
 
 
-def lora_linear(x: Tensor, weights: Sequence[Any], loras: Sequence[LoRA | None]) -> tuple[Tensor, ...]:
+def lora_linear(
+    x: Tensor, weights: Sequence[Any], loras: Sequence[LoRA | None], biases: Sequence[Tensor | None] | None = None
+) -> tuple[Tensor, ...]:
     """The outputs (..., out_i) of several linear layers on the same x (..., in), which is kept once for all of them.
 
-    A weight is a tensor (out, in) of the dtype of x, an `NF4Weight` or bitsandbytes' Params4bit; it takes no gradient.
-    A layer without LoRA has None in `loras`. Raises ValueError where shapes or dtypes do not fit.
+    A weight is a tensor (out, in) of the dtype of x, an `NF4Weight` or bitsandbytes' Params4bit; it takes no gradient,
+    and neither does a bias (out,). A layer without LoRA has None in `loras`. Raises ValueError where shapes or dtypes
+    do not fit.
     """
     frozen = [frozen_weight(weight) for weight in weights]
+    given = [None] * len(frozen) if biases is None else list(biases)
     check_linears(x, frozen, loras)
-    outputs = LoRALinearFunction.apply(x.reshape(-1, x.shape[-1]), frozen, scales_of(loras), *tensors_of(loras))
+    check_biases(frozen, given)
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled():
+        outputs = LoRALinearFunction.apply(rows, frozen, given, scales_of(loras), *tensors_of(loras))
+    else:
+        outputs = forward_linears(rows, frozen, loras, given)
     return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
 
 
@@ -55,11 +64,11 @@ class LoRALinearFunction(torch.autograd.Function):
     """Keeps x and the adapters; makes nothing else again but the products with A."""
 
     @staticmethod
-    def forward(ctx, x, weights, scales, *tensors):
+    def forward(ctx, x, weights, biases, scales, *tensors):
         ctx.weights, ctx.scales = weights, scales
         ctx.save_for_backward(x, *tensors)
         ctx.set_materialize_grads(False)
-        return tuple(forward_linears(x, weights, pairs_of(tensors, scales)))
+        return tuple(forward_linears(x, weights, pairs_of(tensors, scales), biases))
 
     @staticmethod
     @once_differentiable
@@ -67,14 +76,18 @@ class LoRALinearFunction(torch.autograd.Function):
         x, *tensors = ctx.saved_tensors
         loras = pairs_of(tensors, ctx.scales)
         grad_x, grad_tensors = backward_linears(grads, x, ctx.weights, loras, ctx.needs_input_grad[0])
-        return grad_x, None, None, *grad_tensors
+        return grad_x, None, None, None, *as_given(grad_tensors, tensors)
 
 
-def forward_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None]) -> list[Tensor]:
+def forward_linears(
+    x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None],
+    biases: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
     """The outputs (N, out_i) for x (N, in), without autograd."""
     outputs = []
-    for weight, lora, low in zip(weights, loras, down_projections(x, loras), strict=True):
-        y = project(x, weight)
+    given = [None] * len(weights) if biases is None else biases
+    for weight, bias, lora, low in zip(weights, given, loras, down_projections(x, loras), strict=True):
+        y = project(x, weight, bias)
         if lora is not None and low is not None:
             y.addmm_(low, lora.b.to(x.dtype).T, alpha=lora.scale)
         outputs.append(y)
@@ -85,7 +98,8 @@ def backward_linears(
     grads: Sequence[Tensor | None], x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None],
     needs_x: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(dx (N, in) or None, [dA, dB of each layer]) without autograd; a layer whose gradient is None adds nothing."""
+    """(dx (N, in) or None, [dA, dB of each layer] in float32, or float64 for such x) without autograd; a layer whose
+    gradient is None adds nothing."""
     grad_x: Tensor | None = None
     grad_tensors: list[Tensor | None] = []
     for grad, weight, lora, low in zip(grads, weights, loras, down_projections(x, loras), strict=True):
@@ -98,9 +112,15 @@ def backward_linears(
         grad_low = grad @ lora.b.to(x.dtype)  # (N, r)
         if grad_x is not None:
             grad_x.addmm_(grad_low, lora.a.to(x.dtype), alpha=lora.scale)
-        for left, right, like in ((grad_low, x, lora.a), (grad, low, lora.b)):
-            grad_tensors.append(matmul_fp32(left.T, right).mul_(lora.scale).to(like.dtype))
+        for left, right in ((grad_low, x), (grad, low)):
+            grad_tensors.append(matmul_fp32(left.T, right).mul_(lora.scale))
     return grad_x, grad_tensors
+
+
+def as_given(grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients in the dtypes of their tensors."""
+    pairs = zip(grads, tensors, strict=True)
+    return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
 
 
 def down_projections(x: Tensor, loras: Sequence[LoRA | None]) -> list[Tensor | None]:
@@ -108,6 +128,8 @@ def down_projections(x: Tensor, loras: Sequence[LoRA | None]) -> list[Tensor | N
     present = [lora for lora in loras if lora is not None]
     if not present:
         return [None] * len(loras)
+    if len(loras) == 1:
+        return [x @ present[0].a.to(x.dtype).T]
     low = x @ torch.cat([lora.a.to(x.dtype) for lora in present]).T
     parts = iter(low.split([lora.a.shape[0] for lora in present], dim=1))
     return [None if lora is None else next(parts) for lora in loras]
@@ -152,3 +174,15 @@ def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[Lo
             raise ValueError(
                 f"expected LoRA a {expected[0]} and b {expected[1]}; got {tuple(lora.a.shape)}, {tuple(lora.b.shape)}"
             )
+
+
+def check_biases(weights: Sequence[FrozenWeight], biases: Sequence[Tensor | None]) -> None:
+    """Raise ValueError that says what was expected and what was got."""
+    if len(biases) != len(weights):
+        raise ValueError(f"expected one entry of biases for each weight; got {len(weights)} and {len(biases)}")
+    for weight, bias in zip(weights, biases, strict=True):
+        if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or bias.dtype != weight.dtype):
+            raise ValueError(f"expected a bias ({weight.shape[0]},) of {weight.dtype}; got {tuple(bias.shape)} of "
+                             f"{bias.dtype}")
+        if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+            raise ValueError("biases are frozen: call bias.requires_grad_(False) and train LoRA")

@@ -1,13 +1,18 @@
-"""A gated MLP on frozen weights with LoRA, as one autograd node that keeps only x, gate and up, or only x.
+"""A gated MLP on frozen weights with LoRA that keeps only x, gate and up, or only x.
 
     gate, up = x W_g^T + LoRA, x W_u^T + LoRA;  h = act(gate) * up;  y = h W_d^T + LoRA
 
 Formulas of the linear layers and their gradients: `lora.py`; of the activation: `glu.py`. Plain autograd keeps x, gate,
 up, act(gate), h and the small LoRA products. Here the backward pass writes d_gate over gate, d_up over up and h, made
-again, over dh: two buffers (N, F) kept and one made, where F is the inner size, or none kept with `recompute`.
+again, over dh: two buffers (N, F) kept and one made, where F is the inner size.
+
+In tiles of t rows nothing but x is kept and no buffer is larger than (t, F): the backward pass makes gate and up of a
+tile again. For that there are two autograd nodes. The first keeps x, gives it on, and makes all gradients; the second
+computes y, keeps nothing, and hands dy back as it is. So what is kept is kept before y is computed, and a checkpoint
+around it all that stops at the last tensor kept (torch's non-reentrant one does) never computes y a second time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +25,7 @@ from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.lora import (
     FrozenWeight,
     LoRA,
+    as_given,
     backward_linears,
     check_linears,
     forward_linears,
@@ -48,23 +54,29 @@ def lora_mlp_ref(
 
 def lora_mlp(
     x: Tensor, gate: Any, up: Any, down: Any, *, gate_lora: LoRA | None = None, up_lora: LoRA | None = None,
-    down_lora: LoRA | None = None, activation: str = "silu", recompute: bool = False,
+    down_lora: LoRA | None = None, activation: str = "silu", tile_rows: int | None = None,
 ) -> Tensor:
     """y (..., out) for x (..., in).
 
     gate, up (F, in) and down (out, F): tensors of the dtype of x, `NF4Weight` or bitsandbytes' Params4bit, frozen. With
     `up=None` gate is one matrix (2 F, in), gate's rows first, as in Phi-3, with one LoRA. activation: "silu",
-    "gelu_tanh" or "gelu". With `recompute` gate and up are made again in the backward pass, from x. Its buffers are
-    used up by one backward pass: a second one raises RuntimeError unless `recompute` is set.
+    "gelu_tanh" or "gelu". With `tile_rows` (at least 1; out = in) rows are computed in tiles of as many, and gate and
+    up are made again in the backward pass. Without it their buffers are used up by one backward pass: a second one
+    raises RuntimeError.
     """
     inner = [frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
     if up is None and up_lora is not None:
         raise ValueError("up_lora was given without up: with one matrix for gate and up, gate_lora covers both")
     loras = [gate_lora, down_lora] if up is None else [gate_lora, up_lora, down_lora]
-    weights = MLPWeights(inner, frozen_weight(down), scales_of(loras), activation, recompute)
+    weights = MLPWeights(inner, frozen_weight(down), scales_of(loras), activation)
     check_linears(x, inner, loras[:-1])
     check_mlp(x, weights, loras[-1])
-    y = LoRAMLPFunction.apply(x.reshape(-1, x.shape[-1]), weights, *tensors_of(loras))
+    rows, tensors = x.reshape(-1, x.shape[-1]), tensors_of(loras)
+    if tile_rows is None:
+        y = LoRAMLPFunction.apply(rows, weights, *tensors)
+    else:
+        check_tiles(weights, x.shape[-1], tile_rows)
+        y = TileForward.apply(TileBackward.apply(rows, weights, tile_rows, *tensors), weights, tile_rows, tensors)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -76,7 +88,6 @@ class MLPWeights:
     down: FrozenWeight
     scales: list[float]
     activation: str
-    recompute: bool
 
     @property
     def size(self) -> int:
@@ -89,33 +100,102 @@ class MLPWeights:
 
 
 class LoRAMLPFunction(torch.autograd.Function):
-    """Forward: gate and up, kept unless recomputed. Backward: down, activation, gate and up, in the same buffers."""
+    """All rows at once: gate and up are kept, and the backward pass is made in their buffers."""
 
     @staticmethod
     def forward(ctx, x, weights, *tensors):
         loras = pairs_of(tensors, weights.scales)
         inner = weights.gate_and_up(x, loras)
-        h = glu_forward(*halves(*inner), weights.activation)
         ctx.weights, ctx.count = weights, len(tensors)
-        ctx.save_for_backward(x, *tensors, *([] if weights.recompute else inner))
-        return forward_linears(h, [weights.down], loras[-1:])[0]
+        ctx.save_for_backward(x, *tensors, *inner)
+        return output_of(inner, weights, loras)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weights = ctx.weights
         x, saved = ctx.saved_tensors[0], ctx.saved_tensors[1:]
-        loras = pairs_of(saved[: ctx.count], weights.scales)
-        inner = list(saved[ctx.count :]) or weights.gate_and_up(x, loras)
-        gate, up = halves(*inner)
-        grad_h = project_back(grad, weights.down)
-        down_lora = loras[-1]
-        if down_lora is not None:
-            grad_h.addmm_(grad @ down_lora.b.to(grad.dtype), down_lora.a.to(grad.dtype), alpha=down_lora.scale)
-        glu_backward(grad_h, gate, up, weights.activation)  # gate, up: their gradients now; grad_h: h
-        _, down_grads = backward_linears([grad], grad_h, [weights.down], [down_lora], False)
-        grad_x, inner_grads = backward_linears(inner, x, weights.inner, loras[:-1], ctx.needs_input_grad[0])
-        return grad_x, None, *inner_grads, *down_grads
+        tensors, inner = saved[: ctx.count], saved[ctx.count :]
+        grad_x, grads = gradients(grad, x, list(inner), ctx.weights, tensors, ctx.needs_input_grad[0])
+        return grad_x, None, *as_given(grads, tensors)
+
+
+class TileBackward(torch.autograd.Function):
+    """Keeps x and gives it on. Its backward pass gets dy from `TileForward` and makes all gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weights, tile_rows, *tensors):
+        ctx.weights, ctx.tile_rows = weights, tile_rows
+        ctx.save_for_backward(x, *tensors)
+        return x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, *tensors = ctx.saved_tensors
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        sums = torch.promote_types(x.dtype, torch.float32)
+        totals = [None if like is None else torch.zeros_like(like, dtype=sums) for like in tensors]
+        for rows in tiles(len(x), ctx.tile_rows):
+            inner = ctx.weights.gate_and_up(x[rows], pairs_of(tensors, ctx.weights.scales))
+            share, grads = gradients(grad[rows], x[rows], inner, ctx.weights, tensors, grad_x is not None)
+            if grad_x is not None and share is not None:
+                grad_x[rows] = share
+            for total, part in zip(totals, grads, strict=True):
+                if total is not None and part is not None:
+                    total += part
+        return grad_x, None, None, *as_given(totals, tensors)
+
+
+class TileForward(torch.autograd.Function):
+    """y of the x that `TileBackward` kept, whose backward pass wants dy as it is."""
+
+    @staticmethod
+    def forward(ctx, x, weights, tile_rows, tensors):
+        loras = pairs_of(tensors, weights.scales)
+        y = torch.empty_like(x)
+        for rows in tiles(len(x), tile_rows):
+            y[rows] = output_of(weights.gate_and_up(x[rows], loras), weights, loras)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad, None, None, None
+
+
+def tiles(rows: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` rows that cover them all."""
+    return (slice(start, start + size) for start in range(0, rows, size))
+
+
+def output_of(inner: list[Tensor], weights: MLPWeights, loras: list[LoRA | None]) -> Tensor:
+    """y (N, out) from gate and up."""
+    h = glu_forward(*halves(*inner), weights.activation)
+    return forward_linears(h, [weights.down], loras[-1:])[0]
+
+
+def gradients(
+    grad: Tensor, x: Tensor, inner: list[Tensor], weights: MLPWeights, tensors: Sequence[Tensor | None], needs_x: bool
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """dx (N, in) or None, and dA, dB of each layer in float32; writes over gate and up."""
+    loras = pairs_of(tensors, weights.scales)
+    gate, up = halves(*inner)
+    grad_h = project_back(grad, weights.down)
+    down_lora = loras[-1]
+    if down_lora is not None:
+        grad_h.addmm_(grad @ down_lora.b.to(grad.dtype), down_lora.a.to(grad.dtype), alpha=down_lora.scale)
+    glu_backward(grad_h, gate, up, weights.activation)  # gate, up: their gradients now; grad_h: h
+    _, down_grads = backward_linears([grad], grad_h, [weights.down], [down_lora], False)
+    grad_x, inner_grads = backward_linears(inner, x, weights.inner, loras[:-1], needs_x)
+    return grad_x, [*inner_grads, *down_grads]
+
+
+def check_tiles(weights: MLPWeights, width: int, tile_rows: int) -> None:
+    """Raise ValueError that says what was expected and what was got."""
+    if tile_rows < 1:
+        raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")
+    if weights.down.shape[0] != width:
+        raise ValueError(f"in tiles, expected out = in = {width}; got a down weight {tuple(weights.down.shape)}")
 
 
 def check_mlp(x: Tensor, weights: MLPWeights, down_lora: LoRA | None) -> None:

@@ -46,6 +46,8 @@ def nf4_linear_ref(
 @torch.no_grad()
 def project(x: Tensor, weight: NF4Weight | Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias without autograd: x (..., in), weight (out, in) -> (..., out) in x.dtype."""
+    if isinstance(weight, Tensor) and not torch.is_autocast_enabled(x.device.type):
+        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
     rows = x.reshape(-1, x.shape[-1])
     with torch.autocast(x.device.type, enabled=False):
         if isinstance(weight, Tensor):

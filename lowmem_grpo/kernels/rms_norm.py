@@ -273,7 +273,7 @@ def rms_norm(
     normalised. y has x's dtype, but as in transformers a float32 weight with offset 0 makes a float32 y.
     """
     check_arguments(x, weight, residual)
-    if x.numel() == 0:
+    if x.numel() == 0 or (x.device.type == "cpu" and not torch.is_grad_enabled()):
         return rms_norm_ref(x, weight, eps, residual=residual, offset=offset)
     residual_rows = None if residual is None else residual.reshape(-1, x.shape[-1])
     y, total = RMSNormFunction.apply(x.reshape(-1, x.shape[-1]), weight, residual_rows, eps, offset)

@@ -10,6 +10,8 @@ from accuracy import assert_as_accurate, gpu
 from live_storage import LiveStorage
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
 from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp, lora_mlp_ref
@@ -80,12 +82,12 @@ def assert_no_worse(arguments: dict[str, Any], ours: dict[str, Tensor], dtype: t
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("rows", [1, 63, 500])
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("tile_rows", [None, 64])
 def test_mlp_errors_are_no_larger_than_the_references(
-    dtype: torch.dtype, rows: int, fused: bool, recompute: bool
+    dtype: torch.dtype, rows: int, fused: bool, tile_rows: int | None
 ) -> None:
     arguments = mlp_problem(rows, dtype, fused)
-    assert_no_worse(arguments, outcome(lora_mlp, arguments, recompute=recompute), dtype)
+    assert_no_worse(arguments, outcome(lora_mlp, arguments, tile_rows=tile_rows), dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -97,7 +99,7 @@ def test_mlp_gradients_are_the_derivatives(activation: str, fused: bool) -> None
     def run(x: Tensor, *tensors: Tensor) -> Tensor:
         pairs = zip(loras, tensors[::2], tensors[1::2], strict=True)
         changed = {name: LoRA(a, b, 0.7) for name, a, b in pairs}
-        return lora_mlp(**(arguments | changed | {"x": x}), activation=activation, recompute=True)
+        return lora_mlp(**(arguments | changed | {"x": x}), activation=activation, tile_rows=1)
 
     tensors = [tensor for lora in loras.values() for tensor in (lora.a, lora.b)]
     assert torch.autograd.gradcheck(run, (arguments["x"], *tensors), fast_mode=True)
@@ -115,12 +117,12 @@ def test_mlp_takes_batches_of_sequences() -> None:
     torch.testing.assert_close(lora_mlp(**batched).flatten(0, 1), lora_mlp(**arguments))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_mlp_keeps_gate_and_up_or_nothing(recompute: bool) -> None:
+@pytest.mark.parametrize("tile_rows", [None, 64])
+def test_mlp_keeps_gate_and_up_or_nothing(tile_rows: int | None) -> None:
     arguments = mlp_problem(500, torch.bfloat16)
     with LiveStorage() as storage:
-        y = lora_mlp(**arguments, recompute=recompute)
-    assert storage.live == y.nbytes + (0 if recompute else 2 * 500 * INNER * 2)
+        y = lora_mlp(**arguments, tile_rows=tile_rows)
+    assert storage.live == y.nbytes + (0 if tile_rows else 2 * 500 * INNER * 2)
 
 
 def test_mlp_backward_makes_one_buffer_of_the_inner_size() -> None:
@@ -132,6 +134,72 @@ def test_mlp_backward_makes_one_buffer_of_the_inner_size() -> None:
     assert storage.peak < inner + 3 * y.nbytes + 2 * ranks  # dy, dx and one share of it
 
 
+def test_tiles_bound_what_forward_and_backward_make() -> None:
+    arguments = mlp_problem(500, torch.float32)
+    tile, ranks = 20 * INNER * 4, 4 * 3 * 5 * (500 + 4 * INNER)
+    with LiveStorage() as storage:
+        y = lora_mlp(**arguments, tile_rows=20)
+    assert storage.peak < y.nbytes + 4 * tile + ranks
+    with LiveStorage() as storage:
+        torch.autograd.grad(y, arguments["x"], torch.ones_like(y))
+    assert storage.peak < 2 * y.nbytes + 5 * tile + ranks  # dy, dx
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_checkpoint_around_a_tiled_mlp_computes_it_only_once_more_in_tiles() -> None:
+    arguments = mlp_problem(60, torch.float32)
+    found = []
+    for around in (lambda run: run(), lambda run: checkpoint(run, use_reentrant=False)):
+        y = around(lambda: lora_mlp(**arguments, tile_rows=20))
+        with Products() as products:
+            (grad,) = torch.autograd.grad(y.sum(), arguments["x"])
+        found.append((products.count, grad))
+    assert found[0][0] == found[1][0] > 0
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("tile_rows", [0, -3])
+def test_tiles_without_rows_are_refused(tile_rows: int) -> None:
+    with pytest.raises(ValueError, match=f"tile_rows is {tile_rows}; it must be at least 1"):
+        lora_mlp(**mlp_problem(7, torch.float32), tile_rows=tile_rows)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_a_bias_is_added_and_changes_no_gradient(dtype: torch.dtype, four_bit: bool) -> None:
+    arguments, bias = mlp_problem(63, dtype), torch.randn(INNER).to(dtype)
+    x, weight, lora = arguments["x"], arguments["gate"], arguments["gate_lora"]
+    if four_bit:
+        weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to("cpu")
+    (plain,) = lora_linear(x, [weight], [lora])
+    (biased,) = lora_linear(x, [weight], [lora], [bias])
+    torch.testing.assert_close(biased, plain + bias, rtol=4 * ROUNDING[dtype], atol=4 * ROUNDING[dtype])
+    both = [torch.autograd.grad(y.sum(), (x, lora.a, lora.b)) for y in (plain, biased)]
+    assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+
+
+def test_biases_that_do_not_fit_are_refused() -> None:
+    arguments = mlp_problem(3, torch.float32)
+    call = (arguments["x"], [arguments["gate"]], [None])
+    with pytest.raises(ValueError, match=r"expected a bias \(\d+,\) of torch.float32; got \(3,\) of torch.float32"):
+        lora_linear(*call, [torch.zeros(3)])
+    with pytest.raises(ValueError, match="expected one entry of biases for each weight; got 1 and 2"):
+        lora_linear(*call, [None, None])
+    with pytest.raises(ValueError, match="biases are frozen"):
+        lora_linear(*call, [torch.zeros(INNER, requires_grad=True)])
+
+
 def test_a_second_backward_through_used_buffers_is_refused_not_wrong() -> None:
     arguments = mlp_problem(7, torch.float32)
     y = lora_mlp(**arguments)
@@ -140,9 +208,9 @@ def test_a_second_backward_through_used_buffers_is_refused_not_wrong() -> None:
         torch.autograd.grad(y.sum(), arguments["x"])
 
 
-def test_a_second_backward_through_a_recomputed_mlp_gives_the_same() -> None:
+def test_a_second_backward_through_a_tiled_mlp_gives_the_same() -> None:
     arguments = mlp_problem(7, torch.float32)
-    y = lora_mlp(**arguments, recompute=True)
+    y = lora_mlp(**arguments, tile_rows=3)
     first, second = (torch.autograd.grad(y.sum(), arguments["x"], retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
@@ -200,12 +268,12 @@ def test_an_output_that_is_not_used_adds_no_gradient() -> None:
     assert unused is None or not unused.any()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_mlp_gives_what_the_eager_one_gives(recompute: bool) -> None:
+@pytest.mark.parametrize("tile_rows", [None, 64])
+def test_compiled_mlp_gives_what_the_eager_one_gives(tile_rows: int | None) -> None:
     arguments = mlp_problem(63, torch.float32)
     compiled = torch.compile(lora_mlp, backend="aot_eager", fullgraph=True)
-    expected = outcome(lora_mlp, arguments, recompute=recompute)
-    for name, value in outcome(compiled, arguments, recompute=recompute).items():
+    expected = outcome(lora_mlp, arguments, tile_rows=tile_rows)
+    for name, value in outcome(compiled, arguments, tile_rows=tile_rows).items():
         torch.testing.assert_close(value, expected[name], msg=name)
 
 
@@ -240,10 +308,10 @@ def test_wrong_arguments_are_refused_with_what_was_got(changes: dict[str, Any], 
 
 @gpu
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("tile_rows", [None, 64])
 @pytest.mark.parametrize("fused", [False, True])
 def test_on_a_card_mlp_errors_are_no_larger_than_the_references(
-    dtype: torch.dtype, recompute: bool, fused: bool
+    dtype: torch.dtype, tile_rows: int | None, fused: bool
 ) -> None:
     arguments = mlp_problem(63, dtype, fused)
 
@@ -252,5 +320,5 @@ def test_on_a_card_mlp_errors_are_no_larger_than_the_references(
             return LoRA(move(value.a), move(value.b), value.scale)
         return value.detach().cuda().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
 
-    ours = outcome(lora_mlp, {name: move(value) for name, value in arguments.items()}, recompute=recompute)
+    ours = outcome(lora_mlp, {name: move(value) for name, value in arguments.items()}, tile_rows=tile_rows)
     assert_no_worse(arguments, {name: value.cpu() for name, value in ours.items()}, dtype)

@@ -1,0 +1,104 @@
+"""MLPs and norms of the families that we know, on our kernels: the same parameters under the same names, less memory.
+
+A module is put in the place of transformers' own, with the same children; nothing of transformers is changed, and what
+we do not know stays as it is.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp
+from lowmem_grpo.kernels.rms_norm import rms_norm
+from lowmem_grpo.lora_layers import active_lora, computes
+
+MLP_TILE = 4096  # tokens of a tile: large enough to fill a card's matrix units
+GATE_AND_UP, BOTH_IN_ONE = ("gate_proj", "up_proj"), ("gate_up_proj",)
+MLPS = {  # transformers' class: the children that hold gate and up
+    "LlamaMLP": GATE_AND_UP, "MistralMLP": GATE_AND_UP, "Qwen2MLP": GATE_AND_UP, "Qwen3MLP": GATE_AND_UP,
+    "Gemma3MLP": GATE_AND_UP, "Phi3MLP": BOTH_IN_ONE,
+}
+NORMS = {  # transformers' class: the name of its epsilon, and what is added to its weight
+    "LlamaRMSNorm": ("variance_epsilon", 0.0), "MistralRMSNorm": ("variance_epsilon", 0.0),
+    "Qwen2RMSNorm": ("variance_epsilon", 0.0), "Qwen3RMSNorm": ("variance_epsilon", 0.0),
+    "Phi3RMSNorm": ("variance_epsilon", 0.0), "Gemma3RMSNorm": ("eps", 1.0),
+}
+NAMES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' to ours
+
+
+class LeanMLP(nn.Module):
+    """A gated MLP with the children of `mlp`; with `tile_rows` nothing but its input is kept for backward."""
+
+    def __init__(self, mlp: nn.Module, inner: tuple[str, ...], activation: str, tile_rows: int | None) -> None:
+        super().__init__()
+        for name in (*inner, "down_proj"):
+            self.add_module(name, mlp.get_submodule(name))
+        self.inner, self.activation, self.tile_rows = inner, activation, tile_rows
+        self.train(mlp.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        layers: list[Any] = [self.get_submodule(name) for name in self.inner]
+        down: Any = self.down_proj
+        if not all(computes(layer, x) and base_of(layer).bias is None for layer in (*layers, down)):
+            return self.plain(x, layers)
+        weights = [base_of(layer).weight for layer in layers]
+        loras = [active_lora(layer) for layer in layers]
+        return lora_mlp(
+            x, weights[0], weights[1] if len(layers) > 1 else None, base_of(down).weight, gate_lora=loras[0],
+            up_lora=loras[1] if len(layers) > 1 else None, down_lora=active_lora(down), activation=self.activation,
+            tile_rows=self.tile_rows,
+        )
+
+    def plain(self, x: Tensor, layers: list[Any]) -> Tensor:
+        """The same by the layers themselves, for what the kernel does not cover."""
+        outputs = [layer(x) for layer in layers]
+        gate, up = outputs if len(outputs) > 1 else outputs[0].chunk(2, dim=-1)
+        result: Tensor = self.get_submodule("down_proj")(ACTIVATIONS[self.activation](gate) * up)
+        return result
+
+
+class LeanRMSNorm(nn.Module):
+    """x / rms(x) * (offset + weight), with the weight of transformers' module; keeps its input alone for backward."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = weight, eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        y = rms_norm(x, self.weight, self.eps, offset=self.offset)
+        assert isinstance(y, Tensor)
+        return y
+
+
+def make_lean(model: Any, tile_rows: int | None) -> list[str]:
+    """Put our modules in the place of a transformers model's; the paths of what was replaced."""
+    config = model.config.get_text_config()
+    activation = NAMES.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", None))))
+    replaced = []
+    for path, module in list(model.named_modules()):
+        new = lean_of(module, activation, tile_rows)
+        if new is not None:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, new)
+            replaced.append(path)
+    return replaced
+
+
+def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Module | None:
+    """Our module for one of transformers'; None for what we do not know."""
+    kind = type(module).__name__
+    if not type(module).__module__.startswith("transformers."):
+        return None
+    if kind in NORMS:
+        eps, offset = NORMS[kind]
+        return LeanRMSNorm(module.weight, getattr(module, eps), offset)
+    if kind in MLPS and activation is not None:
+        return LeanMLP(module, MLPS[kind], activation, tile_rows)
+    return None
+
+
+def base_of(layer: Any) -> Any:
+    """The linear layer itself, without what PEFT wraps around it."""
+    return getattr(layer, "base_layer", layer)

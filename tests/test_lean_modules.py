@@ -1,0 +1,182 @@
+"""Our modules in the place of transformers' and PEFT's: the same numbers, names and adapters, with less memory."""
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from live_storage import LiveStorage
+from small_models import FAMILIES, FUSED, SPLIT, random_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.lean_modules import LeanMLP, LeanRMSNorm, make_lean
+from lowmem_grpo.lora_layers import KernelLinear, OneNode, computes, kernel_linear_4bit, use_kernel_layers
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
+IDS = torch.arange(3, 40)[None]
+
+
+def adapted(model: PreTrainedModel, lean: bool, tile_rows: int | None = 8, **options: Any) -> peft.PeftModel:
+    """The model with LoRA of which both factors matter, by our layers or by PEFT's."""
+    targets = FUSED if model.config.model_type == "phi3" else SPLIT
+    config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **options)
+    if lean:
+        use_kernel_layers(config, model)
+    result = peft.get_peft_model(model.requires_grad_(False), config)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in result.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.2, generator=generator)
+    if lean:
+        make_lean(result.get_base_model(), tile_rows)
+    return result
+
+
+def outcome(model: peft.PeftModel) -> dict[str, Tensor]:
+    """Logits, and the gradient of every adapter tensor."""
+    model.zero_grad()
+    logits = model(IDS).logits
+    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    logits.backward(direction.to(logits.dtype))
+    return {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(values: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """The largest error of each tensor, as a part of its largest true value."""
+    assert values.keys() == truth.keys()
+    return {name: float((values[name].double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30))
+            for name, exact in truth.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("tile_rows", [None, 8])
+def test_errors_are_no_larger_than_those_of_transformers_and_peft(
+    family: str, dtype: torch.dtype, tile_rows: int | None
+) -> None:
+    base = random_model(family).to(dtype)
+    truth = outcome(adapted(copy.deepcopy(base).double(), lean=False))
+    theirs = distance(outcome(adapted(copy.deepcopy(base), lean=False)), truth)
+    ours = distance(outcome(adapted(base, lean=True, tile_rows=tile_rows)), truth)
+    # deep random nets multiply a rounding by chance: the worst of all tensors is steadier than each of them
+    assert max(ours.values()) <= 1.5 * max(theirs.values()) + 4 * ROUNDING[dtype]
+    assert ours["logits"] <= 1.5 * theirs["logits"] + 4 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_norm_and_mlp_of_a_known_family_is_replaced_and_every_name_stays(family: str) -> None:
+    plain, lean = (adapted(random_model(family), lean) for lean in (False, True))
+    kinds = [type(module).__name__ for module in plain.modules()]
+    wanted = sum(kind.endswith(("RMSNorm", "MLP")) for kind in kinds)
+    assert sum(isinstance(module, LeanMLP | LeanRMSNorm) for module in lean.modules()) == wanted > 4
+    assert list(plain.state_dict()) == list(lean.state_dict()) or set(plain.state_dict()) == set(lean.state_dict())
+    assert {n for n, _ in plain.named_parameters()} == {n for n, _ in lean.named_parameters()}
+
+
+def test_modules_that_nobody_checked_stay_as_they_are() -> None:
+    class LlamaMLP(nn.Module):
+        """Of somebody else, by chance of the same name."""
+
+    model = random_model("Llama")
+    model.model.layers[0].mlp = LlamaMLP()
+    model.config.hidden_act = "relu2"
+    replaced = make_lean(model, 8)
+    assert not [path for path in replaced if path.endswith("mlp")]
+    assert isinstance(model.model.layers[0].mlp, LlamaMLP)
+    assert "model.norm" in replaced
+
+
+def test_peft_makes_our_layers_for_plain_and_4_bit_weights() -> None:
+    for four_bit, kind in ((False, KernelLinear), (True, kernel_linear_4bit())):
+        model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=four_bit, max_seq_length=64)
+        adapted_model = FastLanguageModel.get_peft_model(model, r=4)
+        layers = [module for module in adapted_model.modules() if hasattr(module, "lora_A")]
+        assert {type(layer) for layer in layers} == {kind}
+        assert all(computes(layer, torch.zeros(1, 1, dtype=torch.float32)) for layer in layers)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_a_layer_keeps_its_input_and_nothing_else(four_bit: bool) -> None:
+    model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=four_bit, max_seq_length=64)
+    layer = FastLanguageModel.get_peft_model(model, r=4).get_base_model().model.layers[0].self_attn.q_proj
+    x = torch.randn(50, layer.in_features, requires_grad=True)
+    with LiveStorage() as storage:
+        y = layer(x)
+    assert storage.live == y.nbytes
+
+
+def test_a_layer_and_an_mlp_go_pefts_own_way_where_the_kernel_does_not_cover_it() -> None:
+    """Dropout in training, autocast, another dtype, merged weights."""
+    plain, lean = (adapted(random_model("Llama"), kind, lora_dropout=0.5).train() for kind in (False, True))
+    for autocast in (False, True):
+        found = []
+        for model in (plain, lean):
+            torch.manual_seed(5)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                found.append(model(IDS).logits.float())
+        torch.testing.assert_close(*found, rtol=0.05 if autocast else 1e-4, atol=0.05 if autocast else 1e-4)
+    plain.eval(), lean.eval()
+    plain.merge_adapter(), lean.merge_adapter()
+    torch.testing.assert_close(lean(IDS).logits, plain(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_adapter_can_be_turned_off_switched_and_merged() -> None:
+    plain, lean = (adapted(random_model("Qwen3"), kind).eval() for kind in (False, True))
+    for model in (plain, lean):
+        targets = list(model.peft_config["default"].target_modules)
+        torch.manual_seed(9)
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+
+    def check() -> None:
+        torch.testing.assert_close(lean(IDS).logits, plain(IDS).logits, rtol=1e-4, atol=1e-4)
+
+    with plain.disable_adapter(), lean.disable_adapter():
+        check()
+    for name in ("other", "default"):
+        plain.set_adapter(name), lean.set_adapter(name)
+        check()
+    torch.testing.assert_close(
+        lean.merge_and_unload()(IDS).logits, plain.merge_and_unload()(IDS).logits, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_saved_adapter_is_the_same_file_as_pefts(tmp_path: Any) -> None:
+    plain, lean = (adapted(random_model("Llama"), kind) for kind in (False, True))
+    plain.save_pretrained(tmp_path / "plain"), lean.save_pretrained(tmp_path / "lean")
+    files = [(tmp_path / kind / "adapter_model.safetensors").read_bytes() for kind in ("plain", "lean")]
+    configs = [(tmp_path / kind / "adapter_config.json").read_text() for kind in ("plain", "lean")]
+    assert files[0] == files[1]
+    assert configs[0] == configs[1]
+
+
+def test_training_with_checkpointing_makes_less_than_half_of_what_pefts_layers_make() -> None:
+    model = random_model("Llama").to(torch.bfloat16)
+    wide = copy.deepcopy(model.config)
+    wide.hidden_size, wide.intermediate_size, wide.num_attention_heads = 64, 512, 4
+    peaks = []
+    for lean in (False, True):
+        torch.manual_seed(0)
+        small = adapted(type(model)(wide).to(torch.bfloat16), lean, tile_rows=64).train()
+        base = small.get_base_model()
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+        with LiveStorage() as storage:
+            hidden = base.model(torch.ones(1, 1024, dtype=torch.long), use_cache=False).last_hidden_state
+            hidden.sum().backward()
+        peaks.append(storage.peak)
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_gradients_under_checkpointing_are_those_without_it() -> None:
+    model = adapted(random_model("Gemma3"), lean=True).train()
+    without = outcome(model)
+    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    found = outcome(model)
+    assert all(torch.equal(found[name], without[name]) for name in without)
+
+
+def test_our_layers_are_kinds_of_pefts_so_that_its_other_methods_find_them() -> None:
+    assert issubclass(KernelLinear, peft.tuners.lora.Linear) and issubclass(KernelLinear, OneNode)
+    assert issubclass(kernel_linear_4bit(), peft.tuners.lora.Linear4bit)
