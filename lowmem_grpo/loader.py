@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
 from lowmem_grpo.fused_weights import fuse_weights
+from lowmem_grpo.host_embedding import embed_on_host
 from lowmem_grpo.lean_modules import MLP_TILE, make_lean
 from lowmem_grpo.lora_layers import use_kernel_layers
 from lowmem_grpo.model import FastModel, FastPeftModel, Loaded, compute_dtype
@@ -32,7 +33,6 @@ REFUSED = {
     "trust_remote_code": "code from a model repository is never run; use an architecture that transformers ships",
     "rope_scaling": "set it in the model's config.json and raise max_seq_length",
     "use_exact_model_name": "model names are always taken as they are",
-    "offload_embedding": "leave it out",
     "float8_kv_cache": "leave it out; the cache has the model's dtype",
     "qat_scheme": "leave it out",
     "modules_to_save": "only LoRA weights are trained; name modules in target_modules instead",
@@ -51,7 +51,7 @@ class FastLanguageModel:
         load_in_4bit: bool = True, fast_inference: bool | str = False, max_lora_rank: int = 64,
         gpu_memory_utilization: float = 0.5, revision: str | None = None, token: str | None = None,
         device: str | None = None, kv_cache_bytes: int | None = None, max_num_seqs: int = 256,
-        enforce_eager: bool | None = None, **options: Any,
+        enforce_eager: bool | None = None, offload_embedding: bool = False, **options: Any,
     ) -> tuple[FastModel, Any]:
         """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer.
 
@@ -65,11 +65,17 @@ class FastLanguageModel:
         `kv_cache_bytes` for its key-value cache, decodes up to `max_num_seqs` sequences together, and uses no CUDA
         graphs with `enforce_eager=True`; the transformers engine reserves nothing and has no use for these four.
 
+        `offload_embedding` keeps an input embedding that is not tied to the head in host memory, and looks it up there;
+        vLLM needs it on the device.
+
         Raises ValueError for what is not supported, EngineUnavailableError where "vllm" cannot be used, and OSError
         where no such model can be found.
         """
         refuse(options, "from_pretrained")
         device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+        if offload_embedding and fast_inference not in (False, "transformers"):
+            raise ValueError(f"offload_embedding=True and fast_inference={fast_inference!r}: vLLM looks the embedding "
+                             'up on the device. Leave one of them out, or sample with fast_inference="transformers"')
         keeper = EngineKeeper(
             max_seq_length, choose_engine(fast_inference, device),
             EngineSettings(gpu_memory_utilization, kv_cache_bytes, max_num_seqs, enforce_eager), model_name,
@@ -77,6 +83,8 @@ class FastLanguageModel:
         stored = Pretrained(model_name, resolve(model_name), {"revision": revision, "token": token})
         model, tokenizer = stored.load(compute_dtype(dtype), device, load_in_4bit)
         check_context(model, max_seq_length)
+        if offload_embedding:
+            logger.info("input embedding on the host: %.2f GiB less on the device", embed_on_host(model) / 2**30)
         if keeper.choice.name == VLLM:
             fuse_weights(model)
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)

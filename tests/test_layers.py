@@ -13,8 +13,8 @@ ROOT = Path(lowmem_grpo.__file__).parent
 LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a package that holds it
     {"kernels"},
     {"types", "config", "unsupported", "losses", "advantages", "off_policy", "batching", "offload", "planner",
-     "metrics", "rewards", "sampling", "sampling_like", "fused_weights", "host_memory", "callbacks",
-     "host_room", "host_store", "packer", "pinned_pool", "rewind", "memory_advice", "out_of_memory", "memory_plan", "model_shape", "cards", "shapes"},
+     "metrics", "rewards", "sampling", "sampling_like", "fused_weights", "host_embedding", "host_memory", "callbacks",
+     "host_room", "host_store", "packer", "pinned_pool", "rewind", "memory_advice", "out_of_memory", "memory_plan", "step_memory", "model_shape", "cards", "shapes", "plan_table"},
     {"attention", "lora_layers", "lean_modules", "policy", "parity", "step", "optim", "model", "loader", "pretrained", "engines", "checkpoint",
      "checkpoint_state", "saver", "data", "records", "journal", "report", "charts", "live", "sinks", "export"},
     {"trainer"},
