@@ -189,3 +189,26 @@ def test_repeated_key_heads_give_what_shared_ones_give(monkeypatch: pytest.Monke
     shared = policy.hidden(batch)
     monkeypatch.setattr(attention, "shares_key_heads", lambda *arguments: False)
     torch.testing.assert_close(policy.hidden(batch), shared)
+
+
+def test_eight_completions_of_512_tokens_share_their_prompt_of_512_and_the_gradient_is_the_same() -> None:
+    policy = Policy(with_adapter(random_model("Llama")))
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 380, (count,), generator=generator).tolist()
+
+    prompt, rollouts = ids(512), [Rollout(ids(512), [0.0] * 512, "length") for _ in range(8)]
+    shared = pack([RolloutGroup({}, prompt, rollouts)])
+    apart = [collate([(RolloutGroup({}, prompt, [rollout]), rollout)]) for rollout in rollouts]
+    weights = {id(rollout): torch.randn(512, generator=generator) for rollout in rollouts}
+    tokens, grads = [], []
+    for batches in (shared, apart):
+        policy.model.zero_grad()
+        for batch in batches:
+            logprobs, _ = policy.logprobs(batch, 1.0)
+            (logprobs * torch.cat([weights[id(rollout)] for rollout in batch.rollouts])).sum().backward()
+        tokens.append(sum(len(batch.input_ids) for batch in batches))
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in policy.trainable]))
+    assert tokens[1] / tokens[0] >= 1.6
+    assert (grads[0] - grads[1]).norm() <= 1e-5 * grads[1].norm()
