@@ -18,7 +18,7 @@ SINKS = ("none", "wandb", "tensorboard")
 STRATEGIES = ("no", "steps")
 
 MAY_BE_NONE = ("steps_per_generation", "eval_steps", "max_prompt_length", "save_total_limit", "num_generations_eval",
-               "max_tokens_per_micro_batch")
+               "max_tokens_per_micro_batch", "logits_chunk")
 MUST_AGREE = ("temperature", "n", "max_tokens")  # of vllm_sampling_params: the trainer needs GRPOConfig's own
 GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 
@@ -91,6 +91,8 @@ class GRPOConfig(metaclass=CheckedCall):
     num_generations: int = 8
     max_tokens_per_micro_batch: int | None = None
     """Not in TRL: a second bound on a micro-batch, in tokens. The gradient does not depend on it."""
+    logits_chunk: int | None = None
+    """Not in TRL: tokens whose logits exist at a time; None chooses by the device's memory."""
 
     # generation
     max_completion_length: int = 512
@@ -195,6 +197,7 @@ class GRPOConfig(metaclass=CheckedCall):
             "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length",
             "logging_steps", "save_steps", "steps_per_generation", "eval_steps", "max_prompt_length",
             "save_total_limit", "per_device_eval_batch_size", "num_generations_eval", "max_tokens_per_micro_batch",
+            "logits_chunk",
             "nothing_to_learn_steps",
         )
         for name in at_least_one:

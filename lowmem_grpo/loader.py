@@ -94,12 +94,14 @@ class FastLanguageModel:
     def get_peft_model(
         model: FastModel, r: int = 16, target_modules: list[str] | str | None = None, lora_alpha: int = 16,
         lora_dropout: float = 0.0, bias: str = "none", use_gradient_checkpointing: bool | str = "offload",
-        random_state: int = 3407, use_rslora: bool = False, max_seq_length: int | None = None, **options: Any,
+        random_state: int = 3407, use_rslora: bool = False, max_seq_length: int | None = None,
+        mlp_tile: int | None = None, **options: Any,
     ) -> FastPeftModel:
         """Put LoRA of rank r on `target_modules` (all linear layers when None), initialised from `random_state`.
 
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host; alias
-        "unsloth") or False. Raises ValueError for what is not supported.
+        "unsloth") or False. With it, MLPs run in tiles of `mlp_tile` tokens (None is 4096), without it in one piece.
+        Raises ValueError for what is not supported.
         """
         refuse(options, "get_peft_model")
         if not isinstance(model, FastModel):
@@ -114,6 +116,7 @@ class FastLanguageModel:
         if bias != "none":
             raise ValueError(f'bias is {bias!r}; only "none" is supported')
         mode = checkpointing_mode(use_gradient_checkpointing)
+        tile = check_tile(mlp_tile, mode)
         config = LoraConfig(
             r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, task_type="CAUSAL_LM",
             target_modules=check_targets(model.inner, target_modules or ALL_LINEAR),
@@ -125,7 +128,7 @@ class FastLanguageModel:
             peft_model = FastPeftModel(model.inner, config)
         peft_model.loaded = model.loaded
         peft_model.loaded.offload = mode == "offload"
-        make_lean(model.inner, MLP_TILE if mode else None)
+        make_lean(model.inner, tile)
         if mode:
             model.inner.gradient_checkpointing_enable({"use_reentrant": False})
         return peft_model
@@ -173,6 +176,18 @@ def check_context(model: PreTrainedModel, max_seq_length: int) -> None:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and max_seq_length > longest:
         raise ValueError(f"max_seq_length is {max_seq_length}; this model's context is {longest}")
+
+
+def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:
+    """Tokens of a tile of the MLP; None for one piece."""
+    if mlp_tile is None:
+        return MLP_TILE if checkpointing else None
+    if mlp_tile < 1:
+        raise ValueError(f"mlp_tile is {mlp_tile}; it must be at least 1")
+    if not checkpointing:
+        raise ValueError(f"mlp_tile is {mlp_tile} and use_gradient_checkpointing=False: tiles are made again in "
+                         "backward, which is what checkpointing is. Leave one of them out")
+    return mlp_tile
 
 
 def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:

@@ -52,11 +52,16 @@ def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> torch.dtype
 class Policy:
     """A causal language model with a frozen head (under PEFT, or bare), computing on packed micro-batches.
 
-    `autocast_dtype` is the dtype of mixed precision, or None to compute in the model's own dtype.
+    `autocast_dtype` is the dtype of mixed precision, or None to compute in the model's own dtype. `logits_chunk` tokens
+    have logits at a time; None chooses by the device's memory.
     """
 
-    def __init__(self, model: PeftModel | PreTrainedModel, autocast_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: PeftModel | PreTrainedModel, autocast_dtype: torch.dtype | None = None,
+        logits_chunk: int | None = None,
+    ) -> None:
         self.model = model
+        self.logits_chunk = logits_chunk
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         self.base = base
         if base.config.get_text_config()._attn_implementation != attention.NAME:
@@ -96,7 +101,7 @@ class Policy:
         head = self.head
         result = linear_logprobs(
             hidden, head.weight, batch.targets[batch.loss_mask], bias=head.bias, temperature=temperature,
-            logit_scale=head.logit_scale, softcap=head.softcap, return_entropy=True,
+            logit_scale=head.logit_scale, softcap=head.softcap, return_entropy=True, chunk_rows=self.logits_chunk,
         )
         return result[0], result[1]
 

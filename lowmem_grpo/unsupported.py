@@ -104,7 +104,7 @@ VLLM = {
 }
 
 UNSLOTH = group(
-    "Logits are computed in chunks of a fixed size in bytes; leave it out.",
+    "Logits are computed in chunks; set logits_chunk, in tokens, for another size than the default.",
     unsloth_num_chunks=-1, unsloth_logit_chunk_multiplier=None,
 ) | {
     "unsloth_grpo_mini_batch": off(None, "Use per_device_train_batch_size or max_tokens_per_micro_batch."),

@@ -15,7 +15,7 @@ TRL_FIELDS = [
 ]
 OWN = {field.name: field.default for field in fields(GRPOConfig)}
 ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_sampling_params",  # Unsloth, older TRL
-             "max_tokens_per_micro_batch", "reward_timeout", "nothing_to_learn_steps",
+             "max_tokens_per_micro_batch", "logits_chunk", "reward_timeout", "nothing_to_learn_steps",
             "parity_steps", "parity_bound"}
 TRL_DEFAULTS = {
     "run_name": None, "seed": 42, "shuffle_dataset": True, "chat_template_kwargs": None, "max_steps": -1,
@@ -46,7 +46,8 @@ BAD_VALUES = [  # an option, a bad value, and what the message says is allowed
     *[(name, 0, "at least 1") for name in (
         "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length",
         "logging_steps", "save_steps", "steps_per_generation", "eval_steps", "max_prompt_length", "save_total_limit",
-        "per_device_eval_batch_size", "num_generations_eval", "max_tokens_per_micro_batch", "nothing_to_learn_steps",
+        "per_device_eval_batch_size", "num_generations_eval", "max_tokens_per_micro_batch", "logits_chunk",
+        "nothing_to_learn_steps",
     )],
     *[(name, -0.5, "0 or above") for name in (
         "learning_rate", "beta", "epsilon", "weight_decay", "warmup_steps", "temperature",

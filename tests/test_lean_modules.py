@@ -11,9 +11,12 @@ from small_models import FAMILIES, FUSED, SPLIT, random_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowmem_grpo import FastLanguageModel
+from lowmem_grpo import FastLanguageModel, GRPOConfig
+from lowmem_grpo.batching import pack
 from lowmem_grpo.lean_modules import LeanMLP, LeanRMSNorm, make_lean
 from lowmem_grpo.lora_layers import KernelLinear, OneNode, computes, kernel_linear_4bit, use_kernel_layers
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 IDS = torch.arange(3, 40)[None]
@@ -180,3 +183,29 @@ def test_gradients_under_checkpointing_are_those_without_it() -> None:
 def test_our_layers_are_kinds_of_pefts_so_that_its_other_methods_find_them() -> None:
     assert issubclass(KernelLinear, peft.tuners.lora.Linear) and issubclass(KernelLinear, OneNode)
     assert issubclass(kernel_linear_4bit(), peft.tuners.lora.Linear4bit)
+
+
+def test_the_tile_of_the_mlp_can_be_set_where_there_is_checkpointing() -> None:
+    def tile(**options: Any) -> int | None:
+        model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False, max_seq_length=64)
+        model = FastLanguageModel.get_peft_model(model, r=4, **options)
+        (found,) = {module.tile_rows for module in model.modules() if isinstance(module, LeanMLP)}
+        return found
+
+    assert tile() == 4096
+    assert tile(mlp_tile=16, use_gradient_checkpointing=True) == 16
+    assert tile(use_gradient_checkpointing=False) is None
+    with pytest.raises(ValueError, match="mlp_tile is 0; it must be at least 1"):
+        tile(mlp_tile=0)
+    with pytest.raises(ValueError, match="mlp_tile is 16 and use_gradient_checkpointing=False"):
+        tile(mlp_tile=16, use_gradient_checkpointing=False)
+
+
+def test_the_chunk_of_logits_can_be_set_and_changes_nothing() -> None:
+    model = adapted(random_model("Llama"), lean=True)
+    rollout = Rollout(list(range(5, 30)), [0.0] * 25, "stop")
+    (batch,) = pack([RolloutGroup({}, [3, 4], [rollout])])
+    chunked, whole = (Policy(model, logits_chunk=chunk).logprobs(batch, 1.0) for chunk in (3, None))
+    torch.testing.assert_close(chunked, whole)
+    with pytest.raises(ValueError, match="logits_chunk is 0; it must be a whole number, at least 1"):
+        GRPOConfig(logits_chunk=0)
