@@ -24,9 +24,13 @@ from transformers.masking_utils import sdpa_mask
 from lowmem_grpo.types import MicroBatch
 
 NAME = "lowmem_grpo"
+CHANGES = {  # what a model may hand over that changes the result, and that is not in any of the three forms
+    "softcap": "logit soft-capping", "s_aux": "sinks", "sinks": "sinks", "position_bias": "a position bias",
+    "alibi": "ALiBi", "head_mask": "a head mask",
+}
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackedLayout:
     """Where packed tokens lie when S sequences are laid side by side in width W = max_seqlen."""
 
@@ -34,6 +38,7 @@ class PackedLayout:
     places: Tensor  # (T,) int64, index into S * W
     num_sequences: int
     width: int
+    calls: int = 0  # of attention with this layout, as many as there are layers after a forward pass
 
     @classmethod
     def of(cls, batch: MicroBatch) -> "PackedLayout":
@@ -61,9 +66,11 @@ def attention(
     sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Dispatch to one of the three forms; query (B, H, Q, K), key and value (B, H_kv, L, K), result (B, Q, H, K)."""
-    if softcap is not None:
-        raise ValueError("attention with logit soft-capping is not supported; load a model without it")
+    given = kwargs | {"softcap": softcap}
+    if wanted := [words for name, words in CHANGES.items() if given.get(name) is not None]:
+        raise ValueError(f"attention with {' and '.join(wanted)} is not supported; load a model without it")
     if packed is not None:
+        packed.calls += 1
         return packed_attention(query, key, value, packed, scaling, dropout, sliding_window), None
     if cached and query.shape[2] == 1:
         return cached_attention(query, key, value, attention_mask, scaling, sliding_window), None
@@ -118,6 +125,12 @@ def window_mask(width: int, sliding_window: int, device: torch.device) -> Tensor
     position = torch.arange(width, device=device)
     distance = position[:, None] - position[None, :]
     return (distance >= 0) & (distance < sliding_window)
+
+
+def uses_registry(model: Any) -> bool:
+    """Whether a transformers model takes its attention from the registry. The flag has an underscore, though every
+    model sets it: checked on transformers 5.17 to 5.19, and a test fails where it goes away."""
+    return bool(getattr(model, "_supports_attention_backend", False))
 
 
 AttentionInterface.register(NAME, attention)

@@ -14,6 +14,9 @@ from lowmem_grpo import attention
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.types import MicroBatch
 
+KNOWN = ("Take a model with plain attention in all layers: Llama, Qwen2, Qwen2.5, Qwen3, Mistral, Gemma 3 (text), "
+         "Phi-3, Phi-4")
+
 
 @dataclass(frozen=True)
 class Head:
@@ -64,6 +67,9 @@ class Policy:
         self.logits_chunk = logits_chunk
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         self.base = base
+        if not attention.uses_registry(base):
+            raise ValueError(f"{type(base).__name__} does not take its attention from transformers' registry, so "
+                             f"packed sequences would see each other. {KNOWN}")
         if base.config.get_text_config()._attn_implementation != attention.NAME:
             base.set_attn_implementation(attention.NAME)
         self.backbone = getattr(base, base.base_model_prefix)
@@ -87,13 +93,24 @@ class Policy:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """The backbone's last hidden states (T, D) of a packed batch."""
+        layout = attention.PackedLayout.of(batch)
         unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers does not build a (T, T) one
         with self.autocast():
             out = self.backbone(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], attention_mask=unused_mask,
-                use_cache=False, packed=attention.PackedLayout.of(batch),
+                use_cache=False, packed=layout,
             )
+        self.check_packed(layout.calls)
         return out.last_hidden_state[0]
+
+    def check_packed(self, calls: int) -> None:
+        """Raise ValueError where layers did not keep packed sequences apart: they have another kind of attention."""
+        layers = self.base.config.get_text_config().num_hidden_layers
+        if calls != layers:
+            raise ValueError(
+                f"{type(self.base).__name__} computes attention through transformers' attention registry in {calls} of "
+                f"its {layers} layers; in the others, packed sequences would see each other. {KNOWN}"
+            )
 
     def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """(logprobs (N,), entropy (N,)) of the batch's N completion tokens."""

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import transformers
 from live_storage import LiveStorage
-from small_models import load_model, random_model, with_adapter
+from small_models import FAMILIES, load_model, random_model, with_adapter
 from torch import Tensor
 
 from lowmem_grpo import attention
@@ -118,6 +119,52 @@ def test_packing_makes_no_square_mask(family: str) -> None:
         policy.hidden(batch)
     assert storage.largest < total * total / 4
     assert storage.peak < total * total / 2  # bytes: a boolean mask alone would take total * total
+
+
+SMALL = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2}
+OTHERS = {
+    "Bloom": (transformers.BloomConfig, {"vocab_size": 384, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "Mamba": (transformers.MambaConfig, SMALL),
+    "Qwen3Next": (transformers.Qwen3NextConfig, SMALL | {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1,
+        "intermediate_size": 48, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"]}),
+    "GptOss": (transformers.GptOssConfig, SMALL | {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
+        "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+
+
+@pytest.mark.parametrize(("family", "message"), [
+    ("Bloom", "BloomForCausalLM does not take its attention from transformers' registry"),
+    ("Mamba", "MambaForCausalLM does not take its attention from transformers' registry"),
+    ("Qwen3Next", "Qwen3NextForCausalLM does not take its attention from transformers' registry"),
+    ("GptOss", "attention with sinks is not supported"),
+])
+def test_models_whose_packed_sequences_would_see_each_other_are_refused_by_name(family: str, message: str) -> None:
+    config, shape = OTHERS[family]
+    model = getattr(transformers, f"{family}ForCausalLM")(config(**shape)).requires_grad_(False)
+    with pytest.raises(ValueError, match=message):
+        Policy(model).hidden(collate(sequences([(3, 4), (2, 5)])))
+
+
+def test_layers_with_another_kind_of_attention_are_refused_after_the_first_pass() -> None:
+    class Recurrent(torch.nn.Module):
+        """A layer that mixes tokens without attention."""
+
+        def forward(self, hidden_states: Tensor, **others: object) -> tuple[Tensor, None]:
+            return hidden_states.cumsum(1), None
+
+    model = random_model("Llama").requires_grad_(False)
+    model.model.layers[1].self_attn = Recurrent()
+    with pytest.raises(ValueError, match="LlamaForCausalLM computes attention .* registry in 1 of its 2 layers"):
+        Policy(model).hidden(collate(sequences([(3, 4), (2, 5)])))
+
+
+@pytest.mark.parametrize("family", ["tiny", *FAMILIES])
+def test_the_families_that_we_know_take_attention_from_the_registry(family: str) -> None:
+    assert attention.uses_registry(load_model(family))
 
 
 def test_soft_capped_attention_is_refused_not_ignored() -> None:
