@@ -158,7 +158,7 @@ def test_layers_with_another_kind_of_attention_are_refused_after_the_first_pass(
 
     model = random_model("Llama").requires_grad_(False)
     model.model.layers[1].self_attn = Recurrent()
-    with pytest.raises(ValueError, match="LlamaForCausalLM computes attention .* registry in 1 of its 2 layers"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM computes attention .* registry in 1 of its 2 layers"):
         Policy(model).hidden(collate(sequences([(3, 4), (2, 5)])))
 
 
