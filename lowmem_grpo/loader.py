@@ -17,7 +17,7 @@ from lowmem_grpo.host_embedding import embed_on_host
 from lowmem_grpo.lean_modules import MLP_TILE, make_lean
 from lowmem_grpo.lora_layers import use_kernel_layers
 from lowmem_grpo.model import FastModel, FastPeftModel, Loaded, compute_dtype
-from lowmem_grpo.offload import checkpointing_mode
+from lowmem_grpo.offload import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.pretrained import Pretrained
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,7 @@ class FastLanguageModel:
         peft_model.loaded = model.loaded
         peft_model.loaded.offload = mode == "offload"
         make_lean(model.inner, tile)
-        if mode:
-            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model.inner, mode)
         return peft_model
 
     @staticmethod

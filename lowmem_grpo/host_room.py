@@ -1,0 +1,69 @@
+"""Whether host memory has room for the layer inputs of a run, said before it starts."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from lowmem_grpo.pinned_pool import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")  # a container's own limits (version 2)
+TAIL = 4  # layer inputs' worth of what the model saves behind its layers: the final norm in float32, and the head's U
+SPARE = 2**30  # pinned memory cannot be swapped out: with less than this left, other programs suffer
+GIB = 2**30
+
+
+def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """Most host bytes that offloading holds for one micro-batch of `tokens`, in whole pages.
+
+    Each layer's input is tokens * hidden_size elements of `dtype`; four more of them stand for what is saved between
+    the last layer and the loss.
+    """
+    one = tokens * hidden_size * dtype.itemsize
+    return (num_layers + TAIL) * -(-one // PAGE_BYTES) * PAGE_BYTES
+
+
+def available_host_bytes() -> int | None:
+    """Bytes that can be had without swapping: the system's, or a container's if fewer; None where Linux is not."""
+    known = [room for room in (system_room(MEMINFO), container_room(CGROUP)) if room is not None]
+    return min(known, default=None)
+
+
+def system_room(meminfo: Path) -> int | None:
+    """MemAvailable of /proc/meminfo, in bytes."""
+    if not meminfo.is_file():
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+
+
+def container_room(cgroup: Path) -> int | None:
+    """What a control group may still take; the file cache that it can drop counts as room."""
+    limit, used, details = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not (limit.is_file() and used.is_file() and details.is_file()) or limit.read_text().strip() == "max":
+        return None
+    droppable = dict(line.split() for line in details.read_text().splitlines()).get("inactive_file", 0)
+    return max(0, int(limit.read_text()) - int(used.read_text()) + int(droppable))
+
+
+def check_host_room(needed_bytes: int, held_bytes: int = 0) -> None:
+    """MemoryError where the host has no room for `needed_bytes`, `held_bytes` of which are held already.
+
+    Logs a warning where little would be left, and where the room cannot be told.
+    """
+    available = available_host_bytes()
+    if available is None:
+        logger.warning("cannot tell whether the host has %.2f GiB for layer inputs", needed_bytes / GIB)
+        return
+    left = available + held_bytes - needed_bytes
+    figures = f"layer inputs on the host need {needed_bytes / GIB:.2f} GiB ({needed_bytes} bytes), and " \
+              f"{(available + held_bytes) / GIB:.2f} GiB ({available + held_bytes} bytes) of host memory are available"
+    remedy = "lower max_tokens_per_micro_batch, free host memory, or set use_gradient_checkpointing=True, which " \
+             "keeps layer inputs on the device"
+    if left < 0:
+        raise MemoryError(f"{figures}; {remedy}")
+    if left < SPARE:
+        logger.warning("%s; that leaves %.2f GiB for everything else: %s", figures, left / GIB, remedy)

@@ -1,0 +1,159 @@
+"""Pages of host memory, used again and again, and the copies that fill and empty them beside the computation.
+
+All pages have one size, so tensors of any length share them, and a run whose micro-batches differ in length holds
+only as many as its largest one needs.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+# A power of two, because torch rounds pinned memory up to one: a buffer of 160 MiB would take 256.
+PAGE_BYTES = 4 * 2**20
+Pair = tuple[Tensor, Tensor]  # target and source of a copy, of the same shape
+
+
+class Copies(Protocol):
+    """Starts copies between device and host, and orders the computation behind them."""
+
+    def page(self, num_bytes: int) -> Tensor:
+        """New host memory, (num_bytes,) uint8."""
+
+    def start(self, pairs: Sequence[Pair]) -> Any:
+        """Copy each source to its target, after all that was computed so far and all copies started before."""
+
+    def wait(self, ticket: Any) -> None:
+        """What is computed from here on comes after the copies that `start` gave this ticket for."""
+
+    def drain(self) -> None:
+        """Return once every copy is done."""
+
+    def trim(self) -> None:
+        """Give the memory of pages that nobody holds any more back to the system."""
+
+
+class ImmediateCopies:
+    """Copies that are done when `start` returns: for tests, and for measuring on fake tensors."""
+
+    def page(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def start(self, pairs: Sequence[Pair]) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self, ticket: None) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+    def trim(self) -> None:
+        pass
+
+
+class StreamCopies:
+    """Copies on one side stream of a CUDA device, to and from pinned pages.
+
+    Both directions share the stream, so a page that was given back can be filled again at once: the copy that reads
+    it comes first. Device tensors belong to the compute stream; whoever frees one waits for its copy there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.side = torch.cuda.Stream(device)
+        self.pinned = True
+
+    def page(self, num_bytes: int) -> Tensor:
+        """Pinned memory; pageable memory from the first time that the system refuses."""
+        if self.pinned:
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self.pinned = False
+                logger.warning(
+                    "the system refused pinned host memory (%s); layer inputs go to pageable memory instead: each "
+                    "copy then blocks Python and does not overlap with the computation. To avoid it raise the limit "
+                    "of locked memory (ulimit -l), free host memory, or set use_gradient_checkpointing=True",
+                    str(error).partition("\n")[0],
+                )
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def start(self, pairs: Sequence[Pair]) -> tuple[Any, Any]:
+        """The ticket: an event behind the copies, and the stream that was computing."""
+        compute = torch.cuda.current_stream(self.device)
+        self.side.wait_stream(compute)
+        with torch.cuda.stream(self.side):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self.side.record_event(), compute
+
+    def wait(self, ticket: tuple[Any, Any]) -> None:
+        event, compute = ticket
+        for stream in {compute, torch.cuda.current_stream(self.device)}:
+            stream.wait_event(event)
+
+    def drain(self) -> None:
+        self.side.synchronize()
+
+    def trim(self) -> None:
+        empty_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 may lack it
+        if empty_cache is not None:
+            empty_cache()
+
+
+class PagePool:
+    """Pages that `take` hands out and `give` takes back.
+
+    `give` may be called at any moment and from any thread, by the collector of garbage too: it does one append.
+    """
+
+    def __init__(self, copies: Copies, page_bytes: int = PAGE_BYTES) -> None:
+        self.copies, self.page_bytes = copies, page_bytes
+        self.free: list[Tensor] = []
+        self.in_use: dict[int, Tensor] = {}  # by id
+        self.peak_bytes = 0
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Host bytes of the pages that are handed out."""
+        return len(self.in_use) * self.page_bytes
+
+    def pages_for(self, num_bytes: int) -> int:
+        """How many pages hold so many bytes."""
+        return -(-num_bytes // self.page_bytes)
+
+    def take(self, num_bytes: int) -> list[Tensor]:
+        """Pages for `num_bytes`: free ones first, new ones where those do not suffice."""
+        missing = self.pages_for(num_bytes) - len(self.free)
+        self.free += [self.copies.page(self.page_bytes) for _ in range(missing)]  # where one fails, none is taken
+        pages = [self.free.pop() for _ in range(self.pages_for(num_bytes))]
+        self.in_use |= {id(page): page for page in pages}
+        self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
+        return pages
+
+    def give(self, pages: Sequence[Tensor]) -> None:
+        """These pages are free again; copies that were started from or to them come before those of their next use."""
+        for page in pages:
+            del self.in_use[id(page)]
+            self.free.append(page)
+
+    def pairs(self, pages: Sequence[Tensor], flat: Tensor) -> Iterator[Pair]:
+        """Each page, cut to length, with its part of `flat` (N,), as bytes."""
+        for page, part in zip(pages, flat.view(torch.uint8).split(self.page_bytes), strict=True):
+            yield page[: len(part)], part
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The host memory of all pages, for those who count bytes."""
+        return [page.untyped_storage() for page in [*self.free, *self.in_use.values()]]
+
+    def release(self) -> None:
+        """Give the free pages back to the system."""
+        self.copies.drain()
+        self.free.clear()
+        self.copies.trim()

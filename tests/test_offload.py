@@ -1,0 +1,698 @@
+"""Layer inputs on the host: gradients bit for bit those of plain checkpointing, whatever backward does."""
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from kernels.accuracy import gpu
+from late_copies import LateCopies
+from live_storage import LiveStorage
+from small_models import random_model, with_adapter
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lowmem_grpo.host_room import host_bytes_needed
+from lowmem_grpo.offload import (
+    ActivationOffload,
+    checkpointed_layers,
+    enable_checkpointing,
+    offload_activations,
+)
+from lowmem_grpo.pinned_pool import ImmediateCopies
+
+TOKENS, WIDTH, LAYERS = 16, 24, 5
+LAYER_INPUT = TOKENS * WIDTH * 4
+
+
+class Layer(nn.Module):
+    """Reads two tensors, drops out, and saves a lot inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, other: Tensor) -> Tensor:
+        mixed = torch.nn.functional.dropout(torch.tanh(self.mix(hidden)) * other.exp(), 0.3)
+        return hidden + self.out(mixed)
+
+
+class Stack(nn.Module):
+    """Checkpointed layers; `nested` puts the second half of them into one more checkpoint."""
+
+    def __init__(self, layers: int = LAYERS, nested: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.nested = nn.ModuleList(Layer() for _ in range(layers)), nested
+
+    def run(self, hidden: Tensor, other: Tensor, layers: Any) -> Tensor:
+        for layer in layers:
+            hidden = checkpoint(layer, hidden, other, use_reentrant=False)
+        return hidden
+
+    def forward(self, hidden: Tensor, other: Tensor) -> Tensor:
+        half = len(self.layers) // 2 if self.nested else len(self.layers)
+        hidden = self.run(hidden, other, self.layers[:half])
+        if self.nested:
+            hidden = checkpoint(self.run, hidden, other, self.layers[half:], use_reentrant=False)
+        return hidden.square()
+
+
+def inputs(seed: int = 1, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+    """Two activations; no leaves, which would stay where they are."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, other = (torch.randn(tokens, WIDTH, generator=generator, requires_grad=True) for _ in range(2))
+    return hidden * 1.5, other * 0.5
+
+
+def offloading(model: nn.Module, copies: Any = None) -> ActivationOffload:
+    """Sends everything of 256 bytes or more, in pages so small that a layer's input needs several."""
+    return ActivationOffload(model, LateCopies() if copies is None else copies, min_bytes=256, page_bytes=512)
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    """The gradients, taken away from the parameters."""
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return [gradient.clone() for gradient in found]
+
+
+def step(model: nn.Module, context: Any, inside: bool = False, seed: int = 1, tokens: int = TOKENS) -> list[Tensor]:
+    """Gradients of one forward and backward, always with the same dropout."""
+    torch.manual_seed(seed)
+    with context:
+        loss = model(*inputs(seed, tokens)).sum()
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return grads(model)
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Equal bit for bit, and not nothing."""
+    assert len(ours) == len(theirs) > 0
+    assert all(gradient.abs().sum() > 0 for gradient in theirs)
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("copies", [ImmediateCopies, LateCopies])
+def test_gradients_are_those_of_plain_checkpointing_bit_for_bit(
+    copies: Callable[[], Any], inside: bool, nested: bool
+) -> None:
+    model = Stack(nested=nested)
+    offload = offloading(model, copies())
+    assert same(step(model, offload, inside), step(model, nullcontext(), inside))
+    assert offload.host_bytes_peak >= (LAYERS // 2 + 1 if nested else LAYERS) * LAYER_INPUT
+    assert offload.host_bytes == 0
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transformers_model_with_lora_has_the_same_gradients(family: str, dtype: torch.dtype) -> None:
+    model = with_adapter(random_model(family), lora_dropout=0.2).to(dtype).train()
+    ids = torch.randint(3, 380, (1, 24), generator=torch.Generator().manual_seed(2))
+
+    def gradients(mode: bool | str, context: Any) -> list[Tensor]:
+        enable_checkpointing(model.get_base_model(), mode)
+        torch.manual_seed(3)
+        with context:
+            logits = model(input_ids=ids, use_cache=False).logits
+        logits.float().log_softmax(-1)[..., 5].sum().backward()
+        return grads(model)
+
+    offload = offloading(model)
+    kept, recomputed = gradients(False, nullcontext()), gradients(True, nullcontext())
+    moved = gradients("offload", offload)
+    assert len(kept) == 2 * 2 * 7
+    assert same(recomputed, kept)
+    assert same(moved, recomputed)
+    assert offload.host_bytes_peak >= 2 * 24 * 32 * dtype.itemsize
+
+
+def test_on_the_cpu_the_door_changes_nothing_and_holds_nothing() -> None:
+    model = Stack()
+    with offload_activations(model) as offload:
+        saved = model(*inputs()).grad_fn._saved_self
+    assert isinstance(offload, ActivationOffload)
+    assert saved.grad_fn is not None
+    assert same(step(model, offload_activations(model)), step(model, nullcontext()))
+    assert same(step(model, offload_activations(torch.device("cpu"))), step(model, nullcontext()))
+    assert (offload.host_bytes, offload.host_bytes_peak, offload.host_storages()) == (0, 0, [])
+    offload.release()
+
+
+def test_switched_off_the_door_is_an_empty_context() -> None:
+    assert isinstance(offload_activations(torch.device("cuda"), enabled=False), nullcontext)
+
+
+# What goes to the host
+
+
+def test_of_checkpointed_layers_only_the_inputs_go_and_a_shared_one_goes_once() -> None:
+    model = Stack()
+    offload = offloading(model)
+    with offload:
+        out = model(*inputs())
+    sent = offload.store.copies.log.count("out")
+    assert sent == LAYERS + 2  # each layer's hidden, `other` once for all layers, and what square() saves
+    assert offload.host_bytes == sent * LAYER_INPUT
+    del out
+    assert offload.host_bytes == 0
+
+
+def test_without_gradients_nothing_goes() -> None:
+    model = Stack()
+    offload = offloading(model)
+    with offload, torch.no_grad():
+        model(*inputs())
+    assert (offload.store.copies.started, offload.host_bytes_peak) == (0, 0)
+
+
+WEIGHT = nn.Linear(32, 32)
+STAYING: dict[str, Callable[[], Tensor]] = {
+    "small": lambda: torch.randn(63),
+    "empty": lambda: torch.randn(0, 900),
+    "integers": lambda: torch.arange(900),
+    "booleans": lambda: torch.ones(900, dtype=torch.bool),
+    "sparse": lambda: torch.eye(90).to_sparse(),
+    "complex": lambda: torch.randn(900, dtype=torch.complex64),
+    "negated": lambda: torch.randn(900, dtype=torch.complex64).conj().imag,
+    "a parameter": lambda: nn.Parameter(torch.randn(900)),
+    "a leaf that requires grad": lambda: torch.randn(900, requires_grad=True),
+    "a weight's view": lambda: WEIGHT.weight.detach().T,
+    "a thin slice": lambda: torch.randn(900, 4)[:, 0],
+    "on another device": lambda: torch.empty(900, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_what_is_no_large_activation_stays_where_it_is(name: str) -> None:
+    tensor = STAYING[name]()
+    offload = offloading(WEIGHT)
+    with offload:
+        back = offload.unpack(offload.pack(tensor))
+    assert offload.store.copies.started == 0
+    if tensor.layout == torch.strided:
+        assert back.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    assert (back.shape, back.dtype, back.layout) == (tensor.shape, tensor.dtype, tensor.layout)
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "contiguous": lambda: torch.randn(8, 40),
+    "bfloat16": lambda: torch.randn(8, 40).bfloat16(),
+    "float64": lambda: torch.randn(8, 40, dtype=torch.float64),
+    "transposed": lambda: torch.randn(8, 40).T,
+    "channels last": lambda: torch.randn(2, 4, 6, 8).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.randn(1, 300).expand(5, 300),
+    "half of the columns": lambda: torch.randn(20, 40)[:, 20:],
+    "from within a storage": lambda: torch.randn(2000)[700:1400],
+    "a leaf without grad": lambda: torch.randn(100).detach(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_tensor_comes_back_with_its_values_strides_and_dtype(name: str) -> None:
+    tensor = LAYOUTS[name]()
+    expected, strides = tensor.clone(), tensor.stride()
+    offload = offloading(nn.Linear(1, 1))
+    packed = [offload.pack(tensor), *(offload.pack(torch.randn(100)) for _ in range(2))]
+    del tensor  # two more have gone since: the device no longer keeps it
+    back = offload.unpack(packed[0])
+    assert "back" in offload.store.copies.log
+    assert torch.equal(back, expected)
+    assert (back.stride(), back.dtype) == (strides, expected.dtype)
+
+
+def test_views_of_one_tensor_are_told_apart() -> None:
+    base = torch.randn(30, 30)
+    views = [base, base.T, base[:25], base.view(900), base[5:], base]
+    offload = offloading(nn.Linear(1, 1))
+    packed = [offload.pack(view) for view in views]
+    assert packed[0] is packed[-1]
+    assert offload.store.copies.log.count("out") == 5
+    for saved, view in zip(packed, views, strict=True):
+        assert torch.equal(offload.unpack(saved), view)
+
+
+# The order of copies
+
+
+def test_at_most_two_copies_are_under_way_and_two_tensors_on_the_device() -> None:
+    model = Stack(12)
+    offload = offloading(model)
+    most: list[int] = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: most.append(len(offload.store.residents)))
+    step(model, offload)
+    waits = [word for word in offload.store.copies.log if word.startswith("wait")]
+    assert len(waits) == len(set(waits)) == offload.store.copies.started
+    assert len(most) == 24
+    assert max(most) == 2
+    assert offload.store.copies.most == 2
+    assert offload.store.residents == {}
+
+
+def test_backward_brings_the_next_layers_input_while_one_is_recomputed() -> None:
+    model = Stack(6)
+    offload = offloading(model)
+    arrived: list[tuple[int, int]] = []  # copies back when a layer is recomputed: started, waited for
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: arrived.append(count(offload.store.copies)))
+
+    def count(copies: LateCopies) -> tuple[int, int]:
+        started = [word for word in copies.log if not word.startswith("wait")]
+        backs = [number + 1 for number, word in enumerate(started) if word == "back"]
+        return len(backs), sum(number <= copies.started - len(copies.pending) for number in backs)
+
+    with offload:
+        out = model(inputs()[0], torch.ones(1))
+    del arrived[:]
+    out.sum().backward()
+    # the last layer's input never left; one copy is always ahead of those that were waited for, until none is left
+    assert arrived == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (5, 5)]
+
+
+def test_a_tensor_that_backward_wants_at_once_is_not_copied_back() -> None:
+    offload = offloading(nn.Linear(1, 1))
+    first, second = (inputs(seed)[0] for seed in (1, 2))
+    packed = [offload.pack(first), offload.pack(second)]
+    for saved, original in zip(packed[::-1], (second, first), strict=True):
+        back = offload.unpack(saved)
+        assert back.data_ptr() == original.data_ptr()
+    assert offload.store.copies.log.count("back") == 0
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3], [3, 3, 0, 0, 4, 4]])
+def test_any_order_of_backward_gets_the_right_tensors(order: list[int]) -> None:
+    offload = offloading(nn.Linear(1, 1))
+    originals = [torch.randn(100) for _ in range(5)]
+    expected = [original.clone() for original in originals]
+    packed: list[Any] = [offload.pack(original) for original in originals]
+    del originals
+    for index in order:
+        assert torch.equal(offload.unpack(packed[index]), expected[index])
+        assert len(offload.store.residents) <= 2
+    del packed
+    assert offload.host_bytes == 0
+    assert offload.store.residents == {}
+
+
+@pytest.mark.parametrize(("given", "ahead"), [
+    ([5, 4, 3], 2), ([0, 1, 2], 3), ([5, 4, 3, 2, 1, 0, 5, 4], 3), ([5, 1, 4, 1, 3, 1, 2, 1], 0), ([5, 5, 4, 4], 3),
+])
+def test_the_copy_that_is_ahead_is_the_one_that_backward_wants_next(given: list[int], ahead: int) -> None:
+    offload = offloading(nn.Linear(1, 1))
+    packed: list[Any] = [offload.pack(torch.randn(100)) for _ in range(6)]
+    for index in given:
+        offload.unpack(packed[index])
+    assert set(offload.store.residents) == {given[-1], ahead}
+
+
+# What graphs do
+
+
+def test_backward_twice_over_a_kept_graph_gives_the_same_gradients_twice() -> None:
+    model = Stack()
+    offload = offloading(model)
+    torch.manual_seed(1)
+    with offload:
+        loss = model(*inputs()).sum()
+    loss.backward(retain_graph=True)
+    once = grads(model)
+    assert offload.host_bytes > 0
+    loss.backward()
+    assert same(grads(model), once)
+    assert offload.host_bytes == 0
+
+
+def test_gradients_of_gradients_pass_through() -> None:
+    model = Stack(2)
+
+    def second(context: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        with context:
+            hidden, other = inputs()
+            (gradient,) = torch.autograd.grad(model(hidden, other).sum(), other, create_graph=True)
+            gradient.square().sum().backward()
+        return grads(model)
+
+    assert same(second(offloading(model)), second(nullcontext()))
+
+
+def test_a_graph_that_is_dropped_gives_its_pages_back() -> None:
+    model = Stack()
+    offload = offloading(model)
+    with offload:
+        out = model(*inputs())
+    assert offload.host_bytes > 0
+    del out
+    assert offload.host_bytes == 0
+    assert offload.store.residents == {}
+    assert same(step(model, offload), step(model, nullcontext()))
+
+
+def test_a_forward_that_fails_gives_its_pages_back() -> None:
+    model = Stack()
+    offload = offloading(model)
+    handle = model.layers[3].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(model, offload)
+    handle.remove()
+    gc.collect()
+    assert offload.host_bytes == 0
+    assert same(step(model, offload), step(model, nullcontext()))
+
+
+def test_a_second_forward_before_the_first_backward_disturbs_neither() -> None:
+    model = Stack()
+    offload = offloading(model)
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with offload:
+            losses.append(model(*inputs(seed)).sum())
+    for seed, loss in ((1, losses[0]), (2, losses[1])):
+        loss.backward()
+        assert same(grads(model), step(model, nullcontext(), seed=seed))
+    assert offload.host_bytes == 0
+
+
+def test_contexts_may_be_entered_within_each_other() -> None:
+    model = Stack()
+    offload = offloading(model)
+    torch.manual_seed(1)
+    with offload, offload:
+        loss = model(*inputs()).sum()
+    with torch.enable_grad():
+        outside = torch.randn(500, requires_grad=True).exp()
+    loss.backward()
+    assert same(grads(model), step(model, nullcontext()))
+    assert outside.grad_fn._saved_result is not None
+    assert offload.host_bytes == 0
+
+
+def test_saved_results_do_not_keep_their_graph_alive() -> None:
+    offload = offloading(nn.Linear(1, 1))
+    with offload:
+        for size in (10, 900):
+            out = torch.randn(size, requires_grad=True).exp()  # saves its own result
+            memory = StorageWeakRef(out.untyped_storage())
+            del out
+            offload.store.residents.clear()  # the copy that is under way may keep it
+            assert memory.expired(), f"{size} entries"
+    assert offload.host_bytes == 0
+
+
+# Changes in place
+
+
+@pytest.mark.parametrize("size", [10, 900])
+def test_a_saved_tensor_changed_in_place_is_an_error_as_without_hooks(size: int) -> None:
+    for context in (nullcontext(), offloading(nn.Linear(1, 1))):
+        with context:
+            base = torch.randn(size, requires_grad=True) * 1
+            loss = base.square().sum()
+        base.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+            loss.backward()
+
+
+def test_a_tensor_changed_while_it_is_copied_is_an_error_even_when_it_left_the_device_since() -> None:
+    offload = offloading(nn.Linear(1, 1))
+    tensor = torch.randn(900)
+    packed = offload.pack(tensor)
+    tensor.add_(1)
+    others = [offload.pack(torch.randn(900)) for _ in range(3)]
+    with pytest.raises(RuntimeError, match=r"shape \(900,\).*clone it before"):
+        offload.unpack(packed)
+    assert len(others) == 3
+
+
+def test_a_tensor_changed_after_it_was_copied_comes_back_as_it_was_saved() -> None:
+    offload = offloading(nn.Linear(1, 1))
+    tensor = torch.randn(900)
+    before = tensor.clone()
+    packed = [offload.pack(tensor), *(offload.pack(torch.randn(900)) for _ in range(2))]
+    tensor.add_(1)
+    assert torch.equal(offload.unpack(packed[0]), before)
+    again = offload.pack(tensor)
+    assert again is not packed[0]
+    assert torch.equal(offload.unpack(again), before + 1)
+
+
+def test_a_backward_that_writes_to_what_it_got_does_not_change_what_comes_next_time() -> None:
+    offload = offloading(nn.Linear(1, 1))
+    tensors = [torch.randn(900) for _ in range(4)]
+    packed: list[Any] = [offload.pack(tensor) for tensor in tensors]
+    offload.unpack(packed[0]).zero_()
+    assert torch.equal(offload.unpack(packed[0]), tensors[0])
+
+
+# Host memory
+
+
+def test_the_second_step_takes_no_new_host_memory_nor_does_a_shorter_one() -> None:
+    model = Stack()
+    offload = offloading(model)
+    step(model, offload)
+    held = len(offload.store.copies.pages)
+    assert held * 512 == offload.host_bytes_peak == len(offload.host_storages()) * 512
+    for tokens in (TOKENS, TOKENS - 5, TOKENS // 2):
+        assert same(step(model, offload, tokens=tokens), step(model, nullcontext(), tokens=tokens))
+    assert len(offload.store.copies.pages) == held
+    assert offload.host_bytes_peak == held * 512
+
+
+def test_every_step_brings_each_layers_input_back_once() -> None:
+    model = Stack()
+    offload = offloading(model)
+    for steps in (1, 2, 3):
+        torch.manual_seed(0)
+        with offload:
+            out = model(inputs()[0], torch.ones(1))
+        out.sum().backward()
+        log = offload.store.copies.log
+        assert log.count("out") == steps * (LAYERS + 1)  # and what square() saves
+        assert log.count("back") == steps * (LAYERS - 1)  # two were on their way and are given as they are
+
+
+def test_a_tensor_that_every_layer_reads_does_not_upset_what_is_ahead() -> None:
+    model = Stack(20)
+    offload = offloading(model)
+    step(model, offload)
+    assert offload.store.copies.log.count("back") <= 20 + 20 + 1  # hidden and `other` once a layer
+
+
+def test_release_gives_back_what_no_graph_holds() -> None:
+    model = Stack()
+    offload = offloading(model)
+    step(model, offload)
+    with offload:
+        out = model(*inputs(tokens=8))
+    offload.release()
+    assert len(offload.host_storages()) * 512 == offload.host_bytes
+    assert (offload.store.copies.drained, offload.store.copies.trimmed) == (1, 1)
+    out.sum().backward()
+    assert offload.host_bytes == 0
+    grads(model)
+    assert same(step(model, offload), step(model, nullcontext()))
+
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 65536,
+}
+
+
+def fake_step(tokens: int, offloaded: bool) -> tuple[int, int, int, ActivationOffload | nullcontext]:
+    """Peak bytes on the device, on the host and kept on the device after forward, of a Llama's step; fake tensors."""
+    with FakeTensorMode():
+        model = LlamaForCausalLM._from_config(LlamaConfig(**LLAMA), dtype=torch.bfloat16).requires_grad_(False)
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.requires_grad_(True)
+        enable_checkpointing(model.train(), True)
+        offload = ActivationOffload(model, ImmediateCopies()) if offloaded else nullcontext()
+        counter = DeviceStorage(offload)
+        with counter:
+            with offload:
+                hidden = model.model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)[0]
+            after = counter.device
+            hidden.sum().backward()
+    return counter.device_peak, counter.host_peak, after, offload
+
+
+class DeviceStorage(LiveStorage):
+    """Counts an offload's pages apart."""
+
+    def __init__(self, offload: Any) -> None:
+        super().__init__()
+        self.offload = offload
+        self.device_peak = self.host_peak = 0
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device now."""
+        return self.live - self.host
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host now."""
+        if not isinstance(self.offload, ActivationOffload):
+            return 0
+        made = [storage for storage in self.offload.host_storages() if storage._cdata in self.made]
+        return sum(storage.nbytes() for storage in made)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.device_peak, self.host_peak = max(self.device_peak, self.device), max(self.host_peak, self.host)
+        return result
+
+
+def test_fake_tensors_tell_the_hosts_bytes_from_the_devices() -> None:
+    tokens, one = 4096, 4096 * 1024 * 2
+    plain_peak, nothing, plain_kept, _ = fake_step(tokens, offloaded=False)
+    peak, host, kept, offload = fake_step(tokens, offloaded=True)
+    assert nothing == 0
+    assert isinstance(offload, ActivationOffload)
+    assert host == offload.host_bytes_peak
+    assert 16 * one < host <= host_bytes_needed(16, tokens, 1024, torch.bfloat16) <= 1.25 * host
+    assert plain_kept - kept >= 15 * one  # two inputs are on the device at the end of forward, as much as was saved
+    assert plain_peak - peak >= 13 * one
+
+
+# Switching checkpointing on
+
+
+@pytest.mark.parametrize("mode", [True, "offload", "unsloth"])
+def test_every_layer_is_checkpointed_and_the_embeddings_need_no_gradient(mode: bool | str) -> None:
+    model = random_model("Llama").train()
+    assert enable_checkpointing(model, mode) == (mode if mode is True else "offload")
+    assert len(checkpointed_layers(model)) == 2
+    model.requires_grad_(False)
+    assert not model.model.embed_tokens(torch.tensor([1])).requires_grad
+    assert enable_checkpointing(model, False) is False
+    assert checkpointed_layers(model) == []
+
+
+def test_a_model_under_peft_is_switched_too() -> None:
+    model = with_adapter(random_model("Llama"))
+    enable_checkpointing(model, "offload")
+    assert len(checkpointed_layers(model)) == 2
+
+
+class Deaf(nn.Module):
+    """A model of transformers' shape whose layers know nothing of checkpointing."""
+
+    supports_gradient_checkpointing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.gradient_checkpointing = False
+
+    def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
+        self.gradient_checkpointing = True
+
+    def disable_input_require_grads(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("model", [Deaf(), nn.Linear(2, 2)])
+def test_a_model_whose_layers_ignore_checkpointing_is_refused_by_name(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=rf"no layer of {type(model).__name__} .*=False, .*GradientCheckpointingLayer"):
+        enable_checkpointing(model, "offload")
+    assert enable_checkpointing(model, False) is False
+
+
+def test_a_transformers_model_that_says_no_is_refused_by_name() -> None:
+    model = random_model("Llama")
+    type(model).supports_gradient_checkpointing, before = False, True
+    try:
+        with pytest.raises(ValueError, match="no layer of LlamaForCausalLM takes gradient checkpointing"):
+            enable_checkpointing(model, True)
+    finally:
+        type(model).supports_gradient_checkpointing = before
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="use_gradient_checkpointing is 'disk'; allowed are True, False"):
+        enable_checkpointing(nn.Linear(2, 2), "disk")
+
+
+def test_the_model_computes_where_it_has_a_card_even_with_embeddings_on_the_host() -> None:
+    model = nn.ModuleDict({"embed": nn.Linear(2, 2), "rest": nn.Linear(2, 2, device="meta")})
+    assert ActivationOffload(model).device.type == "meta"
+    assert ActivationOffload(nn.Linear(2, 2)).device.type == "cpu"
+    with pytest.raises(ValueError, match=r"Tanh has no parameters; .*exactly one device"):
+        ActivationOffload(nn.Tanh())
+
+
+# On a card
+
+
+def card_step(model: nn.Module, context: Any) -> tuple[list[Tensor], int]:
+    """Gradients, and the peak of the device's memory above what the step began with."""
+    ids = torch.arange(2048, device="cuda")[None]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(5)
+    with context:
+        hidden = model.model(input_ids=ids, use_cache=False)[0]
+    hidden.float().square().mean().backward()
+    torch.cuda.synchronize()
+    return grads(model), torch.cuda.max_memory_allocated() - before
+
+
+@gpu
+def test_on_a_card_gradients_are_equal_memory_is_lower_and_pages_are_used_again() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**LLAMA, attention_dropout=0.1, attn_implementation="eager")  # the same bits every time
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).requires_grad_(False).train()
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.requires_grad_(True)
+    enable_checkpointing(model, "offload")
+    offload = ActivationOffload(model)
+    card_step(model, nullcontext())  # the libraries take their own memory
+    expected, plain_peak = card_step(model, nullcontext())
+    for _ in range(3):
+        gradients, peak = card_step(model, offload)
+        assert same(gradients, expected)
+        assert plain_peak - peak >= 12 * 2048 * 1024 * 2
+        assert offload.host_bytes == 0
+        pages = {storage.data_ptr() for storage in offload.host_storages()}
+        assert len(pages) * offload.store.pool.page_bytes == offload.host_bytes_peak
+    assert pages == {storage.data_ptr() for storage in offload.host_storages()}
+    assert all(page.is_pinned() for page in offload.store.pool.free)
+    offload.release()
+    assert offload.host_storages() == []
+
+
+@gpu
+def test_on_a_card_a_slow_copy_is_waited_for_in_both_directions() -> None:
+    offload = ActivationOffload(nn.Linear(1, 1, device="cuda"))
+    originals = [torch.randn(2**22, device="cuda") for _ in range(6)]
+    expected = [original.sum() for original in originals]
+    packed: list[Any] = []
+    for original in originals:
+        with torch.cuda.stream(offload.store.copies.side):
+            torch.cuda._sleep(20_000_000)  # every copy is late
+        packed.append(offload.pack(original))
+    del originals, original
+    for _ in range(8):
+        torch.full((2**22,), float("nan"), device="cuda")  # takes the memory that was freed
+    for saved, total in zip(packed[::-1], expected[::-1], strict=True):
+        with torch.cuda.stream(offload.store.copies.side):
+            torch.cuda._sleep(20_000_000)
+        assert torch.equal(offload.unpack(saved).sum(), total)

@@ -1,0 +1,235 @@
+"""Host pages and the copies to and from them: used again, pageable where pinned is refused, room said beforehand."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.accuracy import HAS_CARD
+
+from lowmem_grpo import host_room
+from lowmem_grpo.host_room import (
+    available_host_bytes,
+    check_host_room,
+    container_room,
+    host_bytes_needed,
+    system_room,
+)
+from lowmem_grpo.pinned_pool import PAGE_BYTES, ImmediateCopies, PagePool, StreamCopies
+
+GIB = 2**30
+
+
+def test_pages_are_handed_out_again_and_made_only_when_none_is_free() -> None:
+    pool = PagePool(ImmediateCopies(), page_bytes=64)
+    first, second = pool.take(65), pool.take(1)
+    assert (len(first), len(second), pool.bytes_in_use, pool.peak_bytes) == (2, 1, 192, 192)
+    pool.give(first)
+    assert (pool.bytes_in_use, pool.peak_bytes) == (64, 192)
+    third = pool.take(129)
+    assert {id(page) for page in first} < {id(page) for page in third}
+    assert (len(pool.storages()), pool.peak_bytes) == (4, 256)
+    assert not {id(page) for page in second} & {id(page) for page in third}
+
+
+def test_a_page_given_back_twice_is_refused() -> None:
+    pool = PagePool(ImmediateCopies(), page_bytes=64)
+    pages = pool.take(64)
+    pool.give(pages)
+    with pytest.raises(KeyError):
+        pool.give(pages)
+
+
+def test_where_a_page_cannot_be_had_none_is_taken() -> None:
+    class Full(ImmediateCopies):
+        left = 2
+
+        def page(self, num_bytes: int) -> torch.Tensor:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("no host memory")
+            return super().page(num_bytes)
+
+    pool = PagePool(Full(), page_bytes=64)
+    with pytest.raises(RuntimeError, match="no host memory"):
+        pool.take(64 * 3)
+    assert pool.bytes_in_use == 0
+    with pytest.raises(RuntimeError, match="no host memory"):
+        pool.take(64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
+def test_bytes_are_spread_over_pages_and_gathered_unchanged(count: int, dtype: torch.dtype) -> None:
+    pool = PagePool(ImmediateCopies(), page_bytes=64)
+    values, back = torch.randn(count).to(dtype), torch.empty(count, dtype=dtype)
+    pages = pool.take(values.nbytes)
+    pool.copies.start(list(pool.pairs(pages, values)))
+    pool.copies.start([(part, page) for page, part in pool.pairs(pages, back)])
+    assert torch.equal(values, back)
+
+
+def test_release_drops_free_pages_and_no_others() -> None:
+    pool = PagePool(ImmediateCopies(), page_bytes=64)
+    kept, gone = pool.take(64), pool.take(128)
+    pool.give(gone)
+    pool.release()
+    assert [storage._cdata for storage in pool.storages()] == [kept[0].untyped_storage()._cdata]
+
+
+def test_a_page_is_a_size_that_torch_does_not_round_up() -> None:
+    assert PAGE_BYTES & (PAGE_BYTES - 1) == 0
+
+
+# The CUDA side stream, on streams that only take notes
+
+
+class NotingStream:
+    """Stands for a CUDA stream."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other: "NotingStream") -> None:
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.notes.append(f"{self.name} records")
+        return "event"
+
+    def wait_event(self, event: str) -> None:
+        self.notes.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.notes.append(f"{self.name} ends")
+
+    def __enter__(self) -> None:
+        self.notes.append(f"on {self.name}")
+
+    def __exit__(self, *error: object) -> None:
+        self.notes.append(f"off {self.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """`compute` is current; the next stream made is called side."""
+    notes: list[str] = []
+    found = {"notes": notes, "compute": NotingStream("compute", notes), "other": NotingStream("other", notes)}
+    found["current"] = found["compute"]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: NotingStream("side", notes))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found["current"])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    return found
+
+
+def test_a_copy_on_the_side_stream_comes_after_the_computation_and_records_its_end(streams: dict[str, Any]) -> None:
+    copies = StreamCopies(torch.device("cuda"))
+    target, source = torch.zeros(3), torch.ones(3)
+    ticket = copies.start([(target, source)])
+    assert streams["notes"] == ["side waits for compute", "on side", "off side", "side records"]
+    assert torch.equal(target, source)
+    copies.wait(ticket)
+    assert streams["notes"][4:] == ["compute waits for event"]
+    copies.drain()
+    assert streams["notes"][5:] == ["side ends"]
+
+
+def test_whoever_frees_a_tensor_on_another_stream_makes_its_own_stream_wait_too(streams: dict[str, Any]) -> None:
+    copies = StreamCopies(torch.device("cuda"))
+    ticket = copies.start([])
+    streams["current"] = streams["other"]
+    copies.wait(ticket)
+    assert sorted(streams["notes"][-2:]) == ["compute waits for event", "other waits for event"]
+
+
+@pytest.mark.skipif(HAS_CARD, reason="with a card, the system does not refuse pinned memory")
+def test_refused_pinned_memory_is_pageable_and_said_once(
+    streams: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    copies = StreamCopies(torch.device("cuda"))
+    with caplog.at_level(logging.WARNING, logger="lowmem_grpo"):
+        pages = PagePool(copies, page_bytes=64).take(64 * 3)
+    assert [page.nbytes for page in pages] == [64] * 3
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "refused pinned host memory" in message
+    assert "blocks Python and does not overlap" in message
+    assert "ulimit -l" in message
+
+
+# Room on the host
+
+
+def test_the_bytes_needed_are_whole_pages_for_each_layer_and_four_inputs_more() -> None:
+    assert host_bytes_needed(32, 20480, 4096, torch.bfloat16) == 36 * 20480 * 4096 * 2
+    assert host_bytes_needed(2, 1, 8, torch.float32) == 6 * PAGE_BYTES
+    assert host_bytes_needed(1, PAGE_BYTES // 4 + 1, 1, torch.float32) == 5 * 2 * PAGE_BYTES
+
+
+def meminfo(folder: Path, text: str) -> Path:
+    path = folder / "meminfo"
+    path.write_text(text)
+    return path
+
+
+def test_the_systems_room_is_what_it_says_is_available(tmp_path: Path) -> None:
+    path = meminfo(tmp_path, "MemTotal: 16000 kB\nMemFree: 100 kB\nMemAvailable:   3000 kB\nHugePages_Total:   0\n")
+    assert system_room(path) == 3000 * 1024
+    assert system_room(meminfo(tmp_path, "MemTotal: 16000 kB\n")) is None
+    assert system_room(tmp_path / "none") is None
+
+
+def test_a_containers_room_is_its_limit_less_what_it_cannot_drop(tmp_path: Path) -> None:
+    assert container_room(tmp_path) is None
+    for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 500\ninactive_file 150\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert container_room(tmp_path) == 450
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert container_room(tmp_path) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert container_room(tmp_path) is None
+
+
+@pytest.mark.skipif(not host_room.MEMINFO.is_file(), reason="needs /proc/meminfo")
+def test_this_machines_room_is_a_number_of_bytes() -> None:
+    room = available_host_bytes()
+    assert room is not None
+    assert 2**20 < room < 2**50
+
+
+@pytest.fixture
+def five_gib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A host with 5 GiB available."""
+    path = meminfo(tmp_path, f"MemAvailable: {5 * 2**20} kB\n")
+    monkeypatch.setattr(host_room, "MEMINFO", path)
+    monkeypatch.setattr(host_room, "CGROUP", tmp_path / "none")
+
+
+@pytest.mark.usefixtures("five_gib")
+def test_too_little_room_is_an_error_that_says_needed_available_and_what_to_do() -> None:
+    with pytest.raises(MemoryError) as error:
+        check_host_room(6 * GIB)
+    message = str(error.value)
+    assert f"need 6.00 GiB ({6 * GIB} bytes)" in message
+    assert f"5.00 GiB ({5 * GIB} bytes) of host memory are available" in message
+    assert "max_tokens_per_micro_batch" in message
+    assert "use_gradient_checkpointing=True" in message
+
+
+@pytest.mark.usefixtures("five_gib")
+def test_what_is_held_already_counts_as_room_and_little_left_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    check_host_room(4 * GIB)
+    check_host_room(6 * GIB, held_bytes=2 * GIB)
+    assert caplog.records == []
+    check_host_room(5 * GIB - 2**29)
+    assert "leaves 0.50 GiB for everything else" in caplog.text
+
+
+def test_room_that_cannot_be_told_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_room, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(host_room, "CGROUP", tmp_path / "none")
+    check_host_room(6 * GIB)
+    assert "cannot tell whether the host has 6.00 GiB" in caplog.text
