@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,64 @@ def generate(prompt: str, model: str, adapter: Path | None, as_json: bool, load_
         for completion in output.outputs:
             record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}
             click.echo(json.dumps(record, ensure_ascii=False) if as_json else completion.text)
+
+
+@main.command()
+@click.option("--model", required=True, help="A shape's name, a hub name, or a folder or file with a config.json.")
+@click.option("--gpu", required=True, help="A card (t4, 4090, a100-40, ...) or a size (16GiB).")
+@click.option("--context", default=2048, show_default=True, help="Tokens of the longest sequence.")
+@click.option("--generations", "num_generations", default=8, show_default=True, help="Completions of a prompt.")
+@click.option("--rank", "lora_rank", default=32, show_default=True, help="Of LoRA on all linears.")
+@click.option("--gpu-memory-utilization", type=float, help="Share of the card that may be filled.")
+@click.option("--load-in-4bit/--16bit", "load_in_4bit", default=True, show_default=True)
+@click.option("--checkpointing", type=click.Choice(["offload", "true", "false"]), default="offload", show_default=True)
+@click.option("--engine", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True)
+@click.option("--max-tokens", type=int, help="Of a training micro-batch; chosen where left out.")
+@click.option("--mlp-tile", type=int, help="Tokens that an MLP takes at a time; chosen where left out.")
+@click.option("--optim", help="As in GRPOConfig; chosen where left out.")
+@click.option("--max-context", is_flag=True, help="Find the longest context that fits.")
+@click.option("--json", "as_json", is_flag=True, help="The plan as JSON, in bytes.")
+def plan(
+    model: str, gpu: str, gpu_memory_utilization: float | None, checkpointing: str, max_context: bool, as_json: bool,
+    **settings: Any,
+) -> None:
+    """Say what a run will hold in memory, and choose settings that fit: no card and no weights are needed."""
+    with plain_errors():
+        from lowmem_grpo import planner
+        from lowmem_grpo.cards import device
+        from lowmem_grpo.memory_plan import RunSettings
+
+        card, config = device(gpu, gpu_memory_utilization), config_of(model)
+        modes: dict[str, bool | str] = {"true": True, "false": False}
+        asked = RunSettings(checkpointing=modes.get(checkpointing, checkpointing), **settings)
+        longest = planner.max_context(config, asked, card) if max_context else None
+        found = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
+        if as_json:
+            extra = {"max_context": longest} if max_context else {}
+            click.echo(json.dumps(found.to_dict() | extra, indent=2))
+        else:
+            from lowmem_grpo.plan_table import show
+
+            show(found, longest)
+    if not found.fits:
+        raise SystemExit(1)
+
+
+def config_of(model: str) -> Any:
+    """A model's config: of a name that ships with the package, of a folder or file, or from the hub."""
+    from lowmem_grpo.model_shape import named_config
+
+    try:
+        return named_config(model)
+    except ValueError as unknown:
+        if model.count("/") != 1 or Path(model).exists():
+            raise
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{unknown} (the hub did not give a config either: {str(error).splitlines()[0]})") from error
 
 
 class plain_errors:  # noqa: N801  (used like a function)

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 # Of these a log line holds the last value; of everything else, the mean over the steps since the last line.
 LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skipped_rows", "memory/peak_bytes",
-        "memory/reserved_bytes", "memory/kv_bytes", "learning_rate")
+        "memory/reserved_bytes", "memory/kv_bytes", "memory/oom_train", "memory/oom_generate", "learning_rate")
 
 
 class Journal:

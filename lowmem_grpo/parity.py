@@ -4,13 +4,15 @@ A sampler that computes something else than the trainer makes every ratio wrong,
 without an error. So the trainer recomputes some of the sampled tokens, at the start and every few steps.
 """
 
+from collections.abc import Iterator
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.batching import pack
 from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.out_of_memory import Bound, RunMemory
+from lowmem_grpo.packer import Packer
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
@@ -32,14 +34,16 @@ class ParityError(RuntimeError):
 class ParityGate:
     """Checks the groups of a rollout before they are trained on."""
 
-    def __init__(self, policy: Policy, config: GRPOConfig) -> None:
+    def __init__(self, policy: Policy, config: GRPOConfig, memory: Bound | None = None) -> None:
         """`parity_bound` None is BOUNDS' for the dtype of computation. Truncated sampling (top_p and the like)
-        renormalises what is left, so its difference is measured and not judged."""
+        renormalises what is left, so its difference is measured and not judged. `memory` is the run's bound on the
+        tokens of a micro-batch."""
         self.policy, self.temperature, self.every = policy, config.temperature, config.parity_steps
         self.truncates = config.sampling(0).truncates
         default = BOUNDS[policy.autocast_dtype or policy.head.weight.dtype]
         self.bound = default if config.parity_bound is None else config.parity_bound
         self.started = False
+        self.packer = Packer(policy.device, memory or RunMemory().train)
 
     def watch(self, groups: list[RolloutGroup], step: int, stride: int = 1) -> dict[str, float]:
         """`check` where it is due, with `stride` optimizer steps from one rollout to the next: at step 0, then every
@@ -72,18 +76,22 @@ class ParityGate:
             "sampling/importance_sampling_ratio/mean": (recomputed - sampled).exp().mean().item(),
         }
 
-    @torch.no_grad()
     def recompute(self, groups: list[RolloutGroup]) -> tuple[Tensor, Tensor]:
         """(sampler's, trainer's) log-probabilities (N,) of the groups' tokens; dropout is off."""
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
-            pairs = [self.pair(batch.to(self.policy.device)) for batch in pack(groups, TOKENS_AT_ONCE, None)]
+            pairs = self.packer.run("the parity check", groups, (TOKENS_AT_ONCE, None), self.pairs)
         finally:
             self.policy.model.train(was_training)
         sampled, recomputed = (torch.cat([pair[i] for pair in pairs] or [torch.empty(0)]) for i in range(2))
         return sampled, recomputed
 
-    def pair(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        logprobs, _ = self.policy.logprobs(batch, self.temperature)
-        return batch.rollout_logprobs[batch.loss_mask], logprobs.float()
+    @torch.no_grad()
+    def pairs(self, batches: Iterator[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+        """(sampler's, trainer's) log-probabilities of each micro-batch."""
+        found = []
+        for batch in batches:
+            logprobs, _ = self.policy.logprobs(batch, self.temperature)
+            found.append((batch.rollout_logprobs[batch.loss_mask], logprobs.float()))
+        return found

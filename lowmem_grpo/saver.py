@@ -10,6 +10,8 @@ from lowmem_grpo import checkpoint
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import PromptSource
+from lowmem_grpo.out_of_memory import RunMemory
+from lowmem_grpo.rewind import RandomStates
 from lowmem_grpo.step import Learner
 
 logger = logging.getLogger(__name__)
@@ -20,10 +22,13 @@ class Saver:
 
     def __init__(
         self, run_dir: Path, config: GRPOConfig, model: PeftModel, learner: Learner, source: PromptSource,
-        state: TrainerState,
+        state: TrainerState, memory: RunMemory,
     ) -> None:
         self.run_dir, self.config, self.model = run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
+        self.memory = memory
+        self.random = RandomStates(learner.policy.device)
+        self.mark()
 
     def save(self) -> Path:
         """Write a checkpoint; then delete the oldest beyond `save_total_limit`, but never the best."""
@@ -35,6 +40,17 @@ class Saver:
         best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
         checkpoint.prune(self.run_dir, self.config.save_total_limit, best)
         return folder
+
+    def mark(self) -> None:
+        """Remember where a step begins: prompts drawn, tokens seen, random states."""
+        self.random.take()
+        self.marked = self.source.state(), self.state.num_tokens, self.state.epoch
+
+    def go_back(self) -> None:
+        """Be where the last `mark` was, after a step that came to nothing."""
+        self.random.restore()
+        drawn, self.state.num_tokens, self.state.epoch = self.marked
+        self.source.restore(drawn)
 
     def note_best(self, folder: Path) -> None:
         """Remember the checkpoint with the highest mean reward over its last `save_steps` steps."""
@@ -70,7 +86,7 @@ class Saver:
         state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
         return {
             "trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
-            "config": self.config.to_dict(),
+            "config": self.config.to_dict(), "memory": self.memory.state(),
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -87,3 +103,4 @@ class Saver:
             self.state.best_model_checkpoint = str(here) if here.is_dir() else best
         self.source.restore(saved["source"])
         self.learner.scaler.load_state_dict(saved["scaler"])
+        self.memory.restore(saved.get("memory"))  # older checkpoints have none

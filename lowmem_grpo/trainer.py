@@ -1,31 +1,34 @@
 """The loop: sample, score, forward_backward, optim_step, save_state; `rollout` and `update`; `train`."""
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowmem_grpo.advantages import assign_advantages
 from lowmem_grpo.callbacks import Callbacks, Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.data import DataError, Prompt, PromptEncoder, PromptSource, check_dataset, is_chat
+from lowmem_grpo.data import DataError, Prompt, PromptEncoder, PromptSource, check_dataset
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.journal import Journal
 from lowmem_grpo.live import LiveView
 from lowmem_grpo.metrics import Clock, mean_of, peak_memory, rollout_metrics
 from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.offload import enable_checkpointing
 from lowmem_grpo.optim import make_optimizer, make_scheduler
+from lowmem_grpo.out_of_memory import MemoryExhaustedError
 from lowmem_grpo.parity import ParityGate
+from lowmem_grpo.planned import plan_memory
 from lowmem_grpo.policy import Policy, mixed_dtype
 from lowmem_grpo.records import RecordError, RunRecords
 from lowmem_grpo.report import write_report
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.saver import Saver
+from lowmem_grpo.scoring import score_groups
 from lowmem_grpo.sinks import make_sinks
 from lowmem_grpo.step import Learner
 from lowmem_grpo.types import RolloutGroup
@@ -59,13 +62,17 @@ class GRPOTrainer:
         self.tokenizer = processing_class or model.loaded.tokenizer
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.scorer = RewardScorer(functions, self.args.reward_weights, self.args.reward_timeout)
-        self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16))
+        self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16), self.args.logits_chunk)
         self.given_engine, self.engine = engine, engine or model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and self.engine.name != "vllm":
             raise ValueError(
                 f'use_vllm=True, and the engine is {self.engine.name}: load the model with fast_inference="vllm"'
             )
-        self.parity = ParityGate(self.policy, self.args)
+        if self.args.gradient_checkpointing is not None:
+            enable_checkpointing(self.policy.base, self.args.gradient_checkpointing)
+        context = self.longest_prompt() + self.args.max_completion_length
+        self.memory, self.peaks = plan_memory(model, self.args, self.policy, self.engine, context)
+        self.parity = ParityGate(self.policy, self.args, self.memory.train)
         encoder = PromptEncoder(self.tokenizer, self.longest_prompt(), self.args.chat_template_kwargs)
         self.source = PromptSource(train_dataset or [], encoder, self.args.seed, self.args.shuffle_dataset)
         self.eval_dataset = self.check_eval(eval_dataset)
@@ -76,7 +83,7 @@ class GRPOTrainer:
         self.records = RunRecords(self.run_dir)
         self.journal = Journal(self.args, self.state, self.records)
         self.learner = self.make_learner()
-        self.saver = Saver(self.run_dir, self.args, self.model, self.learner, self.source, self.state)
+        self.saver = Saver(self.run_dir, self.args, self.model, self.learner, self.source, self.state, self.memory)
         self.reward_logs: dict[str, float] = {}
         self.parity_logs: dict[str, float] = {}
         if note := self.args.rounding():
@@ -120,20 +127,23 @@ class GRPOTrainer:
         return self.args.optimizer_steps_per_generation * self.args.num_iterations
 
     def make_learner(self) -> Learner:
-        if self.args.gradient_checkpointing:
-            self.policy.base.gradient_checkpointing_enable({"use_reentrant": False})
-        elif self.args.gradient_checkpointing is not None:
-            self.policy.base.gradient_checkpointing_disable()
         optimizer = make_optimizer(self.policy.trainable, self.args)
         scheduler = make_scheduler(optimizer, self.args, self.state.max_steps)
         fp16 = torch.float16 in (self.policy.autocast_dtype, self.policy.head.weight.dtype)
-        return Learner(self.policy, self.args, optimizer, scheduler, self.model.loaded.offload, fp16)
+        offload = self.model.loaded.offload and self.policy.base.is_gradient_checkpointing
+        return Learner(self.policy, self.args, optimizer, scheduler, offload, fp16, self.memory.train)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, time and memory are counted as this phase's."""
+        with self.clock.phase(name), self.peaks.phase(name):
+            yield
 
     # The four verbs, each usable alone.
 
     def sample(self, prompts: list[Prompt], params: SamplingParams) -> list[RolloutGroup]:
         """`params.n` rollouts of each prompt by the current policy, without rewards."""
-        with self.clock.phase("generate"):
+        with self.phase("generate"):
             self.renew_engine()
             self.engine.wake()
             completions = self.engine.generate([prompt.ids for prompt in prompts], params)
@@ -148,6 +158,7 @@ class GRPOTrainer:
             engine = self.model.engine(self.policy, self.tokenizer)
         if engine is not self.engine:
             self.engine = engine
+            self.memory.watch(engine)
             engine.on_policy_update(self.state.policy_version)
 
     def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
@@ -176,7 +187,7 @@ class GRPOTrainer:
         """Sample and score the next prompts: groups with rewards and advantages."""
         prompts = self.source.take(self.args.prompts_per_generation)
         groups = self.sample(prompts, self.args.sampling(self.args.rollout_seed(self.state.global_step)))
-        with self.clock.phase("train"):
+        with self.phase("train"):
             self.parity_logs = self.parity.watch(groups, self.state.global_step, self.steps_per_rollout)
         self.score(groups)
         self.state.epoch = self.source.epoch
@@ -188,7 +199,7 @@ class GRPOTrainer:
 
         `at_most` bounds their number.
         """
-        with self.clock.phase("train"):
+        with self.phase("train"):
             size = self.args.prompts_per_step
             parts = [groups[start : start + size] for start in range(0, len(groups), size)]
             order = (parts * self.args.num_iterations)[:at_most]
@@ -201,25 +212,7 @@ class GRPOTrainer:
     def score(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
         with self.clock.phase("reward"):
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            rows = [group.row for group in groups for _ in group.rollouts]
-            chats = [[{"role": "assistant", "content": r.text}] if is_chat(row["prompt"]) else r.text
-                     for row, r in zip(rows, rollouts, strict=True)]
-            names = {name for row in rows for name in row} - {"prompt", "completion"}
-            columns = {name: [row.get(name) for row in rows] for name in sorted(names)}
-            ids = [rollout.completion_ids for rollout in rollouts]
-            scores = self.scorer.score([row["prompt"] for row in rows], chats, ids, columns, self.state)
-            for name, values in scores.rewards.items():
-                for rollout, value in zip(rollouts, values, strict=True):
-                    rollout.rewards[name] = value
-            for name, values in scores.extras.items():
-                for rollout, value in zip(rollouts, values, strict=True):
-                    rollout.extras[name] = value
-            assign_advantages(groups, self.scorer.names, self.args.reward_weights, str(self.args.scale_rewards))
-        for name, count in scores.invalid.items():
-            if count:
-                logger.warning("reward %s gave NaN or infinity for %d completions: counted as no reward", name, count)
-        self.reward_logs = scores.metrics | {f"rewards/{k}/invalid": float(v) for k, v in scores.invalid.items()}
+            self.reward_logs = score_groups(self.scorer, groups, self.args, self.state)
         return self.reward_logs
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
@@ -258,18 +251,19 @@ class GRPOTrainer:
     def train_step(self) -> None:
         """One rollout, its update, its records, and a save where one is due."""
         self.clock.restart()
+        self.saver.mark()
         self.notify("on_step_begin")
-        before, drawn = self.state.global_step, self.source.state()
-        try:
+        before = self.state.global_step
+        with self.saved_before(Exception):
             groups = self.rollout()
-        except Exception as error:
-            self.save_before(drawn, error)
-            raise
-        metrics = self.update(groups, self.state.max_steps - before)
+        with self.saved_before(MemoryExhaustedError):
+            metrics = self.update(groups, self.state.max_steps - before)
         self.log(before, metrics, groups)
+        self.saver.mark()
         self.notify("on_step_end")
         if self.due(before, self.args.eval_steps, self.args.eval_strategy):
-            self.records.metrics(self.evaluate())
+            with self.saved_before(MemoryExhaustedError):
+                self.records.metrics(self.evaluate())
         if self.due(before, self.args.save_steps, self.args.save_strategy) or self.control.should_save:
             self.control.should_save = False
             self.save_state()
@@ -278,12 +272,17 @@ class GRPOTrainer:
         """Whether a multiple of `every` lies in the steps just made."""
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every
 
-    def save_before(self, drawn: dict[str, Any], error: Exception) -> None:
-        """A rollout failed: nothing was trained in this step, so save what came before it, to be resumed."""
-        if self.state.global_step:
-            self.source.restore(drawn)
-            folder = self.save_state()
-            error.add_note(f"Saved {folder}; mend the cause, then go on with train(resume_from_checkpoint=True)")
+    @contextmanager
+    def saved_before(self, kind: type[Exception]) -> Iterator[None]:
+        """Where such an error ends the run, save what came before this step's rollout, to be resumed."""
+        try:
+            yield
+        except kind as error:
+            if self.state.global_step:
+                self.saver.go_back()
+                folder = self.save_state()
+                error.add_note(f"Saved {folder}; mend the cause, then go on with train(resume_from_checkpoint=True)")
+            raise
 
     def log(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
         """Write one step's metrics and completions, and tell the listeners."""
@@ -295,7 +294,8 @@ class GRPOTrainer:
             "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
             **metrics, **rollout_metrics(groups, self.scorer.names), **self.reward_logs, **self.parity_logs,
             **timing,
-            **peak_memory(self.policy.device), "memory/kv_bytes": self.engine.kv_bytes,
+            **peak_memory(self.policy.device), **self.peaks.metrics(), "memory/kv_bytes": self.engine.kv_bytes,
+            **self.memory.metrics(),
             "num_tokens": self.state.num_tokens, "tokens_per_second": speed,
             "data/skipped_rows": sum(self.source.skipped.values()), "policy_version": self.state.policy_version,
         }

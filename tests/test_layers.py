@@ -12,13 +12,15 @@ import lowmem_grpo
 ROOT = Path(lowmem_grpo.__file__).parent
 LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a package that holds it
     {"kernels"},
-    {"types", "config", "unsupported", "losses", "advantages", "off_policy", "batching", "offload", "planner",
-     "metrics", "rewards", "sampling", "sampling_like", "fused_weights", "host_embedding", "host_memory", "callbacks",
-     "host_room", "host_store", "packer", "pinned_pool", "rewind", "memory_advice", "out_of_memory", "memory_plan", "step_memory", "model_shape", "cards", "shapes", "plan_table"},
-    {"attention", "lora_layers", "lean_modules", "policy", "parity", "step", "optim", "model", "loader", "pretrained", "engines", "checkpoint",
-     "checkpoint_state", "saver", "data", "records", "journal", "report", "charts", "live", "sinks", "export"},
+    {"types", "config", "unsupported", "losses", "advantages", "off_policy", "batching", "metrics", "rewards",
+     "sampling", "sampling_like", "fused_weights", "host_embedding", "host_memory", "callbacks",
+     "offload", "host_room", "host_store", "pinned_pool", "out_of_memory", "memory_advice", "packer", "rewind",
+     "planner", "memory_plan", "plan_rows", "step_memory", "model_shape", "cards"},
+    {"attention", "lora_layers", "lean_modules", "policy", "parity", "step", "optim", "model", "loader", "pretrained",
+     "engines", "checkpoint", "checkpoint_state", "planned", "saver", "scoring", "data", "records", "journal",
+     "report", "charts", "live", "sinks", "export"},
     {"trainer"},
-    {"cli", "__main__", "recipes", "integrations"},
+    {"cli", "plan_table", "__main__", "recipes", "integrations"},
 ]
 FREE = ("torch", *sys.stdlib_module_names)  # what layers 0 and 1 may import
 HEAVY = {  # everything else, and the files that may import it
@@ -29,7 +31,7 @@ HEAVY = {  # everything else, and the files that may import it
     "bitsandbytes": {"optim"},
     "datasets": {"recipes.arithmetic", "recipes.gsm8k"},
     "plotly": {"report"},
-    "rich": {"live", "recipes.arithmetic", "recipes.gsm8k"},
+    "rich": {"live", "plan_table", "recipes.arithmetic", "recipes.gsm8k"},
     "wandb": {"sinks"},
     "numpy": {"checkpoint_state", "engines.process_state"},
     "safetensors": {"checkpoint", "checkpoint_state", "model"},

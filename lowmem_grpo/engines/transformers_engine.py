@@ -1,11 +1,15 @@
 """Rollouts by the trainer's own model through transformers: no second copy, nothing to sync, any device.
 
 All prompts of a call run in one batch. Each prompt is prefilled once and its cache repeated for its n completions;
-rows that have finished leave the batch.
+rows that have finished leave the batch. Where memory runs out, fewer rows run at once: those that were under way keep
+the tokens they have (to draw them anew would favour short completions) and go on from there.
 """
 
+import random
 import time
+from collections import deque
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,11 +20,13 @@ from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
 from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
+from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch when fewer than this share of it is alive
+REPLAYED = 256  # tokens fed at once to rows that are taken up again
 
 
 @dataclass
@@ -42,6 +48,60 @@ class Decode:
         self.real, self.positions = self.real[keep], self.positions[keep]
 
 
+@dataclass
+class Drawn:
+    """What a call has drawn so far, R = prompts * n rows of at most C tokens."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    seed: int
+    ids: Tensor  # (R, C)
+    logprobs: Tensor  # (R, C)
+    budgets: Tensor  # (R,)
+    lengths: Tensor  # (R,) of the completion, or its budget while it is not finished
+    stopped: Tensor  # (R,) bool
+
+    @classmethod
+    def nothing(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int],
+                device: torch.device) -> "Drawn":
+        """Before the first token."""
+        seed = time.time_ns() % 2**63 if params.seed is None else params.seed
+        total, width, most = len(budgets), max(budgets), torch.tensor(budgets, device=device)
+        return cls(
+            prompts, params, seed, torch.zeros(total, width, dtype=torch.long, device=device),
+            torch.zeros(total, width, device=device), most, most.clone(),
+            torch.zeros(total, dtype=torch.bool, device=device),
+        )
+
+    def prompts_of(self, rows: list[int]) -> tuple[list[list[int]], list[int]]:
+        """The prompts of some rows, and how many of the rows each serves."""
+        shared = [(owner, len(list(same))) for owner, same in groupby(row // self.params.n for row in rows)]
+        return [self.prompts[owner] for owner, _ in shared], [count for _, count in shared]
+
+    def reopen(self, rows: Tensor) -> None:
+        """Undo what a step that broke off may have written about rows that are not finished."""
+        self.lengths[rows], self.stopped[rows] = self.budgets[rows], False
+
+
+@dataclass
+class Part:
+    """Rows that are decoded together, all with `start` tokens drawn. It shrinks as rows finish, and grows in tokens,
+    so that what is left of it can be taken up again."""
+
+    rows: list[int]
+    start: int = 0
+
+    def split(self, size: int) -> list["Part"]:
+        """Parts of at most `size` rows, in order."""
+        return [Part(self.rows[i : i + size], self.start) for i in range(0, len(self.rows), size)]
+
+    def generator(self, seed: int, device: torch.device) -> torch.Generator:
+        """Random numbers of this part: of the call's own seed for its very beginning, else of one derived from it."""
+        if self.rows[0] or self.start:
+            seed = random.Random(f"{seed}-{self.rows[0]}-{self.start}").getrandbits(62)
+        return torch.Generator(device).manual_seed(seed)
+
+
 class TransformersEngine:
     """The engine that needs nothing but the trainer's model."""
 
@@ -54,6 +114,7 @@ class TransformersEngine:
         self.policy_version = 0
         self.kv_bytes = 0
         self.eos_ids = eos_token_ids(policy, tokenizer)
+        self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
 
     def on_policy_update(self, policy_version: int) -> None:
         self.policy_version = policy_version
@@ -76,43 +137,61 @@ class TransformersEngine:
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
-            ids, logprobs, lengths, stopped = self.decode(prompts, params, budgets)
+            drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device))
         finally:
             self.policy.model.train(was_training)
+        ids, logprobs, lengths, stopped = (t.cpu() for t in (drawn.ids, drawn.logprobs, drawn.lengths, drawn.stopped))
         if logprobs.isnan().any():
             raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
         rollouts = self.rollouts(ids, logprobs, lengths, stopped, params)
         return [rollouts[start : start + params.n] for start in range(0, len(rollouts), params.n)]
 
-    def decode(self, prompts: list[list[int]], params: SamplingParams, budgets: list[int]) -> tuple[Tensor, ...]:
-        """ids (R, C), logprobs (R, C), lengths (R,), stopped (R,), where R = prompts * n and C the largest budget."""
-        device, total, budget = self.policy.device, len(prompts) * params.n, max(budgets)
-        generator = torch.Generator(device)
-        generator.manual_seed(time.time_ns() % 2**63 if params.seed is None else params.seed)
-        ids = torch.zeros(total, budget, dtype=torch.long, device=device)
-        logprobs = torch.zeros(total, budget, device=device)
-        lengths = torch.tensor(budgets, device=device)
-        stopped = torch.zeros(total, dtype=torch.bool, device=device)
-        state, logits = self.prefill(prompts, params.n)
-        self.kv_bytes = state.cache.nbytes
-        for step in range(budget):
-            state.tokens, drawn = draw(logits, params, generator)
-            ids[state.rows, step], logprobs[state.rows, step] = state.tokens, drawn
-            ended = state.alive & self.ends(state, ids[:, : step + 1], params)
-            lengths[state.rows[ended]] = step + 1
-            stopped[state.rows[ended]] = True
-            state.alive = state.alive & ~ended & (lengths[state.rows] > step + 1)
-            remaining = int(state.alive.sum())
-            if remaining == 0 or step + 1 == budget:
+    def decode(self, drawn: Drawn) -> Drawn:
+        """Draw every row to its end: all together, or in parts of as many rows as there is memory for."""
+        self.kv_bytes = 0
+        parts = deque([Part(list(range(len(drawn.ids))))])
+        while parts:
+            part = parts.popleft()
+            size = self.bound.under(len(part.rows)) or 1
+            if size < len(part.rows):
+                parts.extendleft(reversed(part.split(size)))
+                continue
+            failed = tried(lambda held=part: self.decode_part(drawn, held), self.policy.device)  # type: ignore[misc]
+            if isinstance(failed, Shortage):
+                self.bound.lower(f"sampling {size} at once", failed, size // 2 or None)
+                parts.extendleft(reversed(part.split(max(1, len(part.rows) // 2))))
+        return drawn
+
+    def decode_part(self, drawn: Drawn, part: Part) -> None:
+        """Draw the rows of a part to their ends. `part` follows: after an error it holds what is left to do."""
+        params = drawn.params
+        rows = torch.tensor(part.rows, device=self.policy.device)
+        generator = part.generator(drawn.seed, self.policy.device)
+        drawn.reopen(rows)
+        budget = int(drawn.budgets[rows].max())
+        state, logits = self.prefill(*drawn.prompts_of(part.rows))
+        state.rows = rows
+        if part.start:
+            logits = self.replay(state, drawn.ids[rows, : part.start])
+        self.kv_bytes = max(self.kv_bytes, state.cache.nbytes)
+        for step in range(part.start, budget):
+            state.tokens, logprobs = draw(logits, params, generator)
+            drawn.ids[state.rows, step], drawn.logprobs[state.rows, step] = state.tokens, logprobs
+            ended = state.alive & self.ends(state, drawn.ids[:, : step + 1], params)
+            state.alive = state.alive & ~ended & (drawn.lengths[state.rows] > step + 1)
+            left = state.rows[state.alive].tolist()
+            drawn.lengths[state.rows[ended]] = step + 1
+            drawn.stopped[state.rows[ended]] = True
+            part.rows, part.start = left, step + 1
+            if not left or step + 1 == budget:
                 break
-            if remaining < COMPACT_BELOW * len(state.rows):
+            if len(left) < COMPACT_BELOW * len(state.rows):
                 state.compact()
             logits = self.extend(state)
             self.kv_bytes = max(self.kv_bytes, state.cache.nbytes)
-        return ids.cpu(), logprobs.cpu(), lengths.cpu(), stopped.cpu()
 
-    def prefill(self, prompts: list[list[int]], n: int) -> tuple[Decode, Tensor]:
-        """The state after the prompts, and the logits (P * n, V) of the first token."""
+    def prefill(self, prompts: list[list[int]], counts: list[int]) -> tuple[Decode, Tensor]:
+        """The state after the prompts, each repeated by its count to B rows, and the logits (B, V) of what follows."""
         input_ids, real = left_padded(prompts, self.tokenizer.pad_token_id or 0, self.policy.device)
         width = input_ids.shape[1]
         causal = torch.ones(width, width, dtype=torch.bool, device=input_ids.device).tril()
@@ -120,13 +199,24 @@ class TransformersEngine:
         positions = real.long().cumsum(-1).sub(1).clamp(min=0)
         cache = GrowingCache()
         logits = self.forward(input_ids, positions, (causal & real[:, None, :] | itself)[:, None], cache)
-        cache.batch_repeat_interleave(n)
-        rows = torch.arange(len(prompts) * n, device=input_ids.device)
-        state = Decode(
-            cache, rows, rows, torch.ones_like(rows, dtype=torch.bool), real.repeat_interleave(n, 0),
-            positions[:, -1].repeat_interleave(n),
-        )
-        return state, logits.repeat_interleave(n, 0)
+        owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
+        rows = torch.tensor(owners, device=input_ids.device)
+        cache.batch_select_indices(rows)
+        state = Decode(cache, rows, rows, torch.ones_like(rows, dtype=torch.bool), real[rows], positions[rows, -1])
+        return state, logits[rows]
+
+    def replay(self, state: Decode, tokens: Tensor) -> Tensor:
+        """Feed tokens (B, S) that were drawn before; logits (B, V) of what follows them."""
+        for chunk in tokens.split(REPLAYED, dim=1):
+            rows, width = chunk.shape
+            causal = torch.ones(width, width, dtype=torch.bool, device=chunk.device).tril()
+            before = state.real[:, None].expand(-1, width, -1)
+            mask = torch.cat([before, causal.expand(rows, -1, -1)], dim=2)[:, None]
+            positions = state.positions[:, None] + torch.arange(1, width + 1, device=chunk.device)
+            logits = self.forward(chunk, positions, mask, state.cache)
+            state.real = torch.cat([state.real, torch.ones_like(chunk, dtype=torch.bool)], dim=1)
+            state.positions = positions[:, -1]
+        return logits
 
     def extend(self, state: Decode) -> Tensor:
         """Feed the tokens last drawn; logits (B, V) of the next ones."""

@@ -19,6 +19,7 @@ from lowmem_grpo.engines.borrowing import Borrowing, active_adapter, loras_of
 from lowmem_grpo.engines.process_state import seeds_of, undisturbed
 from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
 from lowmem_grpo.engines.vllm_import import EngineUnavailableError, import_borrowing
+from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, is_out_of_memory, tried
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
@@ -50,6 +51,7 @@ class VLLMEngine:
         check_alone()
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
         self.max_num_seqs = max_num_seqs
+        self.bound: Bound = RunMemory().rollout  # on max_num_seqs
         self.on_card = policy.device.type == "cuda"
         self.eager = not self.on_card if enforce_eager is None else enforce_eager
         if kv_cache_bytes is None:
@@ -84,7 +86,7 @@ class VLLMEngine:
                 self.vllm.cleanup_dist_env_and_memory()
                 vllm_settings.explain(error, self.policy)
                 raise
-        self.asleep, self.kv_bytes = False, self.kv_budget
+        self.asleep, self.kv_bytes, self.seqs = False, self.kv_budget, self.fitting_seqs
         self.prefixes: Hashable = None  # what the cached prefixes were computed with
         self.ending = weakref.finalize(self, end, self.llm, self.borrowing)
         VLLMEngine.living = weakref.ref(self)
@@ -93,7 +95,7 @@ class VLLMEngine:
         name = self.vllm.NAME
         return self.vllm.LLM(
             folder, quantization=name, load_format=name, dtype=self.policy.head.weight.dtype, model_impl="vllm",
-            max_model_len=self.max_seq_length, max_num_seqs=self.max_num_seqs, kv_cache_memory_bytes=self.kv_budget,
+            max_model_len=self.max_seq_length, max_num_seqs=self.fitting_seqs, kv_cache_memory_bytes=self.kv_budget,
             enforce_eager=self.eager, compilation_config=None if self.eager else GRAPHS,
             enable_sleep_mode=self.on_card, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
             generation_config="vllm", disable_log_stats=True,
@@ -103,7 +105,7 @@ class VLLMEngine:
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
         """n rollouts of each prompt. An engine that dies is made anew once and the call repeated; a second death, or
-        a call that cannot be right, raises."""
+        a call that cannot be right, raises. One that runs out of memory is made anew for half as many sequences."""
         self.check_open()
         if not prompts:
             return []
@@ -111,20 +113,31 @@ class VLLMEngine:
         check_vocabulary(prompts, self.policy.head.weight.shape[0])
         budgets = [budget_of(prompt, params, self.max_seq_length) for prompt in prompts]
         settings = self.settings(params, budgets)
-        if self.unfinished:
-            self.restart()  # a call was broken off: what it left would come back with the next one
+        done = tried(lambda: self.run_surely(prompts, settings), self.policy.device)
+        while isinstance(done, Shortage):
+            self.bound.lower(f"sampling at most {self.fitting_seqs} at once", done, self.fitting_seqs // 2 or None)
+            done = tried(lambda: self.run_surely(prompts, settings), self.policy.device)
+        outputs, version = done
+        return [[self.rollout(output, params, version) for output in request.outputs] for request in outputs]
+
+    @property
+    def fitting_seqs(self) -> int:
+        """max_num_seqs, or what memory had room for."""
+        return self.bound.under(self.max_num_seqs) or 1
+
+    def run_surely(self, prompts: list[list[int]], settings: list[Any]) -> tuple[Any, int]:
+        """`run`, once more in a new engine where that dies; and in a new one where the old is of no use."""
+        if self.llm is None or self.unfinished or self.seqs != self.fitting_seqs:
+            self.restart()  # a call that was broken off would leave its sequences to the next one
         try:
-            outputs, version = self.run(prompts, settings)
+            return self.run(prompts, settings)
         except Exception as error:
-            if isinstance(error, ValueError | TypeError) or not self.unfinished:
+            if isinstance(error, ValueError | TypeError) or is_out_of_memory(error) or not self.unfinished:
                 raise  # nothing that a fresh engine would do better
             logger.warning("vLLM's engine died (%s: %s); making a new one and repeating this call once",
                            type(error).__name__, error)
-            outputs = None
-        if outputs is None:  # not in the handler: the error's traceback holds on to the old engine
-            self.restart()
-            outputs, version = self.run(prompts, settings)
-        return [[self.rollout(output, params, version) for output in request.outputs] for request in outputs]
+        self.restart()  # not in the handler: the error's traceback holds on to the old engine
+        return self.run(prompts, settings)
 
     @property
     def unfinished(self) -> bool:

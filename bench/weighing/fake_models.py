@@ -1,0 +1,107 @@
+"""Models of fake tensors: NF4 weights as bitsandbytes keeps them, and no memory behind them.
+
+A model is made on the meta device, where modules can be replaced and converted; then its tensors become fake ones.
+"""
+
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lowmem_grpo import attention
+
+BLOCK, NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one of theirs
+SCALES = ("absmax", "code", "offset")
+
+
+def meta_model(config: Any, dtype: torch.dtype, nf4: bool) -> PreTrainedModel:
+    """The frozen model of a transformers config on the meta device; linears but the head in NF4 where asked for."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+            if nf4:
+                quantize(model, dtype)
+    finally:
+        torch.set_default_dtype(default)
+    return model.requires_grad_(False)
+
+
+def quantize(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Replace the linears but the head by 4-bit ones with double quantization."""
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not head:
+            model.set_submodule(name, linear_4bit(module, dtype))
+    model.is_loaded_in_4bit = model.is_quantized = True
+
+
+def linear_4bit(linear: nn.Linear, dtype: torch.dtype) -> Linear4bit:
+    """A 4-bit layer of the same shape on the meta device."""
+    rows, columns = linear.weight.shape
+    new = Linear4bit(columns, rows, bias=linear.bias is not None, compute_dtype=dtype, quant_type="nf4")
+    blocks = -(-rows * columns // BLOCK)
+    nested = QuantState(
+        torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32), code=torch.empty(256, dtype=torch.float32),
+        blocksize=NESTED_BLOCK, dtype=torch.float32,
+    )
+    state = QuantState(
+        torch.empty(blocks, dtype=torch.uint8), torch.Size((rows, columns)), torch.empty(16, dtype=torch.float32),
+        BLOCK, "nf4", dtype, torch.empty((), dtype=torch.float32), nested,
+    )
+    packed = torch.empty(rows * columns // 2, 1, dtype=torch.uint8)
+    new.weight = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
+    new.quant_state, new.support_avx512bf16_for_cpu = state, False
+    return new
+
+
+def make_fake(model: nn.Module) -> None:
+    """Every tensor of a model on the meta device becomes a fake one; to be called inside a FakeTensorMode."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = fake_parameter(parameter, memo)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fake(buffer, memo)
+        if isinstance(module, Linear4bit):
+            module.quant_state = module.weight.quant_state
+
+
+def fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """The fake tensor of a tensor, the same one each time."""
+    if id(tensor) not in memo:
+        memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return memo[id(tensor)]
+
+
+def fake_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """The same for a parameter, with what makes a 4-bit one."""
+    if id(parameter) not in memo:
+        new = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            for part in (state, state.state2):
+                for name in SCALES:
+                    value = getattr(part, name)
+                    setattr(part, name, fake(value, memo) if isinstance(value, Tensor) else value)
+            for name in ("quant_state", "blocksize", "compress_statistics", "quant_type", "quant_storage",
+                         "bnb_quantized"):
+                setattr(new, name, getattr(parameter, name))
+        memo[id(parameter)] = new
+    return memo[id(parameter)]
+
+
+def stored(model: nn.Module) -> list[Tensor]:
+    """Every tensor that the model holds: parameters, buffers, and the scales of 4-bit weights."""
+    found: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None:
+            found += [getattr(part, name) for part in (state, state.state2) for name in SCALES]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]

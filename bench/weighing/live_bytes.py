@@ -1,0 +1,163 @@
+"""Counts the storage that operations make, of real and of fake tensors, and says what was alive at the peak.
+
+A card is meant, though fake tensors are of the CPU: what only the CPU's form of a kernel makes is left out. Fake tensors
+hold no values. What an operation's result depends on is answered from what is known of the batch: how many
+places of a mask are True, how many sequences there are. Any other number that is read is 1.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PLACES = ("lowmem_grpo", "peft", "transformers", "bitsandbytes")  # whose code a storage is named by
+WORTH_NAMING = 2**20  # bytes; what is smaller goes by its operation alone
+CPU_FORMS = (  # (file, function) and the operations by which only the CPU's form of a kernel holds more than a card's
+    ("matmul.py", "matmul_fp32", ("aten::_to_copy",)),  # upcasts; a card's product reads 16 bits and writes 32
+    ("logprob_rows.py", "finish_rows_ref", ("aten::sub", "aten::clone", "aten::where")),  # a second chunk of logits
+    ("logprob_rows.py", "forward_rows", ("aten::clone",)),
+)
+INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What fake tensors cannot say: True places of a mask by its length, and the sequences of a batch."""
+
+    mask_counts: dict[int, int] = field(default_factory=dict)
+    sequences: int = 1
+
+
+@dataclass(frozen=True)
+class Made:
+    """A storage: its bytes, the operation that made it, and the code that asked for it."""
+
+    bytes: int
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: str
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, `now` is the bytes alive on the device, `peak` the most there were and `at_peak` what they were.
+
+    Storages of `weights` are not counted. What is made inside `on_host()` counts as `host_now` and `host_peak`.
+    """
+
+    def __init__(self, weights: list[Tensor], known: Known) -> None:
+        super().__init__()
+        self.weights = [tensor.untyped_storage() for tensor in weights]  # held, so that no other takes their place
+        self.seen = {storage._cdata for storage in self.weights}
+        self.known = known
+        self.alive: dict[int, Made] = {}
+        self.now = self.peak = self.host_now = self.host_peak = 0
+        self.at_peak: list[Made] = []
+        self.peak_is_new = self.host = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self.answer(func._schema.name, args)
+        if result is None:
+            result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.count(leaf, func._schema.name)
+        return result
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is made inside is host memory."""
+        self.host = True
+        try:
+            yield
+        finally:
+            self.host = False
+
+    def answer(self, name: str, args: Any) -> Any:
+        """What an operation gives that depends on values; None where it depends on shapes alone."""
+        if name == "aten::_local_scalar_dense":
+            return {torch.bool: True, torch.int64: 1}.get(args[0].dtype, 1.0)
+        if name == "aten::bincount":
+            return args[0].new_empty(self.known.sequences)
+        if name not in INDEXING or not (masks := [index for index in args[1] if is_mask(index)]):
+            return None
+        if name == "aten::index":
+            length = len(masks[0])
+            return args[0].new_empty(self.known.mask_counts.get(length, length), *args[0].shape[1:])
+        return args[0] if name == "aten::index_put_" else torch.empty_like(args[0])
+
+    def count(self, tensor: Tensor, operation: str) -> None:
+        """Note the tensor's storage where it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.seen:
+            return
+        size = storage.nbytes()
+        self.seen.add(key)
+        if size >= WORTH_NAMING and cpu_form(operation):
+            weakref.finalize(storage, self.seen.discard, key)
+            return
+        if self.host:
+            self.host_now += size
+            self.host_peak = max(self.host_peak, self.host_now)
+            weakref.finalize(storage, self.release_host, key, size)
+            return
+        where = place() if size >= WORTH_NAMING else ""
+        self.alive[key] = Made(size, operation.removeprefix("aten::"), tuple(tensor.shape), tensor.dtype, where)
+        weakref.finalize(storage, self.release, key)
+        self.now += size
+        if self.now > self.peak:
+            self.peak, self.peak_is_new = self.now, True
+
+    def release(self, key: int) -> None:
+        if self.peak_is_new:
+            self.at_peak, self.peak_is_new = list(self.alive.values()), False
+        self.seen.discard(key)
+        self.now -= self.alive.pop(key).bytes
+
+    def release_host(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.host_now -= size
+
+    def breakdown(self, count: int = 25) -> list[tuple[int, int, Made]]:
+        """(bytes, how many, one of them) of what was alive at the peak, largest first, alike ones together."""
+        alive = list(self.alive.values()) if self.peak_is_new else self.at_peak
+        sizes: Counter[Made] = Counter()
+        for made in alive:
+            sizes[made] += made.bytes
+        return [(size, size // max(made.bytes, 1), made) for made, size in sizes.most_common(count)]
+
+
+def is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool
+
+
+def cpu_form(operation: str) -> bool:
+    """Whether the innermost code of this package makes what a card would not."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and "/lowmem_grpo/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    name, function = frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name
+    return any((name, function) == form[:2] and operation in form[2] for form in CPU_FORMS)
+
+
+def place() -> str:
+    """The nearest line of this package or of a library that is not torch, and the model's line behind it."""
+    frame: Any = sys._getframe(2)
+    found: list[str] = []
+    while frame is not None and len(found) < 2:
+        path = frame.f_code.co_filename
+        if any(f"/{name}/" in path for name in PLACES) and (not found or "modeling" in path):
+            found.append(f"{path.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(found)

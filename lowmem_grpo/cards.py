@@ -1,0 +1,54 @@
+"""Cards by name, and how much memory each has."""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+GIB = 2**30
+MIB = 2**20
+
+# What the driver reports as a card's memory, in MiB.
+CARDS = {
+    "t4": 15360, "p100": 16384, "v100-16": 16384, "v100-32": 32768, "a10g": 23028, "a10": 23028, "l4": 23034,
+    "rtx3060": 12288, "rtx3090": 24576, "rtx4060ti-16": 16380, "rtx4070ti": 12282, "rtx4080": 16376,
+    "rtx4090": 24564, "rtx5080": 16303, "rtx5090": 32607, "a4000": 16376, "a5000": 24564, "a6000": 49140,
+    "l40s": 46068, "a100-40": 40960, "a100-80": 81920, "h100": 81559, "h100-nvl": 95830, "h200": 143771,
+    "b200": 183359,
+}
+SAME = {"a100": "a100-40", "v100": "v100-16", "3060": "rtx3060", "3090": "rtx3090", "4080": "rtx4080",
+        "4090": "rtx4090", "5080": "rtx5080", "5090": "rtx5090", "4070ti": "rtx4070ti", "4060ti-16": "rtx4060ti-16"}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib)")
+UNITS = {"gib": GIB, "g": GIB, "gb": 10**9, "mib": MIB}
+DEFAULT_SHARE = 0.95  # of a named card: a display, or what another program holds, takes the rest
+
+
+@dataclass(frozen=True)
+class Device:
+    """A card's memory and the part of it that a run may fill, in bytes."""
+
+    name: str
+    total: int
+    budget: int
+
+
+def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
+    """A card by name ("t4", "a100-40"), all but 5% of which may be filled, or a size ("16GiB"), all of which may.
+
+    `gpu_memory_utilization` is another share. ValueError names the cards that come close.
+    """
+    share = gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
+    plain = name.strip().lower()
+    if size := SIZE.fullmatch(plain):
+        total = int(float(size[1]) * UNITS[size[2]])
+        return Device(name.strip(), total, int(total * (share or 1.0)))
+    plain = re.sub(r"[\s_]+", "-", plain).removeprefix("nvidia-").removeprefix("geforce-").removeprefix("tesla-")
+    plain = re.sub(r"(?<=\d)gi?b$", "", plain.replace("rtx-", "rtx"))
+    plain = SAME.get(plain, plain)
+    if plain not in CARDS:
+        close = difflib.get_close_matches(plain, [*CARDS, *SAME], n=3)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(f"no card {name!r}; {hint}Known are {', '.join(CARDS)}, and sizes such as 16GiB")
+    total = CARDS[plain] * MIB
+    return Device(plain, total, int(total * (share or DEFAULT_SHARE)))

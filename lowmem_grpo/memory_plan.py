@@ -1,0 +1,126 @@
+"""What a plan is made of: settings that decide memory, rows of bytes, choices and what each bought."""
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from lowmem_grpo.cards import Device
+
+OPTIMIZER_BYTES = {  # of a trained number; the states that stay on the device
+    "adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.03125, "adamw_bnb_8bit": 2.03125,
+    "paged_adamw_8bit": 2.03125,
+}
+KV_CACHE = "KV cache"
+ENGINES = ("vllm", "transformers")
+CHECKPOINTING = (True, False, "offload")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run asks for, and what may be chosen for it: None leaves the choice to the planner."""
+
+    context: int  # tokens of the longest sequence, prompt and completion
+    num_generations: int = 8
+    lora_rank: int = 32
+    load_in_4bit: bool = True
+    checkpointing: bool | str = "offload"
+    engine: str = "vllm"
+    max_tokens: int | None = None  # of a training micro-batch
+    mlp_tile: int | None = None  # tokens; 0 is none
+    chunk_rows: int | None = None  # tokens whose logits exist at a time
+    kv_bytes: int | None = None
+    host_embedding: bool | None = None
+    optim: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.mlp_tile is not None and self.mlp_tile < 0:
+            raise ValueError(f"mlp_tile is {self.mlp_tile}; it must be at least 1, or 0 for none")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine is {self.engine!r}; allowed are {', '.join(ENGINES)}")
+        if self.checkpointing not in CHECKPOINTING:
+            raise ValueError(f"checkpointing is {self.checkpointing!r}; allowed are True, False and 'offload'")
+        if self.host_embedding and self.engine == "vllm":
+            raise ValueError("host_embedding is True and engine is 'vllm', which looks the embedding up on the card; "
+                             "use engine='transformers', or leave it out")
+        if self.optim is not None and self.optim not in OPTIMIZER_BYTES:
+            raise ValueError(f"optim is {self.optim!r}; allowed are {', '.join(OPTIMIZER_BYTES)}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one component at the peak of each phase. `note` says what it is, and what it takes at other moments."""
+
+    name: str
+    rollout: int = 0
+    train: int = 0
+    host: int = 0
+    note: str = ""
+    card_only: bool = False  # of the driver or of a kernel of the card: fake tensors do not show it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that the planner chose, and the bytes by which it lowered the phase's peak."""
+
+    name: str
+    value: Any
+    saved: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Rows of both phases, their sums, and what was chosen. Bytes throughout."""
+
+    model: str
+    device: Device
+    settings: RunSettings  # with every choice filled in
+    rows: tuple[Row, ...]
+    choices: tuple[Choice, ...] = ()
+    concurrent_sequences: int = 0  # of the longest length, in the KV cache
+    moment: str = ""  # of a training step, at which it holds most
+    train_allocated: int = 0  # the most that tensors take while training, without what only a card adds
+    advice: tuple[str, ...] = field(default=())  # where it does not fit
+
+    @property
+    def rollout(self) -> int:
+        return sum(row.rollout for row in self.rows)
+
+    @property
+    def train(self) -> int:
+        return sum(row.train for row in self.rows)
+
+    @property
+    def host(self) -> int:
+        return sum(row.host for row in self.rows)
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(row.rollout for row in self.rows if row.name == KV_CACHE)
+
+    @property
+    def peak(self) -> int:
+        return max(self.rollout, self.train)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.device.budget and self.concurrent_sequences > 0
+
+    def short_of(self) -> list[str]:
+        """The phases that want more: training that does not fit, a cache without room for a whole group."""
+        wanted = min(self.concurrent_sequences, self.settings.num_generations) < self.settings.num_generations
+        crowded = wanted or self.rollout > self.device.budget
+        return [*(["train"] if self.train > self.device.budget else []), *(["rollout"] if crowded else [])]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and for records."""
+        totals = {name: getattr(self, name) for name in
+                  ("rollout", "train", "host", "kv_bytes", "peak", "fits")}
+        return asdict(self) | totals
+
+    def named(self, model: str) -> "MemoryPlan":
+        """The same plan with the model's name."""
+        return replace(self, model=model)

@@ -1,0 +1,171 @@
+"""The numbers of a model's config that decide its memory, and the models whose configs ship with the package."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights that share a scale, scales that share one of theirs
+TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's values, those of the scales, and their offset
+FUSED = ("phi3",)  # model types that hold q, k, v in one matrix, and gate and up in another
+WITH_BIAS = ("qwen2",)  # on q, k, v, whatever the config says
+WITH_QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+VARIANT = re.compile(r"-(instruct|base|it|chat|unsloth|bnb|4bit|bf16)$")
+NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-llama-3.3-70b": "llama-3.3-70b"}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A weight (out, in) of a layer."""
+
+    name: str
+    rows: int
+    columns: int
+    bias: bool = False
+
+    @property
+    def weights(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def nf4_bytes(self) -> int:
+        """In NF4 with double quantization."""
+        blocks = -(-self.weights // BLOCK)
+        return -(-self.weights // 2) + blocks + 4 * -(-blocks // NESTED_BLOCK) + TABLES
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """D hidden size, I inner size of the MLP, L layers, H query heads and H_kv key heads of K numbers, V vocabulary."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    tied: bool  # the head is the embedding
+    context: int | None  # the longest that the model was made for
+    model_type: str = ""
+    attention_bias: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> "ModelShape":
+        """From a config.json's fields, or a transformers config. ValueError where they do not describe a dense decoder."""
+        fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        fields = fields.get("text_config") or fields
+        missing = [name for name in NEEDED if not isinstance(fields.get(name), int)]
+        if missing:
+            raise ValueError(f"the config has no {', '.join(missing)}; a decoder's config.json is needed")
+        if any((fields.get(name) or 1) > 1 for name in EXPERTS):
+            raise ValueError(f"{fields.get('model_type')} has several experts; plans are made for dense models only")
+        heads, kind = fields["num_attention_heads"], str(fields.get("model_type", ""))
+        return cls(
+            fields["hidden_size"], fields["intermediate_size"], fields["num_hidden_layers"], heads,
+            fields.get("num_key_value_heads") or heads, fields.get("head_dim") or fields["hidden_size"] // heads,
+            fields["vocab_size"], bool(fields.get("tie_word_embeddings", False)),
+            fields.get("max_position_embeddings"), kind, kind in WITH_BIAS or bool(fields.get("attention_bias")),
+        )
+
+    @property
+    def queries(self) -> int:
+        """Numbers that a token's queries hold: H K."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Numbers that a token's keys hold, and its values: H_kv K."""
+        return self.kv_heads * self.head_size
+
+    def linears(self) -> Iterator[Linear]:
+        """The weights of one layer that are quantized and take LoRA."""
+        bias = self.attention_bias
+        if self.model_type in FUSED:
+            yield Linear("qkv_proj", self.queries + 2 * self.keys, self.hidden, bias)
+            yield Linear("o_proj", self.hidden, self.queries)
+            yield Linear("gate_up_proj", 2 * self.inner, self.hidden)
+        else:
+            yield Linear("q_proj", self.queries, self.hidden, bias)
+            yield Linear("k_proj", self.keys, self.hidden, bias)
+            yield Linear("v_proj", self.keys, self.hidden, bias)
+            yield Linear("o_proj", self.hidden, self.queries)
+            yield Linear("gate_proj", self.inner, self.hidden)
+            yield Linear("up_proj", self.inner, self.hidden)
+        yield Linear("down_proj", self.hidden, self.inner)
+
+    def weight_bytes(self, nf4: bool) -> int:
+        """Of all layers and norms; embedding and head are apart."""
+        linears = sum(one.nf4_bytes if nf4 else 2 * one.weights for one in self.linears())
+        biases = 2 * sum(one.rows for one in self.linears() if one.bias)
+        norms = 2 * 2 * self.hidden + (2 * 2 * self.head_size if self.model_type in WITH_QK_NORM else 0)
+        return self.layers * (linears + biases + norms) + 2 * self.hidden + 2 * 4 * (self.head_size // 2)
+
+    @property
+    def table_bytes(self) -> int:
+        """The embedding, and the head likewise, in 16 bits."""
+        return 2 * self.vocabulary * self.hidden
+
+    def lora_weights(self, rank: int) -> int:
+        """Numbers of LoRA on all linears."""
+        return self.layers * rank * sum(one.rows + one.columns for one in self.linears())
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Of keys and values of one sequence in 16 bits."""
+        return 2 * 2 * self.layers * self.keys * tokens
+
+
+def named_shapes() -> list[str]:
+    """The names that ship with the package."""
+    return sorted(entry.name.removesuffix(".json") for entry in (files("lowmem_grpo") / "shapes").iterdir())
+
+
+def named_config(name: str) -> dict[str, Any]:
+    """The config.json of a model by its name here or on the hub, or of a folder or file.
+
+    Case, the owner, and endings such as -Instruct do not matter. ValueError names what comes close.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() or path.suffix == ".json":
+        return read_config(path / "config.json" if path.is_dir() else path)
+    short = shape_name(name)
+    if short is None:
+        close = difflib.get_close_matches(plain_name(name), named_shapes(), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(
+            f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a config.json"
+        )
+    found: dict[str, Any] = json.loads((files("lowmem_grpo") / "shapes" / f"{short}.json").read_text())
+    return found
+
+
+def shape_name(name: str) -> str | None:
+    """The shipped shape that a name means; None where there is none."""
+    plain = plain_name(name)
+    plain = NAMESAKES.get(plain, plain)
+    return plain if plain in named_shapes() else None
+
+
+def plain_name(name: str) -> str:
+    """Lower case, without the owner and without endings that do not change the shape."""
+    plain = name.rpartition("/")[2].lower()
+    while (shorter := VARIANT.sub("", plain)) != plain:
+        plain = shorter
+    return plain
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The fields of a config.json; ValueError says why it cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as a model's config.json: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no object of fields; a model's config.json is needed")
+    return found

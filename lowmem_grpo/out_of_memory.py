@@ -1,0 +1,161 @@
+"""Out of memory: told from other errors, freed of all it holds, and answered by doing less at once.
+
+`tried` makes an attempt and gives a `Shortage` back in place of the error. A `Bound` is how much is done at once, in
+training or in sampling; it shrinks at each shortage and stays small for the rest of the run.
+"""
+
+import gc
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from lowmem_grpo.memory_advice import MemoryAdvice, in_words
+from lowmem_grpo.metrics import peak_memory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+CARD_WORDS = ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+              "Triton Error [CUDA]: out of memory")
+ASKED = re.compile(r"[Tt]r(?:ied|y) to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+class MemoryExhaustedError(RuntimeError):
+    """Memory ran out, and nothing can be made smaller without changing what is trained."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """An out-of-memory error without its traceback, whose frames would keep the attempt's tensors alive."""
+
+    words: str  # the first line of the error's own
+    asked: int | None  # bytes that could not be had
+    peak: int  # bytes in use at most, so far
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the card or on the host; errors that merely speak of memory are others."""
+    if isinstance(error, MemoryExhaustedError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = str(error)
+    return isinstance(error, RuntimeError) and (words.startswith(CARD_WORDS) or any(w in words for w in CPU_WORDS))
+
+
+def tried(work: Callable[[], T], device: torch.device, undo: Callable[[], None] | None = None) -> T | Shortage:
+    """What `work` returns; or, where memory ran out, the shortage, after `undo` and with the memory free again."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        shortage = shortage_of(error, device)
+    if undo is not None:  # not in the handler: there the error still holds the frames of the attempt
+        undo()
+    free(device)
+    return shortage
+
+
+def shortage_of(error: BaseException, device: torch.device) -> Shortage:
+    words = str(error)
+    asked = ASKED.search(words)
+    wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])
+    first = words.splitlines()[0] if words else type(error).__name__
+    return Shortage(first, wanted, peak_memory(device)["memory/peak_bytes"])
+
+
+def free(device: torch.device) -> None:
+    """Give back what nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def smaller(limit: int, divisible: Iterable[int]) -> int | None:
+    """`limit` halved, until it splits the largest of what is `divisible` (sizes); None where nothing is."""
+    largest = max(divisible, default=0)
+    if not largest:
+        return None
+    limit //= 2
+    while limit >= largest:
+        limit //= 2
+    return limit
+
+
+@dataclass
+class Bound:
+    """The largest amount done at once in a phase, and how often memory ran out in it."""
+
+    phase: str  # "train" or "rollout"
+    unit: str  # what is counted
+    lowered: int | None = None  # None while memory has never run out
+    failures: int = 0
+    advice: MemoryAdvice = field(default_factory=MemoryAdvice)
+    planned: int | None = None  # what holds where the user gave no bound
+
+    def under(self, given: int | None) -> int | None:
+        """The bound that holds beside the `given` one; None is no bound."""
+        present = [value for value in (self.planned if given is None else given, self.lowered) if value is not None]
+        return min(present, default=None)
+
+    def lower(self, what: str, shortage: Shortage, limit: int | None) -> None:
+        """Count a shortage and remember the new limit; MemoryExhaustedError where that is None."""
+        if limit is None:
+            self.end(what, shortage)
+        self.lowered = limit
+        self.note(what, shortage, f"the bound on {self.unit} is now {limit:,}, and the work is repeated")
+
+    def note(self, what: str, shortage: Shortage, answer: str) -> None:
+        """Count a shortage and say what is done about it."""
+        self.failures += 1
+        bytes_asked = "" if shortage.asked is None else f" ({in_words(shortage.asked)} more could not be had)"
+        wrong = self.advice.wrong_row(self.phase, what, shortage.peak)
+        logger.warning("out of memory in %s%s: %s%s", what, bytes_asked, answer, wrong and f". {wrong}")
+
+    def end(self, what: str, shortage: Shortage) -> None:
+        """Count a shortage and raise MemoryExhaustedError, with the memory table and the settings that would help."""
+        self.failures += 1
+        raise MemoryExhaustedError(
+            f"out of memory in {what}, which cannot be made smaller: {shortage.words}\n"
+            f"Measured peak: {in_words(shortage.peak)}. {self.advice.text(self.phase)}"
+        )
+
+
+class RunMemory:
+    """A run's two bounds, saved with it."""
+
+    def __init__(self, advice: MemoryAdvice | None = None) -> None:
+        self.advice = advice or MemoryAdvice()
+        self.train = Bound("train", "tokens in a micro-batch", advice=self.advice)
+        self.rollout = Bound("rollout", "sequences sampled at once", advice=self.advice)
+
+    def watch(self, engine: Any) -> None:
+        """Give the bound to an engine that keeps one."""
+        if hasattr(engine, "bound"):
+            engine.bound = self.rollout
+
+    def metrics(self) -> dict[str, int]:
+        """How often memory ran out since the run began."""
+        return {"memory/oom_train": self.train.failures, "memory/oom_generate": self.rollout.failures}
+
+    def state(self) -> dict[str, dict[str, int | None]]:
+        """For a checkpoint, as JSON."""
+        return {bound.phase: {"lowered": bound.lowered, "failures": bound.failures} for bound in self.bounds}
+
+    def restore(self, saved: dict[str, dict[str, int | None]] | None) -> None:
+        """Undo `state`; a checkpoint from before there was one leaves everything as it is."""
+        for bound in self.bounds if saved else ():
+            values = (saved or {})[bound.phase]
+            bound.lowered, bound.failures = bound.under(values["lowered"]), int(values["failures"] or 0)
+
+    @property
+    def bounds(self) -> tuple[Bound, Bound]:
+        return self.train, self.rollout

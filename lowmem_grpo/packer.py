@@ -1,0 +1,51 @@
+"""Work on micro-batches that survives a shortage of memory: the same sequences again, in smaller micro-batches."""
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+
+from lowmem_grpo.batching import pack
+from lowmem_grpo.out_of_memory import Bound, Shortage, smaller, tried
+from lowmem_grpo.types import MicroBatch, RolloutGroup
+
+T = TypeVar("T")
+
+Limits = tuple[int | None, int | None]  # tokens and sequences of a micro-batch
+
+
+class Packer:
+    """Packs groups for a device, within limits and under a bound on tokens that shrinks when memory runs out."""
+
+    def __init__(self, device: torch.device, bound: Bound) -> None:
+        self.device, self.bound = device, bound
+        self.size = 0  # tokens of the micro-batch in progress
+
+    def run(
+        self, what: str, groups: list[RolloutGroup], limits: Limits, work: Callable[[Iterator[MicroBatch]], T],
+        undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None,
+    ) -> T:
+        """What `work` makes of all micro-batches of the groups; `what` names it in messages.
+
+        Where memory runs out, `undo` takes back what the attempt did, the bound is lowered, `again` prepares and all
+        is packed anew. Raises MemoryExhaustedError where each micro-batch is a single sequence already.
+        """
+        while True:
+            tokens = self.bound.under(limits[0])
+            batches = pack(groups, tokens, limits[1])
+            done = tried(lambda held=batches: work(self.moved(held)), self.device, undo)  # type: ignore[misc]
+            if not isinstance(done, Shortage):
+                return done
+            divisible = [len(batch.input_ids) for batch in batches if len(batch.rollouts) > 1]
+            self.bound.lower(self.describe(what), done, smaller(tokens or self.size, divisible))
+            if again is not None:
+                again()
+
+    def moved(self, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches on the device, one after the other."""
+        for batch in batches:
+            self.size = len(batch.input_ids)
+            yield batch.to(self.device)
+
+    def describe(self, what: str) -> str:
+        return f"{what} of {self.size:,} tokens"

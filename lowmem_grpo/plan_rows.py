@@ -1,0 +1,118 @@
+"""The rows of a plan: every component's bytes in both phases, for settings in which nothing is left open."""
+
+from lowmem_grpo.cards import MIB, Device
+from lowmem_grpo.memory_plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
+from lowmem_grpo.model_shape import ModelShape
+from lowmem_grpo.step_memory import (
+    BAND_BYTES,
+    CARD_ONLY,
+    CHUNK,
+    HEAD,
+    INPUTS,
+    LAYER,
+    TILE,
+    WORD,
+    WORKSPACE,
+    Moment,
+    StepShape,
+)
+
+ADAPTER_BYTES = 4  # adapters and their gradients are float32
+PAGED = "paged_adamw_8bit"  # its states are on the host but while they are used
+CUDA_CONTEXT = 512 * MIB  # of the driver and its libraries
+GRAPHS = 384 * MIB  # of vLLM's CUDA graphs
+PREFILL = 8192  # tokens that vLLM reads at a time, at most
+RESERVE = 0.04  # of what is freed and made again: holes between blocks
+WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE)
+NOTES = {
+    INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
+    HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
+    WORKSPACE: "fused attention's gradients, for all heads and in float32 (estimated)",
+}
+
+
+def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tuple[Choice, ...] = ()) -> MemoryPlan:
+    """The plan of complete settings; the cache takes what is left, up to what a group of the longest length needs."""
+    fixed = fixed_rows(shape, settings)
+    moments = step_shape(shape, settings).moments()
+    name = max(moments, key=lambda moment: sum(moments[moment].values()))
+    working = [working_row(component, name, moments) for component in WORKING]
+    allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
+    engine = Row("engine workspace", engine_workspace(shape, settings), card_only=True,
+                 note="prefill, sampling, CUDA graphs (estimated)")
+    driver = driver_rows(engine.rollout, sum(row.train for row in working))
+    taken = sum(row.rollout for row in (*fixed, engine, *driver))
+    one = shape.kv_bytes(settings.context)
+    kv_bytes = settings.kv_bytes or max(one, min(settings.num_generations * one, device.budget - taken))
+    cache = Row(KV_CACHE, kv_bytes, note="16 bits; freed while training")
+    concurrent = min(settings.num_generations, kv_bytes // one)
+    rows = (*fixed, cache, engine, *working, *host_rows(shape, settings), *driver)
+    return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
+
+
+def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
+    """What is there in both phases; gradients only while training."""
+    table, trained = shape.table_bytes, shape.lora_weights(settings.lora_rank)
+    weights, adapters = shape.weight_bytes(settings.load_in_4bit), ADAPTER_BYTES * trained
+    on_device = 0 if shape.tied or settings.host_embedding else table
+    states = 0 if settings.optim == PAGED else int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained)
+    where = "the head is the same table" if shape.tied else "on the host" if settings.host_embedding else "16 bits"
+    kind = "NF4, double quantization" if settings.load_in_4bit else "16 bits"
+    return [
+        Row("weights", weights, weights, note=f"linears in {kind}; norms, biases"),
+        Row("embedding", on_device, on_device, note=where),
+        Row("head", table, table, note="16 bits"),
+        Row("adapters", adapters, adapters, note=f"LoRA of rank {settings.lora_rank} on all linears, float32"),
+        Row("gradients", 0, adapters, note="of the adapters, float32"),
+        Row("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
+    ]
+
+
+def step_shape(shape: ModelShape, settings: RunSettings) -> StepShape:
+    """The largest micro-batch of a training step."""
+    tokens = max(settings.max_tokens or 0, settings.context)
+    return StepShape(
+        shape, tokens, tokens // settings.context, settings.lora_rank, settings.checkpointing,
+        settings.mlp_tile or 0, settings.chunk_rows or tokens, settings.load_in_4bit,
+    )
+
+
+def without_card(moment: Moment) -> int:
+    """What fake tensors show of a moment."""
+    return sum(size for component, size in moment.items() if component not in CARD_ONLY)
+
+
+def working_row(component: str, peak: str, moments: dict[str, Moment]) -> Row:
+    """A component's bytes at the peak; its note says where it holds more at another moment."""
+    now = moments[peak].get(component, 0)
+    other = max((moment for moment in moments if moment != peak), key=lambda moment: moments[moment].get(component, 0))
+    most = moments[other].get(component, 0)
+    elsewhere = f"; {most / MIB:,.0f} MiB in {other}" if most > now else ""
+    return Row(component, 0, now, note=NOTES[component] + elsewhere, card_only=component in CARD_ONLY)
+
+
+def engine_workspace(shape: ModelShape, settings: RunSettings) -> int:
+    """What the rollout engine holds beside weights and cache."""
+    sampling = 3 * 4 * settings.num_generations * shape.vocabulary  # logits, probabilities, sorted
+    tokens = min(settings.context, PREFILL)
+    prefill = WORD * tokens * (2 * shape.inner + 3 * shape.hidden + shape.queries + 2 * shape.keys)
+    return sampling + prefill + BAND_BYTES + (GRAPHS if settings.engine == "vllm" else 0)
+
+
+def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
+    """What the host holds."""
+    step, table = step_shape(shape, settings), shape.table_bytes
+    embedding = table if settings.host_embedding and not shape.tied else 0
+    states = int(OPTIMIZER_BYTES[PAGED] * shape.lora_weights(settings.lora_rank)) if settings.optim == PAGED else 0
+    return [Row("host buffers", host=step.host() + embedding + states,
+                note="layer inputs in pinned memory" + (", embedding" if embedding else "")
+                + (", optimizer" if states else ""))]
+
+
+def driver_rows(rollout: int, train: int) -> list[Row]:
+    """The driver's own memory, and room for holes between blocks."""
+    return [
+        Row("CUDA context", CUDA_CONTEXT, CUDA_CONTEXT, note="driver and libraries (estimated)", card_only=True),
+        Row("reserve", int(RESERVE * rollout), int(RESERVE * train), note="holes between blocks (estimated)",
+            card_only=True),
+    ]

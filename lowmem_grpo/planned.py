@@ -1,0 +1,130 @@
+"""Planned beside measured: the plan of a run on its own card, and the peaks of its phases."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lowmem_grpo.cards import DEFAULT_SHARE, Device
+from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.host_embedding import HostEmbedding
+from lowmem_grpo.host_room import check_host_room, host_bytes_needed
+from lowmem_grpo.kernels.linear_logprobs import default_rows
+from lowmem_grpo.lean_modules import LeanMLP
+from lowmem_grpo.memory_advice import MemoryAdvice, helpful_settings
+from lowmem_grpo.memory_plan import MemoryPlan, RunSettings
+from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.out_of_memory import RunMemory
+from lowmem_grpo.planner import plan
+from lowmem_grpo.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+
+def settings_of(model: FastPeftModel, config: GRPOConfig, engine: str, context: int) -> RunSettings:
+    """What the planner needs to know of a run; all that the user or a default has set already is left as it is."""
+    base: Any = model.get_base_model()
+    tiles = [module.tile_rows for module in base.modules() if isinstance(module, LeanMLP)]
+    checkpointing = bool(base.is_gradient_checkpointing)
+    vocabulary = base.config.get_text_config().vocab_size
+    return RunSettings(
+        context=context, num_generations=config.num_generations,
+        lora_rank=int(vars(model.peft_config[model.active_adapter])["r"]),
+        load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)),
+        checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,
+        max_tokens=config.max_tokens_per_micro_batch, mlp_tile=(tiles[0] or 0) if tiles else 0,
+        chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),
+        kv_bytes=model.loaded.keeper.settings.kv_cache_bytes, optim=config.optim,
+        host_embedding=isinstance(base.get_input_embeddings(), HostEmbedding),
+    )
+
+
+def this_card(device: torch.device) -> Device:
+    """The card that a run is on, and what of it this process may fill."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = min(DEFAULT_SHARE, torch.cuda.get_per_process_memory_fraction(device))
+    return Device(torch.cuda.get_device_name(device), total, int(total * share))
+
+
+class PhasePeaks:
+    """Peaks of torch's allocations in each phase of a step, on a card; on the CPU nothing is counted."""
+
+    def __init__(self, device: torch.device, plan: MemoryPlan | None = None) -> None:
+        self.device, self.plan = device, plan
+        self.counted = device.type == "cuda"
+        self.peaks: dict[str, int] = {}
+        self.highest = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside is part of the phase "generate" or "train"."""
+        if not self.counted:
+            yield
+            return
+        self.highest = max(self.highest, torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        try:
+            yield
+        finally:
+            self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated(self.device))
+            self.highest = max(self.highest, self.peaks[name])
+
+    def metrics(self) -> dict[str, int]:
+        """Bytes: the highest peak so far, each phase's since the last call, and what was planned."""
+        if not self.counted:
+            return {}
+        measured = {"memory/peak_bytes": self.highest} | {f"memory/{name}_bytes": at for name, at in self.peaks.items()}
+        self.peaks = {}
+        if self.plan is None:
+            return measured
+        return measured | {
+            "memory/planned_generate_bytes": self.plan.rollout, "memory/planned_train_bytes": self.plan.train
+        }
+
+
+def plan_memory(
+    model: FastPeftModel, config: GRPOConfig, policy: Policy, engine: Engine, context: int
+) -> tuple[RunMemory, PhasePeaks]:
+    """A run's bounds and what is said when memory runs out; on a card its plan, which bounds micro-batches where the
+    user did not. MemoryError where the host has no room for the layer inputs."""
+    four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
+    memory = RunMemory(MemoryAdvice(helpful_settings(config, model.loaded, four_bit, engine.name)))
+    memory.watch(engine)
+    if policy.device.type != "cuda":
+        return memory, PhasePeaks(policy.device)
+    settings = settings_of(model, config, engine.name, context)
+    memory.advice.plan = found = plan_run(settings, model, this_card(policy.device))
+    if found is not None:
+        memory.train.planned = found.settings.max_tokens
+        check_room(policy, found)
+    return memory, PhasePeaks(policy.device, found)
+
+
+def check_room(policy: Policy, found: MemoryPlan) -> None:
+    """The host has room for what is offloaded to it."""
+    if found.settings.checkpointing == "offload":
+        shape, dtype = policy.base.config.get_text_config(), policy.head.weight.dtype
+        tokens = found.settings.max_tokens or found.settings.context
+        check_host_room(host_bytes_needed(shape.num_hidden_layers, tokens, shape.hidden_size, dtype))
+
+
+def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> MemoryPlan | None:
+    """The run's plan, logged; None for a model that plans cannot be made for, which is logged as well."""
+    try:
+        found = plan(model.config, settings, device, model.loaded.name)
+    except ValueError as error:
+        logger.info("memory: no plan for this model (%s)", error)
+        return None
+    gib = 2**30
+    logger.info(
+        "memory planned on %s: rollout %.1f GiB, training %.1f GiB in micro-batches of at most %s tokens, %.1f GiB on "
+        "the host", device.name, found.rollout / gib, found.train / gib, f"{found.settings.max_tokens or 0:,}",
+        found.host / gib,
+    )
+    if not found.fits:
+        logger.warning("by the plan this run does not fit the %.1f GiB that it may use: %s. It is tried all the same: "
+                       "plans are estimates", device.budget / gib, "; ".join(found.advice))
+    return found

@@ -1,0 +1,127 @@
+"""Bytes of a training step, moment by moment: what is alive when a layer's MLP, its attention, or the head is at work.
+
+T tokens of a micro-batch in S sequences, D hidden size, I inner size, R rows of an MLP tile; 16 bits a number. A moment
+lists what is alive beside weights, adapters, gradients and optimizer, under the names of a plan's rows. The sizes are
+those of the code that runs (`offload`, `lean_modules`, `lora_layers`, `attention`, `linear_logprobs`), and are held
+against it by tests that weigh a real step.
+"""
+
+from dataclasses import dataclass
+
+from lowmem_grpo.model_shape import FUSED, WITH_QK_NORM, ModelShape
+
+WORD = 2  # bytes of a number in 16 bits
+BAND_BYTES = 64 * 2**20  # of dequantized weights at a time
+PAGE_BYTES = 4 * 2**20  # of host memory
+RESIDENT = 2  # layer inputs on the device while the others are on the host
+EMBEDDED = 1  # the embedding's output, which requires a gradient and so stays
+INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
+    "layer inputs", "layer recompute", "MLP tile", "logits chunk", "U and hidden states", "attention workspace"
+)
+CARD_ONLY = (WORKSPACE,)  # of kernels that run on cards alone
+Moment = dict[str, int]
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What one micro-batch looks like."""
+
+    model: ModelShape
+    tokens: int  # T
+    sequences: int  # S
+    rank: int
+    checkpointing: bool | str
+    mlp_tile: int  # R; 0 for none
+    chunk_rows: int
+    nf4: bool = True
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of (T, D)."""
+        return WORD * self.tokens * self.model.hidden
+
+    @property
+    def queries(self) -> int:
+        """Bytes of (T, H K)."""
+        return WORD * self.tokens * self.model.queries
+
+    @property
+    def keys(self) -> int:
+        """Bytes of (T, H_kv K)."""
+        return WORD * self.tokens * self.model.keys
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the MLP takes at a time."""
+        return min(self.mlp_tile or self.tokens, self.tokens)
+
+    def moments(self) -> dict[str, Moment]:
+        """Each moment at which a step may hold most."""
+        return {"MLP backward": self.mlp(), "attention backward": self.attention(), "head": self.head()}
+
+    def inputs(self) -> int:
+        """Layer inputs on the device."""
+        if not self.checkpointing:
+            return 0
+        kept = RESIDENT if self.checkpointing == "offload" else self.model.layers
+        return self.hidden * (kept + EMBEDDED)
+
+    def host(self) -> int:
+        """Layer inputs on the host, in whole pages; what the final norm keeps goes there too."""
+        if self.checkpointing != "offload":
+            return 0
+        pages = -(-self.hidden // PAGE_BYTES)
+        return (self.model.layers + 1) * pages * PAGE_BYTES
+
+    def attention_saved(self) -> int:
+        """What attention keeps: normed input, q, k, v, output."""
+        kept = self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.tokens * self.model.heads  # and log-sums
+        if self.sequences > 1:
+            kept += self.queries  # the output side by side, and packed again
+        if self.model.model_type in WITH_QK_NORM:
+            kept += self.queries + self.keys + 4 * self.tokens * (self.model.heads + self.model.kv_heads)
+        if self.model.model_type in FUSED:
+            kept += 2 * self.queries + self.keys  # all of q, k, v is held by v alone; the output is copied
+        return kept
+
+    def saved(self) -> int:
+        """What a layer keeps for its backward pass beside its input."""
+        mlp = 0 if self.mlp_tile else 2 * WORD * self.tokens * self.model.inner  # gate and up
+        return self.attention_saved() + 2 * self.hidden + mlp
+
+    def layers_kept(self) -> int:
+        """What is kept of all layers where nothing is recomputed, or of the one that is."""
+        if self.checkpointing:
+            return self.saved()
+        return self.model.layers * (self.saved() + self.hidden)
+
+    def mlp(self) -> Moment:
+        """The gradient of an MLP: gate, up and their common gradient of a tile, beside the tile before it."""
+        inner = WORD * self.rows * self.model.inner
+        row_hidden = WORD * self.rows * self.model.hidden
+        lora = 4 * self.rank * 3 * (self.model.inner + self.model.hidden)
+        at_work = (3 if self.mlp_tile else 1) * inner + 2 * row_hidden  # kept already where there are no tiles
+        following = min(self.rows, self.tokens - self.rows)  # tokens of the second tile
+        beside = 2 * inner + WORD * following * 2 * self.model.inner + row_hidden if following else 0
+        grads = self.hidden * (2 if self.mlp_tile else 1)  # of the output, and of the input as it fills
+        tile = max(at_work, beside) + lora + self.band()
+        return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads, TILE: tile}
+
+    def attention(self) -> Moment:
+        """The gradient of attention: of its output, q, k and v; on a card in float32 and for all heads first."""
+        grads = 2 * self.hidden + 2 * self.queries + 2 * self.keys
+        grads += 2 * self.queries if self.sequences > 1 else 0
+        mlp_done = self.hidden if self.checkpointing else 0  # its normed input is gone
+        workspace = 2 * self.queries + (2 * self.queries if self.model.heads != self.model.kv_heads else 0)
+        return {INPUTS: self.inputs(), LAYER: self.layers_kept() - mlp_done + grads, WORKSPACE: workspace}
+
+    def head(self) -> Moment:
+        """The output head: trained states, U, and a chunk of logits in float32."""
+        logits = 4 * min(self.chunk_rows, self.tokens) * self.model.vocabulary
+        kept = 0 if self.checkpointing else self.layers_kept()
+        return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}
+
+    def band(self) -> int:
+        """Dequantized weights of one band."""
+        largest = max(WORD * one.weights for one in self.model.linears()) if self.nf4 else 0
+        return largest // max(1, -(-largest // BAND_BYTES))

@@ -1,0 +1,76 @@
+"""A run's own plan: it is made of the settings that the run has, and never stops one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_grpo import FastLanguageModel, GRPOConfig
+from lowmem_grpo.cards import device
+from lowmem_grpo.planned import PhasePeaks, plan_run, settings_of
+
+
+def loaded(**options: Any) -> Any:
+    model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False, max_seq_length=128)
+    return FastLanguageModel.get_peft_model(model, r=4, **options)
+
+
+def test_the_plan_is_made_of_what_the_run_has() -> None:
+    config = GRPOConfig(num_generations=4, max_tokens_per_micro_batch=300, logits_chunk=7, optim="adamw_8bit")
+    found = settings_of(loaded(mlp_tile=16), config, "transformers", 128)
+    assert (found.context, found.num_generations, found.lora_rank, found.max_tokens) == (128, 4, 4, 300)
+    assert (found.checkpointing, found.mlp_tile, found.chunk_rows, found.optim) == ("offload", 16, 7, "adamw_8bit")
+    assert (found.load_in_4bit, found.host_embedding, found.engine) == (False, False, "transformers")
+
+
+@pytest.mark.parametrize(("mode", "expected", "tile"), [(True, True, 4096), (False, False, 0)])
+def test_checkpointing_is_seen(mode: bool, expected: bool, tile: int) -> None:
+    found = settings_of(loaded(use_gradient_checkpointing=mode), GRPOConfig(), "vllm", 128)
+    assert (found.checkpointing, found.mlp_tile, found.max_tokens) == (expected, tile, None)
+
+
+def test_a_plan_chooses_the_size_of_micro_batches_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = loaded()
+    with caplog.at_level("INFO", logger="lowmem_grpo"):
+        plan = plan_run(settings_of(model, GRPOConfig(), "transformers", 128), model, device("16GiB"))
+    assert plan is not None and plan.fits
+    assert plan.settings.max_tokens and plan.settings.max_tokens >= 128
+    assert "memory planned on 16GiB: rollout" in caplog.text
+
+
+def test_a_run_that_does_not_fit_its_plan_is_warned_of_and_not_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    model = loaded()
+    with caplog.at_level("WARNING", logger="lowmem_grpo"):
+        plan = plan_run(settings_of(model, GRPOConfig(), "transformers", 128), model, device("1MiB"))
+    assert plan is not None and not plan.fits
+    assert "by the plan this run does not fit" in caplog.text and "tried all the same" in caplog.text
+
+
+def test_a_model_that_cannot_be_planned_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    model = loaded()
+    settings = settings_of(model, GRPOConfig(), "transformers", 128)
+    model.config.num_local_experts = 8
+    with caplog.at_level("INFO", logger="lowmem_grpo"):
+        assert plan_run(settings, model, device("16GiB")) is None
+    assert "no plan for this model" in caplog.text and "several experts" in caplog.text
+
+
+def test_phases_on_the_cpu_count_nothing_and_show_no_number_that_was_not_measured() -> None:
+    peaks = PhasePeaks(torch.device("cpu"))
+    with peaks.phase("train"):
+        torch.ones(1000)
+    assert peaks.metrics() == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_phases_on_a_card_have_peaks_of_their_own() -> None:
+    peaks = PhasePeaks(torch.device("cuda:0"))
+    held = torch.cuda.memory_allocated()
+    for name, count in (("generate", 2**22), ("train", 2**20), ("train", 2**19)):
+        with peaks.phase(name):
+            torch.empty(count, dtype=torch.uint8, device="cuda")
+    found = peaks.metrics()
+    assert found["memory/generate_bytes"] - held >= 2**22 > found["memory/train_bytes"] - held >= 2**20
+    assert found["memory/peak_bytes"] >= found["memory/generate_bytes"]
+    assert set(peaks.metrics()) == {"memory/peak_bytes"}

@@ -1,0 +1,276 @@
+"""Plans: exact where they can be, near what a real step holds, honest where nothing fits."""
+
+import json
+import math
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.cards import GIB, Device, device
+from lowmem_grpo.memory_plan import MemoryPlan, RunSettings
+from lowmem_grpo.model_shape import ModelShape, named_config, named_shapes, shape_name
+from lowmem_grpo.plan_rows import build
+from lowmem_grpo.planner import max_context, plan
+
+WEIGHING = Path(__file__).parents[1] / "bench" / "weighing"
+NEAR = 0.05
+TARGETS = [  # case, GiB that it must fit into, and GiB for training alone
+    ("llama-3.1-8b", 20480, 14, 11), ("llama-3.1-8b", 131072, 24, 24), ("qwen2.5-1.5b", 2048, 4, 4),
+    ("phi-4-14b", 8192, 15, 15), ("llama-3.3-70b", 2048, 46, 46),
+]
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+            "phi3": "Phi3ForCausalLM"}
+RANDOM_SHAPES = 5
+
+
+@pytest.fixture
+def weighing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark's module that weighs a real step on fake tensors."""
+    monkeypatch.syspath_prepend(str(WEIGHING))
+    import weigh
+
+    return weigh
+
+
+def settings_of(context: int, **changes: Any) -> RunSettings:
+    """Settings with nothing left open, as `weigh` has them by default."""
+    fixed = RunSettings(context, max_tokens=context, mlp_tile=4096, chunk_rows=1024, optim="adamw_8bit",
+                        host_embedding=False)
+    return replace(fixed, **changes)
+
+
+def planned_bytes(config: dict[str, Any], settings: RunSettings) -> int:
+    return build(ModelShape.of(config), settings, device("1024GiB")).train_allocated
+
+
+def shallow(config: dict[str, Any], layers: int = 4) -> dict[str, Any]:
+    """The same with few layers: what a layer adds is the same in each."""
+    return config | {"num_hidden_layers": layers}
+
+
+def drawn_shape(seed: int) -> tuple[dict[str, Any], int]:
+    """A config of random sizes, and a context."""
+    draw = random.Random(seed)
+    family, kv_heads = draw.choice(sorted(FAMILIES)), draw.choice([2, 4, 8])
+    heads = kv_heads * draw.choice([1, 2, 4])
+    size = draw.choice([64, 128])
+    hidden = heads * size if family in ("phi3", "qwen2") else draw.randrange(1024, 5121, 256)
+    config = {
+        "model_type": family, "hidden_size": hidden, "intermediate_size": draw.randrange(2 * hidden, 5 * hidden, 256),
+        "num_hidden_layers": draw.randrange(4, 9), "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": size, "vocab_size": draw.randrange(32_000, 160_001, 64), "max_position_embeddings": 131072,
+        "tie_word_embeddings": draw.random() < 0.5, "pad_token_id": 0,
+    }
+    return config, draw.randrange(2048, 24577, 512)
+
+
+@pytest.mark.parametrize("name", named_shapes())
+def test_weights_and_adapters_are_planned_to_the_byte(name: str, weighing: Any) -> None:
+    config = shallow(named_config(name), 2)
+    found = weighing.weigh(config, [256])
+    rows = {row.name: row.train for row in build(ModelShape.of(config), settings_of(256), device("80GiB")).rows}
+    assert rows["weights"] + rows["embedding"] + rows["head"] == found.weights
+    assert rows["adapters"] == found.adapters
+    assert rows["gradients"] == found.gradients
+
+
+@pytest.mark.parametrize(("name", "context"), [(name, context) for name, context, _, _ in TARGETS])
+def test_a_step_holds_what_was_planned_for_it_within_five_percent(name: str, context: int, weighing: Any) -> None:
+    config = shallow(named_config(name))
+    measured = weighing.weigh(config, [context])
+    assert math.isclose(planned_bytes(config, settings_of(context)), measured.device, rel_tol=NEAR)
+
+
+@pytest.mark.parametrize("seed", range(RANDOM_SHAPES))
+def test_a_random_shape_holds_what_was_planned_for_it_within_five_percent(seed: int, weighing: Any) -> None:
+    config, context = drawn_shape(seed)
+    measured = weighing.weigh(config, [context])
+    assert math.isclose(planned_bytes(config, settings_of(context)), measured.device, rel_tol=NEAR)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_layer_inputs_kept_on_the_device_are_planned_for(checkpointing: bool, weighing: Any) -> None:
+    config = shallow(named_config("qwen3-4b"), 8)
+    measured = weighing.weigh(config, [4096], weighing.Features(checkpointing=checkpointing))
+    settings = settings_of(4096, checkpointing=checkpointing, mlp_tile=4096 if checkpointing else 0)
+    assert math.isclose(planned_bytes(config, settings), measured.device, rel_tol=NEAR)
+
+
+def test_host_memory_is_planned_within_a_layer_input(weighing: Any) -> None:
+    config, context = shallow(named_config("llama-3.1-8b"), 6), 8192
+    measured = weighing.weigh(config, [context])
+    found = build(ModelShape.of(config), settings_of(context), device("80GiB"))
+    assert abs(found.host - measured.host) <= 2 * context * 4096 + 4 * 2**20
+
+
+def test_the_longest_named_case_holds_no_matrix_of_tokens_by_tokens(weighing: Any) -> None:
+    context = 131072
+    found = weighing.weigh(shallow(named_config("llama-3.1-8b"), 2), [context])
+    assert max(math.prod(made.shape) for _, _, made in found.breakdown) < context**2 / 8
+
+
+@pytest.mark.parametrize(("name", "context", "gib", "training"), TARGETS)
+def test_a_named_case_fits_the_card_that_was_promised(name: str, context: int, gib: int, training: int) -> None:
+    found = plan(named_config(name), RunSettings(context), device(f"{gib}GiB"), name)
+    assert found.fits
+    assert found.peak <= gib * GIB
+    assert found.train <= training * GIB
+    assert found.concurrent_sequences >= 1
+
+
+def test_rows_add_up_and_every_component_has_one() -> None:
+    found = plan(named_config("llama-3.1-8b"), RunSettings(20480), device("16GiB"))
+    assert sum(row.train for row in found.rows) == found.train
+    assert sum(row.rollout for row in found.rows) == found.rollout
+    assert {row.name for row in found.rows} >= {
+        "weights", "embedding", "head", "adapters", "gradients", "optimizer", "KV cache", "layer recompute",
+        "MLP tile", "logits chunk", "U and hidden states", "attention workspace", "host buffers", "CUDA context",
+        "reserve",
+    }
+
+
+def test_a_plan_can_be_written_as_json() -> None:
+    found = plan(named_config("qwen3-4b"), RunSettings(4096), device("t4"), "qwen3-4b")
+    again = json.loads(json.dumps(found.to_dict()))
+    assert again["train"] == found.train
+    assert again["fits"] is True
+    assert [row["name"] for row in again["rows"]] == [row.name for row in found.rows]
+
+
+def test_settings_that_were_asked_for_stay_as_they_are() -> None:
+    asked = RunSettings(4096, max_tokens=4096, mlp_tile=2048, chunk_rows=128, optim="adamw_torch", kv_bytes=GIB,
+                        host_embedding=False)
+    found = plan(named_config("llama-3.1-8b"), asked, device("8GiB"))
+    assert found.settings == asked
+    assert found.choices == ()
+
+
+def test_a_smaller_card_gets_slower_settings_and_is_told_what_each_bought() -> None:
+    roomy, tight = (plan(named_config("llama-3.1-8b"), RunSettings(8192, engine="transformers"), device(gib))
+                    for gib in ("80GiB", "9.5GiB"))
+    assert [choice.name for choice in roomy.choices] == ["kv_bytes"]
+    bought = {choice.name: choice.saved for choice in tight.choices if choice.name != "kv_bytes"}
+    assert {"optim", "host_embedding"} <= set(bought)
+    assert all(saved > 0 for saved in bought.values())
+    assert tight.train < roomy.train
+
+
+def test_the_cache_takes_what_is_left_and_never_more_than_a_group_needs() -> None:
+    shape = ModelShape.of(named_config("qwen2.5-1.5b"))
+    roomy = plan(named_config("qwen2.5-1.5b"), RunSettings(2048), device("80GiB"))
+    assert roomy.kv_bytes == 8 * shape.kv_bytes(2048)
+    tight = plan(named_config("llama-3.1-8b"), RunSettings(20480), device("14GiB"))
+    assert tight.rollout <= 14 * GIB
+    assert 1 <= tight.concurrent_sequences < 8
+
+
+def test_memory_grows_with_the_context() -> None:
+    found = [plan(named_config("llama-3.1-8b"), RunSettings(n), device("h200")).train for n in (16384, 32768, 65536)]
+    assert found == sorted(found)
+    assert found[0] < found[1] < found[2]
+
+
+def test_the_longest_context_fits_and_a_longer_one_does_not() -> None:
+    config, card = named_config("llama-3.1-8b"), device("16GiB")
+    longest = max_context(config, RunSettings(1), card)
+    assert 20480 < longest < 131072
+    assert plan(config, RunSettings(longest), card).fits
+    assert not plan(config, RunSettings(longest + 128), card).fits
+
+
+def test_a_card_too_small_for_the_weights_is_told_what_would_fit() -> None:
+    found = plan(named_config("llama-3.3-70b"), RunSettings(2048), device("t4"), "llama-3.3-70b")
+    assert not found.fits
+    words = " ".join(found.advice)
+    assert "weights and adapters alone take" in words
+    assert "the largest known model that fits" in words
+    assert "phi-4-14b" in words
+
+
+def test_a_context_that_does_not_fit_is_told_the_longest_that_does() -> None:
+    card = device("12GiB")
+    found = plan(named_config("llama-3.1-8b"), RunSettings(131072), card)
+    assert not found.fits
+    longest = max_context(named_config("llama-3.1-8b"), RunSettings(1), card)
+    assert f"is {longest:,} tokens" in found.advice[0]
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    with pytest.raises(ValueError, match="context is 50000; this model's is 40960 at most"):
+        plan(named_config("qwen3-8b"), RunSettings(50000), device("h100"))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"context": 0}, "context is 0"), ({"num_generations": 0}, "num_generations is 0"),
+    ({"optim": "sgd"}, "optim is 'sgd'; allowed are"), ({"engine": "sglang"}, "engine is 'sglang'"),
+    ({"checkpointing": "yes"}, "checkpointing is 'yes'"), ({"host_embedding": True}, "looks the embedding up"),
+    ({"mlp_tile": -1}, "mlp_tile is -1"), ({"max_tokens": 0}, "max_tokens is 0"),
+])
+def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunSettings(**{"context": 2048} | changes)
+
+
+@pytest.mark.parametrize(("name", "shape"), [
+    ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"), ("meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"),
+    ("unsloth/Qwen2.5-1.5B-Instruct-unsloth-bnb-4bit", "qwen2.5-1.5b"), ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+    ("microsoft/phi-4", "phi-4-14b"), ("LLAMA-3.3-70B", "llama-3.3-70b"), ("Qwen/Qwen3-32B", None),
+])
+def test_a_hub_name_finds_its_shape(name: str, shape: str | None) -> None:
+    assert shape_name(name) == shape
+
+
+def test_an_unknown_model_is_told_the_close_ones() -> None:
+    with pytest.raises(ValueError, match=r"no model 'lama-3.1-8b'; did you mean llama-3.1-8b"):
+        named_config("lama-3.1-8b")
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("{", "cannot be read"), ("[]", "holds no object"), ('{"hidden_size": 64}', "has no intermediate_size"),
+    (json.dumps(named_config("qwen3-4b") | {"num_experts": 128}), "several experts"),
+])
+def test_a_config_that_describes_no_dense_decoder_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        ModelShape.of(named_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize(("name", "total", "budget"), [
+    ("16GiB", 16 * GIB, 16 * GIB), ("24 gb", 24 * 10**9, 24 * 10**9), ("Tesla T4", 15360 * 2**20, None),
+    ("NVIDIA RTX 4090", 24564 * 2**20, None), ("a100-40gb", 40960 * 2**20, None), ("A100 80GB", 81920 * 2**20, None),
+    ("rtx5090", 32607 * 2**20, None), ("V100-32", 32768 * 2**20, None),
+])
+def test_cards_are_found_by_their_usual_names(name: str, total: int, budget: int | None) -> None:
+    found = device(name)
+    assert found.total == total
+    assert found.budget == (budget or int(0.95 * total))
+
+
+def test_a_share_of_the_card_is_what_may_be_filled() -> None:
+    assert device("16GiB", 0.5).budget == 8 * GIB
+    with pytest.raises(ValueError, match="gpu_memory_utilization is 1.5"):
+        device("t4", 1.5)
+
+
+def test_an_unknown_card_is_told_the_close_ones() -> None:
+    with pytest.raises(ValueError, match="no card '4900'; did you mean"):
+        device("4900")
+
+
+def test_planning_needs_neither_torch_nor_transformers() -> None:
+    import subprocess
+
+    code = ("import sys; from lowmem_grpo.planner import plan, named_config, RunSettings; "
+            "from lowmem_grpo.cards import device; plan(named_config('qwen3-4b'), RunSettings(2048), device('t4')); "
+            "print([name for name in ('torch', 'transformers', 'rich') if name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_plan_says_which_phase_wants_more() -> None:
+    found: MemoryPlan = build(ModelShape.of(named_config("llama-3.1-8b")), settings_of(20480), Device("x", GIB, GIB))
+    assert found.short_of() == ["train", "rollout"]
