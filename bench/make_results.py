@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 from kernel_targets import NOT_RUN, Verdict, verdicts
+from results_memory import memory_table
 from results_rollout import rollout_table
 from rows import newest, read_rows
 
@@ -113,6 +114,7 @@ def place(row: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "demo": demo_table, "step_time": step_table, "kernels": kernel_table, "rollout": rollout_table,
+    "memory": memory_table,
 }
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from memory_stages import CASES, STAGES, Case, completion_lengths
 from memory_picture import svg
+from memory_stages import CASES, STAGES, Case, completion_lengths
 from results_memory import GIB, newest_cases
 from rows import append_row, machine, read_rows
 
@@ -43,7 +43,8 @@ def planned(case: Case, budget: float | None) -> dict[str, int]:
         optim="adamw_8bit", host_embedding=False,
     )
     found = plan(named_config(case.shape), settings, device(f"{budget or 1024}GiB"), case.shape)
-    return {"planned_bytes": found.train_allocated, "planned_train_bytes": found.train, "planned_host_bytes": found.host}
+    sizes = {"planned_bytes": found.train_allocated, "planned_train_bytes": found.train}
+    return sizes | {"planned_host_bytes": found.host}
 
 
 def weigh_stage(case: Case, stage: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ PARTS = {  # of a row: its words and its colour
     "adapters_bytes": ("adapters", "#6fb1e0"), "gradients_bytes": ("gradients", "#5fb49c"),
     "optimizer_bytes": ("optimizer", "#e0b03a"), "activations_bytes": ("activations", "#e0803a"),
 }
-WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 860, 150, 120, 22, 10, 58
+WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 860, 150, 150, 22, 10, 58
 INK, PAPER, FONT = "#24292f", "#ffffff", "font-family='system-ui, sans-serif'"
 LINEAR_UP_TO = 24 * GIB  # what a bar's full length means; longer ones are cut, and say so
 

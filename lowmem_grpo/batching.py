@@ -14,6 +14,7 @@ from torch import Tensor
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 Sequence = tuple[RolloutGroup, Rollout]
+SPREAD = 2  # a long prompt with many short completions would take far more side by side than packed
 
 
 def pack(
@@ -22,16 +23,20 @@ def pack(
     """Pack every completion, group by group, longest first, into micro-batches.
 
     A micro-batch holds at most `max_tokens` places and `max_sequences` sequences; a sequence longer than `max_tokens`
-    runs alone. Sorting by length keeps the sequences of one micro-batch alike, which padded attention kernels like.
+    runs alone. Attention lays sequences side by side, each with its prompt and as wide as the longest: that is bounded
+    too, by `SPREAD` times `max_tokens`. Sorting by length keeps the sequences of one micro-batch alike.
     """
     batches: list[list[Sequence]] = []
-    room = 0.0
+    room, width = 0.0, 0
+    limit = max_tokens or float("inf")
     for sequence in ordered(groups):
         shared = bool(batches) and batches[-1][-1][0] is sequence[0]
         needed = len(sequence[1].completion_ids) if shared else sequence_length(sequence)
-        if not batches or needed > room or len(batches[-1]) == max_sequences:
+        width = max(width, sequence_length(sequence))
+        full = not batches or len(batches[-1]) == max_sequences or (len(batches[-1]) + 1) * width > SPREAD * limit
+        if full or needed > room:
             batches.append([])
-            room, needed = max_tokens or float("inf"), sequence_length(sequence)
+            room, needed, width = limit, sequence_length(sequence), sequence_length(sequence)
         batches[-1].append(sequence)
         room -= needed
     return [collate(batch) for batch in batches]

@@ -147,7 +147,8 @@ def config_of(model: str) -> Any:
         try:
             return AutoConfig.from_pretrained(model)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{unknown} (the hub did not give a config either: {str(error).splitlines()[0]})") from error
+            cause = str(error).splitlines()[0]
+            raise ValueError(f"{unknown} (the hub did not give a config either: {cause})") from error
 
 
 class plain_errors:  # noqa: N801  (used like a function)

@@ -58,7 +58,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
-        """From a config.json's fields, or a transformers config. ValueError where they do not describe a dense decoder."""
+        """From a config.json's fields, or a transformers config; ValueError where they describe no dense decoder."""
         fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         fields = fields.get("text_config") or fields
         missing = [name for name in NEEDED if not isinstance(fields.get(name), int)]

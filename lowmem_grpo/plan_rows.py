@@ -38,8 +38,9 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
     working = [working_row(component, name, moments) for component in WORKING]
     allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
-    engine = Row("engine workspace", engine_workspace(shape, settings), card_only=True,
-                 note="prefill, sampling, CUDA graphs (estimated)")
+    graphs = GRAPHS if settings.engine == "vllm" else 0
+    engine = Row("engine workspace", engine_workspace(shape, settings) + graphs, graphs, card_only=True,
+                 note="prefill and sampling" + ("; CUDA graphs, which stay" if graphs else "") + " (estimated)")
     driver = driver_rows(engine.rollout, sum(row.train for row in working))
     taken = sum(row.rollout for row in (*fixed, engine, *driver))
     one = shape.kv_bytes(settings.context)
@@ -92,11 +93,11 @@ def working_row(component: str, peak: str, moments: dict[str, Moment]) -> Row:
 
 
 def engine_workspace(shape: ModelShape, settings: RunSettings) -> int:
-    """What the rollout engine holds beside weights and cache."""
+    """What the rollout engine holds beside weights and cache while it samples, CUDA graphs left out."""
     sampling = 3 * 4 * settings.num_generations * shape.vocabulary  # logits, probabilities, sorted
     tokens = min(settings.context, PREFILL)
     prefill = WORD * tokens * (2 * shape.inner + 3 * shape.hidden + shape.queries + 2 * shape.keys)
-    return sampling + prefill + BAND_BYTES + (GRAPHS if settings.engine == "vllm" else 0)
+    return sampling + prefill + BAND_BYTES
 
 
 def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:

@@ -51,7 +51,7 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
         saved = max((needed(now, phase) - needed(then, phase) for phase in now.short_of()), default=0)
         if saved > 0:
             now, choices = then, [*choices, Choice(name, value, saved, why)]
-    return replace(now, choices=tuple([*merged(choices), *chosen_for_rollout(now, asked)]))
+    return replace(now, choices=(*merged(choices), *chosen_for_rollout(now, asked)))
 
 
 def needed(found: MemoryPlan, phase: str) -> int:
@@ -62,7 +62,7 @@ def needed(found: MemoryPlan, phase: str) -> int:
 def generous(asked: RunSettings) -> RunSettings:
     """The fastest setting in the place of each that was left open."""
     together = min(asked.num_generations, max(1, MAX_PACKED // asked.context))
-    defaults = {
+    defaults: dict[str, Any] = {
         "max_tokens": together * asked.context, "mlp_tile": TILES[0], "chunk_rows": CHUNKS[0],
         "host_embedding": False, "optim": "adamw_torch",
     }

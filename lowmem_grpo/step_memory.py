@@ -14,7 +14,6 @@ WORD = 2  # bytes of a number in 16 bits
 BAND_BYTES = 64 * 2**20  # of dequantized weights at a time
 PAGE_BYTES = 4 * 2**20  # of host memory
 RESIDENT = 2  # layer inputs on the device while the others are on the host
-EMBEDDED = 1  # the embedding's output, which requires a gradient and so stays
 INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
     "layer inputs", "layer recompute", "MLP tile", "logits chunk", "U and hidden states", "attention workspace"
 )
@@ -55,6 +54,11 @@ class StepShape:
         """Tokens that the MLP takes at a time."""
         return min(self.mlp_tile or self.tokens, self.tokens)
 
+    @property
+    def angles(self) -> int:
+        """Bytes of the cosines and sines (T, K) of the positions, which all layers share."""
+        return 2 * WORD * self.tokens * self.model.head_size
+
     def moments(self) -> dict[str, Moment]:
         """Each moment at which a step may hold most."""
         return {"MLP backward": self.mlp(), "attention backward": self.attention(), "head": self.head()}
@@ -64,14 +68,14 @@ class StepShape:
         if not self.checkpointing:
             return 0
         kept = RESIDENT if self.checkpointing == "offload" else self.model.layers
-        return self.hidden * (kept + EMBEDDED)
+        return self.hidden * kept
 
     def host(self) -> int:
         """Layer inputs on the host, in whole pages; what the final norm keeps goes there too."""
         if self.checkpointing != "offload":
             return 0
         pages = -(-self.hidden // PAGE_BYTES)
-        return (self.model.layers + 1) * pages * PAGE_BYTES
+        return (self.model.layers + 2) * pages * PAGE_BYTES
 
     def attention_saved(self) -> int:
         """What attention keeps: normed input, q, k, v, output."""
@@ -96,29 +100,27 @@ class StepShape:
         return self.model.layers * (self.saved() + self.hidden)
 
     def mlp(self) -> Moment:
-        """The gradient of an MLP: gate, up and their common gradient of a tile, beside the tile before it."""
+        """The gradient of an MLP: gate, up and their common gradient of a tile."""
         inner = WORD * self.rows * self.model.inner
         row_hidden = WORD * self.rows * self.model.hidden
         lora = 4 * self.rank * 3 * (self.model.inner + self.model.hidden)
         at_work = (3 if self.mlp_tile else 1) * inner + 2 * row_hidden  # kept already where there are no tiles
-        following = min(self.rows, self.tokens - self.rows)  # tokens of the second tile
-        beside = 2 * inner + WORD * following * 2 * self.model.inner + row_hidden if following else 0
         grads = self.hidden * (2 if self.mlp_tile else 1)  # of the output, and of the input as it fills
-        tile = max(at_work, beside) + lora + self.band()
-        return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads, TILE: tile}
+        tile = at_work + lora + self.band()
+        return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles, TILE: tile}
 
     def attention(self) -> Moment:
         """The gradient of attention: of its output, q, k and v; on a card in float32 and for all heads first."""
-        grads = 2 * self.hidden + 2 * self.queries + 2 * self.keys
+        grads = self.hidden + 2 * self.queries + 2 * self.keys  # the first is of what attention was added to
         grads += 2 * self.queries if self.sequences > 1 else 0
-        mlp_done = self.hidden if self.checkpointing else 0  # its normed input is gone
+        mlp_done = self.saved() - self.attention_saved()
         workspace = 2 * self.queries + (2 * self.queries if self.model.heads != self.model.kv_heads else 0)
-        return {INPUTS: self.inputs(), LAYER: self.layers_kept() - mlp_done + grads, WORKSPACE: workspace}
+        return {INPUTS: self.inputs(), LAYER: self.layers_kept() - mlp_done + grads + self.angles, WORKSPACE: workspace}
 
     def head(self) -> Moment:
         """The output head: trained states, U, and a chunk of logits in float32."""
         logits = 4 * min(self.chunk_rows, self.tokens) * self.model.vocabulary
-        kept = 0 if self.checkpointing else self.layers_kept()
+        kept = self.angles + (0 if self.checkpointing else self.layers_kept())
         return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}
 
     def band(self) -> int:

@@ -138,6 +138,7 @@ def test_every_completion_is_packed_once_within_the_bounds(
         count = len(batch.cu_seqlens) - 1
         assert count <= (max_sequences or count)
         assert count == 1 or len(batch.input_ids) <= (max_tokens or len(batch.input_ids))
+        assert count == 1 or len(batch.sources) <= 2 * (max_tokens or len(batch.sources))
         packed += unpack(batch.targets[batch.loss_mask], batch.loss_mask, batch.sequence_ids)
     assert sorted(part.tolist() for part in packed) == sorted(ids for _, ids in sequences)
 
@@ -147,3 +148,11 @@ def test_moving_a_batch_moves_every_tensor() -> None:
     moved = batch.to("meta")
     assert {value.device.type for value in vars(moved).values() if torch.is_tensor(value)} == {"meta"}
     assert moved.max_seqlen == batch.max_seqlen and batch.input_ids.device.type == "cpu"
+
+
+def test_a_long_shared_prompt_does_not_take_many_times_its_tokens_in_attention() -> None:
+    rollouts = [Rollout([1, 2, 3], [0.0] * 3, "stop") for _ in range(40)]
+    batches = pack([RolloutGroup({}, list(range(100)), rollouts)], max_tokens=256)
+    assert [len(batch.cu_seqlens) - 1 for batch in batches] == [5] * 8  # 5 of 102 tokens side by side, not 40
+    (whole,) = pack([RolloutGroup({}, list(range(100)), rollouts)])
+    assert len(whole.cu_seqlens) - 1 == 40

@@ -65,7 +65,7 @@ def drawn_shape(seed: int) -> tuple[dict[str, Any], int]:
         "head_dim": size, "vocab_size": draw.randrange(32_000, 160_001, 64), "max_position_embeddings": 131072,
         "tie_word_embeddings": draw.random() < 0.5, "pad_token_id": 0,
     }
-    return config, draw.randrange(2048, 24577, 512)
+    return config, draw.randrange(2048, 16385, 512)
 
 
 @pytest.mark.parametrize("name", named_shapes())
@@ -79,10 +79,14 @@ def test_weights_and_adapters_are_planned_to_the_byte(name: str, weighing: Any) 
 
 
 @pytest.mark.parametrize(("name", "context"), [(name, context) for name, context, _, _ in TARGETS])
-def test_a_step_holds_what_was_planned_for_it_within_five_percent(name: str, context: int, weighing: Any) -> None:
-    config = shallow(named_config(name))
-    measured = weighing.weigh(config, [context])
-    assert math.isclose(planned_bytes(config, settings_of(context)), measured.device, rel_tol=NEAR)
+def test_a_step_holds_what_was_planned_within_five_percent_and_no_matrix_of_tokens(
+    name: str, context: int, weighing: Any
+) -> None:
+    config, chunk, tile = shallow(named_config(name), 3), max(1024, context // 16), max(4096, context // 8)
+    measured = weighing.weigh(config, [context], weighing.Features(logits_chunk=chunk, mlp_tile=tile))
+    planned = planned_bytes(config, settings_of(context, chunk_rows=chunk, mlp_tile=tile))
+    assert math.isclose(planned, measured.device, rel_tol=NEAR)
+    assert max(math.prod(made.shape) for _, _, made in measured.breakdown) < max(context**2 / 8, chunk * 200_000)
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_SHAPES))
@@ -101,16 +105,10 @@ def test_layer_inputs_kept_on_the_device_are_planned_for(checkpointing: bool, we
 
 
 def test_host_memory_is_planned_within_a_layer_input(weighing: Any) -> None:
-    config, context = shallow(named_config("llama-3.1-8b"), 6), 8192
+    config, context = shallow(named_config("llama-3.1-8b"), 4), 8192
     measured = weighing.weigh(config, [context])
     found = build(ModelShape.of(config), settings_of(context), device("80GiB"))
     assert abs(found.host - measured.host) <= 2 * context * 4096 + 4 * 2**20
-
-
-def test_the_longest_named_case_holds_no_matrix_of_tokens_by_tokens(weighing: Any) -> None:
-    context = 131072
-    found = weighing.weigh(shallow(named_config("llama-3.1-8b"), 2), [context])
-    assert max(math.prod(made.shape) for _, _, made in found.breakdown) < context**2 / 8
 
 
 @pytest.mark.parametrize(("name", "context", "gib", "training"), TARGETS)
@@ -252,7 +250,7 @@ def test_cards_are_found_by_their_usual_names(name: str, total: int, budget: int
 
 def test_a_share_of_the_card_is_what_may_be_filled() -> None:
     assert device("16GiB", 0.5).budget == 8 * GIB
-    with pytest.raises(ValueError, match="gpu_memory_utilization is 1.5"):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization is 1\.5"):
         device("t4", 1.5)
 
 

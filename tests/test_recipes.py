@@ -15,7 +15,11 @@ from click.testing import CliRunner, Result
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lowmem_grpo.cards import device
 from lowmem_grpo.cli import main
+from lowmem_grpo.memory_plan import RunSettings
+from lowmem_grpo.model_shape import named_config
+from lowmem_grpo.planner import plan
 from lowmem_grpo.recipes import arithmetic, arithmetic_problems, gsm8k, tiny_model
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset
 from lowmem_grpo.recipes.gsm8k import Gsm8kOptions
@@ -318,3 +322,14 @@ def test_the_embedded_model_can_be_made_again(tmp_path: Path) -> None:
     card = (tmp_path / "tiny" / "README.md").read_text()
     assert f"{model.num_parameters():,} parameters" in card
     assert "seed 0, 2 steps of 4" in card
+
+
+@pytest.mark.parametrize("gpu", [size for size in gsm8k.PRESETS if size != "cpu"])
+def test_a_preset_fits_the_card_that_it_is_for_by_the_planner(gpu: str) -> None:
+    model, context, rank, settings = gsm8k.PRESETS[gpu]
+    config = named_config(model.partition("/")[2])
+    run = RunSettings(
+        context, gsm8k.DEFAULTS["num_generations"], rank, optim=settings["optim"],
+        max_tokens=context * gsm8k.DEFAULTS["per_device_train_batch_size"],
+    )
+    assert plan(config, run, device(f"{gpu}GB")).fits

@@ -1,7 +1,7 @@
 """Counts the storage that operations make, of real and of fake tensors, and says what was alive at the peak.
 
-A card is meant, though fake tensors are of the CPU: what only the CPU's form of a kernel makes is left out. Fake tensors
-hold no values. What an operation's result depends on is answered from what is known of the batch: how many
+A card is meant, though fake tensors are of the CPU: what only the CPU's form of a kernel makes is left out. Fake
+tensors hold no values. What an operation's result depends on is answered from what is known of the batch: how many
 places of a mask are True, how many sequences there are. Any other number that is read is 1.
 """
 
@@ -24,6 +24,8 @@ CPU_FORMS = (  # (file, function) and the operations by which only the CPU's for
     ("matmul.py", "matmul_fp32", ("aten::_to_copy",)),  # upcasts; a card's product reads 16 bits and writes 32
     ("logprob_rows.py", "finish_rows_ref", ("aten::sub", "aten::clone", "aten::where")),  # a second chunk of logits
     ("logprob_rows.py", "forward_rows", ("aten::clone",)),
+    ("logits.py", "row_dot", ("aten::mul",)),
+    ("logits.py", "<listcomp>", ("aten::mul",)),
 )
 INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
 

@@ -52,12 +52,14 @@ class Weighed:
 def weigh(config: dict[str, Any], lengths: list[int], features: Features | None = None, rank: int = 32) -> Weighed:
     """Weigh one optimizer step over a group of completions; `lengths` are those of whole sequences, in tokens.
 
+    Of its micro-batches the largest is run, after another one: they hold no more together, since one ends before the
+    next one begins.
     `config` holds the fields of a config.json. Weights are NF4 with double quantization, computing in bfloat16.
     """
     features = features or Features()
     model = with_lora(config, rank, max(lengths), features)
     settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim)
-    batches = pack(groups_of(lengths, features), max(lengths) if features.packing else None)
+    batches = [largest(groups_of(lengths, features), max(lengths) if features.packing else None)]
     known = Known({len(b.input_ids): int(b.loss_mask.sum()) for b in batches}, len(batches[0].rollouts))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         make_fake(model)
@@ -68,6 +70,9 @@ def weigh(config: dict[str, Any], lengths: list[int], features: Features | None 
         fakes = [moved(mode, batch) for batch in batches]
         held = [value for batch in fakes for value in vars(batch).values() if isinstance(value, Tensor)]
         with LiveBytes(stored(model) + held, known) as live:
+            if features.packing:  # an earlier micro-batch has left the adapters' gradients
+                for parameter in policy.trainable:
+                    parameter.grad = torch.zeros_like(parameter)
             copies = CountedCopies(live) if features.checkpointing == "offload" else None
             with ActivationOffload(model, copies):
                 learner.accumulate(iter(fakes), sequences=len(lengths), tokens=float(sum(lengths)))
@@ -84,7 +89,11 @@ def weigh(config: dict[str, Any], lengths: list[int], features: Features | None 
 def with_lora(config: dict[str, Any], rank: int, context: int, features: Features) -> Any:
     """The model on the meta device with LoRA on all linears, as the loader makes it, or as PEFT does."""
     kind = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
-    model = meta_model(kind, torch.bfloat16, nf4=True)
+    return add_lora(meta_model(kind, torch.bfloat16, nf4=True), rank, context, features)
+
+
+def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
+    """LoRA on all linears of a model on any device."""
     if features.kernels:
         fast = FastModel(model, Loaded("fake", None, context, rank, NoEngine()))  # type: ignore[arg-type]
         return FastLanguageModel.get_peft_model(
@@ -92,7 +101,7 @@ def with_lora(config: dict[str, Any], rank: int, context: int, features: Feature
         )
     targets = [name for name in ALL_LINEAR if any(path.endswith(name) for path, _ in model.named_modules())]
     lora = LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules=targets or "all-linear")
-    with torch.device("meta"):
+    with torch.device(model.device):
         peft_model = get_peft_model(model, lora)
     if features.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -126,6 +135,9 @@ class CountedCopies(ImmediateCopies):
         with self.live.on_host():
             return super().page(num_bytes)
 
+    def start(self, pairs: Any) -> None:
+        """Fake tensors hold nothing to copy."""
+
 
 def groups_of(lengths: list[int], features: Features) -> list[RolloutGroup]:
     """One group of completions with a common prompt; without packing each has its own, and the longest's length."""
@@ -135,6 +147,11 @@ def groups_of(lengths: list[int], features: Features) -> list[RolloutGroup]:
     if features.packing:
         return [RolloutGroup({}, [1] * prompt, rollouts)]
     return [RolloutGroup({}, [1] * prompt, [rollout]) for rollout in rollouts]
+
+
+def largest(groups: list[RolloutGroup], max_tokens: int | None) -> MicroBatch:
+    """The micro-batch that holds most."""
+    return max(pack(groups, max_tokens), key=lambda batch: (len(batch.input_ids), len(batch.sources)))
 
 
 def moved(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:

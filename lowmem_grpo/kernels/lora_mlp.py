@@ -143,6 +143,7 @@ class TileBackward(torch.autograd.Function):
             for total, part in zip(totals, grads, strict=True):
                 if total is not None and part is not None:
                     total += part
+            del inner, share, grads, part  # before those of the next tile are made
         return grad_x, None, None, *as_given(totals, tensors)
 
 

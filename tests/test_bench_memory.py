@@ -1,0 +1,110 @@
+"""The memory benchmark: its rows, its order of stages, its section of the page and its picture."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "bench"
+STAGES = ["naive", "+ no logits", "+ packing", "+ 8-bit optimizer", "+ host embedding"]
+CONTEXT = 512
+PARTS = ("weights", "adapters", "gradients", "optimizer", "engine")
+SECTION = "import json, sys, results_memory as r; print('\\n'.join(r.memory_table(json.load(sys.stdin))))"
+PICTURE = "import json, sys, memory_picture as p, results_memory as r; " \
+          "print(p.svg(r.newest_cases(json.load(sys.stdin))))"
+
+
+def bench(*arguments: str, content: Any = None) -> str:
+    """Standard output of a call in bench/."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=BENCH, input=json.dumps(content), capture_output=True, text=True, timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The rows of a run of some stages, as written and as printed."""
+    output = tmp_path_factory.mktemp("memory") / "rows.jsonl"
+    printed = bench("memory.py", "--shape", "qwen3-8b", "--context", str(CONTEXT), "--generations", "4", "--json",
+                    "--output", str(output), *(word for stage in STAGES for word in ("--stage", stage)))
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [json.loads(line) for line in printed.splitlines()] == written
+    return written
+
+
+@pytest.mark.slow
+def test_each_stage_holds_less_than_the_one_before(rows: list[dict[str, Any]]) -> None:
+    assert [row["stage"] for row in rows] == STAGES
+    sizes = [row["device_bytes"] for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
+
+
+@pytest.mark.slow
+def test_a_peak_is_no_less_than_its_parts(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert row["device_bytes"] >= sum(row[f"{part}_bytes"] for part in PARTS)
+        assert row["commit"]
+        assert row["device"] == "fake"
+
+
+@pytest.mark.slow
+def test_the_host_gets_what_the_device_gives_up(rows: list[dict[str, Any]]) -> None:
+    by_stage = {row["stage"]: row for row in rows}
+    table = 2 * 151936 * 4096
+    last, before = by_stage["+ host embedding"], by_stage["+ 8-bit optimizer"]
+    assert last["host_bytes"] - before["host_bytes"] == table
+    assert before["weights_bytes"] - last["weights_bytes"] == table
+
+
+@pytest.mark.slow
+def test_what_was_planned_stands_beside_what_was_weighed(rows: list[dict[str, Any]]) -> None:
+    (row,) = [row for row in rows if "planned_bytes" in row]
+    assert row["stage"] == "+ 8-bit optimizer"
+    assert abs(row["planned_bytes"] / row["device_bytes"] - 1) < 0.05
+
+
+@pytest.mark.slow
+def test_the_page_gets_a_line_for_the_case(rows: list[dict[str, Any]]) -> None:
+    section = bench("-c", SECTION, content=rows)
+    assert "| qwen3-8b, 512 x 4 |" in section
+    assert "fake tensors" in section
+
+
+@pytest.mark.slow
+def test_the_picture_has_a_bar_for_each_stage(rows: list[dict[str, Any]]) -> None:
+    drawing = ElementTree.fromstring(bench("-c", PICTURE, content=rows))
+    words = {element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")}
+    assert set(STAGES) <= words
+    parts = {title.text for title in drawing.iter("{http://www.w3.org/2000/svg}title")}
+    assert f"weights: {rows[0]['weights_bytes'] / 2**30:.2f} GiB" in parts
+
+
+def test_a_case_is_packed_from_sequences_of_different_lengths() -> None:
+    lengths = json.loads(bench("-c", "import json, memory_stages as m; "
+                                     "print(json.dumps(m.completion_lengths(m.CASES[0])))"))
+    assert lengths[0] == 20480
+    assert lengths[-1] == 10240
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(lengths) == 8
+
+
+def test_without_a_card_measuring_for_real_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    monkeypatch.syspath_prepend(str(BENCH / "weighing"))
+    import on_card
+    from features import Features
+
+    with pytest.raises(SystemExit, match="needs a card"):
+        on_card.measure({}, [64], Features(), 8, None)

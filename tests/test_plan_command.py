@@ -1,0 +1,103 @@
+"""`lowmem-grpo plan`: the table, JSON, and errors for people."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lowmem_grpo.cards import GIB
+from lowmem_grpo.cli import main
+from lowmem_grpo.model_shape import named_config
+
+
+def plan(*words: Any) -> Result:
+    return CliRunner().invoke(main, ["plan", *(str(word) for word in words)])
+
+
+def test_the_promised_case_prints_a_plan_that_fits_as_json() -> None:
+    done = plan("--model", "llama-3.1-8b", "--context", 20480, "--generations", 8, "--gpu", "16GiB", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["fits"] is True
+    assert found["train"] <= 11 * GIB
+    assert found["rollout"] <= 16 * GIB
+    assert found["model"] == "llama-3.1-8b"
+    assert sum(row["train"] for row in found["rows"]) == found["train"]
+
+
+def test_the_table_names_components_choices_and_the_verdict() -> None:
+    done = plan("--model", "meta-llama/Llama-3.1-8B-Instruct", "--context", 20480, "--gpu", "t4")
+    assert done.exit_code == 0, done.output
+    for word in ("weights", "KV cache", "layer recompute", "rollout", "train", "host", "optim", "Fits:"):
+        assert word in done.output
+
+
+def test_a_plan_that_does_not_fit_says_what_would_and_ends_with_an_error() -> None:
+    done = plan("--model", "llama-3.3-70b", "--gpu", "4090")
+    assert done.exit_code == 1
+    assert "Does not fit" in done.output
+    assert "the largest known model that fits" in done.output
+
+
+def test_the_longest_context_is_found_and_planned_for() -> None:
+    done = plan("--model", "qwen2.5-1.5b", "--gpu", "3GiB", "--max-context", "--json")
+    found = json.loads(done.output)
+    assert found["max_context"] >= 2048
+    assert found["settings"]["context"] == found["max_context"]
+    assert found["fits"] is True
+
+
+def test_a_folder_with_a_config_is_planned_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(named_config("qwen3-4b")))
+    for name in (tmp_path, tmp_path / "config.json"):
+        done = plan("--model", name, "--gpu", "t4", "--json")
+        assert json.loads(done.output)["train"] > 2 * GIB
+
+
+def test_settings_reach_the_plan() -> None:
+    done = plan("--model", "qwen3-4b", "--gpu", "80GiB", "--rank", 64, "--16bit", "--optim", "adamw_torch",
+                "--max-tokens", 4096, "--mlp-tile", 512, "--checkpointing", "true", "--engine", "transformers",
+                "--gpu-memory-utilization", 0.5, "--json")
+    found = json.loads(done.output)
+    settings = found["settings"]
+    assert (settings["lora_rank"], settings["load_in_4bit"], settings["optim"]) == (64, False, "adamw_torch")
+    assert (settings["max_tokens"], settings["mlp_tile"], settings["checkpointing"]) == (4096, 512, True)
+    assert (settings["engine"], found["device"]["budget"]) == ("transformers", 40 * GIB)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--model", "lama-3.1-8b", "--gpu", "t4"], "did you mean llama-3.1-8b"),
+    (["--model", "qwen3-4b", "--gpu", "4900"], "no card '4900'; did you mean"),
+    (["--model", "qwen3-8b", "--gpu", "t4", "--context", "99999"], "this model's is 40960 at most"),
+    (["--model", "qwen3-8b", "--gpu", "t4", "--generations", "0"], "num_generations is 0"),
+    (["--model", "qwen3-8b", "--gpu", "t4", "--optim", "sgd"], "optim is 'sgd'; allowed are"),
+])
+def test_bad_input_is_answered_in_a_line(words: list[str], message: str) -> None:
+    done = plan(*words)
+    assert done.exit_code == 1
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_an_unreachable_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise OSError("We couldn't connect\nand more")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
+    done = plan("--model", "someone/some-model", "--gpu", "t4")
+    assert done.exit_code == 1
+    assert "the hub did not give a config either: We couldn't connect)" in done.output
+
+
+def test_a_config_of_the_hub_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**named_config("qwen3-4b"))
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: config)
+    there = json.loads(plan("--model", "someone/some-model", "--gpu", "t4", "--json").output)
+    here = json.loads(plan("--model", "qwen3-4b", "--gpu", "t4", "--json").output)
+    assert there["rows"] == here["rows"]
