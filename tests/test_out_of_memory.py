@@ -125,6 +125,10 @@ def updated(trainer: GRPOTrainer, groups: list[RolloutGroup], hook: Any = None) 
     return adapter(trainer), metrics
 
 
+def distance(first: Tensors, second: Tensors) -> float:
+    return sum((first[name] - second[name]).square().sum().item() for name in first) ** 0.5
+
+
 def count_batches(groups: list[RolloutGroup], tokens: int) -> int:
     trained = [RolloutGroup(g.row, g.prompt_ids, [r for r in g.rollouts if r.advantage]) for g in groups]
     return len(pack(trained, tokens, SETTINGS["per_device_train_batch_size"]))
@@ -168,8 +172,10 @@ def test_out_of_memory_at_some_micro_batch_changes_what_is_trained(
         assert same(found, expected), number
         assert measured == metrics
     if dropout == 0:
+        start = adapter(make(tmp_path, **kind))
         whole, _ = updated(make(tmp_path, max_tokens_per_micro_batch=TOKENS, **kind), sampled)
-        assert all(torch.allclose(whole[name], expected[name], atol=1e-5) for name in whole)
+        # Adam's first step is as large for a gradient of rounding noise as for any other: hence the norm of all
+        assert distance(whole, expected) < 1e-2 * distance(start, expected)
 
 
 @pytest.mark.parametrize("place", PLACES)

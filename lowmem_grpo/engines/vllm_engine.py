@@ -123,7 +123,8 @@ class VLLMEngine:
     @property
     def fitting_seqs(self) -> int:
         """max_num_seqs, or what memory had room for."""
-        return self.bound.under(self.max_num_seqs) or 1
+        bound = self.bound.under(self.max_num_seqs)
+        return self.max_num_seqs if bound is None else bound
 
     def run_surely(self, prompts: list[list[int]], settings: list[Any]) -> tuple[Any, int]:
         """`run`, once more in a new engine where that dies; and in a new one where the old is of no use."""
