@@ -8,14 +8,19 @@ if TYPE_CHECKING:
     from lowmem_grpo.loader import FastLanguageModel
     from lowmem_grpo.model import is_bfloat16_supported
     from lowmem_grpo.sampling import SamplingParams
+    from lowmem_grpo.sft import SFTTrainer
+    from lowmem_grpo.sft_config import SFTConfig
     from lowmem_grpo.trainer import GRPOTrainer
 
 __version__ = "0.1.0"
-__all__ = ["FastLanguageModel", "GRPOConfig", "GRPOTrainer", "SamplingParams", "is_bfloat16_supported"]
+__all__ = [
+    "FastLanguageModel", "GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams",
+    "is_bfloat16_supported",
+]
 
 HOMES = {
-    "FastLanguageModel": "loader", "GRPOConfig": "config", "GRPOTrainer": "trainer", "SamplingParams": "sampling",
-    "is_bfloat16_supported": "model",
+    "FastLanguageModel": "loader", "GRPOConfig": "config", "GRPOTrainer": "trainer", "SFTConfig": "sft_config",
+    "SFTTrainer": "sft", "SamplingParams": "sampling", "is_bfloat16_supported": "model",
 }
 
 

@@ -1,11 +1,15 @@
 """From rewards to advantages. P prompts, G completions of a prompt, R reward functions; NaN marks "no reward"."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 SCALE_REWARDS = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 STD_EPSILON = 1e-4  # TRL's
 
 
@@ -15,22 +19,11 @@ def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     return (rewards * weights).nansum(-1).masked_fill(unscored, torch.nan)
 
 
-def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
-    """A = (r - mean of the group) / (std + 1e-4), shape (P, G) (DeepSeekMath, section 4.1.2).
-
-    The unbiased std is taken over the group or over the batch; with "none" nothing is divided (Dr. GRPO). Completions
-    without a reward are left out of mean and std, and get advantage 0.
-    """
-    if scale_rewards not in SCALE_REWARDS:
-        raise ValueError(f"scale_rewards is {scale_rewards!r}; allowed are {', '.join(SCALE_REWARDS)}")
+def centered(rewards: Tensor) -> Tensor:
+    """Rewards (P, G) less their group's mean; exactly 0 in a group without spread, whatever the mean rounded to."""
     highest, lowest = rewards.nan_to_num(nan=-torch.inf).amax(-1), rewards.nan_to_num(nan=torch.inf).amin(-1)
-    centered = rewards - rewards.nanmean(-1, keepdim=True)
-    centered = centered.masked_fill((highest == lowest)[:, None], 0.0)  # exactly 0, whatever the mean rounded to
-    if scale_rewards == "group":
-        centered = centered / (nanstd(rewards, dim=-1)[:, None] + STD_EPSILON)
-    elif scale_rewards == "batch":
-        centered = centered / (nanstd(rewards.flatten(), dim=-1) + STD_EPSILON)
-    return centered.nan_to_num(nan=0.0)
+    equal = (highest == lowest)[:, None] & ~rewards.isnan()
+    return (rewards - rewards.nanmean(-1, keepdim=True)).masked_fill(equal, 0.0)
 
 
 def nanstd(values: Tensor, dim: int) -> Tensor:
@@ -40,16 +33,234 @@ def nanstd(values: Tensor, dim: int) -> Tensor:
     return (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count == 0, torch.nan)
 
 
-def assign_advantages(
-    groups: list[RolloutGroup], names: list[str], weights: list[float] | None, scale_rewards: str
-) -> None:
+def batch_std(values: Tensor) -> Tensor:
+    return nanstd(values.flatten(), dim=-1)
+
+
+# The estimators: (rewards (P, G), scale, baselines (P,) | None, k) -> advantages (P, G), NaN where there is no reward.
+
+
+def of_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
+    """Less the group's mean, divided by the std of the group, of the batch, or by nothing."""
+    if scale == "none":
+        return centered(rewards)
+    std = nanstd(rewards, dim=-1)[:, None] if scale == "group" else batch_std(rewards)
+    return centered(rewards) / (std + STD_EPSILON)
+
+
+def leave_one_out(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
+    """Less the mean of the group's other rewards, which is the centered reward times n / (n - 1)."""
+    scored = rewards.isnan().logical_not().sum(-1, keepdim=True)
+    return centered(rewards) * scored / (scored - 1).clamp(min=1)
+
+
+def of_batch(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
+    """Less the mean of the batch, divided by its std."""
+    return centered(rewards.reshape(1, -1)).view_as(rewards) / (batch_std(rewards) + STD_EPSILON)
+
+
+def of_batch_and_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
+    """Less the group's mean, then divided by the std of the batch of those."""
+    return centered(rewards) / (batch_std(centered(rewards)) + STD_EPSILON)
+
+
+def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
+    """Less the reward of the prompt's greedy completion."""
+    if baselines is None:
+        raise ValueError("remax needs the reward of a greedy completion of each prompt; pass baselines (P,)")
+    return rewards - baselines[:, None]
+
+
+def pass_at_k(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
+    """What a completion adds to the expected best of k: E[max | it is among the k] - E[max], over subsets of a group.
+
+    Of n sorted rewards the j-th is the best of C(j - 1, k - 1) of C(n, k) subsets. With "group" it is divided by the
+    std of the best of k; for rewards of 0 and 1 that is the published closed form.
+    """
+    rows = [best_of_k(row, k, scale == "group") for row in rewards]
+    return torch.stack(rows)
+
+
+def best_of_k(rewards: Tensor, k: int, scaled: bool) -> Tensor:
+    """`pass_at_k` of one group (G,)."""
+    scored = rewards.isnan().logical_not()
+    values, order = rewards[scored].sort()
+    count = len(values)
+    if count < 2:
+        return rewards * 0.0
+    k = min(k, count)
+    values = values - values[0]  # which changes no gain, and rounds it by the spread alone
+    place = torch.arange(count)
+    best = choose(place, k - 1) / choose(torch.tensor(count), k)  # P(the j-th is the best of k)
+    mean = (best * values).sum()
+    own = choose(place, k - 1) / choose(torch.tensor(count - 1), k - 1)  # P(best | it is among the k)
+    other = choose(place - 1, k - 2) / choose(torch.tensor(count - 1), k - 1)  # P(the j-th is best | a lower one is)
+    above = (other * values).flip(0).cumsum(0).flip(0) - other * values
+    gain = own * values + above - mean
+    gain = gain * (gain.abs() > 1e-9 * values[-1])  # exactly 0 where every k have the same best
+    std = ((best * values.square()).sum() - mean.square()).clamp(min=0).sqrt()
+    advantages = torch.full_like(rewards, torch.nan)
+    gain = gain / (std + STD_EPSILON) if scaled else gain
+    advantages[scored.nonzero().squeeze(-1)[order]] = gain.to(rewards.dtype)
+    return advantages
+
+
+def choose(n: Tensor, k: int) -> Tensor:
+    """The binomial coefficient C(n, k) in float64; 0 where k is not from 0 to n."""
+    if k < 0:
+        return torch.zeros(n.shape, dtype=torch.float64)
+    top = n.double().clamp(min=k)
+    logs = torch.lgamma(top + 1) - torch.lgamma(top - k + 1) - torch.lgamma(torch.tensor(k + 1.0).double())
+    return logs.exp().masked_fill(n < k, 0.0)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One way from rewards to advantages, as the code dispatches on it and as the documentation shows it."""
+
+    function: Callable[[Tensor, str, Tensor | None, int], Tensor]
+    scales: tuple[str, ...]  # the values of scale_rewards that it takes, its default first
+    formula: str
+    when: str
+    source: str
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator(
+        of_group, SCALE_REWARDS, "A = (R - mean_group) / std, the std of the group, of the batch, or none",
+        "The default. With scale_rewards='none' it is Dr. GRPO's: no bonus for prompts that are nearly solved.",
+        "DeepSeekMath, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783",
+    ),
+    "rloo": Estimator(
+        leave_one_out, (), "A_i = R_i - mean of the other rewards of the group",
+        "Unbiased, with few completions for a prompt.", "RLOO, arXiv 2402.14740",
+    ),
+    "reinforce++": Estimator(
+        of_batch, (), "A_t = (R - beta sum_{s >= t} KL_s - mean_batch) / std_batch; the KL term is in the reward",
+        "One scale for all prompts, and rewards that are comparable between them.", "REINFORCE++, arXiv 2501.03262",
+    ),
+    "reinforce++_baseline": Estimator(
+        of_batch_and_group, (), "A = (R - mean_group) / std_batch(R - mean_group); with kl_estimator='k2'",
+        "As reinforce++ where prompts differ in difficulty.", "REINFORCE++, arXiv 2501.03262",
+    ),
+    "remax": Estimator(
+        over_greedy, (), "A = R - R(greedy completion of the prompt)",
+        "Long prompts and few completions: one greedy completion more for each prompt, no group statistics.",
+        "ReMax, arXiv 2310.10505",
+    ),
+    "passk": Estimator(
+        pass_at_k, ("group", "none"), "A_i = (E[best of k | i among them] - E[best of k]) / std(best of k)",
+        "Exploration: a prompt's first right completion counts, further ones hardly do.",
+        "Pass@k training, arXiv 2508.10751; for rewards of any size as in PKPO, arXiv 2505.15201",
+    ),
+}
+
+
+@dataclass(kw_only=True)
+class AdvantageSettings:
+    """How rewards become advantages."""
+
+    advantage_estimator: str = "grpo"
+    """Not in TRL: one of ESTIMATORS."""
+    scale_rewards: str | bool | None = None
+    """What a group's centered rewards are divided by: the std of the "group" (default) or "batch", or "none"."""
+    reward_weights: list[float] | None = None
+    multi_objective_aggregation: str = "sum_then_normalize"
+    """"normalize_then_sum" normalises each reward function by itself first (GDPO, arXiv 2601.05242)."""
+    pass_at_k: int | None = None
+    """Not in TRL: the k of advantage_estimator="passk"; None is half of the group."""
+
+    def __post_init__(self) -> None:
+        self.check_advantage_options()
+
+    def check_advantage_options(self) -> None:
+        """Raise ValueError for an option that is unknown or that the estimator does not use."""
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        name = self.advantage_estimator
+        allowed = {"advantage_estimator": tuple(ESTIMATORS), "multi_objective_aggregation": AGGREGATIONS,
+                   "scale_rewards": (None, *SCALE_REWARDS)}
+        for field, values in allowed.items():
+            if getattr(self, field) not in values:
+                listed = ", ".join(value for value in values if value)
+                raise ValueError(f"{field} is {getattr(self, field)!r}; allowed are {listed}")
+        self.check_scale(ESTIMATORS[name].scales)
+        if self.pass_at_k is not None and name != "passk":
+            raise ValueError(f"pass_at_k is {self.pass_at_k}, and advantage_estimator {name!r} does not use it")
+        if self.multi_objective_aggregation == "normalize_then_sum" and name != "grpo":
+            raise ValueError(
+                f"multi_objective_aggregation is 'normalize_then_sum', which is an estimator by itself (GDPO); leave "
+                f"advantage_estimator={name!r} out"
+            )
+
+    def check_scale(self, scales: tuple[str, ...]) -> None:
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            scales = ()
+        if self.scale_rewards is not None and self.scale_rewards not in scales:
+            raise ValueError(
+                f"scale_rewards is {self.scale_rewards!r}, which advantage_estimator {self.advantage_estimator!r} with "
+                f"multi_objective_aggregation {self.multi_objective_aggregation!r} does not use; it takes "
+                f"{' or '.join(scales) or 'none: leave it out'}"
+            )
+
+    @property
+    def scale(self) -> str:
+        """The scale in effect."""
+        return str(self.scale_rewards or (*ESTIMATORS[self.advantage_estimator].scales, "none")[0])
+
+
+def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tensor | None = None) -> Tensor:
+    """Advantages (P, G) from rewards (P, G, R); completions without a reward are left out, and get 0."""
+    weights = torch.tensor(settings.reward_weights or [1.0] * rewards.shape[-1], dtype=rewards.dtype)
+    if settings.multi_objective_aggregation == "normalize_then_sum":
+        return normalized_then_summed(rewards, weights).nan_to_num(nan=0.0)
+    estimator, k = ESTIMATORS[settings.advantage_estimator], settings.pass_at_k or max(rewards.shape[1] // 2, 1)
+    return estimator.function(combine_rewards(rewards, weights), settings.scale, baselines, k).nan_to_num(nan=0.0)
+
+
+def normalized_then_summed(rewards: Tensor, weights: Tensor) -> Tensor:
+    """GDPO: each reward's z-score in its group, their weighted sum, and its z-score in the batch (P, G)."""
+    each = [of_group(rewards[..., r], "group", None, 0) for r in range(rewards.shape[-1])]
+    summed = combine_rewards(torch.stack(each, -1), weights)
+    return summed / (batch_std(summed) + STD_EPSILON)  # the batch's mean is 0, as each group's is
+
+
+def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:
     """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of equally large groups."""
     rows = [[[rollout.rewards[name] for name in names] for rollout in group.rollouts] for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]
     table = torch.tensor(scored, dtype=torch.float64)  # (P, G, R)
-    rewards = combine_rewards(table, torch.tensor(weights or [1.0] * len(names), dtype=torch.float64))
-    advantages = group_advantages(rewards, scale_rewards)
+    weights = torch.tensor(settings.reward_weights or [1.0] * len(names), dtype=torch.float64)
+    baselines = None
+    if settings.advantage_estimator == "remax":
+        missing = [torch.nan if group.baseline is None else group.baseline for group in groups]
+        baselines = torch.tensor(missing, dtype=torch.float64)
+    rewards, advantages = combine_rewards(table, weights), advantages_of(table, settings, baselines)
     for group, sums, values in zip(groups, rewards.tolist(), advantages.tolist(), strict=True):
         for rollout, reward, advantage in zip(group.rollouts, sums, values, strict=True):
             rollout.reward = None if reward != reward else reward
             rollout.advantage = advantage
+            rollout.token_advantages = None
+
+
+def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
+    """Set `token_advantages` (REINFORCE++): R - beta * the KL still to come, k1 per token, normalised over all tokens.
+
+    Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's where there are none.
+    """
+    scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.completion_ids]
+    returns = [reward_to_go(rollout, beta) for rollout in scored]
+    if not returns:
+        return
+    flat = torch.cat(returns)
+    scores = centered(flat[None])[0] / (nanstd(flat, dim=-1) + STD_EPSILON)
+    for rollout, values in zip(scored, scores.split([len(found) for found in returns]), strict=True):
+        rollout.token_advantages = values.float()
+
+
+def reward_to_go(rollout: Rollout, beta: float) -> Tensor:
+    """R - beta * sum_{s >= t} (log pi_s - log ref_s), (C,) in float64."""
+    assert rollout.ref_logprobs is not None and rollout.reward is not None
+    policy = rollout.old_logprobs if rollout.old_logprobs is not None else torch.tensor(rollout.rollout_logprobs)
+    kl = (policy - rollout.ref_logprobs).double()
+    return rollout.reward - beta * kl.flip(0).cumsum(0).flip(0)

@@ -105,10 +105,11 @@ def collate(sequences: list[Sequence]) -> MicroBatch:
         places=sequence_ids * width + position_ids,
         loss_mask=torch.cat([torch.full((len(p.ids),), p.rollout is not None) for p in packed]),
         sequence_ids=sequence_ids,
-        advantages=aligned("advantage"),
+        advantages=aligned("advantages"),
         rollout_logprobs=aligned("rollout_logprobs"),
         old_logprobs=aligned("old_logprobs") if all_or_none(rollouts, "old_logprobs") else None,
         ref_logprobs=aligned("ref_logprobs") if all_or_none(rollouts, "ref_logprobs") else None,
+        policy_mask=aligned("policy_mask").bool() if all_or_none(rollouts, "policy_mask") else None,
         rollouts=tuple(rollouts),
     )
 

@@ -20,7 +20,9 @@ class TrainerState:
     epoch: float = 0.0
     num_tokens: int = 0  # prompt and completion tokens seen in rollouts
     elapsed: float = 0.0  # seconds of training, over all resumes
-    barren_steps: int = 0  # steps in a row in which no group had any spread of rewards
+    nonfinite_steps: int = 0  # skipped for NaN or infinity
+    nonfinite_in_a_row: int = 0
+    alarms: dict[str, Any] = field(default_factory=dict)  # what each alarm remembers
     best_metric: float | None = None  # highest mean reward at a save
     best_model_checkpoint: str | None = None
     unlogged: list[dict[str, Any]] = field(default_factory=list)  # lines of the steps since the last logged one

@@ -1,16 +1,18 @@
 """The settings of a run, under TRL's field names and meanings (TRL 1.16's GRPOConfig)."""
 
 import difflib
+import inspect
 import math
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lowmem_grpo.advantages import SCALE_REWARDS
-from lowmem_grpo.losses import LOSS_TYPES
+from lowmem_grpo.advantages import AdvantageSettings
+from lowmem_grpo.loss_settings import LossSettings
 from lowmem_grpo.sampling import SamplingParams
-from lowmem_grpo.unsupported import FIXED, RENAMED
+from lowmem_grpo.strategies import StrategySettings
+from lowmem_grpo.unsupported import FIXED, RENAMED, Fixed
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup")
@@ -28,42 +30,53 @@ POSITIVE: Rule = ("above 0", lambda value: 0 < value < math.inf)
 SHARE: Rule = ("a share, from 0 to 1", lambda value: 0 <= value <= 1)
 DECAY: Rule = ("at least 0 and below 1", lambda value: 0 <= value < 1)
 RANGES: dict[str, Rule] = {
-    "learning_rate": ZERO_OR_MORE, "beta": ZERO_OR_MORE, "epsilon": ZERO_OR_MORE, "epsilon_high": ZERO_OR_MORE,
-    "delta": POSITIVE, "weight_decay": ZERO_OR_MORE, "warmup_steps": ZERO_OR_MORE, "warmup_ratio": SHARE,
-    "adam_beta1": DECAY, "adam_beta2": DECAY, "adam_epsilon": ZERO_OR_MORE, "max_grad_norm": POSITIVE,
+    "learning_rate": ZERO_OR_MORE, "weight_decay": ZERO_OR_MORE, "warmup_steps": ZERO_OR_MORE,
+    "warmup_ratio": SHARE, "adam_beta1": DECAY, "adam_beta2": DECAY, "adam_epsilon": ZERO_OR_MORE,
+    "max_grad_norm": POSITIVE,
     "temperature": ZERO_OR_MORE, "reward_timeout": POSITIVE, "num_train_epochs": POSITIVE,
     "parity_steps": ZERO_OR_MORE, "parity_bound": POSITIVE,
 }
 
 
+def field_names(cls: type) -> set[str]:
+    """The annotated names of a class and its bases."""
+    return {name for base in cls.__mro__ for name in inspect.get_annotations(base)}
+
+
 class CheckedCall(type):
-    """Makes `GRPOConfig(...)` refuse options by name, with what to do instead, before the dataclass sees them."""
+    """Makes `GRPOConfig(...)` refuse options by name, with what to do instead, before the dataclass sees them.
+
+    A class may have its own table, `unsupported`.
+    """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **refuse_unsupported(kwargs, set(cls.__annotations__)))
+        fixed = getattr(cls, "unsupported", FIXED)
+        return super().__call__(*args, **refuse_unsupported(kwargs, field_names(cls), fixed, cls.__name__))
 
 
-def refuse_unsupported(options: dict[str, Any], known: set[str]) -> dict[str, Any]:
+def refuse_unsupported(
+    options: dict[str, Any], known: set[str], fixed: dict[str, Fixed], owner: str
+) -> dict[str, Any]:
     """The options that are fields. Raises TypeError for one that nobody knows, ValueError for one we cannot honour."""
     kept: dict[str, Any] = {}
     for given, value in options.items():
         name = RENAMED.get(given, given)
         if name != given and name in options:
-            raise TypeError(f"GRPOConfig got {given!r} and {name!r}, which are the same option; give one of them")
+            raise TypeError(f"{owner} got {given!r} and {name!r}, which are the same option; give one of them")
         if name in known:
             kept[name] = value
-        elif name not in FIXED:
-            close = difflib.get_close_matches(name, [*known, *FIXED], n=3)
+        elif name not in fixed:
+            close = difflib.get_close_matches(name, [*known, *fixed], n=3)
             hint = f"; did you mean {', '.join(close)}?" if close else ""
-            raise TypeError(f"GRPOConfig has no option {name!r}{hint}")
-        elif value not in FIXED[name].allowed:
-            allowed = " or ".join(repr(choice) for choice in FIXED[name].allowed)
-            raise ValueError(f"{name}={value!r} is not supported (allowed: {allowed}). {FIXED[name].advice}")
+            raise TypeError(f"{owner} has no option {name!r}{hint}")
+        elif value not in fixed[name].allowed:
+            allowed = " or ".join(repr(choice) for choice in fixed[name].allowed)
+            raise ValueError(f"{name}={value!r} is not supported (allowed: {allowed}). {fixed[name].advice}")
     return kept
 
 
 @dataclass
-class GRPOConfig(metaclass=CheckedCall):
+class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, metaclass=CheckedCall):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
     One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to
@@ -109,15 +122,9 @@ class GRPOConfig(metaclass=CheckedCall):
     parity_bound: float | None = None
     """Not in TRL: stop where they differ by more, on average; None is 0.02 in bf16, 0.01 in fp16, 0.001 in fp32."""
 
-    # loss
-    loss_type: str = "dapo"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    beta: float = 0.0
-    use_bias_correction_kl: bool = True
-    scale_rewards: str | bool = "group"
-    reward_weights: list[float] | None = None
+    # which groups are trained on: the fields of StrategySettings
+
+    # loss: the fields of LossSettings and AdvantageSettings, and
     mask_truncated_completions: bool = False
 
     # optimizer
@@ -159,15 +166,19 @@ class GRPOConfig(metaclass=CheckedCall):
     """Not in TRL: seconds that one reward function may take for one step's completions."""
     nothing_to_learn_steps: int = 10
     """Not in TRL: warn after this many steps in a row in which no group had any spread of rewards."""
+    nonfinite_steps: int = 3
+    """Not in TRL: stop after this many steps in a row that were skipped for NaN or infinity in rewards,
+    log-probabilities or gradients. Their rollouts are in nonfinite.jsonl."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
         self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ["none"])
         if isinstance(self.vllm_sampling_params, dict):
             self.vllm_sampling_params = SamplingParams(**self.vllm_sampling_params)
         self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         self.optim = str(getattr(self.optim, "value", self.optim))
+        self.check_loss_options()
+        self.check_advantage_options()
+        self.check_strategies()
         self.check_choices()
         self.check_ranges()
         self.check_combinations()
@@ -175,8 +186,8 @@ class GRPOConfig(metaclass=CheckedCall):
     def check_choices(self) -> None:
         """Each named choice is one of those we have."""
         choices = {
-            "loss_type": tuple(LOSS_TYPES), "scale_rewards": SCALE_REWARDS, "optim": OPTIMIZERS,
-            "lr_scheduler_type": SCHEDULERS, "save_strategy": STRATEGIES, "eval_strategy": STRATEGIES,
+            "optim": OPTIMIZERS, "lr_scheduler_type": SCHEDULERS, "save_strategy": STRATEGIES,
+            "eval_strategy": STRATEGIES,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -198,7 +209,7 @@ class GRPOConfig(metaclass=CheckedCall):
             "logging_steps", "save_steps", "steps_per_generation", "eval_steps", "max_prompt_length",
             "save_total_limit", "per_device_eval_batch_size", "num_generations_eval", "max_tokens_per_micro_batch",
             "logits_chunk",
-            "nothing_to_learn_steps",
+            "nothing_to_learn_steps", "nonfinite_steps",
         )
         for name in at_least_one:
             value = getattr(self, name)
@@ -222,14 +233,22 @@ class GRPOConfig(metaclass=CheckedCall):
             raise ValueError(f"max_steps is {self.max_steps}; it must be above 0, or -1 to go by num_train_epochs")
         if self.temperature == 0:
             raise ValueError("temperature is 0: all completions of a prompt would be the same; 1.0 is usual")
-        upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        if self.delta is not None and self.delta <= upper:
-            raise ValueError(f"delta is {self.delta}; it must be above 1 + epsilon_high = {upper}")
+        if self.pass_at_k is not None and not 1 <= self.pass_at_k < self.num_generations:
+            raise ValueError(
+                f"pass_at_k is {self.pass_at_k}; it must be at least 1 and below num_generations "
+                f"({self.num_generations})"
+            )
         every = self.gradient_accumulation_steps
         if self.steps_per_generation is not None and self.steps_per_generation % every:
             raise ValueError(
                 f"steps_per_generation is {self.steps_per_generation}; it must be a multiple of "
                 f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a generation"
+            )
+        if self.replay_buffer_size and self.vllm_importance_sampling_correction is False:
+            raise ValueError(
+                f"replay_buffer_size is {self.replay_buffer_size} and vllm_importance_sampling_correction is False: "
+                "replayed completions are of an older policy, and would be trained on as if they were of this one; "
+                "leave one of them out"
             )
         self.check_sampling_params()
         if self.eval_strategy == "steps" and self.eval_steps is None:
@@ -247,6 +266,11 @@ class GRPOConfig(metaclass=CheckedCall):
                 raise ValueError(
                     f"vllm_sampling_params.{theirs} is {value} and {ours} of GRPOConfig is {mine}; make them agree"
                 )
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL term is part of the advantages and not of the loss."""
+        return bool(self.beta) and self.advantage_estimator == "reinforce++"
 
     @property
     def optimizer_steps_per_generation(self) -> int:
@@ -288,10 +312,12 @@ class GRPOConfig(metaclass=CheckedCall):
             temperature=self.temperature,
         )
 
-    def rollout_seed(self, step: int) -> int:
-        """The sampler's seed at a step: from `seed`, and from that of `vllm_sampling_params` where it has one."""
+    def rollout_seed(self, step: int, extra_round: int = 0) -> int:
+        """The sampler's seed at a step: from `seed`, and from that of `vllm_sampling_params` where it has one. Each
+        extra round of dynamic sampling has its own."""
         extra = self.vllm_sampling_params.seed if self.vllm_sampling_params else None
-        return random.Random(f"{self.seed}-{extra}-{step}").getrandbits(62)
+        again = f"-{extra_round}" if extra_round else ""
+        return random.Random(f"{self.seed}-{extra}-{step}{again}").getrandbits(62)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for records and checkpoints."""

@@ -3,10 +3,12 @@
 import logging
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.difficulty import DifficultyPools
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,8 @@ class Prompt:
     row: dict[str, Any]
     ids: list[int]
     text: str  # rendered, as the model sees it
+    index: int | None = None  # of the row in its dataset
+    epoch: int = 0  # in which it was drawn
 
 
 class PromptEncoder:
@@ -74,6 +78,18 @@ def is_chat(prompt: Any) -> bool:
     )
 
 
+def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
+    """Tokens that a prompt may have, where `prompt` bounds it or nothing but the context does; ValueError where prompt
+    and completion cannot fit the context."""
+    wanted = prompt or 1
+    if wanted + completion > context:
+        raise ValueError(
+            f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context of "
+            f"{context} tokens; lower one of them, or load with a larger max_seq_length"
+        )
+    return prompt or context - completion
+
+
 def check_dataset(dataset: Any) -> None:
     """A dataset has a length, rows by index, and a column `prompt`."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -99,6 +115,7 @@ class PromptSource:
     encoder: PromptEncoder
     seed: int
     shuffle: bool = True
+    pools: DifficultyPools | None = None  # rows that rest are passed over; when all do, they come back
     position: int = 0  # rows drawn so far, over all epochs
     skipped: Counter[str] = field(default_factory=Counter)  # by reason
     order: list[int] = field(default_factory=list, repr=False)
@@ -115,12 +132,19 @@ class PromptSource:
         """The next `count` usable prompts. Unusable rows are skipped and counted; DataError if none is left."""
         prompts: list[Prompt] = []
         fruitless: set[int] = set()  # rows met since the last usable one, which may lie in two epochs
+        passed = 0  # places in the order since then
         while len(prompts) < count:
-            index = self.next_index()
+            epoch, index = self.position // len(self.dataset), self.next_index()
+            passed += 1
+            if self.pools is not None and self.pools.rests(index, epoch):
+                if passed >= len(self.dataset):
+                    self.pools.wake()
+                continue
             encoded = self.encoder.encode(self.dataset[index])
             if isinstance(encoded, Prompt):
-                prompts.append(encoded)
+                prompts.append(replace(encoded, index=index, epoch=epoch))
                 fruitless.clear()
+                passed = 0
                 continue
             self.count_skip(index, encoded)
             fruitless.add(index)
@@ -147,7 +171,8 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on from here."""
-        return {"position": self.position, "skipped": dict(self.skipped), "rows": len(self.dataset)}
+        state = {"position": self.position, "skipped": dict(self.skipped), "rows": len(self.dataset)}
+        return state if self.pools is None else state | {"pools": self.pools.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a saved position; the dataset must have the same number of rows."""
@@ -157,3 +182,5 @@ class PromptSource:
                 "resume with the same dataset"
             )
         self.position, self.skipped = state["position"], Counter(state["skipped"])
+        if self.pools is not None and "pools" in state:
+            self.pools.restore(state["pools"])

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from lowmem_grpo.alarms import Alarms
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.metrics import mean_of
@@ -13,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 # Of these a log line holds the last value; of everything else, the mean over the steps since the last line.
 LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skipped_rows", "memory/peak_bytes",
-        "memory/reserved_bytes", "memory/kv_bytes", "memory/oom_train", "memory/oom_generate", "learning_rate")
+        "memory/reserved_bytes", "memory/kv_bytes", "memory/oom_train", "memory/oom_generate", "learning_rate",
+        "nonfinite/steps")
 
 
 class Journal:
@@ -21,10 +23,11 @@ class Journal:
 
     def __init__(self, config: GRPOConfig, state: TrainerState, records: RunRecords) -> None:
         self.config, self.state, self.records = config, state, records
+        self.alarms = Alarms(config, state)
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
         """Take one step's line; the line that was logged, or None where none is due yet. `before` is the last step."""
-        self.watch_signal(line)
+        line |= self.alarms.watch(line)
         self.records.completions(self.state.global_step, groups)
         self.state.unlogged.append(line)
         every = self.config.logging_steps
@@ -45,14 +48,3 @@ class Journal:
             "step %d\n%s\n--- completion, reward %s\n%s", self.state.global_step, prompt_text(group.row.get("prompt")),
             best.reward, best.text,
         )
-
-    def watch_signal(self, line: dict[str, Any]) -> None:
-        """Warn when no group has had any spread of rewards for many steps."""
-        self.state.barren_steps = 0 if line["groups/with_signal"] else self.state.barren_steps + 1
-        if self.state.barren_steps and self.state.barren_steps % self.config.nothing_to_learn_steps == 0:
-            logger.warning(
-                "nothing to learn for %d steps: in every group all completions earned the same reward (mean %s), so no "
-                "gradient. If it is low: easier problems, a reward for partial success, a stronger model, SFT on the "
-                "format first. If it is high: harder problems. Else: more num_generations or a higher temperature",
-                self.state.barren_steps, line.get("reward", "none"),
-            )

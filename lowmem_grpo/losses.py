@@ -1,116 +1,175 @@
-"""Policy losses as plain elementwise maths on aligned tokens (N,): torch alone, any autograd on top.
+"""The policy loss of every algorithm, on aligned tokens (N,): torch alone, any autograd on top.
 
-    ratio_t = exp(logp_t - old_logp_t)                                              (DeepSeekMath, eq. 3)
-    l_t = -min(min(ratio_t, delta) A, clip(ratio_t, 1 - epsilon, 1 + epsilon_high) A) + beta KL_t
-    KL_t = exp(ref_t - logp_t) - (ref_t - logp_t) - 1                               (k3, DeepSeekMath, eq. 4)
-    loss = sum_t weight_t l_t
+`loss_types.py` holds what the loss types differ in; this file what they share: the level of the importance weight, the
+KL term, masks, the correction for the sampler, the entropy bonus and the order in which they apply:
 
-`delta` bounds the ratio where A < 0 (two-sided clipping, INTELLECT-2); None leaves it out. The loss types differ in
-weight_t alone, and its denominators always count the whole step, so that neither the split into micro-batches nor
-their order can change the gradient:
-
-    grpo      1 / (tokens of this sequence * sequences of the step)                 (DeepSeekMath)
-    bnpo      1 / tokens of the step
-    dapo      1 / tokens of the step; with several optimizer steps per generation, their mean count (DAPO, eq. 8)
-    dr_grpo   1 / (sequences of the step * max_completion_length)                   (Dr. GRPO)
+    l_t = objective_t * keep_t (off-policy mask) * mask_t (top entropy) * sg(c_t) (correction)
+    loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from lowmem_grpo.entropy import top_entropy_mask
+from lowmem_grpo.kl import KL_ESTIMATORS
+from lowmem_grpo.loss_metrics import Means, clip_metrics, correction_metrics, mismatch_metrics
+from lowmem_grpo.loss_settings import LossSettings
+from lowmem_grpo.loss_types import LOSS_TYPES, LossTokens, StepCounts
+from lowmem_grpo.off_policy import CORRECTIONS, correction_weights, off_policy_sequence_mask
+from lowmem_grpo.sequences import sequence_lengths, sequence_means
 from lowmem_grpo.types import LossOutput
 
 
-def weights_grpo(sequence_lengths: Tensor, num_sequences: int, **_: float) -> Tensor:
-    """A mean over sequences of means over tokens."""
-    return 1 / (sequence_lengths * num_sequences)
-
-
-def weights_token_mean(sequence_lengths: Tensor, num_tokens: float, **_: float) -> Tensor:
-    """A mean over all tokens of the step."""
-    return torch.full_like(sequence_lengths, 1 / max(num_tokens, 1))
-
-
-def weights_dr_grpo(sequence_lengths: Tensor, num_sequences: int, max_completion_length: int, **_: float) -> Tensor:
-    """A sum over tokens divided by a constant, free of length bias."""
-    return torch.full_like(sequence_lengths, 1 / (num_sequences * max_completion_length))
-
-
-LOSS_TYPES: dict[str, Callable[..., Tensor]] = {
-    "grpo": weights_grpo,
-    "bnpo": weights_token_mean,
-    "dr_grpo": weights_dr_grpo,
-    "dapo": weights_token_mean,
-}
-
-
 def grpo_loss(
-    logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *, loss_type: str, num_sequences_in_step: int,
-    num_tokens_in_step: float, max_completion_length: int, old_logprobs: Tensor | None = None,
-    ref_logprobs: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
-    delta: float | None = None, beta: float = 0.0, use_bias_correction_kl: bool = False,
+    logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, *, old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None, rollout_logprobs: Tensor | None = None, entropy: Tensor | None = None,
+    policy_mask: Tensor | None = None, num_sequences_in_step: float | None = None,
+    num_tokens_in_step: float | None = None, num_policy_tokens_in_step: float | None = None,
+    correct_mismatch: bool | None = None, entropy_coef: float | None = None, settings: LossSettings | None = None,
+    **options: Any,
 ) -> LossOutput:
-    """The share of the step's loss that the given tokens (N,) carry; shares of all micro-batches add up to the loss.
+    """The share of the step's loss that the given tokens carry; shares of all micro-batches add up to the loss.
 
-    Every sequence lies whole in one call: its length is counted from `sequence_ids` (N,). Without `old_logprobs`
-    the data is on-policy and the ratio is exactly 1. Raises ValueError for an unknown loss type, and for a KL term
-    without reference log-probabilities.
+    All tensors are (N,): `logprobs` with gradient, `advantages`, `sequence_ids` int64, `old_logprobs` at the start of
+    the update (None: on-policy, the ratio is exactly 1), `ref_logprobs` of the reference (for beta),
+    `rollout_logprobs` of the sampler (for corrections), `entropy` of each token's distribution (with gradient for a
+    bonus), `policy_mask` bool: tokens whose policy term counts (None: by `top_entropy_quantile` over this call).
+
+    Every sequence lies whole in one call. The `num_*_in_step` count what the step's means are over, and are this
+    call's own where they are None; sequences and tokens are those of all completions that count in the loss, policy
+    tokens those that `policy_mask` keeps. `correct_mismatch` and `entropy_coef` take the place of the settings' own
+    where a trainer decides step by step.
+
+    `options` are the fields of `LossSettings`, in place of `settings`. Raises ValueError for an unknown loss type, an
+    option that the loss type does not use, contradictory options, and for missing log-probabilities, by name.
     """
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type is {loss_type!r}; allowed are {', '.join(LOSS_TYPES)}")
-    if beta and ref_logprobs is None:
-        raise ValueError(f"beta is {beta}, which needs ref_logprobs; pass them, or set beta=0")
-    epsilon_high = epsilon if epsilon_high is None else epsilon_high
-    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    ratio = torch.exp(logprobs - old_logprobs)
-    per_token = clipped_objective(ratio, advantages, epsilon, epsilon_high, delta).neg()
-    metrics = clip_metrics(ratio.detach(), advantages, sequence_ids, epsilon, epsilon_high, delta)
-    if beta:
-        kl = k3(logprobs, ref_logprobs) * (ratio if use_bias_correction_kl else 1.0)
-        per_token = per_token + beta * kl
-        metrics["kl"] = kl.detach().mean()
-    lengths = torch.bincount(sequence_ids)[sequence_ids].to(per_token.dtype)
-    weights = LOSS_TYPES[loss_type](
-        lengths, num_sequences=num_sequences_in_step, num_tokens=num_tokens_in_step,
-        max_completion_length=max_completion_length,
+    settings = settings_of(settings, options)
+    kind, chosen = LOSS_TYPES[settings.loss_type], settings.chosen()
+    correct = settings.vllm_importance_sampling_correction is True if correct_mismatch is None else correct_mismatch
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    tokens = loss_tokens(logprobs, old, advantages, sequence_ids, rollout_logprobs, settings, correct)
+    if policy_mask is None and settings.top_entropy_quantile < 1:
+        known = needed(entropy, "entropy", f"top_entropy_quantile is {settings.top_entropy_quantile}")
+        policy_mask = top_entropy_mask(known.detach(), settings.top_entropy_quantile)
+    report = Report()
+    report.add(clip_metrics(kind, tokens, chosen, settings.level != "token"))
+    per_token = kind.objective(tokens, chosen)
+    for factor in factors(tokens, settings, rollout_logprobs, policy_mask, report):
+        per_token = per_token * factor
+    if settings.beta:
+        per_token = per_token + settings.beta * kl_term(tokens, settings, ref_logprobs, report)
+    step = StepCounts(
+        given(num_sequences_in_step, (tokens.lengths > 0).sum()), given(num_tokens_in_step, len(logprobs)),
+        settings.max_completion_length,
     )
-    return LossOutput((per_token * weights).sum(), metrics)
+    policy_loss = (per_token * kind.weights(tokens.lengths[sequence_ids].to(per_token.dtype), step)).sum()
+    loss, coef = policy_loss, given(entropy_coef, settings.entropy_coef)
+    if coef:
+        known = needed(entropy, "entropy", f"entropy_coef is {coef}")
+        loss = loss - coef * mean_entropy(known, policy_mask, num_policy_tokens_in_step)
+    samples = {"ratio": tokens.log_ratio.detach().exp()}
+    if rollout_logprobs is not None:
+        mismatch = (old - rollout_logprobs).detach()
+        report.add(mismatch_metrics(mismatch))
+        samples["mismatch"] = mismatch.exp()
+    return LossOutput(loss, report.metrics, report.counts, samples, policy_loss.detach())
 
 
-def clipped_objective(
-    ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float, delta: float | None
-) -> Tensor:
-    """min(min(ratio, delta) A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A), shape (N,)."""
-    bounded = ratio if delta is None else ratio.clamp(max=delta)
-    return torch.min(bounded * advantages, ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages)
+class Report:
+    """Collects metrics: means with what they are over, and extremes."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Tensor] = {}
+        self.counts: dict[str, float] = {}
+
+    def add(self, found: tuple[Means, dict[str, Tensor]]) -> None:
+        means, extremes = found
+        self.metrics |= {name: mean for name, (mean, _) in means.items()} | extremes
+        self.counts |= {name: count for name, (_, count) in means.items()}
+
+    def mean(self, name: str, values: Tensor) -> None:
+        """The mean of values (N,), where there are any."""
+        if values.numel():
+            self.add(({name: (values.detach().mean(), float(len(values)))}, {}))
 
 
-def k3(logprobs: Tensor, ref_logprobs: Tensor | None) -> Tensor:
-    """The k3 estimate of KL(policy || reference) per token: unbiased, never negative (Schulman, 2020)."""
-    assert ref_logprobs is not None
-    difference = ref_logprobs - logprobs
-    return torch.exp(difference) - difference - 1
+def settings_of(settings: LossSettings | None, options: dict[str, Any]) -> LossSettings:
+    """The settings, or those made of keyword options; TypeError where both are given."""
+    if settings is not None and options:
+        raise TypeError(f"grpo_loss got settings and also {', '.join(options)}; give one of them")
+    return settings or LossSettings(**options)
 
 
-def clip_metrics(
-    ratio: Tensor, advantages: Tensor, sequence_ids: Tensor, epsilon: float, epsilon_high: float, delta: float | None
-) -> dict[str, Tensor]:
-    """Shares of tokens whose gradient the clipping took, over all tokens and as extremes over sequences (TRL)."""
-    bounded = ratio if delta is None else ratio.clamp(max=delta)
-    low = (bounded < 1 - epsilon) & (advantages < 0)
-    high = (bounded > 1 + epsilon_high) & (advantages > 0)
-    shares = {"low_mean": low, "high_mean": high, "region_mean": low | high}
-    metrics = {f"clip_ratio/{name}": clipped.to(ratio.dtype).mean() for name, clipped in shares.items()}
-    if len(ratio):
-        metrics["clip_ratio/low_min"] = sequence_means(low, sequence_ids).min()
-        metrics["clip_ratio/high_max"] = sequence_means(high, sequence_ids).max()
-    return metrics
+def loss_tokens(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, sequence_ids: Tensor, rollout_logprobs: Tensor | None,
+    settings: LossSettings, correct: bool,
+) -> LossTokens:
+    """The tokens with their ratio at the settings' level, and the correction where one is asked for."""
+    lengths, log_ratio, mode = sequence_lengths(sequence_ids), logprobs - old, settings.vllm_importance_sampling_mode
+    log_weight = at_level(log_ratio, sequence_ids, lengths, settings.level)
+    correction = None
+    if correct:
+        sampled = needed(rollout_logprobs, "rollout_logprobs", "the sampler's mismatch is to be corrected")
+        correction = correction_weights(mode, old, sampled, sequence_ids, lengths, settings.correction_bounds)
+    return LossTokens(
+        logprobs, log_ratio, log_weight, advantages, sequence_ids, lengths, correction, CORRECTIONS[mode].per_sequence
+    )
 
 
-def sequence_means(clipped: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Share of True tokens in each sequence that has tokens."""
-    counts = torch.bincount(sequence_ids)
-    sums = torch.bincount(sequence_ids, weights=clipped.to(torch.float32))
-    return (sums / counts)[counts > 0]
+def at_level(log_ratio: Tensor, sequence_ids: Tensor, lengths: Tensor, level: str) -> Tensor:
+    """log w (N,): the token's own log ratio, or its sequence's mean (GSPO), whose value the token form keeps."""
+    if level == "token":
+        return log_ratio
+    mean = sequence_means(log_ratio, sequence_ids, lengths)[sequence_ids]
+    return mean if level == "sequence" else mean.detach() + (log_ratio - log_ratio.detach())
+
+
+def factors(
+    tokens: LossTokens, settings: LossSettings, rollout_logprobs: Tensor | None, policy_mask: Tensor | None,
+    report: Report,
+) -> Iterator[Tensor]:
+    """What multiplies the policy term, each (N,): the off-policy mask, the token mask, the correction."""
+    if settings.off_policy_mask_threshold is not None:
+        logprobs = tokens.logprobs.detach()
+        sampler = logprobs - tokens.log_ratio.detach() if rollout_logprobs is None else rollout_logprobs
+        kept = off_policy_sequence_mask(
+            logprobs, sampler, tokens.advantages, tokens.sequence_ids, tokens.lengths,
+            settings.off_policy_mask_threshold,
+        ).to(logprobs.dtype)
+        report.mean("off_policy/masked_share", 1 - kept)
+        yield kept
+    if policy_mask is not None:
+        yield policy_mask.to(tokens.logprobs.dtype)
+    if tokens.correction is not None:
+        report.add(correction_metrics(tokens.correction, tokens))
+        if settings.loss_type != "vespo":  # whose weight of the sequence holds it
+            yield tokens.correction
+
+
+def kl_term(tokens: LossTokens, settings: LossSettings, ref_logprobs: Tensor | None, report: Report) -> Tensor:
+    """KL (N,), weighed by the ratio where `use_bias_correction_kl`."""
+    reference = needed(ref_logprobs, "ref_logprobs", f"beta is {settings.beta}")
+    kl = KL_ESTIMATORS[settings.kl_estimator or "k3"](tokens.logprobs, reference)
+    kl = kl * tokens.log_weight.exp() if settings.use_bias_correction_kl else kl
+    report.mean("kl", kl)
+    return kl
+
+
+def mean_entropy(entropy: Tensor, policy_mask: Tensor | None, count: float | None) -> Tensor:
+    """This call's share of the step's mean entropy, over the tokens that `policy_mask` keeps."""
+    taken = entropy if policy_mask is None else entropy * policy_mask
+    own = len(entropy) if policy_mask is None else policy_mask.sum()
+    return taken.sum() / max(given(count, own), 1)
+
+
+def given(value: float | None, default: float | Tensor) -> float:
+    return float(default if value is None else value)
+
+
+def needed(values: Tensor | None, name: str, why: str) -> Tensor:
+    """The values; ValueError where they are missing."""
+    if values is None:
+        raise ValueError(f"{why}, which needs {name}; pass it, or leave the option out")
+    return values

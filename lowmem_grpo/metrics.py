@@ -1,5 +1,6 @@
 """What a step measured: sums over micro-batches, statistics of rollouts, clocks and memory."""
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -8,9 +9,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem_grpo.types import RolloutGroup
+
+PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter's name
 
 
 class Reducer:
@@ -19,8 +22,10 @@ class Reducer:
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.weights: dict[str, float] = {}
+        self.samples: dict[str, list[Tensor]] = {}
 
-    def add(self, metrics: dict[str, Tensor], weight: float) -> None:
+    def add(self, metrics: dict[str, Tensor], weight: float, counts: dict[str, float] | None = None) -> None:
+        """Take a micro-batch's metrics, means over `weight` things, or over those that `counts` says by name."""
         for name, value in metrics.items():
             seen = self.sums.get(name)
             if name.endswith(("min", "max")):
@@ -28,8 +33,18 @@ class Reducer:
                 self.sums[name] = value if seen is None else extreme(seen, value)
                 self.weights[name] = 1.0
             else:
-                self.sums[name] = value * weight if seen is None else seen + value * weight
-                self.weights[name] = self.weights.get(name, 0.0) + weight
+                share = (counts or {}).get(name, weight)
+                self.sums[name] = value * share if seen is None else seen + value * share
+                self.weights[name] = self.weights.get(name, 0.0) + share
+
+    def keep(self, samples: dict[str, Tensor]) -> None:
+        """Keep values (N,) of which the whole step's are wanted."""
+        for name, values in samples.items():
+            self.samples.setdefault(name, []).append(values)
+
+    def sampled(self, name: str) -> Tensor:
+        """All values kept under a name."""
+        return torch.cat(self.samples.get(name) or [torch.empty(0)])
 
     def result(self) -> dict[str, float]:
         return {name: (total / max(self.weights[name], 1e-12)).item() for name, total in self.sums.items()}
@@ -65,6 +80,7 @@ def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, f
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.completion_ids) for rollout in rollouts]
     terminated = [len(r.completion_ids) for r in rollouts if r.finish_reason == "stop"] or [0]
+    with_signal = sum(any(r.advantage for r in group.rollouts) for group in groups)
     metrics = {
         "completions/mean_length": fmean(lengths), "completions/min_length": min(lengths),
         "completions/max_length": max(lengths), "completions/mean_terminated_length": fmean(terminated),
@@ -72,7 +88,7 @@ def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, f
         "completions/clipped_ratio": fmean(r.finish_reason == "length" for r in rollouts),
         "frac_reward_zero_std": fmean(not spread(group) for group in groups),
         "groups/total": len(groups),
-        "groups/with_signal": sum(any(r.advantage for r in group.rollouts) for group in groups),
+        "groups/with_signal": with_signal, "groups/signal_share": with_signal / len(groups),
     }
     for name in names:
         metrics |= mean_and_std(f"rewards/{name}/mean", f"rewards/{name}/std", [r.rewards.get(name) for r in rollouts])
@@ -90,6 +106,23 @@ def mean_and_std(mean_name: str, std_name: str, values: list[float | None]) -> d
     if not present:
         return {}
     return {mean_name: fmean(present), std_name: stdev(present) if len(present) > 1 else 0.0}
+
+
+def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:
+    """(norm of all gradients, on their device; the same and each adapter group's for the log).
+
+    A group is an adapted projection in all layers (`grad_norm/q_proj`); what is no adapter's is "other". One
+    synchronisation for all of them.
+    """
+    groups: dict[str, list[Tensor]] = {"other": []}
+    for name, parameter in parameters.items():
+        found = PROJECTION.search(name)
+        if parameter.grad is not None:
+            groups.setdefault(found[1] if found else "other", []).append(parameter.grad)
+    norms = {name: torch.nn.utils.get_total_norm(gradients) for name, gradients in groups.items() if gradients}
+    total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms.values()]))
+    logged = {"grad_norm": total, **{f"grad_norm/{name}": norm.float() for name, norm in norms.items()}}
+    return total, dict(zip(logged, torch.stack(list(logged.values())).tolist(), strict=True))
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:

@@ -34,3 +34,16 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: GRPOConfig, total_s
     if config.lr_scheduler_type == "constant" and warmup:
         raise ValueError('lr_scheduler_type is "constant", which has no warm-up; use "constant_with_warmup"')
     return get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+
+
+def steps_per_rollout(config: GRPOConfig) -> int:
+    """Optimizer steps of one update."""
+    return config.optimizer_steps_per_generation * config.num_iterations
+
+
+def total_steps(config: GRPOConfig, rows: int) -> int:
+    """Optimizer steps of a whole run on so many rows."""
+    if config.max_steps > 0:
+        return config.max_steps
+    prompts = config.num_train_epochs * rows
+    return max(1, round(prompts / config.prompts_per_generation)) * steps_per_rollout(config)

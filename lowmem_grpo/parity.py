@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.off_policy import k3_of
 from lowmem_grpo.out_of_memory import Bound, RunMemory
 from lowmem_grpo.packer import Packer
 from lowmem_grpo.policy import Policy
@@ -73,7 +74,8 @@ class ParityGate:
             )
         return {
             "sampling/parity/mean": mean, "sampling/parity/max": difference.max().item(),
-            "sampling/importance_sampling_ratio/mean": (recomputed - sampled).exp().mean().item(),
+            "sampling/parity/k3": k3_of(recomputed - sampled).mean().item(),
+            "sampling/parity/ratio": (recomputed - sampled).exp().mean().item(),
         }
 
     def recompute(self, groups: list[RolloutGroup]) -> tuple[Tensor, Tensor]:

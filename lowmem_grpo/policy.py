@@ -14,6 +14,7 @@ from lowmem_grpo import attention
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.types import MicroBatch
 
+LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has counts
 KNOWN = ("Take a model with plain attention in all layers: Llama, Qwen2, Qwen2.5, Qwen3, Mistral, Gemma 3 (text), "
          "Phi-3, Phi-4")
 
@@ -35,10 +36,19 @@ class Head:
                 f"the output head is a {type(linear).__name__}; a plain, frozen torch.nn.Linear is needed. "
                 "Leave lm_head out of target_modules and modules_to_save, and out of quantization"
             )
-        config = model.config.get_text_config()
-        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        softcap = getattr(config, "final_logit_softcapping", None)
-        return cls(linear.weight.detach(), None if linear.bias is None else linear.bias.detach(), scale, softcap)
+        bias = None if linear.bias is None else linear.bias.detach()
+        return cls(linear.weight.detach(), bias, **logit_shape(model.config))
+
+
+def logit_shape(config: Any) -> dict[str, Any]:
+    """What a model's config does to its logits: `logit_scale` and `softcap`."""
+    config = config.get_text_config()
+    scale = next((value for name in LOGIT_SCALES if (value := getattr(config, name, None)) is not None), None)
+    scaling = getattr(config, "logits_scaling", None)
+    if scale is None and scaling is not None:  # Granite divides by it, HyperCLOVA X multiplies
+        scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+    return {"logit_scale": 1.0 if scale is None else scale,
+            "softcap": getattr(config, "final_logit_softcapping", None)}
 
 
 def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> torch.dtype | None:
@@ -85,6 +95,11 @@ class Policy:
         """The adapter's parameters, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    @property
+    def drops(self) -> bool:
+        """Whether training has dropout, LoRA's or the model's own."""
+        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules())
+
     def autocast(self) -> AbstractContextManager:
         """Mixed precision where it was asked for."""
         if self.autocast_dtype is None:
@@ -112,13 +127,16 @@ class Policy:
                 f"its {layers} layers; in the others, packed sequences would see each other. {KNOWN}"
             )
 
-    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """(logprobs (N,), entropy (N,)) of the batch's N completion tokens."""
+    def logprobs(
+        self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(logprobs (N,), entropy (N,)) of the batch's N completion tokens; the entropy takes a gradient on demand."""
         hidden = self.hidden(batch)[batch.loss_mask].to(self.head.weight.dtype)
         head = self.head
         result = linear_logprobs(
             hidden, head.weight, batch.targets[batch.loss_mask], bias=head.bias, temperature=temperature,
-            logit_scale=head.logit_scale, softcap=head.softcap, return_entropy=True, chunk_rows=self.logits_chunk,
+            logit_scale=head.logit_scale, softcap=head.softcap, return_entropy=True, entropy_grad=entropy_grad,
+            chunk_rows=self.logits_chunk,
         )
         return result[0], result[1]
 

@@ -91,6 +91,7 @@ def completion_lines(step: int, groups: list[RolloutGroup]) -> list[dict[str, An
             "rewards": rollout.rewards, "reward": rollout.reward, "advantage": rollout.advantage,
             "tokens": len(rollout.completion_ids), "finish_reason": rollout.finish_reason,
             **({"extra": rollout.extras} if rollout.extras else {}),
+            **({"replayed_from": rollout.policy_version} if group.replayed else {}),
         }
         for group in groups
         for rollout in group.rollouts

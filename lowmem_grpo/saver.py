@@ -11,6 +11,7 @@ from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import PromptSource
 from lowmem_grpo.out_of_memory import RunMemory
+from lowmem_grpo.replay import ReplayBuffer
 from lowmem_grpo.rewind import RandomStates
 from lowmem_grpo.step import Learner
 
@@ -22,11 +23,11 @@ class Saver:
 
     def __init__(
         self, run_dir: Path, config: GRPOConfig, model: PeftModel, learner: Learner, source: PromptSource,
-        state: TrainerState, memory: RunMemory,
+        state: TrainerState, memory: RunMemory, replay: ReplayBuffer, reward_names: list[str],
     ) -> None:
         self.run_dir, self.config, self.model = run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
-        self.memory = memory
+        self.memory, self.replay, self.reward_names = memory, replay, reward_names
         self.random = RandomStates(learner.policy.device)
         self.mark()
 
@@ -42,15 +43,17 @@ class Saver:
         return folder
 
     def mark(self) -> None:
-        """Remember where a step begins: prompts drawn, tokens seen, random states."""
+        """Remember where a step begins: prompts drawn, groups kept, tokens seen, random states."""
         self.random.take()
-        self.marked = self.source.state(), self.state.num_tokens, self.state.epoch
+        self.marked = self.source.state(), self.replay.entries, self.state.num_tokens, self.state.epoch
+        self.measured = self.learner.objective.state()
 
     def go_back(self) -> None:
         """Be where the last `mark` was, after a step that came to nothing."""
         self.random.restore()
-        drawn, self.state.num_tokens, self.state.epoch = self.marked
+        drawn, self.replay.entries, self.state.num_tokens, self.state.epoch = self.marked
         self.source.restore(drawn)
+        self.learner.objective.restore(self.measured)
 
     def note_best(self, folder: Path) -> None:
         """Remember the checkpoint with the highest mean reward over its last `save_steps` steps."""
@@ -87,6 +90,7 @@ class Saver:
         return {
             "trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
             "config": self.config.to_dict(), "memory": self.memory.state(),
+            "objective": self.learner.objective.state(), "replay": self.replay.state(),
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -104,3 +108,6 @@ class Saver:
         self.source.restore(saved["source"])
         self.learner.scaler.load_state_dict(saved["scaler"])
         self.memory.restore(saved.get("memory"))  # older checkpoints have none
+        self.learner.objective.restore(saved.get("objective", {}))
+        kept, generations = saved.get("replay", []), self.config.num_generations
+        self.replay.restore(kept, self.source.dataset, self.reward_names, generations)

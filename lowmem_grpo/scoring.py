@@ -1,8 +1,11 @@
 """Scoring rollouts: rewards of every function, their weighted sum, and advantages."""
 
 import logging
+import math
 
-from lowmem_grpo.advantages import assign_advantages
+import torch
+
+from lowmem_grpo.advantages import assign_advantages, combine_rewards
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import is_chat
@@ -15,20 +18,51 @@ logger = logging.getLogger(__name__)
 def score_groups(
     scorer: RewardScorer, groups: list[RolloutGroup], config: GRPOConfig, state: TrainerState
 ) -> dict[str, float]:
-    """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
+    """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged.
+
+    A reward that is NaN or infinite is None and stands in `invalid_rewards`: a step does not train on such rollouts.
+    """
     scores = call(scorer, groups, state)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for name, values in scores.rewards.items():
         for rollout, value in zip(rollouts, values, strict=True):
             rollout.rewards[name] = value
+    for rollout, *returned in zip(rollouts, *scores.returned.values(), strict=True):
+        given = zip(scores.returned, returned, strict=True)
+        rollout.invalid_rewards = {name: v for name, v in given if v is not None and not math.isfinite(v)}
     for name, values in scores.extras.items():
         for rollout, value in zip(rollouts, values, strict=True):
             rollout.extras[name] = value
-    assign_advantages(groups, scorer.names, config.reward_weights, str(config.scale_rewards))
+    assign_advantages(groups, scorer.names, config)
     for name, count in scores.invalid.items():
         if count:
-            logger.warning("reward %s gave NaN or infinity for %d completions: counted as no reward", name, count)
+            logger.warning(
+                "reward %s gave NaN or infinity for %d completions: no step is made on their groups. "
+                'For "no reward" a function returns None', name, count,
+            )
     return scores.metrics | {f"rewards/{name}/invalid": float(count) for name, count in scores.invalid.items()}
+
+
+def set_baselines(
+    scorer: RewardScorer, groups: list[RolloutGroup], greedy: list[RolloutGroup], state: TrainerState
+) -> None:
+    """Set the baseline of the groups that have none to the reward of their greedy completion (ReMax).
+
+    `greedy` has one group of one rollout for each, in order. What functions log about these is left out: metrics and
+    records are of sampled completions. A baseline stays None where no function has an opinion.
+    """
+    if not greedy:
+        return
+    scores = call(scorer, greedy, state)
+    for name, count in scores.invalid.items():
+        if count:
+            logger.warning("reward %s gave NaN or infinity for %d greedy completions: no baseline of it", name, count)
+    columns = [[torch.nan if value is None else value for value in scores.rewards[name]] for name in scorer.names]
+    table = torch.tensor(columns, dtype=torch.float64).T  # (P, R)
+    sums = combine_rewards(table[:, None], torch.tensor(scorer.weights, dtype=torch.float64))
+    waiting = [group for group in groups if group.baseline is None]
+    for group, reward in zip(waiting, sums.flatten().tolist(), strict=True):
+        group.baseline = None if reward != reward else reward
 
 
 def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Scores:

@@ -1,5 +1,6 @@
 """One optimizer step on rollouts: the verbs `forward_backward` and `optim_step`, and what they need to know."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,15 +13,17 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.batching import unpack
+from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.losses import grpo_loss
-from lowmem_grpo.metrics import Reducer
+from lowmem_grpo.metrics import Reducer, gradient_norms
+from lowmem_grpo.nonfinite import Flags, Guard, broken_gradients
+from lowmem_grpo.objective import GRPOObjective, Objective, StepTotals, policy_tokens
 from lowmem_grpo.offload import ActivationOffload
 from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.packer import Limits, Packer
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.rewind import Gradients, OptimizerCopy, RandomStates
-from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 
 class Learner:
@@ -31,14 +34,18 @@ class Learner:
 
     def __init__(
         self, policy: Policy, config: GRPOConfig, optimizer: torch.optim.Optimizer, scheduler: LRScheduler,
-        offload: bool, fp16: bool, bound: Bound | None = None,
+        offload: bool, fp16: bool, bound: Bound | None = None, objective: Objective | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.policy, self.config = policy, config
+        self.objective: Objective = objective or GRPOObjective(config)
         self.optimizer, self.scheduler = optimizer, scheduler
         self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=fp16)  # fp16 gradients underflow without it
         self.bound = bound or RunMemory().train
         self.packer = Packer(policy.device, self.bound)
+        self.guard = guard or Guard(config.nonfinite_steps, TrainerState())
+        self.flags = Flags()  # of the pass in progress
         self.prepare_again: Callable[[], None] | None = None  # while no step was made since `prepare`
 
     @property
@@ -46,53 +53,72 @@ class Learner:
         """Tokens and sequences of a micro-batch that the run was given."""
         return self.config.max_tokens_per_micro_batch, self.config.per_device_train_batch_size
 
-    def fill_logprobs(self, groups: list[RolloutGroup], field: str) -> None:
-        """Set `old_logprobs` or `ref_logprobs` of every rollout from the policy as it is now."""
+    def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
+        """Set `old_logprobs`, `ref_logprobs` or `entropy` of every rollout from the policy as it is now."""
         random = RandomStates(self.policy.device)
-        filled = self.packer.run(f"recomputing {field}", groups, self.limits, self.recompute, random.restore)
-        for rollout, values in filled:
-            setattr(rollout, field, values)
+        what = f"recomputing {' and '.join(fields)}"
+        for rollout, *found in self.packer.run(what, groups, self.limits, self.recompute, random.restore):
+            for field in fields:
+                setattr(rollout, field, found[field == "entropy"])
 
     @torch.no_grad()
-    def recompute(self, batches: Iterator[MicroBatch]) -> list[tuple[Rollout, Tensor]]:
-        """Each rollout with the log-probabilities (C,) of its tokens, on the host."""
-        found: list[tuple[Rollout, Tensor]] = []
+    def recompute(self, batches: Iterator[MicroBatch]) -> list[tuple[Rollout, Tensor, Tensor]]:
+        """Each rollout with the log-probabilities (C,) and entropies (C,) of its tokens, on the host."""
+        found: list[tuple[Rollout, Tensor, Tensor]] = []
         for batch in batches:
-            logprobs, _ = self.policy.logprobs(batch, self.config.temperature)
-            parts = unpack(logprobs.float().cpu(), batch.loss_mask.cpu(), batch.sequence_ids.cpu())
-            found += zip(batch.rollouts, parts, strict=True)
+            both = self.policy.logprobs(batch, self.config.temperature)
+            logprobs, entropy = (
+                unpack(values.float().cpu(), batch.loss_mask.cpu(), batch.sequence_ids.cpu()) for values in both
+            )
+            found += zip(batch.rollouts, logprobs, entropy, strict=True)
         return found
 
-    def prepare(self, groups: list[RolloutGroup], optimizer_steps: int) -> None:
-        """Fill what this update needs beside the rollouts: nothing at all on-policy without a KL term."""
-        trained = [replace(group, rollouts=self.with_gradient(group.rollouts)) for group in groups]
+    def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0) -> None:
+        """Fill what this update needs beside the rollouts: nothing at all on-policy without a KL term.
+
+        `policy_version` is the policy's: rollouts of an older one are stale.
+        """
+        self.objective.begin([rollout for group in groups for rollout in group.rollouts], policy_version)
+        fields = self.objective.needed_before(optimizer_steps)
+        rollouts = self.counted_groups(groups) if "entropy" in fields else self.trained_groups(groups)
         training, random = self.policy.model.training, RandomStates(self.policy.device)
 
         def fill() -> None:
             self.policy.model.train(training)
             random.restore()
             limit = self.bound.lowered
-            if optimizer_steps > 1:
-                self.fill_logprobs(trained, "old_logprobs")
-            if self.config.beta:
+            if own := [name for name in fields if name != "ref_logprobs"]:
+                self.fill_logprobs(rollouts, *own)
+            if "ref_logprobs" in fields:
                 with self.policy.base_model():
-                    self.fill_logprobs(trained, "ref_logprobs")
+                    self.fill_logprobs(rollouts, "ref_logprobs")
             if self.bound.lowered != limit:
                 fill()  # all of it in micro-batches of one size, as a run would that began with this bound
+            else:
+                self.objective.prepared([rollout for group in rollouts for rollout in group.rollouts])
 
         fill()
-        self.prepare_again = fill if optimizer_steps > 1 or self.config.beta else None
+        self.prepare_again = fill if fields else None
 
-    def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The rollouts that can move the policy: not truncated (where those are masked), not of advantage 0."""
-        kept = [r for r in rollouts if not (self.config.mask_truncated_completions and r.finish_reason == "length")]
-        return kept if self.config.beta else [rollout for rollout in kept if rollout.advantage]
+    def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """The groups with those rollouts alone that can move the policy."""
+        return [replace(group, rollouts=self.objective.with_gradient(group.rollouts)) for group in groups]
+
+    def counted_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """The groups with those rollouts alone whose tokens count."""
+        return [replace(group, rollouts=self.objective.counted(group.rollouts)) for group in groups]
 
     def num_tokens(self, groups: list[RolloutGroup]) -> int:
         """Completion tokens that count in the loss; those of masked, truncated completions do not."""
-        masked = self.config.mask_truncated_completions
-        rollouts = (rollout for group in groups for rollout in group.rollouts)
-        return sum(len(r.completion_ids) for r in rollouts if not (masked and r.finish_reason == "length"))
+        counted = (rollout for group in self.counted_groups(groups) for rollout in group.rollouts)
+        return sum(len(rollout.completion_ids) for rollout in counted)
+
+    def totals(self, groups: list[RolloutGroup], num_tokens: float | None) -> StepTotals:
+        """What the step's means are over."""
+        counted = [rollout for group in self.counted_groups(groups) for rollout in group.rollouts]
+        tokens = sum(len(rollout.completion_ids) for rollout in counted) if num_tokens is None else num_tokens
+        sequences = sum(len(group.rollouts) for group in groups)
+        return StepTotals(sequences, tokens, sum(map(policy_tokens, counted)))
 
     def forward_backward(self, groups: list[RolloutGroup], num_tokens: float | None = None) -> dict[str, float]:
         """Add the gradient of the step's loss to the adapter; returns loss metrics over the trained tokens.
@@ -100,9 +126,8 @@ class Learner:
         Counts of tokens (unless given) and of sequences are those of all `groups`, so the gradient depends neither on
         how they are split into micro-batches nor on whether those without gradient were left out.
         """
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        trained = [replace(group, rollouts=self.with_gradient(group.rollouts)) for group in groups]
-        tokens = self.num_tokens(groups) if num_tokens is None else num_tokens
+        trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
+        before = self.objective.state()
         gradients, random = Gradients(self.policy.trainable), RandomStates(self.policy.device)
 
         def undo() -> None:
@@ -114,61 +139,64 @@ class Learner:
                 self.prepare_again()
                 random.take()
 
-        work = partial(self.accumulate, sequences=len(rollouts), tokens=tokens)
-        metrics = self.packer.run("a training micro-batch", trained, self.limits, work, undo, again)
-        self.prepare_again = None
-        kept = sum(len(group.rollouts) for group in trained)
-        return metrics | {"completions/trained": kept, "completions/total": len(rollouts)}
+        def work(batches: Iterator[MicroBatch]) -> dict[str, float]:
+            return self.accumulate(batches, self.totals(groups, num_tokens))
 
-    def accumulate(self, batches: Iterator[MicroBatch], sequences: int, tokens: float) -> dict[str, float]:
+        metrics = self.packer.run("a training micro-batch", trained, self.limits, work, undo, again)
+        if self.guard.passed(trained, self.flags):
+            self.objective.restore(before)  # what was measured is no measure of anything
+        self.prepare_again = None
+        kept, total = (sum(len(group.rollouts) for group in some) for some in (trained, groups))
+        share = self.num_tokens(trained) / max(self.num_tokens(groups), 1)
+        return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
+
+    def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals) -> dict[str, float]:
         """Add the gradient of each micro-batch; the loss and its metrics over all of them."""
         self.policy.model.train()
-        reducer = Reducer()
-        total = torch.zeros((), device=self.policy.device)
+        reducer, self.flags = Reducer(), Flags()
+        sums = {"loss": torch.zeros((), device=self.policy.device)}
         for batch in batches:
-            loss, metrics, count = self.loss(batch, sequences, tokens)
-            self.scaler.scale(loss).backward()
-            total += loss.detach()
-            reducer.add(metrics, count)
-        return reducer.result() | {"loss": total.item()}
+            out = self.loss(batch, totals)
+            self.scaler.scale(out.loss).backward()
+            sums["loss"] += out.loss.detach()
+            if out.policy_loss is not None:
+                sums["policy_loss"] = sums.get("policy_loss", 0) + out.policy_loss
+            reducer.add(out.metrics, int(batch.loss_mask.sum()), out.counts)
+            reducer.keep(out.samples)
+        return self.objective.measured(reducer) | {name: total.item() for name, total in sums.items()}
 
-    def loss(self, batch: MicroBatch, sequences: int, tokens: float) -> tuple[Tensor, dict[str, Tensor], int]:
-        """This micro-batch's share of the loss, its metrics, and its number of trained tokens."""
-        config, mask = self.config, batch.loss_mask
+    def loss(self, batch: MicroBatch, totals: StepTotals) -> LossOutput:
+        """This micro-batch's share of the loss, and its metrics."""
         with self.offload:
-            logprobs, entropy = self.policy.logprobs(batch, config.temperature)
-        out = grpo_loss(
-            logprobs, batch.advantages[mask], batch.sequence_ids[mask], loss_type=config.loss_type,
-            num_sequences_in_step=sequences, num_tokens_in_step=tokens,
-            max_completion_length=config.max_completion_length, epsilon=config.epsilon,
-            epsilon_high=config.epsilon_high, delta=config.delta, beta=config.beta,
-            use_bias_correction_kl=config.use_bias_correction_kl,
-            old_logprobs=None if batch.old_logprobs is None else batch.old_logprobs[mask],
-            ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[mask],
-        )
-        difference = (logprobs.detach() - batch.rollout_logprobs[mask]).abs()
-        metrics = out.metrics | {
-            "entropy": entropy.mean(),
-            "sampling/sampling_logp_difference/mean": difference.mean(),
-            "sampling/sampling_logp_difference/max": difference.max(),
-        }
-        return out.loss, metrics, int(mask.sum())
+            logprobs, entropy = self.policy.logprobs(batch, self.config.temperature, self.objective.entropy_grad)
+        out = self.objective.loss(batch, logprobs, entropy, totals)
+        self.flags.look(batch, logprobs, out.loss)
+        return out
 
     def optim_step(self) -> dict[str, float]:
-        """Clip, step and clear the gradients; a step without gradient, or with one that is not finite, is skipped."""
-        parameters = [parameter for parameter in self.policy.trainable if parameter.grad is not None]
+        """Clip, step and clear the gradients; a step without gradient, or that met NaN or infinity, is skipped.
+
+        Raises NonFiniteError, before the schedule goes on, where `nonfinite_steps` in a row met such values.
+        """
+        named = self.policy.model.named_parameters()
+        parameters = {name: p for name, p in named if p.requires_grad and p.grad is not None}
+        broken: list[str] = []  # names of parameters
         rate = self.optimizer.param_groups[0]["lr"]
         metrics = {"learning_rate": rate, "grad_norm": 0.0, "optimizer/skipped": 1.0}
         if parameters:
             self.scaler.unscale_(self.optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
-            metrics["grad_norm"] = norm.item()
-            if torch.isfinite(norm):
-                self.apply(parameters)
+            norm, norms = gradient_norms(parameters)
+            metrics |= norms
+            if not math.isfinite(norms["grad_norm"]):
+                broken = broken_gradients(parameters)
+            elif not self.guard.findings:
+                torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.config.max_grad_norm, norm)
+                self.apply(list(parameters.values()))
                 metrics["optimizer/skipped"] = 0.0
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.prepare_again = None
+        metrics |= self.guard.judge(broken, bool(broken) and self.scaler.is_enabled() and self.scaler.get_scale() > 1)
         with warnings.catch_warnings():
             # a step may be skipped, the first one too; the schedule goes on, so that the run keeps its length
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

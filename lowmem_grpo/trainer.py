@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,21 @@ from typing import Any
 import torch
 
 from lowmem_grpo.callbacks import Callbacks, Interrupt, TrainerControl, TrainerState
+from lowmem_grpo.collector import Collector
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.data import DataError, Prompt, PromptEncoder, PromptSource, check_dataset
+from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, longest_prompt
+from lowmem_grpo.difficulty import DifficultyPools
 from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.evaluation import Evaluation
 from lowmem_grpo.journal import Journal
 from lowmem_grpo.live import LiveView
-from lowmem_grpo.metrics import Clock, mean_of, peak_memory, rollout_metrics
+from lowmem_grpo.loss_types import LOSS_TYPES
+from lowmem_grpo.metrics import Clock, mean_of, peak_memory
 from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.nonfinite import Guard, NonFiniteError
+from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.offload import enable_checkpointing
-from lowmem_grpo.optim import make_optimizer, make_scheduler
+from lowmem_grpo.optim import make_optimizer, make_scheduler, steps_per_rollout, total_steps
 from lowmem_grpo.out_of_memory import MemoryExhaustedError
 from lowmem_grpo.parity import ParityGate
 from lowmem_grpo.planned import plan_memory
@@ -26,9 +32,10 @@ from lowmem_grpo.policy import Policy, mixed_dtype
 from lowmem_grpo.records import RecordError, RunRecords
 from lowmem_grpo.report import write_report
 from lowmem_grpo.rewards import RewardScorer
+from lowmem_grpo.sampler import Sampler
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.saver import Saver
-from lowmem_grpo.scoring import score_groups
+from lowmem_grpo.scoring import score_groups, set_baselines
 from lowmem_grpo.sinks import make_sinks
 from lowmem_grpo.step import Learner
 from lowmem_grpo.types import RolloutGroup
@@ -63,29 +70,38 @@ class GRPOTrainer:
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.scorer = RewardScorer(functions, self.args.reward_weights, self.args.reward_timeout)
         self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16), self.args.logits_chunk)
-        self.given_engine, self.engine = engine, engine or model.engine(self.policy, self.tokenizer)
-        if self.args.use_vllm and self.engine.name != "vllm":
-            raise ValueError(
-                f'use_vllm=True, and the engine is {self.engine.name}: load the model with fast_inference="vllm"'
-            )
+        first = engine or model.engine(self.policy, self.tokenizer)
+        if self.args.use_vllm and first.name != "vllm":
+            raise ValueError(f'use_vllm=True, and the engine is {first.name}; load with fast_inference="vllm"')
         if self.args.gradient_checkpointing is not None:
             enable_checkpointing(self.policy.base, self.args.gradient_checkpointing)
-        context = self.longest_prompt() + self.args.max_completion_length
-        self.memory, self.peaks = plan_memory(model, self.args, self.policy, self.engine, context)
+        longest, completion = self.args.max_prompt_length, self.args.max_completion_length
+        longest = longest_prompt(longest, completion, model.loaded.max_seq_length)
+        self.memory, self.peaks = plan_memory(model, self.args, self.policy, first, longest + completion)
         self.parity = ParityGate(self.policy, self.args, self.memory.train)
-        encoder = PromptEncoder(self.tokenizer, self.longest_prompt(), self.args.chat_template_kwargs)
-        self.source = PromptSource(train_dataset or [], encoder, self.args.seed, self.args.shuffle_dataset)
-        self.eval_dataset = self.check_eval(eval_dataset)
-        self.state = TrainerState(max_steps=self.total_steps())
+        encoder = PromptEncoder(self.tokenizer, longest, self.args.chat_template_kwargs)
+        pools = DifficultyPools() if self.args.difficulty_pools else None
+        self.source = PromptSource(train_dataset or [], encoder, self.args.seed, self.args.shuffle_dataset, pools)
+        self.evaluation = Evaluation(
+            eval_dataset, self.args, encoder, self.scorer.names, self.sample, self.rewards_of
+        )
+        self.state = TrainerState(max_steps=total_steps(self.args, len(self.source.dataset)))
         self.control, self.interrupt, self.clock = TrainerControl(), Interrupt(), Clock()
         self.callbacks = Callbacks([*self.default_listeners(), *(callbacks or [])])
         self.run_dir = Path(self.args.output_dir)
         self.records = RunRecords(self.run_dir)
         self.journal = Journal(self.args, self.state, self.records)
+        self.objective = GRPOObjective(self.args, exact=not self.policy.drops)
         self.learner = self.make_learner()
-        self.saver = Saver(self.run_dir, self.args, self.model, self.learner, self.source, self.state, self.memory)
-        self.reward_logs: dict[str, float] = {}
-        self.parity_logs: dict[str, float] = {}
+        given = engine is not None
+        self.sampler = Sampler(model, self.policy, self.tokenizer, self.memory, self.state, first, given)
+        self.collector = Collector(
+            self.args, self.source, self.state, self.objective, self.scorer.names, self.sample, self.score, self.watch
+        )
+        self.saver = Saver(
+            self.run_dir, self.args, self.model, self.learner, self.source, self.state, self.memory,
+            self.collector.replay, self.scorer.names,
+        )
         if note := self.args.rounding():
             logger.warning(note)
         if self.args.sampling(0).truncates:
@@ -95,76 +111,41 @@ class GRPOTrainer:
         """The live view, and the sinks of `report_to`."""
         return [*([] if self.args.disable_tqdm else [LiveView()]), *make_sinks(self.args.report_to)]
 
-    def check_eval(self, dataset: Any) -> Any:
-        """The evaluation dataset; refused here rather than when it is first used."""
-        if dataset is not None:
-            check_dataset(dataset)
-        elif self.args.eval_strategy != "no":
-            raise ValueError(f'eval_strategy is "{self.args.eval_strategy}", which needs an eval_dataset; pass one')
-        return dataset
-
-    def longest_prompt(self) -> int:
-        """Tokens that a prompt may have; ValueError where prompt and completion cannot fit the context."""
-        context, completion = self.model.loaded.max_seq_length, self.args.max_completion_length
-        wanted = self.args.max_prompt_length or 1
-        if wanted + completion > context:
-            raise ValueError(
-                f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context of "
-                f"{context} tokens; lower one of them, or load with a larger max_seq_length"
-            )
-        return self.args.max_prompt_length or context - completion
-
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        if self.args.max_steps > 0:
-            return self.args.max_steps
-        prompts = self.args.num_train_epochs * len(self.source.dataset)
-        return max(1, round(prompts / self.args.prompts_per_generation)) * self.steps_per_rollout
-
-    @property
-    def steps_per_rollout(self) -> int:
-        """Optimizer steps of one `update`."""
-        return self.args.optimizer_steps_per_generation * self.args.num_iterations
-
     def make_learner(self) -> Learner:
         optimizer = make_optimizer(self.policy.trainable, self.args)
         scheduler = make_scheduler(optimizer, self.args, self.state.max_steps)
         fp16 = torch.float16 in (self.policy.autocast_dtype, self.policy.head.weight.dtype)
         offload = self.model.loaded.offload and self.policy.base.is_gradient_checkpointing
-        return Learner(self.policy, self.args, optimizer, scheduler, offload, fp16, self.memory.train)
+        guard = Guard(self.args.nonfinite_steps, self.state, self.records)
+        return Learner(
+            self.policy, self.args, optimizer, scheduler, offload, fp16, self.memory.train, self.objective, guard
+        )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Inside, time and memory are counted as this phase's."""
-        with self.clock.phase(name), self.peaks.phase(name):
+        with self.clock.phase(name), nullcontext() if name == "reward" else self.peaks.phase(name):
             yield
+
+    @property
+    def engine(self) -> Engine:
+        """What sampled last."""
+        return self.sampler.engine
 
     # The four verbs, each usable alone.
 
     def sample(self, prompts: list[Prompt], params: SamplingParams) -> list[RolloutGroup]:
         """`params.n` rollouts of each prompt by the current policy, without rewards."""
         with self.phase("generate"):
-            self.renew_engine()
-            self.engine.wake()
-            completions = self.engine.generate([prompt.ids for prompt in prompts], params)
-            self.engine.sleep()
-        pairs = zip(prompts, completions, strict=True)
-        return [RolloutGroup(prompt.row, prompt.ids, rollouts) for prompt, rollouts in pairs]
+            return self.sampler.sample(prompts, params)
 
     def renew_engine(self) -> None:
-        """Take the model's engine again: another model may have sampled since, and a process has one of vLLM."""
-        engine = self.given_engine or self.engine
-        if self.given_engine is None and self.engine.name == "vllm":
-            engine = self.model.engine(self.policy, self.tokenizer)
-        if engine is not self.engine:
-            self.engine = engine
-            self.memory.watch(engine)
-            engine.on_policy_update(self.state.policy_version)
+        """Take the model's engine again, where another model may have sampled since."""
+        self.sampler.renew()
 
     def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Add the gradient of one optimizer step's loss over scored groups; returns loss metrics."""
-        if self.args.beta:
-            self.learner.prepare(groups, optimizer_steps=1)
+        self.learner.prepare(groups, 1, self.state.policy_version)
         return self.learner.forward_backward(groups)
 
     def optim_step(self) -> dict[str, float]:
@@ -184,15 +165,15 @@ class GRPOTrainer:
     # The visible loop.
 
     def rollout(self) -> list[RolloutGroup]:
-        """Sample and score the next prompts: groups with rewards and advantages."""
-        prompts = self.source.take(self.args.prompts_per_generation)
-        groups = self.sample(prompts, self.args.sampling(self.args.rollout_seed(self.state.global_step)))
+        """Sample and score the next prompts: groups with rewards and advantages, chosen as `Collector` says."""
+        return self.collector.collect()
+
+    def watch(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """The parity gate, where it is due; what it measured tells the objective whether a correction is."""
         with self.phase("train"):
-            self.parity_logs = self.parity.watch(groups, self.state.global_step, self.steps_per_rollout)
-        self.score(groups)
-        self.state.epoch = self.source.epoch
-        self.state.num_tokens += sum(len(g.prompt_ids) + len(r.completion_ids) for g in groups for r in g.rollouts)
-        return groups
+            found = self.parity.watch(groups, self.state.global_step, steps_per_rollout(self.args))
+        self.objective.mismatch.last_k3 = found.get("sampling/parity/k3", self.objective.mismatch.last_k3)
+        return found
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
         """Train on scored groups: every optimizer step that `num_iterations` and `steps_per_generation` ask for.
@@ -203,17 +184,27 @@ class GRPOTrainer:
             size = self.args.prompts_per_step
             parts = [groups[start : start + size] for start in range(0, len(groups), size)]
             order = (parts * self.args.num_iterations)[:at_most]
-            self.learner.prepare(groups, len(order))
-            # dapo counts the tokens of the generation, bnpo those of the optimizer step
-            tokens = self.learner.num_tokens(groups) / len(parts) if self.args.loss_type == "dapo" else None
+            self.learner.prepare(groups, len(order), self.state.policy_version)
+            # dapo and its kin count the tokens of the generation, bnpo those of the optimizer step
+            shared = LOSS_TYPES[self.args.loss_type].counts_generation
+            tokens = self.learner.num_tokens(groups) / len(parts) if shared else None
             steps = [self.learner.forward_backward(part, tokens) | self.optim_step() for part in order]
-        return mean_of(steps)
+        return mean_of(steps) | self.learner.guard.over(steps)
 
     def score(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
-        with self.clock.phase("reward"):
-            self.reward_logs = score_groups(self.scorer, groups, self.args, self.state)
-        return self.reward_logs
+        """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged.
+
+        Under ReMax, prompts without a baseline get their greedy completion first.
+        """
+        greedy = self.collector.greedy(groups)
+        with self.phase("reward"):
+            set_baselines(self.scorer, groups, greedy, self.state)
+        return self.rewards_of(groups)
+
+    def rewards_of(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """`score` without baselines, as evaluation needs it."""
+        with self.phase("reward"):
+            return score_groups(self.scorer, groups, self.args, self.state)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Run to `max_steps`, with records, checkpoints and listeners.
@@ -256,7 +247,7 @@ class GRPOTrainer:
         before = self.state.global_step
         with self.saved_before(Exception):
             groups = self.rollout()
-        with self.saved_before(MemoryExhaustedError):
+        with self.saved_before(MemoryExhaustedError, NonFiniteError):
             metrics = self.update(groups, self.state.max_steps - before)
         self.log(before, metrics, groups)
         self.saver.mark()
@@ -273,11 +264,11 @@ class GRPOTrainer:
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every
 
     @contextmanager
-    def saved_before(self, kind: type[Exception]) -> Iterator[None]:
+    def saved_before(self, *kinds: type[Exception]) -> Iterator[None]:
         """Where such an error ends the run, save what came before this step's rollout, to be resumed."""
         try:
             yield
-        except kind as error:
+        except kinds as error:
             if self.state.global_step:
                 self.saver.go_back()
                 folder = self.save_state()
@@ -288,16 +279,11 @@ class GRPOTrainer:
         """Write one step's metrics and completions, and tell the listeners."""
         timing = self.clock.metrics()
         self.state.elapsed += timing["step_time"]
-        tokens = sum(len(r.completion_ids) for g in groups for r in g.rollouts)
-        speed = tokens / max(self.clock.seconds["generate"], 1e-9)
         line = {
             "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
-            **metrics, **rollout_metrics(groups, self.scorer.names), **self.reward_logs, **self.parity_logs,
-            **timing,
+            **metrics, **self.collector.metrics(groups, self.clock.seconds["generate"]), **timing,
             **peak_memory(self.policy.device), **self.peaks.metrics(), "memory/kv_bytes": self.engine.kv_bytes,
-            **self.memory.metrics(),
-            "num_tokens": self.state.num_tokens, "tokens_per_second": speed,
-            "data/skipped_rows": sum(self.source.skipped.values()), "policy_version": self.state.policy_version,
+            **self.memory.metrics(), "policy_version": self.state.policy_version,
         }
         logged = self.journal.write(before, line, groups)
         if logged is not None:
@@ -305,17 +291,7 @@ class GRPOTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """Mean rewards on the evaluation dataset, sampled as in training; metrics named eval_*."""
-        params = self.args.sampling(self.args.seed, n=self.args.num_generations_eval or 1)
-        groups: list[RolloutGroup] = []
-        encoded = [self.source.encoder.encode(row) for row in self.eval_dataset]
-        prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
-        if not prompts:
-            raise DataError(f"no row of the evaluation dataset can be used; the first one: {encoded[0]}")
-        for start in range(0, len(prompts), self.args.per_device_eval_batch_size):
-            groups += self.sample(prompts[start : start + self.args.per_device_eval_batch_size], params)
-        self.score(groups)
-        measured = rollout_metrics(groups, self.scorer.names)
-        metrics = {"step": self.state.global_step} | {f"eval_{name}": value for name, value in measured.items()}
+        metrics = {"step": self.state.global_step} | self.evaluation.run()
         self.notify("on_evaluate", metrics=metrics)
         return metrics
 
@@ -327,6 +303,7 @@ class GRPOTrainer:
         self.control.should_training_stop = False  # what stopped an earlier `train`
         if not resume:
             self.records.begin(self.args.overwrite_output_dir)
+            self.learner.guard.begin(self.args.overwrite_output_dir)
         elif self.saver.resume(resume):
             self.records.rewind(self.state.global_step)
             self.engine.on_policy_update(self.state.policy_version)

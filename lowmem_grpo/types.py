@@ -22,11 +22,20 @@ class Rollout:
     text: str = ""  # decoded, special tokens left out
     policy_version: int = 0
     rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward function
+    invalid_rewards: dict[str, float] = field(default_factory=dict)  # of these, NaN and infinities: None in `rewards`
     reward: float | None = None  # their weighted sum
     advantage: float = 0.0
+    token_advantages: Tensor | None = None  # (C,) where the estimator gives one to each token
     extras: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`
     old_logprobs: Tensor | None = None  # (C,) at the start of the update; None where the data is on-policy
     ref_logprobs: Tensor | None = None  # (C,) under the base model; None without a KL term
+    entropy: Tensor | None = None  # (C,) at the start of the update; None where the loss does not ask for it
+    policy_mask: Tensor | None = None  # (C,) bool, tokens whose policy term counts; None for all
+
+    @property
+    def advantages(self) -> Tensor | float:
+        """One for each token where there are such, (C,), else the completion's."""
+        return self.advantage if self.token_advantages is None else self.token_advantages
 
 
 @dataclass
@@ -36,6 +45,9 @@ class RolloutGroup:
     row: dict[str, Any]  # the dataset row
     prompt_ids: list[int]
     rollouts: list[Rollout]
+    baseline: float | None = None  # the reward of the prompt's greedy completion, where the estimator asks for it
+    row_index: int | None = None  # in the dataset, where the row is of one
+    replayed: bool = False  # sampled for an earlier update, and used again
 
 
 @dataclass
@@ -59,6 +71,7 @@ class MicroBatch:
     rollout_logprobs: Tensor  # (T,) float32
     old_logprobs: Tensor | None = None  # (T,) float32
     ref_logprobs: Tensor | None = None  # (T,) float32
+    policy_mask: Tensor | None = None  # (T,) bool
     rollouts: tuple[Rollout, ...] = ()  # the S packed completions, in order
 
     def to(self, device: torch.device | str) -> "MicroBatch":
@@ -71,7 +84,10 @@ class MicroBatch:
 
 @dataclass
 class LossOutput:
-    """The scalar to call backward on, and detached scalars to log (means over this call's tokens, or min and max)."""
+    """The scalar to call backward on, and what to log, detached."""
 
     loss: Tensor
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Tensor]  # means over this call, or min and max
+    counts: dict[str, float] = field(default_factory=dict)  # of each mean: over how many tokens or sequences
+    samples: dict[str, Tensor] = field(default_factory=dict)  # (N,) values whose percentiles over the step are of use
+    policy_loss: Tensor | None = None  # the loss without its entropy bonus

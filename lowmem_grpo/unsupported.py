@@ -29,23 +29,9 @@ def group(advice: str, **defaults: Any) -> dict[str, Fixed]:
 RENAMED = {"evaluation_strategy": "eval_strategy"}  # transformers' name until 4.46
 
 LOSS = {
-    "importance_sampling_level": off("token", "Ratios are taken per token; leave it out."),
-    "multi_objective_aggregation": off("sum_then_normalize", "Rewards are summed, then scaled; use reward_weights."),
-    "top_entropy_quantile": off(1.0, "All completion tokens are trained on; leave it out."),
-    "off_policy_mask_threshold": off(None, "No sequence is masked for being off-policy; use delta to bound ratios."),
     "label_smoothing_factor": off(0.0, "The GRPO loss has no labels to smooth; leave it out."),
     "router_aux_loss_coef": off(None, "No auxiliary loss is added; leave it out.", 0.0),
     "use_liger_loss": off(False, "The loss never holds all logits as it is; leave it out.", None),
-    **group(
-        "There is no entropy term in the loss; leave it out.",
-        entropy_coef=0.0, use_adaptive_entropy=False, entropy_coef_min=0.0, entropy_coef_max=1.0,
-        entropy_coef_delta=0.005, entropy_target=0.2,
-    ),
-    **group(
-        "It belongs to a loss type that is not here; choose loss_type from grpo, bnpo, dr_grpo and dapo.",
-        sapo_temperature_neg=1.05, sapo_temperature_pos=1.0, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0,
-        vespo_lambda_neg=2.0,
-    ),
     **group(
         "The reference is the model without its adapter and stays fixed; use beta for the strength of the KL term.",
         sync_ref_model=False, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512,
@@ -79,14 +65,7 @@ GENERATION = {
 
 VLLM = {
     "vllm_mode": off("colocate", "There is no server: vLLM runs in this process, on the trainer's own weights."),
-    "vllm_importance_sampling_correction": off(
-        True, "The sampler uses the trainer's own weights, so there is nothing to correct; leave it out.", False
-    ),
-    **group(
-        "The sampler uses the trainer's own weights, so there is nothing to correct; leave it out.",
-        vllm_importance_sampling_mode="sequence_mask", vllm_importance_sampling_clip_max=3.0,
-        vllm_importance_sampling_clip_min=None, vllm_importance_sampling_cap=None,
-    ),
+    "vllm_importance_sampling_cap": off(None, "Use vllm_importance_sampling_clip_max, its newer name."),
     **group(
         "There is no vLLM server mode; leave it out.",
         vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000, vllm_server_timeout=240.0,

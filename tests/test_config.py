@@ -16,22 +16,35 @@ TRL_FIELDS = [
 OWN = {field.name: field.default for field in fields(GRPOConfig)}
 ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_sampling_params",  # Unsloth, older TRL
              "max_tokens_per_micro_batch", "logits_chunk", "reward_timeout", "nothing_to_learn_steps",
-            "parity_steps", "parity_bound"}
+            "parity_steps", "parity_bound", "nonfinite_steps", "kl_estimator", "advantage_estimator", "pass_at_k",
+             "dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "replay_max_age"}
 TRL_DEFAULTS = {
     "run_name": None, "seed": 42, "shuffle_dataset": True, "chat_template_kwargs": None, "max_steps": -1,
     "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": None, "num_iterations": 1, "num_generations": 8, "max_completion_length": 512,
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "use_vllm": False, "loss_type": "dapo",
-    "epsilon": 0.2, "epsilon_high": None, "delta": None, "beta": 0.0, "use_bias_correction_kl": True,
-    "scale_rewards": "group", "reward_weights": None, "mask_truncated_completions": False, "learning_rate": 1e-6,
+    "beta": 0.0, "use_bias_correction_kl": True, "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
+    "use_adaptive_entropy": False, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
+    "entropy_target": 0.2, "off_policy_mask_threshold": None, "vllm_importance_sampling_clip_min": None,
+    "multi_objective_aggregation": "sum_then_normalize",
+    "reward_weights": None, "mask_truncated_completions": False, "learning_rate": 1e-6,
     "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
     "lr_scheduler_type": "linear", "warmup_steps": 0, "bf16": None, "report_to": "none", "log_completions": False,
     "save_strategy": "steps", "eval_strategy": "no", "eval_steps": None, "per_device_eval_batch_size": 8,
     "num_generations_eval": None,
 }
+OF_THE_CHOICE = {  # TRL's defaults of options that are None here: that of the loss type or of the estimator
+    "epsilon": 0.2, "epsilon_high": None, "delta": None, "importance_sampling_level": "token",
+    "sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "scale_rewards": "group",
+}
 OTHER_DEFAULTS = {
-    "disable_tqdm": None,"output_dir": "outputs", "optim": "adamw_torch", "fp16": None, "gradient_checkpointing": None,
-                  "logging_steps": 1, "save_steps": 100, "save_total_limit": 3}
+    "disable_tqdm": None, "output_dir": "outputs", "optim": "adamw_torch", "fp16": None,
+    "gradient_checkpointing": None, "logging_steps": 1, "save_steps": 100, "save_total_limit": 3,
+    "vllm_importance_sampling_correction": None, "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 2.0, **dict.fromkeys(OF_THE_CHOICE),
+}
+OWN_DEFAULTS = {"cispo": {"epsilon_high": 5.0}}  # by design: TRL's shrinks every gradient to a fifth
 NOTEBOOK = {
     "learning_rate": 5e-6, "adam_beta1": 0.9, "adam_beta2": 0.99, "weight_decay": 0.1, "warmup_ratio": 0.1,
     "lr_scheduler_type": "cosine", "optim": "paged_adamw_8bit", "logging_steps": 1, "per_device_train_batch_size": 1,
@@ -39,7 +52,10 @@ NOTEBOOK = {
     "max_steps": 250, "save_steps": 250, "max_grad_norm": 0.1, "report_to": "none", "output_dir": "outputs",
 }
 BAD_VALUES = [  # an option, a bad value, and what the message says is allowed
-    ("loss_type", "cispo", "dr_grpo"), ("scale_rewards", "both", "batch"), ("optim", "sgd", "adamw_torch"),
+    ("loss_type", "ppo", "dr_grpo"), ("advantage_estimator", "gae", "rloo"), ("kl_estimator", "k4", "k3"),
+    ("importance_sampling_level", "word", "sequence"), ("vllm_importance_sampling_mode", "token", "token_mask"),
+    ("multi_objective_aggregation", "sum", "normalize_then_sum"), ("top_entropy_quantile", 0, "(0, 1]"),
+    ("scale_rewards", "both", "batch"), ("optim", "sgd", "adamw_torch"),
     ("lr_scheduler_type", "polynomial", "cosine"), ("save_strategy", "epoch", "steps"),
     ("eval_strategy", "epoch", "steps"), ("report_to", "mlflow", "tensorboard"),
     ("num_generations", 1, "2 or more"), ("num_generations", 0, "2 or more"),
@@ -47,11 +63,12 @@ BAD_VALUES = [  # an option, a bad value, and what the message says is allowed
         "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length",
         "logging_steps", "save_steps", "steps_per_generation", "eval_steps", "max_prompt_length", "save_total_limit",
         "per_device_eval_batch_size", "num_generations_eval", "max_tokens_per_micro_batch", "logits_chunk",
-        "nothing_to_learn_steps",
+        "nothing_to_learn_steps", "nonfinite_steps",
     )],
     *[(name, -0.5, "0 or above") for name in (
-        "learning_rate", "beta", "epsilon", "weight_decay", "warmup_steps", "temperature",
+        "learning_rate", "beta", "epsilon", "weight_decay", "warmup_steps", "temperature", "entropy_coef",
     )],
+    ("off_policy_mask_threshold", 0, "above 0"),
     ("learning_rate", float("nan"), "0 or above"), ("max_grad_norm", 0, "above 0"), ("reward_timeout", 0, "above 0"),
     ("top_p", 0, "(0, 1]"), ("top_p", 1.5, "(0, 1]"), ("top_k", -2, "-1 or 0"), ("min_p", 2.0, "[0, 1]"),
     ("warmup_ratio", -0.5, "from 0 to 1"),
@@ -64,6 +81,11 @@ CONTRADICTIONS = [
     ({"delta": 1.5, "epsilon_high": 0.5}, "delta is 1.5; it must be above 1 + epsilon_high = 1.5"),
     ({"steps_per_generation": 6, "gradient_accumulation_steps": 4},
      "steps_per_generation is 6; it must be a multiple of gradient_accumulation_steps (4)"),
+    ({"epsilon": 0.2, "loss_type": "reinforce"}, "epsilon is 0.2, and loss_type 'reinforce' does not use it"),
+    ({"advantage_estimator": "passk", "pass_at_k": 8}, "pass_at_k is 8; it must be at least 1 and below num_gener"),
+    ({"advantage_estimator": "passk", "pass_at_k": 0}, "pass_at_k is 0; it must be at least 1 and below"),
+    ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "advantage_estimator 'rloo' with"),
+    ({"replay_buffer_size": 8, "vllm_importance_sampling_correction": False}, "replayed completions are of an older"),
     ({"parity_steps": -1}, "parity_steps is -1"), ({"parity_bound": 0.0}, "parity_bound is 0.0"),
 ]
 
@@ -87,6 +109,20 @@ def test_fields_that_trl_does_not_have_are_known() -> None:
 def test_defaults_are_trls(name: str) -> None:
     expected = OTHER_DEFAULTS[name] if name in OTHER_DEFAULTS else TRL_DEFAULTS[name]
     assert OWN[name] == expected
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"])
+def test_none_stands_for_something_else_than_trls_default(loss_type: str) -> None:
+    config = GRPOConfig(loss_type=loss_type)
+    expected = OF_THE_CHOICE | OWN_DEFAULTS.get(loss_type, {})
+    assert config.chosen() and config.chosen() == {name: expected[name] for name in config.chosen()}
+    assert config.scale == OF_THE_CHOICE["scale_rewards"] and config.level == "token"
+    assert {name: getattr(config, name) for name in OF_THE_CHOICE} == dict.fromkeys(OF_THE_CHOICE)
+
+
+def test_some_default_of_trl_is_none_of_ours() -> None:
+    chosen = [GRPOConfig(loss_type=loss_type).chosen() for loss_type in ("dapo", "sapo", "vespo")]
+    assert {"scale_rewards"}.union(*chosen) == set(OF_THE_CHOICE)
 
 
 def test_no_default_is_listed_as_both_trls_and_other() -> None:
@@ -178,6 +214,12 @@ def test_contradictions_are_refused(options: dict[str, object], message: str) ->
 
 def test_evaluation_steps_follow_logging_steps() -> None:
     assert GRPOConfig(eval_strategy="steps", logging_steps=7).eval_steps == 7
+
+
+def test_a_kl_term_is_in_the_loss_and_in_the_reward_too_or_in_neither() -> None:
+    assert GRPOConfig(advantage_estimator="reinforce++", beta=0.1).kl_in_reward
+    assert not GRPOConfig(advantage_estimator="reinforce++").kl_in_reward
+    assert not GRPOConfig(advantage_estimator="reinforce++_baseline", beta=0.1).kl_in_reward
 
 
 def test_old_spellings_of_values_are_understood() -> None:

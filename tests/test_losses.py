@@ -1,156 +1,383 @@
-"""The loss against formulas written out sequence by sequence in float64."""
+"""The loss against formulas written out token by token in float64, in value and gradient to 1e-10."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_loss import LENGTHS, LONGEST, STEP, close, close_with_gradients, example, naive_loss, naive_phi, places_of
 from torch import Tensor
 
-from lowmem_grpo.losses import LOSS_TYPES, grpo_loss
+from lowmem_grpo.loss_settings import LossSettings
+from lowmem_grpo.loss_types import LOSS_TYPES
+from lowmem_grpo.losses import grpo_loss
+from lowmem_grpo.metrics import Reducer
+from lowmem_grpo.types import LossOutput
 
-LENGTHS = [3, 1, 6, 4]
-LONGEST = 10  # max_completion_length
-STEP = {"num_sequences_in_step": len(LENGTHS), "num_tokens_in_step": sum(LENGTHS), "max_completion_length": LONGEST}
-CASES = list(itertools.product(
-    LOSS_TYPES, [None, 1.9], [None, 0.35], [0.0, 0.07], [False, True], [False, True],
-))  # loss_type, delta, epsilon_high, beta, use_bias_correction_kl, on-policy
-
-
-def example(seed: int = 0) -> dict[str, Tensor]:
-    """Tokens of LENGTHS in float64, far enough off-policy that every kind of clipping happens."""
-    generator = torch.Generator().manual_seed(seed)
-    count = sum(LENGTHS)
-
-    def normal(scale: float) -> Tensor:
-        return scale * torch.randn(count, generator=generator, dtype=torch.float64)
-
-    logprobs = -1 + normal(0.3)
-    ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    return {
-        "logprobs": logprobs.requires_grad_(), "advantages": torch.tensor([1.5, -0.7, -1.1, 0.4]).double()[ids],
-        "sequence_ids": ids, "old_logprobs": logprobs.detach() + normal(0.6), "ref_logprobs": -1 + normal(0.5),
-    }
-
-
-def naive(tokens: dict[str, Tensor], case: tuple[Any, ...], epsilon: float = 0.2) -> Tensor:
-    """The step's loss, token by token."""
-    loss_type, delta, epsilon_high, beta, corrected, on_policy = case
-    upper = 1 + (epsilon if epsilon_high is None else epsilon_high)
-    sequences: list[list[Tensor]] = [[] for _ in LENGTHS]
-    for t, sequence in enumerate(tokens["sequence_ids"].tolist()):
-        logp, advantage, ref = tokens["logprobs"][t], tokens["advantages"][t], tokens["ref_logprobs"][t]
-        old = logp.detach() if on_policy else tokens["old_logprobs"][t]
-        ratio = (logp - old).exp()
-        clipped = ratio.detach().clamp(1 - epsilon, upper) if not 1 - epsilon <= ratio <= upper else ratio
-        bounded = torch.tensor(delta).double() if delta is not None and ratio > delta else ratio
-        first, second = bounded * advantage, clipped * advantage
-        kl = (ref - logp).exp() - (ref - logp) - 1
-        policy_loss = -(min(second, first))
-        sequences[sequence].append(policy_loss + beta * kl * (ratio if corrected else 1))
-    totals = torch.stack([torch.stack(sequence).sum() for sequence in sequences])
-    if loss_type == "grpo":
-        return (totals / torch.tensor(LENGTHS)).mean()
-    return totals.sum() / (sum(LENGTHS) if loss_type in ("bnpo", "dapo") else len(LENGTHS) * LONGEST)
+Options = dict[str, Any]
+LEVELS = ("token", "sequence", "sequence_token")
+CLIPS: list[Options] = [{"epsilon": 0.2, "epsilon_high": high, "delta": delta}
+                        for high, delta in itertools.product((None, 0.5), (None, 1.9))]
+GSPO_CLIPS = [{"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None},
+              *(clips | {"epsilon_high": clips["epsilon_high"] or 0.2} for clips in CLIPS)]
+CHOICES: dict[str, list[list[Options]]] = {  # the options that a loss type has
+    **{name: [CLIPS, [{"importance_sampling_level": level} for level in LEVELS]]
+       for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")},
+    **{name: [GSPO_CLIPS] for name in ("gspo", "gspo_token")},
+    "cispo": [[{"epsilon_high": high} for high in (1.2, 5.0)], [{"importance_sampling_level": v} for v in LEVELS]],
+    "sapo": [[{"sapo_temperature_pos": pos, "sapo_temperature_neg": neg} for pos, neg in ((1.0, 1.05), (0.7, 2.3))],
+             [{"importance_sampling_level": level} for level in LEVELS]],
+    "vespo": [[{"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
+               {"vespo_k_pos": 0.7, "vespo_lambda_pos": 0.3, "vespo_k_neg": 1.1, "vespo_lambda_neg": 0.9}]],
+    "gmpo": [[{"epsilon": epsilon, "epsilon_high": high} for epsilon, high in ((0.4, None), (0.1, 0.3))]],
+    "reinforce": [],
+}
+KL_TERMS: list[Options] = [{"beta": 0.0}, *(
+    {"beta": 0.07, "kl_estimator": estimator, "use_bias_correction_kl": corrected}
+    for estimator, corrected in itertools.product(("k1", "k2", "k3"), (True, False))
+)]
 
 
-def ours(tokens: dict[str, Tensor], case: tuple[Any, ...], **changes: Any) -> Any:
+def cases() -> list[Options]:
+    """Every combination of a loss type, its options and a KL term."""
+    found = []
+    for loss_type, choices in CHOICES.items():
+        for parts in itertools.product(*choices, KL_TERMS):
+            found.append({"loss_type": loss_type} | {name: v for part in parts for name, v in part.items()})
+    return found
+
+
+CASES = cases()
+PLAIN = [case for case in CASES if not case["beta"]]
+
+
+def name_of(case: Any) -> str:
+    return "-".join(f"{value}" for value in case.values()) if isinstance(case, dict) else str(case)
+
+
+def ours(tokens: dict[str, Tensor], options: Options, on_policy: bool = False, **changes: Any) -> LossOutput:
     """grpo_loss of the same case."""
-    loss_type, delta, epsilon_high, beta, corrected, on_policy = case
     given = tokens | ({"old_logprobs": None} if on_policy else {})
-    options = {"loss_type": loss_type, "delta": delta, "epsilon_high": epsilon_high, "beta": beta,
-               "use_bias_correction_kl": corrected}
-    return grpo_loss(**(given | options | STEP | changes))
+    return grpo_loss(**(given | {"max_completion_length": LONGEST} | options | STEP | changes))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_loss_and_gradient_follow_the_formula(case: tuple[Any, ...]) -> None:
+def part_of(tokens: dict[str, Tensor], places: list[int]) -> dict[str, Tensor]:
+    """The tokens at these places, in this order; their sequences numbered from 0, as in a batch of their own."""
+    part = {name: value[torch.tensor(places, dtype=torch.int64)] for name, value in tokens.items()}
+    return part | {"sequence_ids": part["sequence_ids"].unique(return_inverse=True)[1]}
+
+
+def gradient_of(loss: Tensor, tokens: dict[str, Tensor]) -> Tensor:
+    return torch.autograd.grad(loss, tokens["logprobs"], retain_graph=True)[0]
+
+
+# The formulas
+
+
+def test_every_loss_type_is_held_to_a_formula() -> None:
+    assert set(CHOICES) == set(LOSS_TYPES)
+    for loss_type, choices in CHOICES.items():
+        assert {name for part in choices for option in part for name in option} == set(LOSS_TYPES[loss_type].options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_loss_or_gradient_is_not_the_formulas(case: Options) -> None:
     tokens = example()
-    expected, result = naive(tokens, case), ours(tokens, case).loss
-    torch.testing.assert_close(result, expected)
-    gradients = [torch.autograd.grad(loss, tokens["logprobs"])[0] for loss in (result, expected)]
-    torch.testing.assert_close(*gradients)
+    for on_policy in (False, True):
+        result, expected = ours(tokens, case, on_policy).loss, naive_loss(tokens, case, on_policy)
+        close_with_gradients(result, expected, tokens["logprobs"])
 
 
-def test_the_example_clips_on_every_side() -> None:
-    metrics = ours(example(), ("dapo", 1.9, 0.35, 0.07, True, False)).metrics
-    assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0 and metrics["kl"] > 0
-    tokens = example()
-    beyond = (tokens["logprobs"] - tokens["old_logprobs"]).exp() > 1.9
-    assert (beyond & (tokens["advantages"] < 0)).any()
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    case=st.sampled_from(CASES), order=st.permutations(range(len(LENGTHS))), first=st.integers(1, len(LENGTHS) - 1)
-)
-def test_micro_batches_and_their_order_do_not_change_the_gradient(
-    case: tuple[Any, ...], order: list[int], first: int
-) -> None:
-    tokens = example()
-    whole = torch.autograd.grad(ours(tokens, case).loss, tokens["logprobs"])[0]
-    shares = []
-    for part in (order[:first], order[first:]):
-        places = torch.cat([(tokens["sequence_ids"] == sequence).nonzero().squeeze(-1) for sequence in part])
-        ids = torch.arange(len(part)).repeat_interleave(torch.tensor([LENGTHS[sequence] for sequence in part]))
-        shares.append(ours({name: value[places] for name, value in tokens.items()} | {"sequence_ids": ids}, case).loss)
-    torch.testing.assert_close(sum(shares), ours(tokens, case).loss)
-    torch.testing.assert_close(torch.autograd.grad(sum(shares), tokens["logprobs"])[0], whole)
+@pytest.mark.parametrize("case", PLAIN, ids=name_of)
+def test_advantages_of_single_tokens_are_taken_for_those_of_their_sequence(case: Options) -> None:
+    tokens = example(seed=1, token_advantages=True)
+    close_with_gradients(ours(tokens, case).loss, naive_loss(tokens, case, False), tokens["logprobs"])
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_on_policy_the_ratio_is_exactly_one(loss_type: str) -> None:
-    tokens = example()
-    result = ours(tokens, (loss_type, None, None, 0.0, False, True))
-    assert not any(value.any() for value in result.metrics.values())
-    (gradient,) = torch.autograd.grad(result.loss, tokens["logprobs"])
-    weights = gradient / -tokens["advantages"]
-    expected = {"grpo": 1 / (len(LENGTHS) * torch.tensor(LENGTHS).double()[tokens["sequence_ids"]]),
-                "dr_grpo": torch.full_like(weights, 1 / (len(LENGTHS) * LONGEST))}
-    torch.testing.assert_close(weights, expected.get(loss_type, torch.full_like(weights, 1 / sum(LENGTHS))))
+def test_without_counts_the_means_are_not_over_this_call(loss_type: str) -> None:
+    tokens, case = example(), next(case for case in PLAIN if case["loss_type"] == loss_type)
+    own = ours(tokens, case, num_sequences_in_step=None, num_tokens_in_step=None).loss
+    expected = naive_loss(tokens, case, False, sequences=len(LENGTHS), count=sum(LENGTHS))
+    close_with_gradients(own, expected, tokens["logprobs"])
 
 
-def test_on_policy_equals_old_logprobs_given() -> None:
+def test_the_example_does_not_clip_on_every_side() -> None:
     tokens = example()
-    given = ours(tokens, ("dapo", None, None, 0.07, True, False), old_logprobs=tokens["logprobs"].detach())
-    assert torch.equal(given.loss, ours(tokens, ("dapo", None, None, 0.07, True, True)).loss)
+    for level in ("token", "sequence"):
+        case = {"loss_type": "dapo", "epsilon": 0.1, "importance_sampling_level": level}
+        metrics = ours(tokens, case).metrics
+        assert 0 < metrics["clip_ratio/low_mean"] < 1 and 0 < metrics["clip_ratio/high_mean"] < 1
+    ratio = (tokens["logprobs"] - tokens["old_logprobs"]).exp()
+    assert ((ratio > 1.9) & (tokens["advantages"] < 0)).any()
+    assert ((ratio > 1.2) & (ratio < 1.5) & (tokens["advantages"] > 0)).any()
+
+
+def test_gspo_token_has_another_gradient_than_gspo_where_advantages_are_the_sequences() -> None:
+    for seed in range(5):
+        tokens = example(seed)
+        losses = [ours(tokens, {"loss_type": name, "epsilon": 0.2}).loss for name in ("gspo", "gspo_token")]
+        close_with_gradients(*losses, tokens["logprobs"])
+
+
+def test_gspo_token_rounds_the_ratio_of_a_sequence_by_the_ratios_of_its_tokens() -> None:
+    for seed in range(5):
+        tokens = {name: value.detach().float() for name, value in example(seed).items()}
+        tokens |= {"sequence_ids": tokens["sequence_ids"].long(), "old_logprobs": tokens["old_logprobs"] * 20}
+        assert torch.equal(*(ours(tokens, {"loss_type": name, "epsilon": 0.2, "epsilon_high": 9.0}).loss
+                             for name in ("gspo", "gspo_token")))
+
+
+def test_gspo_token_has_gspos_gradient_where_advantages_of_tokens_differ() -> None:
+    tokens = example() | {"advantages": torch.ones(sum(LENGTHS)).double()}
+    tokens["advantages"][0] = 3.0  # of three tokens
+    first, second = (gradient_of(ours(tokens, {"loss_type": name, "epsilon": 9.0}).loss, tokens)
+                     for name in ("gspo", "gspo_token"))
+    close(first[:3], first[:1].expand(3))  # one gradient for all tokens of a sequence
+    close(second[0], 3 * second[1])  # each token by its own advantage
+    close(first[3:], second[3:])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_kl_term_leaves_out_the_ratios_own_gradient(estimator: str, level: str) -> None:
+    """Off-policy, weighed by the ratio of tokens, it is the gradient of w KL, not of sg(w) KL."""
+    tokens = example() | {"advantages": torch.zeros(sum(LENGTHS)).double()}
+    case = {"loss_type": "bnpo", "beta": 1.0, "kl_estimator": estimator, "importance_sampling_level": level,
+            "epsilon": 0.2, "delta": None, "use_bias_correction_kl": True}
+    result = ours(tokens, case)
+    close_with_gradients(result.loss, naive_loss(tokens, case, False), tokens["logprobs"])
+    detached = gradient_of(ours(tokens, case | {"use_bias_correction_kl": False}).loss, tokens)
+    assert not torch.allclose(gradient_of(result.loss, tokens), detached)
+
+
+# What a batch is made of does not change the step
+
+
+def share_of(places: list[int], tokens: dict[str, Tensor], case: Options) -> LossOutput:
+    return ours(part_of(tokens, places), case)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    case=st.sampled_from(CASES), order=st.permutations(range(len(LENGTHS))), first=st.integers(0, len(LENGTHS)),
+    on_policy=st.booleans(), seed=st.integers(0, 9),
+)
+def test_micro_batches_or_their_order_change_loss_or_gradient(
+    case: Options, order: list[int], first: int, on_policy: bool, seed: int
+) -> None:
+    tokens = example(seed)
+    places = places_of(tokens["sequence_ids"])
+    split = [[t for sequence in part for t in places[sequence]] for part in (order[:first], order[first:])]
+    shares = sum(ours(part_of(tokens, part), case, on_policy).loss for part in split)
+    close_with_gradients(shares, ours(tokens, case, on_policy).loss, tokens["logprobs"])
+
+
+@settings(deadline=None, max_examples=80)
+@given(case=st.sampled_from(CASES), order=st.permutations(range(sum(LENGTHS))), on_policy=st.booleans())
+def test_tokens_of_sequences_may_not_lie_interleaved(case: Options, order: list[int], on_policy: bool) -> None:
+    tokens = example()
+    mixed = {name: value[torch.tensor(order)] for name, value in tokens.items()}
+    close_with_gradients(
+        ours(mixed, case, on_policy).loss, ours(tokens, case, on_policy).loss, tokens["logprobs"]
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=st.sampled_from(PLAIN), idle=st.sets(st.integers(0, len(LENGTHS) - 1)), seed=st.integers(0, 9))
+def test_sequences_without_advantage_get_a_gradient_or_change_that_of_others(
+    case: Options, idle: set[int], seed: int
+) -> None:
+    tokens = example(seed)
+    without = torch.tensor([sequence in idle for sequence in tokens["sequence_ids"].tolist()])
+    tokens["advantages"] = tokens["advantages"].masked_fill(without, 0.0)
+    kept = (~without).nonzero().squeeze(-1).tolist()
+    whole = ours(tokens, case).loss
+    assert not gradient_of(whole, tokens)[without].any()
+    close_with_gradients(ours(part_of(tokens, kept), case).loss, whole, tokens["logprobs"])
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    case=st.sampled_from(CASES), order=st.permutations(range(len(LENGTHS))), first=st.integers(0, len(LENGTHS)),
+    seed=st.integers(0, 9), mode=st.sampled_from([None, "token_truncate", "sequence_truncate"]),
+)
+def test_metrics_of_micro_batches_do_not_reduce_to_the_whole_steps(
+    case: Options, order: list[int], first: int, seed: int, mode: str | None
+) -> None:
+    correction = {"correct_mismatch": True, "vllm_importance_sampling_mode": mode, "off_policy_mask_threshold": 0.1}
+    tokens = example(seed)
+    places = places_of(tokens["sequence_ids"])
+    reducer, whole = Reducer(), ours(tokens, case, **(correction if mode else {}))
+    for part in (order[:first], order[first:]):
+        own = [t for sequence in part for t in places[sequence]]
+        out = ours(part_of(tokens, own), case, **(correction if mode else {}))
+        reducer.add(out.metrics, -1.0, out.counts)  # every mean says what it is over: no weight of the call's own
+        reducer.keep(out.samples)
+    assert whole.metrics and reducer.result() == pytest.approx(
+        {name: value.item() for name, value in whole.metrics.items()}, rel=1e-9, abs=1e-12
+    )
+    for name, values in whole.samples.items():
+        close(reducer.sampled(name).sort().values, values.sort().values)
+
+
+def test_a_call_without_tokens_fails_or_has_metrics() -> None:
+    nothing = part_of(example(), [])
+    for loss_type in LOSS_TYPES:
+        result = ours(nothing, {"loss_type": loss_type, "beta": 0.07})
+        assert result.loss == 0 and result.loss.requires_grad and not result.metrics
+
+
+# On-policy
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=name_of)
+def test_on_policy_the_ratio_is_not_exactly_one_or_something_is_clipped(case: Options) -> None:
+    result = ours(example(), case, on_policy=True)
+    assert torch.equal(result.samples["ratio"], torch.ones(sum(LENGTHS)).double())
+    clipping = {name: value for name, value in result.metrics.items() if "clip" in name}
+    assert not any(value.any() for value in clipping.values())
+    assert bool(clipping) == (case["loss_type"] not in ("sapo", "vespo", "reinforce"))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=name_of)
+def test_on_policy_the_gradient_is_not_the_policy_gradient(case: Options) -> None:
+    """d loss / d logp = -A times the token's weight, whatever is clipped, gated or reshaped off-policy."""
+    tokens = example()
+    lengths = torch.tensor(LENGTHS).double()[tokens["sequence_ids"]]
+    over = {"dr_grpo": torch.full_like(lengths, 7 * LONGEST), "luspo": torch.full_like(lengths, 7.0)}
+    over |= {name: torch.full_like(lengths, 31.5) for name in ("bnpo", "dapo", "cispo", "vespo", "reinforce")}
+    expected = -tokens["advantages"] / over.get(case["loss_type"], 7 * lengths)
+    close(gradient_of(ours(tokens, case, on_policy=True).loss, tokens), expected)
+
+
+def test_on_policy_vespos_weight_is_not_exactly_one() -> None:
+    for case in PLAIN:
+        if case["loss_type"] == "vespo":
+            assert ours(example(), case, on_policy=True).metrics["vespo/phi_seq_mean"] == 1
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=name_of)
+def test_old_logprobs_that_are_the_policys_give_another_loss_than_none(case: Options) -> None:
+    tokens, term = example(), {"beta": 0.07}
+    given = ours(tokens, case | term, old_logprobs=tokens["logprobs"].detach())
+    assert torch.equal(given.loss, ours(tokens, case | term, on_policy=True).loss)
+
+
+# What a loss reports
 
 
 @pytest.mark.parametrize("epsilon_high", [None, 0.05, 0.9])
-def test_clip_metrics_count_the_tokens_whose_gradient_is_gone(epsilon_high: float | None) -> None:
+@pytest.mark.parametrize("delta", [None, 2.5])
+def test_clip_metrics_count_other_tokens_than_those_whose_gradient_is_gone(
+    epsilon_high: float | None, delta: float | None
+) -> None:
     tokens = example()
-    result = ours(tokens, ("bnpo", None, epsilon_high, 0.0, False, False))
-    (gradient,) = torch.autograd.grad(result.loss, tokens["logprobs"])
-    torch.testing.assert_close(result.metrics["clip_ratio/region_mean"], (gradient == 0).double().mean())
-    low, high = (result.metrics[f"clip_ratio/{side}_mean"] for side in ("low", "high"))
-    torch.testing.assert_close(result.metrics["clip_ratio/region_mean"], low + high)
+    result = ours(tokens, {"loss_type": "bnpo", "epsilon_high": epsilon_high, "delta": delta})
+    ratio = (tokens["logprobs"] - tokens["old_logprobs"]).exp()
+    by_delta = torch.zeros_like(ratio).bool() if delta is None else (ratio > delta) & (tokens["advantages"] < 0)
+    gone = (gradient_of(result.loss, tokens) == 0) & ~by_delta  # which no metric of TRL's counts
+    close(result.metrics["clip_ratio/region_mean"], gone.double().mean())
+    for name, side in (("low_mean", tokens["advantages"] < 0), ("high_mean", tokens["advantages"] > 0)):
+        close(result.metrics[f"clip_ratio/{name}"], (gone & side).double().mean())
+    shares = {name: [(gone & side)[tokens["sequence_ids"] == s].double().mean().item() for s in range(len(LENGTHS))]
+              for name, side in (("low", tokens["advantages"] < 0), ("high", tokens["advantages"] > 0))}
+    close(result.metrics["clip_ratio/low_min"].item(), min(shares["low"]))
+    close(result.metrics["clip_ratio/high_max"].item(), max(shares["high"]))
 
 
-def test_advantage_zero_has_no_gradient() -> None:
-    tokens = example() | {"advantages": torch.zeros(sum(LENGTHS), dtype=torch.float64)}
-    (gradient,) = torch.autograd.grad(ours(tokens, ("dapo", 1.9, None, 0.0, False, False)).loss, tokens["logprobs"])
-    assert not gradient.any()
-
-
-def test_kl_is_zero_at_the_reference_and_never_negative() -> None:
+def test_clip_metrics_of_sequence_ratios_weigh_long_sequences_more() -> None:
     tokens = example()
-    same = tokens | {"ref_logprobs": tokens["logprobs"].detach()}
-    assert ours(same, ("dapo", None, None, 0.07, True, True)).metrics["kl"] == 0
-    assert ours(tokens, ("dapo", None, None, 0.07, False, True)).metrics["kl"] > 0
+    ratios = [(tokens["logprobs"] - tokens["old_logprobs"])[places].mean().exp().item()
+              for places in places_of(tokens["sequence_ids"]).values()]
+    expected = [ratio < 0.9 if advantage < 0 else ratio > 1.1
+                for ratio, advantage in zip(ratios, (1.5, -0.7, -1.1, 0.4), strict=True)]
+    assert 0 < sum(expected) < len(LENGTHS)
+    result = ours(tokens, {"loss_type": "gspo", "epsilon": 0.1, "epsilon_high": 0.1})
+    close(result.metrics["clip_ratio/region_mean"].item(), sum(expected) / len(LENGTHS))
+    assert result.counts["clip_ratio/region_mean"] == len(LENGTHS)
 
 
-def test_metrics_hold_no_graph() -> None:
-    metrics = ours(example(), ("grpo", 1.9, 0.35, 0.07, True, False)).metrics
-    assert not any(value.requires_grad for value in metrics.values())
+def test_gmpos_clip_metrics_are_not_those_of_its_log_ratios() -> None:
+    tokens = example()
+    result = ours(tokens, {"loss_type": "gmpo", "epsilon": 0.3, "epsilon_high": 0.5})
+    log_ratio = (tokens["logprobs"] - tokens["old_logprobs"]).detach()
+    low = (log_ratio < -0.3) & (tokens["advantages"] < 0)
+    high = (log_ratio > 0.5) & (tokens["advantages"] > 0)
+    assert low.any() and high.any()
+    close(result.metrics["clip_ratio/low_mean"], low.double().mean())
+    close(result.metrics["clip_ratio/high_mean"], high.double().mean())
 
 
-def test_unknown_loss_types_are_refused() -> None:
+def test_cispos_metric_counts_other_tokens_than_bounded_ones_that_are_encouraged() -> None:
+    tokens = example()
+    ratio = (tokens["logprobs"] - tokens["old_logprobs"]).detach().exp()
+    expected = ((ratio > 1.3) & (tokens["advantages"] > 0)).double().mean()
+    assert expected > 0
+    close(ours(tokens, {"loss_type": "cispo", "epsilon_high": 1.3}).metrics["cispo_clip_ratio"], expected)
+
+
+def test_vespos_metric_is_not_the_mean_weight_of_sequences() -> None:
+    tokens, case = example(), next(case for case in PLAIN if case["loss_type"] == "vespo")
+    phis = [naive_phi([tokens["logprobs"][t] - tokens["old_logprobs"][t] for t in places],
+                      tokens["advantages"][places[0]], case) for places in places_of(tokens["sequence_ids"]).values()]
+    close(ours(tokens, case).metrics["vespo/phi_seq_mean"].item(), sum(phis) / len(phis))
+
+
+def test_kl_is_not_the_mean_of_the_term_or_not_zero_at_the_reference() -> None:
+    tokens, case = example(), {"loss_type": "dapo", "beta": 0.07, "use_bias_correction_kl": False}
+    apart = (tokens["ref_logprobs"] - tokens["logprobs"]).detach()
+    close(ours(tokens, case).metrics["kl"], (apart.exp() - apart - 1).mean())
+    assert ours(tokens | {"ref_logprobs": tokens["logprobs"].detach()}, case).metrics["kl"] == 0
+
+
+def test_what_is_logged_holds_a_graph() -> None:
+    for case in CASES:
+        result = ours(example(), case, correct_mismatch=True)
+        logged = [*result.metrics.values(), *result.samples.values(), result.policy_loss]
+        assert not any(value.requires_grad for value in logged)
+        means = {name for name in result.metrics if not name.endswith(("min", "max"))}
+        assert means == set(result.counts)
+
+
+# Refusals
+
+
+def test_unknown_loss_types_are_accepted() -> None:
     with pytest.raises(ValueError, match="loss_type is 'ppo'; allowed are grpo, bnpo, dr_grpo, dapo"):
-        ours(example(), ("ppo", None, None, 0.0, False, True))
+        ours(example(), {"loss_type": "ppo"})
 
 
-def test_a_kl_term_without_reference_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"beta is 0\.04, which needs ref_logprobs"):
-        ours(example(), ("grpo", None, None, 0.04, False, True), ref_logprobs=None)
+@pytest.mark.parametrize(("options", "missing", "message"), [
+    ({"beta": 0.04}, "ref_logprobs", r"beta is 0\.04, which needs ref_logprobs"),
+    ({"vllm_importance_sampling_correction": True}, "rollout_logprobs", "mismatch is to be corrected, which needs"),
+    ({"top_entropy_quantile": 0.5}, "entropy", r"top_entropy_quantile is 0\.5, which needs entropy"),
+    ({"entropy_coef": 0.01}, "entropy", r"entropy_coef is 0\.01, which needs entropy"),
+])
+def test_an_option_whose_tensor_is_missing_is_ignored(options: Options, missing: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ours(example(), {"loss_type": "grpo"} | options, **{missing: None})
+
+
+def test_dr_grpo_guesses_a_longest_completion() -> None:
+    with pytest.raises(ValueError, match="divides by max_completion_length; pass it"):
+        ours(example(), {"loss_type": "dr_grpo"}, max_completion_length=None)
+
+
+def test_settings_and_options_together_are_accepted() -> None:
+    with pytest.raises(TypeError, match="settings and also epsilon"):
+        grpo_loss(torch.zeros(1), torch.ones(1), torch.zeros(1).long(), settings=LossSettings(), epsilon=0.1)
+
+
+# The registry
+
+
+@pytest.mark.parametrize("name", LOSS_TYPES)
+def test_a_loss_type_says_nothing_of_its_formula_use_or_source(name: str) -> None:
+    kind = LOSS_TYPES[name]
+    assert all(len(text) > 5 for text in (kind.formula, kind.when, kind.source))
+    assert kind.metrics in ("", "clip", "gmpo", "cispo", "vespo") and kind.level in LEVELS
+    assert all(value is None or not isinstance(value, float) or math.isfinite(value) for value in kind.options.values())

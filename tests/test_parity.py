@@ -29,7 +29,7 @@ def gate(policy: Policy, **options: Any) -> ParityGate:
 def test_a_sampler_with_the_same_weights_passes_with_a_ratio_of_one(tiny_policy: Policy, tokenizer: Any) -> None:
     metrics = gate(tiny_policy).check(sampled(tiny_policy, tokenizer))
     assert metrics["sampling/parity/mean"] < 1e-4 and metrics["sampling/parity/max"] < 1e-3
-    assert abs(metrics["sampling/importance_sampling_ratio/mean"] - 1) < 1e-3
+    assert abs(metrics["sampling/parity/ratio"] - 1) < 1e-3
 
 
 def test_changed_weights_stop_the_run_with_a_message_that_names_causes(tokenizer: Any) -> None:

@@ -21,7 +21,15 @@ from lowmem_grpo.memory_plan import RunSettings
 from lowmem_grpo.model_shape import named_config
 from lowmem_grpo.planner import plan
 from lowmem_grpo.recipes import arithmetic, arithmetic_problems, gsm8k, tiny_model
-from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset
+from lowmem_grpo.recipes.arithmetic import (
+    ArithmeticOptions,
+    answer_line,
+    correct_answer,
+    correct_taught_answer,
+    make_dataset,
+    make_demonstrations,
+    taught_line,
+)
 from lowmem_grpo.recipes.gsm8k import Gsm8kOptions
 from lowmem_grpo.recipes.options import fill, parse
 
@@ -139,6 +147,30 @@ def test_a_completion_earns_what_its_last_number_and_line_deserve(text: str, rig
     for completion in (text, [{"role": "assistant", "content": text}]):
         assert correct_answer([completion], answer=["25"], prompts=[""], trainer_state=None) == [right]
         assert answer_line([completion], prompts=[""]) == [form]
+
+
+def test_worked_solutions_are_exact_and_end_in_the_new_format() -> None:
+    for row in make_demonstrations(300, seed=5):
+        totals = evaluate(row["prompt"][0]["content"])
+        *steps, last = row["completion"].splitlines()
+        assert last == f"Answer = {totals[-1]}"
+        assert [int(re.match(r"(\d+) [-+*]", step)[1]) for step in steps] == totals[:-1]  # type: ignore[index]
+        assert [int(step.rpartition(" = ")[2]) for step in steps] == totals[1:]
+
+
+def test_no_demonstration_shows_a_test_problem() -> None:
+    assert not set(questions(make_demonstrations(2000))) & set(questions(make_dataset("test", 2000)))
+
+
+@pytest.mark.parametrize(("text", "right", "form"), [
+    ("17 + 8 = 25\nAnswer = 25", 1.0, 0.1), ("Answer = 25\n", 1.0, 0.1), ("Answer: 25", 0.0, 0.0),
+    ("Answer = 24", 0.0, 0.1), ("Answer = 25\n25 - 1 = 24", 0.0, 0.0), ("Answer = ", 0.0, 0.0), ("", 0.0, 0.0),
+    ("Answer = -25", 0.0, 0.0), ("Answer = 25.", 0.0, 0.0), ("25", 0.0, 0.0), ("The Answer = 25", 0.0, 0.0),
+])
+def test_once_taught_the_new_format_alone_earns_anything(text: str, right: float, form: float) -> None:
+    for completion in (text, [{"role": "assistant", "content": text}]):
+        assert correct_taught_answer([completion], answer=["25"], prompts=[""], trainer_state=None) == [right]
+        assert taught_line([completion], prompts=[""]) == [form]
 
 
 # options
@@ -307,6 +339,33 @@ def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path:
     again = invoke("run", "arithmetic", "max_steps=1", f"output_dir={tmp_path / 'run'}", "eval_problems=8")
     assert again.exit_code == 1
     assert "already holds a run" in again.output
+
+
+def test_arithmetic_teaches_a_new_format_first_and_goes_on_without_teaching_it_again(tmp_path: Path) -> None:
+    words = [
+        "run", "arithmetic", "sft_steps=6", "eval_problems=8", "train_size=16", "num_generations=2",
+        "per_device_train_batch_size=4", "gradient_accumulation_steps=1", f"output_dir={tmp_path / 'run'}",
+    ]
+    result = invoke(*words, "max_steps=1")
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["sft_steps"], summary["taught_format_before"], summary["config"]["learning_rate"]) == (6, 0.0, 5e-4)
+    assert summary["taught_format_after_sft"] >= 0.5
+    assert {"accuracy_after_sft", "taught_format_after", "accuracy_after"} <= summary.keys()
+    assert "answers as `Answer = N`: 0.0% before" in result.output and "after GRPO" in result.output
+    taught = (tmp_path / "run" / "sft" / "adapter" / "adapter_model.safetensors").read_bytes()
+    again = invoke(*words, "max_steps=2", "resume=true")
+    assert again.exit_code == 0, again.output
+    assert "of fine-tuning" not in again.output
+    assert (tmp_path / "run" / "sft" / "adapter" / "adapter_model.safetensors").read_bytes() == taught
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["taught_format_after"] >= 0.5
+
+
+def test_fewer_than_no_steps_of_fine_tuning_are_refused() -> None:
+    result = invoke("run", "arithmetic", "sft_steps=-1")
+    assert result.exit_code == 1
+    assert "sft_steps is -1; it must be 0 or above" in result.output
 
 
 def test_the_embedded_model_can_be_made_again(tmp_path: Path) -> None:

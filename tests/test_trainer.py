@@ -18,7 +18,7 @@ import torch
 from small_models import TINY
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, sinks, step
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, loss_types, objective, sinks
 from lowmem_grpo.data import DataError
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.policy import Policy
@@ -26,7 +26,7 @@ from lowmem_grpo.records import RecordError, read_lines
 from lowmem_grpo.rewards.scorer import RewardError
 from lowmem_grpo.types import RolloutGroup
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")  # which `naive_gradients` knows
 QUESTIONS = (
     "Start with 3. Add 4. Multiply by 2. What is the result?", "Start with 52. Subtract 20. Add 4. What is the result?",
     "Start with 15. Subtract 6. Add 31. What is the result?", "Start with 9. Subtract 9. Add 2. What is the result?",
@@ -181,8 +181,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 # The gradient of a step
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "beta"), [
+    *((loss_type, 0.0) for loss_type in loss_types.LOSS_TYPES), *((loss_type, 0.1) for loss_type in LOSS_TYPES),
+])
 def test_the_gradient_depends_on_micro_batches_or_on_the_order_of_groups(
     sampled: Any, loss_type: str, beta: float
 ) -> None:
@@ -239,14 +240,29 @@ def test_an_on_policy_update_makes_an_extra_forward_pass_or_clips(
     trainer = make(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     groups = trainer.rollout()
     given: list[Any] = []
-    loss = step.grpo_loss
-    monkeypatch.setattr(step, "grpo_loss", lambda *a, **k: given.append(k["old_logprobs"]) or loss(*a, **k))
+    loss = objective.grpo_loss
+    monkeypatch.setattr(objective, "grpo_loss", lambda *a, **k: given.append(k["old_logprobs"]) or loss(*a, **k))
     with forwards(monkeypatch) as seen:
         metrics = trainer.update(groups)
     trained = sum(bool(r.advantage) for g in groups for r in g.rollouts)
     assert sum(seen) == trained
     assert given == [None] * math.ceil(trained / 4)  # no old log-probabilities: the ratio is exactly 1
     assert [metrics[f"clip_ratio/{name}_mean"] for name in ("low", "high", "region")] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("loss_type", loss_types.LOSS_TYPES)
+def test_a_single_step_of_a_generation_recomputes_log_probabilities_or_has_ratios(
+    sampled: Any, loss_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _, groups = sampled
+    with settings_of(trainer, loss_type=loss_type), forwards(monkeypatch) as seen:
+        trainer.learner.prepare(groups, 1)
+        assert not seen
+        metrics = trainer.forward_backward(groups)
+        trainer.learner.optimizer.zero_grad(set_to_none=True)
+    assert metrics["ratio/p01"] == metrics["ratio/p99"] == 1 and metrics["tokens/with_gradient"] == 1
+    assert not any(value for name, value in metrics.items() if "clip" in name)
+    assert metrics["mismatch/corrected"] == 0 and metrics["mismatch/k3"] < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")
@@ -274,16 +290,22 @@ def test_old_logprobs_are_filled_twice_or_after_the_first_step_or_nothing_is_eve
                 torch.testing.assert_close(rollout.old_logprobs, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_dapo_counts_the_tokens_of_an_optimizer_step_instead_of_the_generation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("loss_type", "of_generation"), [
+    ("dapo", True), ("cispo", True), ("vespo", True), ("bnpo", False), ("reinforce", False),
+])
+def test_dapo_counts_the_tokens_of_an_optimizer_step_instead_of_the_generation_or_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str, of_generation: bool
 ) -> None:
-    trainer = make(tmp_path, steps_per_generation=2, max_steps=2)
+    trainer = make(tmp_path, steps_per_generation=2, max_steps=2, loss_type=loss_type)
     groups = trainer.rollout()
     given: list[float] = []
-    loss = step.grpo_loss
-    monkeypatch.setattr(step, "grpo_loss", lambda *a, **k: given.append(k["num_tokens_in_step"]) or loss(*a, **k))
+    loss = objective.grpo_loss
+    monkeypatch.setattr(objective, "grpo_loss", lambda *a, **k: given.append(k["num_tokens_in_step"]) or loss(*a, **k))
     trainer.update(groups)
-    assert set(given) == {sum(len(r.completion_ids) for g in groups for r in g.rollouts) / 2}
+    tokens = [sum(len(r.completion_ids) for r in group.rollouts) for group in groups]
+    both = [sum(tokens[:2]), sum(tokens[2:])]
+    assert len(tokens) == 4 and both[0] != both[1]
+    assert list(dict.fromkeys(given)) == ([sum(tokens) / 2] if of_generation else both)
 
 
 def test_kl_is_not_measured_from_the_model_without_the_adapter(tmp_path: Path) -> None:
@@ -418,7 +440,8 @@ def test_metrics_lack_trls_names_or_shares_of_time_do_not_add_up(finished: Any) 
         "completions/clipped_ratio", "completions/mean_terminated_length", "completions/min_terminated_length",
         "completions/max_terminated_length", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
         "entropy", "kl", "num_tokens", "epoch", "step_time", "sampling/sampling_logp_difference/mean",
-        "sampling/sampling_logp_difference/max",
+        "sampling/sampling_logp_difference/max", "ratio/p01", "ratio/p50", "ratio/p99", "mismatch/p99",
+        "mismatch/k3", "mismatch/effective_samples", "mismatch/corrected", "tokens/with_gradient", "groups/with_signal",
     }
     for line in lines:
         assert names <= line.keys(), names - line.keys()
@@ -820,7 +843,7 @@ def test_a_nan_reward_reaches_the_gradient_or_is_not_counted(tmp_path: Path, cap
     trainer.train()
     for line in read_lines(tmp_path / "metrics.jsonl"):
         assert line["rewards/not_a_number/invalid"] == 1
-        assert line["optimizer/skipped"] == 0
+        assert line["optimizer/skipped"] == 1
     assert "not_a_number gave NaN or infinity for 1 completions" in caplog.text
     first = read_lines(tmp_path / "completions.jsonl")[0]
     assert (first["reward"], first["advantage"]) == (None, 0.0)

@@ -42,6 +42,7 @@ class Scores:
     invalid: dict[str, int]  # how many NaN and infinite values of each function became None
     extras: dict[str, list[Any]]  # (N,) of each column passed to log_extra
     metrics: dict[str, float]  # means over the calls of log_metric
+    returned: dict[str, list[float | None]] = field(default_factory=dict)  # with NaN and infinity
 
 
 @dataclass
@@ -104,6 +105,7 @@ class RewardScorer:
             invalid={name: sum(map(is_invalid, values)) for name, values in returned.items()},
             extras=recorder.extras,
             metrics={name: sum(values) / len(values) for name, values in recorder.values.items()},
+            returned=returned,
         )
 
     def _call_all(self, available: dict[str, Any], completions: list[Any]) -> dict[str, Any]:

@@ -1,0 +1,159 @@
+"""TRL's GRPOTrainer with log-probabilities from `linear_logprobs`: everything else stays TRL's.
+
+    trainer = use_lowmem_kernels()(model=model, reward_funcs=reward, args=GRPOConfig(...), train_dataset=dataset)
+
+All of TRL's log-probabilities and entropies, of the policy, the old policy and the reference, come from one method,
+`_get_per_token_logps_and_entropies`. The subclass overrides it: the model's backbone computes the hidden states of the
+same padded batch, and the kernel takes those of the completions' tokens. As in TRL, places behind a completion's end
+give 0. The method's name is private, so `TRL` names the versions that it was checked on.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import trl
+from packaging.specifiers import SpecifierSet
+from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from trl.extras.profiling import profiling_decorator
+
+from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.policy import logit_shape
+
+TRL = ">=1.16,<1.17"  # whose overridden method, and what calls it, were checked
+OVERRIDDEN = "_get_per_token_logps_and_entropies"
+
+
+def use_lowmem_kernels(trainer_class: type | None = None) -> type:
+    """A subclass of TRL's GRPOTrainer, or of a given subclass of it, that never holds logits of (tokens, vocabulary).
+
+    It takes the same arguments. Raises ImportError for a version of TRL outside `TRL`, TypeError for what is no
+    subclass of trl.GRPOTrainer, and ValueError for one with log-probabilities of its own. Its constructor raises
+    ValueError for what it cannot train, with what to do: see `refused`.
+    """
+    check_version(trl.__version__)
+    trainer_class = trl.GRPOTrainer if trainer_class is None else trainer_class
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, trl.GRPOTrainer)):
+        raise TypeError(f"got {trainer_class!r}; a subclass of trl.GRPOTrainer is needed (the class, not a trainer)")
+    if getattr(trainer_class, OVERRIDDEN) is not getattr(trl.GRPOTrainer, OVERRIDDEN):
+        raise ValueError(f"{trainer_class.__name__} has a {OVERRIDDEN} of its own, which the kernels would replace; "
+                         "pass a trainer class that leaves it to trl.GRPOTrainer")
+    return type(f"LowMem{trainer_class.__name__}", (LogprobsWithoutLogits, trainer_class), {})
+
+
+def check_version(found: str) -> None:
+    """Raise ImportError where a version of TRL was not checked."""
+    if found not in SpecifierSet(TRL):
+        raise ImportError(f"trl is {found}; allowed is {TRL}, on which the overridden method was checked. "
+                          f"pip install 'trl{TRL}'")
+
+
+class LogprobsWithoutLogits:
+    """What comes before a trainer class of TRL's among the bases of the subclass."""
+
+    accelerator: Any
+    temperature: float
+    entropy_coef: float
+    use_adaptive_entropy: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for problem in refused(self):
+            raise ValueError(f"{type(self).__name__} cannot train this: {problem}")
+
+    @profiling_decorator
+    def _get_per_token_logps_and_entropies(
+        self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
+        batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **images: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(logprobs (B, C), entropies (B, C) or None, None) of the last `logits_to_keep` = C tokens of each row."""
+        given = [name for name, value in images.items() if value is not None]
+        if given or compute_aux_loss:
+            raise ValueError(f"got {', '.join(given) or 'compute_aux_loss'}; only text of models without an auxiliary "
+                             "loss is computed here. Use TRL's own trainer class")
+        rows = batch_size or len(input_ids)
+        parts = [self.completion_logprobs(model, *part, logits_to_keep)
+                 for part in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)]
+        logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+        return logprobs, entropies if compute_entropy else None, None
+
+    def completion_logprobs(
+        self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """(logprobs, entropies), (B, C) float32, of the last C = `length` tokens; 0 where the attention mask is 0."""
+        base = base_of(self.accelerator.unwrap_model(model, keep_torch_compile=False))
+        with self.accelerator.autocast():
+            hidden = base.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        head = linear_of(base.get_output_embeddings())
+        device, dtype = head.weight.device, head.weight.dtype
+        mask = attention_mask[:, -length:].to(device).bool()
+        before = hidden.last_hidden_state[:, -length - 1 : -1].to(device)  # the places that predict the last C tokens
+        values = linear_logprobs(
+            before[mask].to(dtype), head.weight, input_ids[:, -length:].to(device)[mask], bias=head.bias,
+            temperature=self.temperature, return_entropy=True,
+            entropy_grad=bool(self.entropy_coef) or self.use_adaptive_entropy, **logit_shape(base.config),
+        )
+        logprobs, entropies = (value.new_zeros(mask.shape).masked_scatter(mask, value) for value in values)
+        return logprobs, entropies
+
+
+def base_of(model: Any) -> Any:
+    """The transformers model, out of its adapter where it has one; LoRA layers live inside it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def linear_of(head: Any) -> nn.Linear:
+    """The output head that computes now: under modules_to_save the adapter's own, or with the adapter off, the model's.
+
+    Raises ValueError where it is no plain torch.nn.Linear.
+    """
+    if isinstance(head, ModulesToSaveWrapper):
+        off = head.disable_adapters or not head.active_adapters
+        head = head.original_module if off else head.modules_to_save[head.active_adapters[0]]
+    if type(head) is not nn.Linear:
+        raise ValueError(f"the output head is a {type(head).__name__}; a plain torch.nn.Linear is needed, frozen or "
+                         "trained. Leave lm_head out of target_modules, trainable tokens and quantization")
+    return head
+
+
+def refused(trainer: Any) -> Iterator[str]:
+    """What of a trainer cannot be trained on the kernels, each with what to do."""
+    args = trainer.args
+    if trainer.accelerator.num_processes > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        yield "several processes, DeepSpeed or FSDP, whose wrapped forward is not called; train in one process"
+    if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
+        yield (f"the processing_class is a {type(trainer.processing_class).__name__}, for images; allowed is a "
+               "tokenizer. Train text, or use TRL's own trainer class")
+    if trainer.aux_loss_enabled:
+        yield ("the auxiliary loss of a mixture of experts; set router_aux_loss_coef=0.0 to train without it, or use "
+               "TRL's own trainer class")
+    if args.use_liger_kernel:
+        yield "use_liger_kernel=True was not checked beside these kernels; set use_liger_kernel=False"
+    if args.torch_compile:
+        yield ("torch_compile=True would compile a forward that is not called; set torch_compile=False, and compile "
+               "the backbone in place before the trainer takes the model: model.base_model.compile()")
+    yield from refused_adapters(getattr(trainer.model, "peft_config", {}))
+    for model in (trainer.model, trainer.ref_model):
+        if model is not None:
+            yield from refused_head(base_of(model))
+
+
+def refused_adapters(adapters: dict[str, Any]) -> Iterator[str]:
+    """Adapters that do more than replace layers inside the backbone."""
+    for name, config in adapters.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind != "LORA":
+            yield f"the adapter {name!r} is {kind}; allowed is LORA (LoRA, DoRA, rsLoRA). Pass a peft.LoraConfig"
+        elif getattr(config, "alora_invocation_tokens", None):
+            yield f"the adapter {name!r} has alora_invocation_tokens, which PEFT's own forward handles; leave them out"
+
+
+def refused_head(base: Any) -> Iterator[str]:
+    """A head that `linear_of` does not take."""
+    try:
+        linear_of(base.get_output_embeddings())
+    except ValueError as error:
+        yield str(error)

@@ -1,0 +1,114 @@
+"""What a loss reports of itself, under TRL's names: detached scalars, and how many things each is a mean of."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.loss_types import LossTokens, LossType, clip_bounds, vespo_phi
+from lowmem_grpo.sequences import sequence_means
+
+Means = dict[str, tuple[Tensor, float]]  # name: (mean, of how many)
+
+
+def clip_metrics(
+    kind: LossType, tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool
+) -> tuple[Means, dict[str, Tensor]]:
+    """(means, extremes) of the clipping of a loss type; empty for one that does not clip.
+
+    Where the ratio is one for the sequence, means are over sequences, else over tokens; extremes are over sequences.
+    """
+    if not kind.metrics or tokens.logprobs.numel() == 0:
+        return {}, {}
+    return KINDS[kind.metrics](tokens, options, per_sequence)
+
+
+def averaged(flags: Tensor, tokens: LossTokens, per_sequence: bool) -> tuple[Tensor, float]:
+    """(mean, of how many) of values (N,), over tokens or over sequences."""
+    if not per_sequence:
+        return flags.to(tokens.logprobs.dtype).mean(), float(len(flags))
+    means = of_sequences(flags, tokens)
+    return means.mean(), float(len(means))
+
+
+def of_sequences(flags: Tensor, tokens: LossTokens) -> Tensor:
+    """The mean of each sequence that has tokens."""
+    means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
+    return means[tokens.lengths > 0]
+
+
+def clip(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
+    """Tokens whose gradient the clipping took: below where A < 0, above where A > 0."""
+    weight, (low, high) = tokens.log_weight.detach().exp(), clip_bounds(options)
+    bounded = weight if options["delta"] is None else weight.clamp(max=options["delta"])
+    return both_sides(bounded < low, bounded > high, tokens, per_sequence)
+
+
+def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
+    """The same on log ratios, token by token."""
+    ratio = tokens.log_ratio.detach()
+    upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
+    return both_sides(ratio < -options["epsilon"], ratio > upper, tokens, False)
+
+
+def both_sides(
+    below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: bool
+) -> tuple[Means, dict[str, Tensor]]:
+    low, high = below & (tokens.advantages < 0), above & (tokens.advantages > 0)
+    shares = {"low_mean": low, "high_mean": high, "region_mean": low | high}
+    means = {f"clip_ratio/{name}": averaged(flags, tokens, per_sequence) for name, flags in shares.items()}
+    extremes = {"clip_ratio/low_min": of_sequences(low, tokens).min(),
+                "clip_ratio/high_max": of_sequences(high, tokens).max()}
+    return means, extremes
+
+
+def cispo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
+    bounded = (tokens.log_weight.detach().exp() > options["epsilon_high"]) & (tokens.advantages > 0)
+    return {"cispo_clip_ratio": averaged(bounded, tokens, per_sequence)}, {}
+
+
+def vespo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
+    return {"vespo/phi_seq_mean": averaged(vespo_phi(tokens, options), tokens, True)}, {}
+
+
+KINDS: dict[str, Callable[..., tuple[Means, dict[str, Tensor]]]] = {
+    "clip": clip, "gmpo": gmpo, "cispo": cispo, "vespo": vespo,
+}
+
+
+def correction_metrics(correction: Tensor, tokens: LossTokens) -> tuple[Means, dict[str, Tensor]]:
+    """Weights (N,) that correct the sampler's mismatch: min, mean and max, of sequences where they are theirs."""
+    if correction.numel() == 0:
+        return {}, {}
+    name, values = "sampling/importance_sampling_ratio", correction
+    if tokens.correction_is_per_sequence:
+        values = of_sequences(correction, tokens)
+    means = {f"{name}/mean": (values.mean(), float(len(values)))}
+    return means, {f"{name}/min": values.min(), f"{name}/max": values.max()}
+
+
+def mismatch_metrics(mismatch: Tensor) -> tuple[Means, dict[str, Tensor]]:
+    """|log pi_old - log mu| over tokens (N,), mean and max."""
+    if mismatch.numel() == 0:
+        return {}, {}
+    name, values = "sampling/sampling_logp_difference", mismatch.abs()
+    return {f"{name}/mean": (values.mean(), float(len(values)))}, {f"{name}/max": values.max()}
+
+
+def percentiles(values: Tensor, shares: tuple[float, ...] = (0.01, 0.5, 0.99)) -> list[float]:
+    """The values (N,) at the given shares of their order, nearest rank; all NaN where there is none."""
+    if values.numel() == 0:
+        return [float("nan")] * len(shares)
+    ordered = values.sort().values
+    places = [round(share * (len(ordered) - 1)) for share in shares]
+    found: list[float] = ordered[torch.tensor(places, device=values.device)].tolist()
+    return found
+
+
+def effective_sample_share(weights: Tensor) -> float:
+    """(sum w)^2 / (N sum w^2), from 0 to 1: how many of N samples the weights (N,) leave in effect."""
+    if weights.numel() == 0:
+        return float("nan")
+    total, squares = weights.sum(), weights.square().sum()
+    return (total * total / (len(weights) * squares)).item() if squares > 0 else 0.0

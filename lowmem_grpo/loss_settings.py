@@ -1,0 +1,183 @@
+"""The options of the loss, under TRL's names: which loss type uses which, and which contradict each other."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from lowmem_grpo.kl import KL_ESTIMATORS
+from lowmem_grpo.loss_types import LOSS_TYPES
+from lowmem_grpo.off_policy import CORRECTIONS, Bounds
+
+LEVELS = ("token", "sequence", "sequence_token")
+OF_TYPES = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_neg",
+            "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+ADAPTIVE = {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2}
+
+
+@dataclass(kw_only=True)
+class LossSettings:
+    """Options of `grpo_loss`. None takes the loss type's own default, and is the only value where it uses none."""
+
+    loss_type: str = "dapo"
+    epsilon: float | None = None
+    """How far below 1 a ratio may fall before its gradient is cut: 0.2 for most types."""
+    epsilon_high: float | None = None
+    """How far above 1; None is the given epsilon. For cispo the bound on the ratio itself, 5 by default."""
+    delta: float | None = None
+    """A bound on the ratio where A < 0 too (two-sided clipping, INTELLECT-2)."""
+    importance_sampling_level: str | None = None
+    """"token", or "sequence" for one ratio per completion (GSPO), "sequence_token" for its token form."""
+    sapo_temperature_neg: float | None = None
+    sapo_temperature_pos: float | None = None
+    vespo_k_pos: float | None = None
+    vespo_lambda_pos: float | None = None
+    vespo_k_neg: float | None = None
+    vespo_lambda_neg: float | None = None
+    max_completion_length: int | None = None
+    """What dr_grpo divides by."""
+
+    beta: float = 0.0
+    """Strength of the KL term against the model without its adapter."""
+    kl_estimator: str | None = None
+    """Not in TRL: "k1", "k2" or "k3" (None: k3, TRL's)."""
+    use_bias_correction_kl: bool = True
+    """The KL term is multiplied by the importance weight, so that its gradient is the KL's own."""
+
+    top_entropy_quantile: float = 1.0
+    """Share of tokens, those of the highest entropy in the step, whose policy term counts."""
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005
+    entropy_target: float = 0.2
+
+    off_policy_mask_threshold: float | None = None
+    """Leave out bad completions that the policy has moved away from by more than this (DeepSeek-V3.2)."""
+    vllm_importance_sampling_correction: bool | None = None
+    """Weigh tokens for what sampler and trainer disagree on, whichever the sampler. None: only while they do."""
+    vllm_importance_sampling_mode: str = "token_truncate"
+    vllm_importance_sampling_clip_max: float | None = 2.0
+    vllm_importance_sampling_clip_min: float | None = None
+
+    def __post_init__(self) -> None:
+        self.check_loss_options()
+
+    def check_loss_options(self) -> None:
+        """Raise ValueError for the first option that is unknown, unused, or contradicts another."""
+        self.check_names()
+        self.check_ranges_of_loss()
+        self.check_used()
+        self.check_clipping()
+        self.check_entropy()
+        self.check_correction()
+
+    def chosen(self) -> dict[str, Any]:
+        """The loss type's options: the ones given, its own defaults for others."""
+        defaults = LOSS_TYPES[self.loss_type].options
+        given = {name: getattr(self, name) for name in defaults}
+        if given.get("epsilon") is not None:
+            defaults = {**defaults, "epsilon_high": None}  # which is epsilon
+        return {name: default if given[name] is None else given[name] for name, default in defaults.items()}
+
+    @property
+    def level(self) -> str:
+        """The level of the importance weight."""
+        return str(self.chosen().get("importance_sampling_level", LOSS_TYPES[self.loss_type].level))
+
+    @property
+    def correction_bounds(self) -> Bounds:
+        return self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+
+    def check_names(self) -> None:
+        names = {"loss_type": tuple(LOSS_TYPES), "importance_sampling_level": (None, *LEVELS),
+                 "kl_estimator": (None, *KL_ESTIMATORS), "vllm_importance_sampling_mode": tuple(CORRECTIONS)}
+        for name, allowed in names.items():
+            if getattr(self, name) not in allowed:
+                listed = ", ".join(str(value) for value in allowed if value is not None)
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {listed}")
+
+    def check_ranges_of_loss(self) -> None:
+        for name in ("beta", "entropy_coef", "entropy_coef_delta", "entropy_target"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or above")
+        threshold = self.off_policy_mask_threshold
+        if threshold is not None and not threshold > 0:
+            raise ValueError(f"off_policy_mask_threshold is {threshold}; it must be above 0")
+
+    def check_used(self) -> None:
+        used = LOSS_TYPES[self.loss_type].options
+        for name in OF_TYPES:
+            if getattr(self, name) is not None and name not in used:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, and loss_type {self.loss_type!r} does not use it; it uses "
+                    f"{', '.join(used) or 'no option of its own'}. Leave {name} out, or choose another loss_type"
+                )
+        if self.kl_estimator is not None and not self.beta:
+            raise ValueError(f"kl_estimator is {self.kl_estimator!r}, and beta is 0: there is no KL term; set beta")
+
+    def check_clipping(self) -> None:
+        options = self.chosen()
+        for name in OF_TYPES:
+            value = options.get(name)
+            lowest = "sapo" in name and "above 0"
+            if isinstance(value, float | int) and not (0 < value < math.inf if lowest else 0 <= value < math.inf):
+                raise ValueError(f"{name} is {value}; it must be {lowest or '0 or above'}")
+        if self.loss_type == "cispo" and options["epsilon_high"] < 1:
+            raise ValueError(
+                f"epsilon_high is {options['epsilon_high']}, and cispo bounds the ratio itself by it: below 1 it would "
+                "shrink every gradient, on-policy too. 5.0 is usual"
+            )
+        if options.get("delta") is not None:
+            upper = 1 + (options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"])
+            if not options["delta"] > upper:
+                raise ValueError(f"delta is {options['delta']}; it must be above 1 + epsilon_high = {upper}")
+
+    def check_entropy(self) -> None:
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}; it must be in (0, 1]")
+        if self.top_entropy_quantile < 1 and self.whole_sequences:
+            raise ValueError(
+                f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one ratio for "
+                "all tokens of a completion, which a mask over tokens would break up; use loss_type='gspo_token'"
+            )
+        if not self.use_adaptive_entropy:
+            for name, default in ADAPTIVE.items():
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name} is {getattr(self, name)}, which only use_adaptive_entropy=True uses")
+        elif not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef is {self.entropy_coef}; it must be between entropy_coef_min ({self.entropy_coef_min}) "
+                f"and entropy_coef_max ({self.entropy_coef_max})"
+            )
+
+    @property
+    def whole_sequences(self) -> str:
+        """What makes tokens of a completion share one ratio; empty where nothing does."""
+        if self.loss_type in ("gspo", "gmpo"):
+            return f"loss_type {self.loss_type!r}"
+        return "importance_sampling_level 'sequence'" if self.level == "sequence" else ""
+
+    def check_correction(self) -> None:
+        mode, (low, high) = self.vllm_importance_sampling_mode, self.correction_bounds
+        name = "vllm_importance_sampling"
+        for bound, value in (("clip_min", low), ("clip_max", high)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}_{bound} is {value}; it must be above 0, or None for no bound")
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"{name}_clip_min is {low}; it must be below {name}_clip_max, which is {high}")
+        if low is None and high is None:
+            raise ValueError(f"{name}_mode is {mode!r} without any bound; set {name}_clip_max, 2.0 is usual")
+        if self.vllm_importance_sampling_correction is False and (mode, low, high) != ("token_truncate", None, 2.0):
+            raise ValueError(f"{name}_correction is False, and its mode or bounds are set; leave one of them out")
+        if mode == "token_mask" and self.whole_sequences:
+            raise ValueError(
+                f"{name}_mode is 'token_mask', and {self.whole_sequences} has one ratio for all tokens of a "
+                "completion; use 'token_truncate', or 'geometric_mask' to leave out whole completions"
+            )
+        if mode == "geometric_mask" and (low is None or high is None):
+            raise ValueError(f"'geometric_mask' needs {name}_clip_min and _clip_max, such as 0.99 and 1.01")
+        if mode == "k3_mask" and low is not None:
+            raise ValueError(f"'k3_mask' has no lower bound, and {name}_clip_min is {low}; leave it out")
+        if mode == "k3_mask" and (high is None or high > 0.5):
+            raise ValueError(f"'k3_mask' bounds a mean k3: {name}_clip_max is {high}; 0.001 to 0.01 is usual")

@@ -1,0 +1,227 @@
+"""The loss types: what each asks of a token, how tokens are weighed, which options it takes, and where it comes from.
+
+    log_ratio_t = logp_t - old_logp_t          per token; (1/|o|) sum_t log_ratio_t at sequence level (GSPO)
+    w_t = exp(log_ratio_t)                     the importance weight at the level that the settings name
+    loss = sum_t weight_t (l_t + beta KL_t)    l_t from `objective`, weight_t from `weights`
+
+The denominators of `weights` always count the whole step, so that neither the split into micro-batches nor their order
+can change the gradient. Everything here is elementwise on aligned tokens (N,), and any autograd runs over it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.sequences import sequence_means, sequence_sums
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """The tokens of one call, aligned (N,); S sequences."""
+
+    logprobs: Tensor  # (N,) with gradient
+    log_ratio: Tensor  # (N,) logprobs - old_logprobs, per token whatever the level
+    log_weight: Tensor  # (N,) log w_t at the settings' level
+    advantages: Tensor  # (N,)
+    sequence_ids: Tensor  # (N,) int64
+    lengths: Tensor  # (S,) tokens of each sequence
+    correction: Tensor | None = None  # (N,) weights for the sampler's mismatch, where there is a correction
+    correction_is_per_sequence: bool = False
+
+
+Objective = Callable[[LossTokens, Mapping[str, Any]], Tensor]
+Weights = Callable[[Tensor, "StepCounts"], Tensor]
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What the step's denominators count."""
+
+    sequences: float
+    tokens: float
+    max_completion_length: int | None
+
+
+# What a token is asked: l_t (N,), to be minimised.
+
+
+def clipped(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
+    """-min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A)."""
+    weight, (low, high) = tokens.log_weight.exp(), clip_bounds(options)
+    bounded = weight if options["delta"] is None else weight.clamp(max=options["delta"])
+    return -torch.min(bounded * tokens.advantages, weight.clamp(low, high) * tokens.advantages)
+
+
+def clip_bounds(options: Mapping[str, Any]) -> tuple[float, float]:
+    """(1 - epsilon, 1 + epsilon_high); epsilon_high is epsilon where it is None."""
+    upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
+    return 1 - options["epsilon"], 1 + upper
+
+
+def cispo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
+    """-sg(min(w, epsilon_high)) A logp: the weight is bounded, the gradient never cut off."""
+    return -tokens.log_weight.exp().clamp(max=options["epsilon_high"]).detach() * tokens.advantages * tokens.logprobs
+
+
+def sapo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
+    """-(4 / tau) sigmoid(tau (w - 1)) A, with tau by the sign of A: a soft gate in place of the clip."""
+    tau = of_sign("sapo_temperature", tokens.advantages > 0, options, tokens.logprobs)
+    return -torch.sigmoid(tau * (tokens.log_weight.exp() - 1)) * 4 / tau * tokens.advantages
+
+
+def of_sign(name: str, positive: Tensor, options: Mapping[str, Any], like: Tensor) -> Tensor:
+    """The option `name`_pos or `name`_neg of each token (N,), in the precision of `like`."""
+    return torch.where(positive, torch.full_like(like, options[f"{name}_pos"]), options[f"{name}_neg"])
+
+
+LOWEST, HIGHEST = math.log(1e-8), 20.0  # VESPO's own bounds on log w
+
+
+def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
+    """phi(w) = w^k exp(lambda (1 - w)) of each token's sequence (N,), w over the whole sequence; no gradient."""
+    count = len(tokens.lengths)
+    log_w = sequence_sums(tokens.log_ratio.detach().clamp(-HIGHEST, HIGHEST), tokens.sequence_ids, count)
+    if tokens.correction is not None:
+        mismatch = tokens.correction.log().clamp(LOWEST, HIGHEST)
+        over = sequence_means(mismatch, tokens.sequence_ids, tokens.lengths)
+        log_w = log_w + (over if tokens.correction_is_per_sequence else over * tokens.lengths)
+    log_w = log_w.clamp(LOWEST, HIGHEST)[tokens.sequence_ids]
+    positive = tokens.advantages >= 0
+    k, scale = (of_sign(name, positive, options, log_w) for name in ("vespo_k", "vespo_lambda"))
+    scale = scale.clamp(min=1e-4)
+    return torch.exp(scale + k * log_w - scale * log_w.exp())
+
+
+def vespo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
+    """-sg(phi(w)) A logp, with w of the whole sequence."""
+    return -vespo_phi(tokens, options) * tokens.advantages * tokens.logprobs
+
+
+def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
+    """-exp(mean_t of the clipped log_ratio) A: a geometric mean of ratios, each clipped where it would pay."""
+    upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
+    low, high = tokens.log_ratio.clamp(min=-options["epsilon"]), tokens.log_ratio.clamp(max=upper)
+    bounded = torch.where(tokens.advantages > 0, high, low)
+    mean = sequence_means(bounded, tokens.sequence_ids, tokens.lengths)
+    return -mean.exp()[tokens.sequence_ids] * tokens.advantages
+
+
+def reinforce(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
+    """-A logp."""
+    return -tokens.advantages * tokens.logprobs
+
+
+# How tokens are weighed: weight_t (N,) from the length (N,) of the token's sequence.
+
+
+def mean_of_sequence_means(lengths: Tensor, step: StepCounts) -> Tensor:
+    """1 / (tokens of the sequence * sequences of the step)."""
+    return 1 / (lengths * max(step.sequences, 1))
+
+
+def mean_of_sequence_sums(lengths: Tensor, step: StepCounts) -> Tensor:
+    """1 / sequences of the step."""
+    return torch.full_like(lengths, 1 / max(step.sequences, 1))
+
+
+def mean_over_tokens(lengths: Tensor, step: StepCounts) -> Tensor:
+    """1 / tokens of the step."""
+    return torch.full_like(lengths, 1 / max(step.tokens, 1))
+
+
+def mean_over_longest(lengths: Tensor, step: StepCounts) -> Tensor:
+    """1 / (sequences of the step * max_completion_length): a constant, free of length bias."""
+    if not step.max_completion_length:
+        raise ValueError("this loss type divides by max_completion_length; pass it")
+    return torch.full_like(lengths, 1 / (max(step.sequences, 1) * step.max_completion_length))
+
+
+@dataclass(frozen=True)
+class LossType:
+    """One loss type, as the code dispatches on it and as the documentation shows it."""
+
+    objective: Objective
+    weights: Weights
+    options: Mapping[str, Any]  # the options it uses beside those that every type has, with their defaults
+    formula: str
+    when: str
+    source: str
+    level: str = "token"  # where it is not an option
+    counts_generation: bool = False  # `tokens` is the mean over the optimizer steps of one generation
+    metrics: str = ""  # which clip metrics it logs: "clip", "gmpo", "cispo", "vespo" or none
+
+
+CLIP = {"epsilon": 0.2, "epsilon_high": None, "delta": None}
+GSPO = {"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None}  # the paper's, section 5.1
+LEVEL = {"importance_sampling_level": "token"}
+SAPO = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+CLIPPED = "l = -min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A)"
+
+LOSS_TYPES: dict[str, LossType] = {
+    "grpo": LossType(
+        clipped, mean_of_sequence_means, CLIP | LEVEL, f"{CLIPPED}; mean over sequences of means over tokens",
+        "The original. Short completions weigh as much as long ones, so each of their tokens weighs more.",
+        "DeepSeekMath, arXiv 2402.03300, eq. 3", metrics="clip",
+    ),
+    "bnpo": LossType(
+        clipped, mean_over_tokens, CLIP | LEVEL, f"{CLIPPED}; mean over the tokens of the optimizer step",
+        "As dapo, where several optimizer steps share a generation and each is to have its own mean.",
+        "TRL's name for a token mean over the batch", metrics="clip",
+    ),
+    "dr_grpo": LossType(
+        clipped, mean_over_longest, CLIP | LEVEL, f"{CLIPPED}; sum over tokens / (sequences * max_completion_length)",
+        "No bias towards long wrong answers; use it with scale_rewards='none'. A longer limit makes it smaller.",
+        "Dr. GRPO, arXiv 2503.20783", metrics="clip",
+    ),
+    "dapo": LossType(
+        clipped, mean_over_tokens, CLIP | LEVEL, f"{CLIPPED}; mean over all tokens of the generation",
+        "The default. Every token weighs the same; with epsilon_high=0.28 exploration lives longer.",
+        "DAPO, arXiv 2503.14476, eq. 8", counts_generation=True, metrics="clip",
+    ),
+    "luspo": LossType(
+        clipped, mean_of_sequence_sums, CLIP | LEVEL, f"{CLIPPED}; mean over sequences of sums over tokens",
+        "Sequence ratios without GSPO's length bias: use importance_sampling_level='sequence', as its paper does.",
+        "LUSPO, arXiv 2602.05261", metrics="clip",
+    ),
+    "gspo": LossType(
+        clipped, mean_of_sequence_means, GSPO, f"{CLIPPED}; w = exp(mean_t log ratio_t), one for the sequence",
+        "Mixture-of-experts models and long completions. Means of ratios hardly move, hence the small epsilon.",
+        "GSPO, arXiv 2507.18071, eq. 5 to 7", level="sequence", metrics="clip",
+    ),
+    "gspo_token": LossType(
+        clipped, mean_of_sequence_means, GSPO, f"{CLIPPED}; w_t = sg(exp(mean_t log ratio_t)) pi_t / sg(pi_t)",
+        "GSPO where tokens of a sequence differ in advantage or are masked; else the same gradient as gspo.",
+        "GSPO, arXiv 2507.18071, eq. 13", level="sequence_token", metrics="clip",
+    ),
+    "cispo": LossType(
+        cispo, mean_over_tokens, {"epsilon_high": 5.0} | LEVEL, "l = -sg(min(w, epsilon_high)) A logp; token mean",
+        "Rare but decisive tokens keep their gradient. epsilon_high bounds the ratio itself: 5, not 0.2.",
+        "MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786", counts_generation=True, metrics="cispo",
+    ),
+    "sapo": LossType(
+        sapo, mean_of_sequence_means, SAPO | LEVEL, "l = -(4 / tau) sigmoid(tau (w - 1)) A, tau by the sign of A",
+        "Several optimizer steps per generation: a soft gate lets slightly stale tokens still teach.",
+        "SAPO, arXiv 2511.20347",
+    ),
+    "vespo": LossType(
+        vespo, mean_over_tokens, VESPO, "l = -sg(w^k exp(lambda (1 - w))) A logp, w = exp(sum_t log ratio_t)",
+        "Stale samples: far off-policy sequences fade out smoothly, at sequence level.",
+        "VESPO, arXiv 2602.10693", counts_generation=True, metrics="vespo",
+    ),
+    "gmpo": LossType(
+        gmpo, mean_of_sequence_means, {"epsilon": 0.4, "epsilon_high": None},
+        "l = -exp(mean_t clip(log ratio_t, -epsilon, epsilon_high)) A, clipped on the side that would pay",
+        "Outliers among token ratios: a geometric mean is steadier than an arithmetic one.",
+        "GMPO, arXiv 2507.20673", metrics="gmpo",
+    ),
+    "reinforce": LossType(
+        reinforce, mean_over_tokens, {}, "l = -A logp; mean over the tokens of the step",
+        "One optimizer step per generation, with advantages of any estimator: no ratio, nothing to clip.",
+        "Williams, 1992",
+    ),
+}

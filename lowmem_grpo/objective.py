@@ -1,0 +1,195 @@
+"""What a learner minimises: which rollouts and tokens count, and the loss of a micro-batch.
+
+`Learner` knows nothing of an algorithm but `Objective`. Another objective on the same frozen base (supervised
+fine-tuning in `sft.py` is one) is another small class.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.advantages import put_kl_in_reward
+from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.entropy import EntropyControl, top_entropy_mask
+from lowmem_grpo.loss_metrics import effective_sample_share, percentiles
+from lowmem_grpo.losses import grpo_loss
+from lowmem_grpo.metrics import Reducer
+from lowmem_grpo.off_policy import MismatchWatch, mean_k3
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What one optimizer step's means are over, all of its groups counted."""
+
+    sequences: int
+    tokens: float  # that count in the loss
+    policy_tokens: float  # of these, those whose policy term counts
+
+
+class Objective:
+    """One algorithm, as the learner sees it; this one asks for nothing and counts every rollout."""
+
+    @property
+    def entropy_grad(self) -> bool:
+        """Whether the loss needs the gradient of the entropy."""
+        return False
+
+    def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
+        """The fields of a rollout to fill before the first of so many steps: old_logprobs, ref_logprobs, entropy."""
+        return ()
+
+    def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
+        """An update begins on all these rollouts, with the policy of this version."""
+
+    def prepared(self, rollouts: list[Rollout]) -> None:
+        """The needed fields are filled."""
+
+    def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts whose tokens the step's means are over."""
+        return rollouts
+
+    def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts that can move the policy; others need no forward pass."""
+        return rollouts
+
+    def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
+        """This micro-batch's share of the step's loss; logprobs and entropy (N,) of its completion tokens."""
+        raise NotImplementedError
+
+    def measured(self, reducer: Reducer) -> dict[str, float]:
+        """Metrics of the whole step, from its means and from the samples that `loss` returned."""
+        return reducer.result()
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Undo `state`."""
+
+
+def policy_tokens(rollout: Rollout) -> int:
+    """Tokens of a rollout whose policy term counts."""
+    return len(rollout.completion_ids) if rollout.policy_mask is None else int(rollout.policy_mask.sum())
+
+
+class GRPOObjective(Objective):
+    """GRPO and its relatives, by the settings of a run.
+
+    `exact` says that a training pass computes the policy itself. Under dropout it does not, and what it differs from
+    the sampler by is no measure of their mismatch; the parity check, which runs without, is.
+    """
+
+    def __init__(self, config: GRPOConfig, exact: bool = True) -> None:
+        self.config, self.exact = config, exact
+        self.entropy = EntropyControl(
+            config.entropy_coef, config.use_adaptive_entropy, config.entropy_coef_min, config.entropy_coef_max,
+            config.entropy_coef_delta, config.entropy_target,
+        )
+        self.mismatch = MismatchWatch()
+        self.correct_mismatch = self.stale = False  # in the update in progress
+        self.told: set[bool] = set()  # whether of stale rollouts
+
+    @property
+    def entropy_grad(self) -> bool:
+        return self.entropy.applied != 0
+
+    def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
+        """Nothing at all on-policy without KL term and token masks: old log-probabilities are the step's own."""
+        wanted = {
+            "old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
+            "entropy": self.config.top_entropy_quantile < 1,
+        }
+        return tuple(name for name, needed in wanted.items() if needed)
+
+    def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
+        """Decide on a correction: for stale rollouts, and where sampler and trainer were seen to differ."""
+        chosen = self.config.vllm_importance_sampling_correction
+        self.stale = any(rollout.policy_version < policy_version for rollout in rollouts)
+        self.correct_mismatch = self.mismatch.due(self.stale) if chosen is None else chosen
+        if chosen is None and self.correct_mismatch and self.stale not in self.told:
+            self.told.add(self.stale)
+            logger.warning(
+                "%s: tokens are weighed by %s here and in steps like this one (vllm_importance_sampling_correction)",
+                "some rollouts are of an older policy" if self.stale else
+                f"sampler and trainer differ (mean k3 {self.mismatch.last_k3:.2g}, bound {self.mismatch.bound})",
+                self.config.vllm_importance_sampling_mode,
+            )
+
+    def prepared(self, rollouts: list[Rollout]) -> None:
+        """Choose the tokens of the highest entropy, and take the KL term into the advantages, where asked to."""
+        if self.config.top_entropy_quantile < 1:
+            entropies = [rollout.entropy for rollout in rollouts if rollout.entropy is not None]
+            mask = top_entropy_mask(torch.cat(entropies or [torch.empty(0)]), self.config.top_entropy_quantile)
+            for rollout, part in zip(rollouts, mask.split([len(r.completion_ids) for r in rollouts]), strict=True):
+                rollout.policy_mask = part
+        if self.config.kl_in_reward:
+            put_kl_in_reward(rollouts, self.config.beta)
+
+    def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """All but the truncated ones, where those are masked."""
+        masked = self.config.mask_truncated_completions
+        return [rollout for rollout in rollouts if not (masked and rollout.finish_reason == "length")]
+
+    def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Those that count and have an advantage; all that count where a KL term or an entropy bonus moves them too."""
+        kept = self.counted(rollouts)
+        everything = self.config.beta or self.entropy.enabled
+        return kept if everything else [rollout for rollout in kept if rollout.advantage]
+
+    def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
+        """`grpo_loss` of the batch; a KL term that is in the reward is not in the loss."""
+        mask = batch.loss_mask
+        settings = replace(self.config, beta=0.0, kl_estimator=None) if self.config.kl_in_reward else self.config
+        out = grpo_loss(
+            logprobs, batch.advantages[mask], batch.sequence_ids[mask], settings=settings,
+            old_logprobs=at(batch.old_logprobs, mask), ref_logprobs=at(batch.ref_logprobs, mask),
+            rollout_logprobs=batch.rollout_logprobs[mask], entropy=entropy, policy_mask=at(batch.policy_mask, mask),
+            num_sequences_in_step=totals.sequences, num_tokens_in_step=totals.tokens,
+            num_policy_tokens_in_step=totals.policy_tokens, correct_mismatch=self.correct_mismatch,
+            entropy_coef=self.entropy.applied,
+        )
+        out.metrics["entropy"] = entropy.detach().mean()
+        out.policy_loss = out.policy_loss if self.entropy.enabled else None  # else it is the loss
+        if batch.policy_mask is not None:
+            chosen = entropy.detach()[batch.policy_mask[mask]]
+            out.metrics["entropy/policy"] = chosen.sum() / max(len(chosen), 1)
+            out.counts["entropy/policy"] = len(chosen)
+        return out
+
+    def measured(self, reducer: Reducer) -> dict[str, float]:
+        """Adds percentiles over the step's tokens, and what the sampler's mismatch leaves of the samples."""
+        metrics = reducer.result()
+        for name in ("ratio", "mismatch"):
+            values = reducer.sampled(name)
+            if values.numel():
+                metrics |= dict(zip((f"{name}/p01", f"{name}/p50", f"{name}/p99"), percentiles(values), strict=True))
+        mismatch = reducer.sampled("mismatch")
+        if mismatch.numel() and self.exact:
+            source = "staleness" if self.stale else "mismatch"
+            metrics[f"{source}/k3"] = mean_k3(mismatch)
+            metrics[f"{source}/effective_samples"] = effective_sample_share(mismatch)
+            if not self.stale:
+                self.mismatch.last_k3 = metrics["mismatch/k3"]
+        if self.entropy.enabled:
+            if "entropy" in metrics:
+                self.entropy.update(metrics.get("entropy/policy", metrics["entropy"]))
+            metrics["entropy_coef"] = self.entropy.coef  # the next step's, as TRL logs it
+        return metrics | {"mismatch/corrected": float(self.correct_mismatch)}
+
+    def state(self) -> dict[str, Any]:
+        return {"entropy": self.entropy.state(), "last_k3": self.mismatch.last_k3}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.entropy.restore(state.get("entropy"))
+        self.mismatch.last_k3 = state.get("last_k3")
+
+
+def at(values: Tensor | None, mask: Tensor) -> Tensor | None:
+    return None if values is None else values[mask]

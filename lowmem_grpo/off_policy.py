@@ -1,0 +1,146 @@
+"""Corrections for samples that another policy drew than the one in training, as weights on a token's policy term.
+
+    mu: the sampler, pi_old: the trainer at the start of the update, pi: the policy in training
+    d_t = log pi_old(t) - log mu(t),   rho_t = exp(d_t)                      the sampler's mismatch and its staleness
+    loss = sum_t weight_t sg(c_t) l_t                                        l_t has the ratio pi / pi_old (losses.py)
+
+With old log-probabilities recomputed by the trainer this is decoupled PPO (Hilton et al., 2021; AReaL): c_t corrects
+what sampler and trainer disagree on, the clipped ratio bounds what the update itself changes. A product of ratios over
+a sequence drops long completions (1.012^100 is 3.3), so no correction over sequences is ever chosen unasked.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.sequences import sequence_means, sequence_sums
+
+Bounds = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One way to weigh tokens, as the code dispatches on it and as the documentation shows it."""
+
+    weights: Callable[[Tensor, Tensor, Tensor, Bounds], Tensor]
+    formula: str
+    when: str
+    source: str
+    per_sequence: bool = False  # one weight for all tokens of a sequence
+
+
+def truncated(ratio: Tensor, bounds: Bounds) -> Tensor:
+    """The ratio, clamped to the bounds."""
+    return ratio if bounds == (None, None) else ratio.clamp(*bounds)
+
+
+def masked(ratio: Tensor, bounds: Bounds) -> Tensor:
+    """The ratio inside of the bounds, 0 outside."""
+    return ratio * inside(ratio, bounds)
+
+
+def inside(values: Tensor, bounds: Bounds) -> Tensor:
+    low, high = bounds
+    kept = torch.ones_like(values, dtype=torch.bool)
+    kept = kept if low is None else kept & (values >= low)
+    return kept if high is None else kept & (values <= high)
+
+
+def token_truncate(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    return truncated(mismatch.exp(), bounds)
+
+
+def token_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    return masked(mismatch.exp(), bounds)
+
+
+def sequence_truncate(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    return truncated(sequence_sums(mismatch, ids, len(lengths)).exp(), bounds)[ids]
+
+
+def sequence_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    return masked(sequence_sums(mismatch, ids, len(lengths)).exp(), bounds)[ids]
+
+
+def geometric_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    kept = inside(sequence_means(mismatch, ids, lengths).exp(), bounds)
+    return kept.to(mismatch.dtype)[ids]
+
+
+def k3_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    kept = inside(sequence_means(k3_of(mismatch), ids, lengths), bounds)
+    return kept.to(mismatch.dtype)[ids]
+
+
+def k3_of(mismatch: Tensor) -> Tensor:
+    """rho - log rho - 1 per token (N,): the k3 estimate of KL(mu || pi_old), never negative."""
+    return torch.expm1(mismatch) - mismatch
+
+
+def mean_k3(ratio: Tensor) -> float:
+    """The mean of `k3_of` over ratios rho (N,); 0 where there is none."""
+    return k3_of(ratio.log()).mean().item() if ratio.numel() else 0.0
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "token_truncate": Correction(
+        token_truncate, "c_t = min(max(rho_t, clip_min), clip_max)",
+        "The default where a correction is due (TIS): a bounded bias, and no completion is lost whatever its length.",
+        "TIS; verl",
+    ),
+    "token_mask": Correction(
+        token_mask, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
+        "A few wild tokens (mixture-of-experts routing): IcePop is this with both bounds, such as 0.5 and 5.",
+        "MIS; IcePop (Ring-1T), arXiv 2510.18855",
+    ),
+    "sequence_truncate": Correction(
+        sequence_truncate, "c = min(max(prod_t rho_t, clip_min), clip_max)",
+        "Short completions alone: the product grows or vanishes with length.", "TRL", True,
+    ),
+    "sequence_mask": Correction(
+        sequence_mask, "c = prod_t rho_t where inside of the bounds, else 0",
+        "TRL's default, for comparison: it drops long completions first.", "TRL", True,
+    ),
+    "geometric_mask": Correction(
+        geometric_mask, "c = 1 where clip_min <= exp(mean_t d_t) <= clip_max, else 0",
+        "Whole sequences that drifted are left out, fairly for every length; bounds near 1, such as 0.99 and 1.01.",
+        "Geometric rejection, verl", True,
+    ),
+    "k3_mask": Correction(
+        k3_mask, "c = 1 where mean_t (rho_t - log rho_t - 1) <= clip_max, else 0",
+        "As geometric_mask, where deviations of both signs must not cancel; clip_max such as 0.01.",
+        "K3 rejection, verl", True,
+    ),
+}
+
+
+def correction_weights(
+    mode: str, old_logprobs: Tensor, rollout_logprobs: Tensor, sequence_ids: Tensor, lengths: Tensor, bounds: Bounds
+) -> Tensor:
+    """Weights c (N,) without gradient, from log-probabilities (N,) of the trainer and of the sampler."""
+    mismatch = (old_logprobs - rollout_logprobs).detach()
+    return CORRECTIONS[mode].weights(mismatch, sequence_ids, lengths, bounds)
+
+
+def off_policy_sequence_mask(
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, lengths: Tensor,
+    threshold: float,
+) -> Tensor:
+    """(N,) bool: False for tokens of a bad completion (A < 0) that the policy has moved away from, by more than
+    `threshold` on average: mean_t(log mu - log pi) (DeepSeek-V3.2, arXiv 2512.02556, eq. 9)."""
+    drift = sequence_means((rollout_logprobs - logprobs).detach(), sequence_ids, lengths)[sequence_ids]
+    return (advantages >= 0) | (drift <= threshold)
+
+
+@dataclass
+class MismatchWatch:
+    """Decides when a correction is due where the settings leave it open: for stale samples, and while the last
+    measured mean k3 between sampler and trainer is above `bound`."""
+
+    bound: float = 1e-3
+    last_k3: float | None = None
+
+    def due(self, stale: bool) -> bool:
+        return stale or (self.last_k3 is not None and not self.last_k3 <= self.bound)

@@ -1,0 +1,136 @@
+"""Replay: groups with signal are kept, to stand in once for groups without."""
+
+import base64
+import logging
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from statistics import pstdev
+from typing import Any
+
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+FLOATS, INTEGERS = "d", "i"  # of 8 and 4 bytes: every value comes back as it was
+
+
+class ReplayBuffer:
+    """At most `size` groups as they were sampled and scored, the oldest first. Those of the largest spread of rewards
+    stay, and are taken first; of equal ones the newest. What is taken is gone, so no group is replayed twice.
+
+    A group keeps its `policy_version`: the objective sees that it is stale. What an update fills in
+    (log-probabilities, entropies, masks, advantages) is not kept, since it is of another policy. Neither are `extras`,
+    which were recorded when the group was sampled.
+    """
+
+    def __init__(self, size: int, max_age: int | None = None) -> None:
+        self.size, self.max_age = size, max_age
+        self.entries: tuple[RolloutGroup, ...] = ()  # never changed in place: who holds an earlier one can go back
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def offer(self, groups: Iterable[RolloutGroup]) -> None:
+        """Keep copies of freshly sampled groups, as far as there is room and they beat what is there."""
+        kept = [*self.entries, *map(as_sampled, filter(usable, groups))]
+        order = sorted(range(len(kept)), key=lambda place: (spread_of(kept[place]), place), reverse=True)
+        self.entries = tuple(kept[place] for place in sorted(order[: self.size]))
+
+    def take(self, count: int, policy_version: int) -> list[RolloutGroup]:
+        """Up to `count` groups that are not too old for this version of the policy, marked as replayed."""
+        young = [group for group in self.entries
+                 if self.max_age is None or age_of(group, policy_version) <= self.max_age]
+        order = sorted(range(len(young)), key=lambda place: (spread_of(young[place]), place), reverse=True)
+        self.entries = tuple(young[place] for place in sorted(order[count:]))
+        return [replace(as_sampled(young[place]), replayed=True) for place in order[:count]]
+
+    def state(self) -> list[dict[str, Any]]:
+        """What `restore` needs, as JSON: 16 characters for each token, and the texts. A row is its index."""
+        return [pack_group(group) for group in self.entries]
+
+    def restore(self, state: list[dict[str, Any]], dataset: Any, names: Sequence[str], num_generations: int) -> None:
+        """Undo `state`. Groups of another size, or with other rewards than these `names`, are left out, and said so."""
+        fit = [packed for packed in state if len(packed["rollouts"]) == num_generations
+               and all(set(rollout["rewards"]) == set(names) for rollout in packed["rollouts"])]
+        if len(fit) < len(state):
+            logger.warning(
+                "%d of %d groups kept for replay are left out: num_generations or the reward functions have changed",
+                len(state) - len(fit), len(state),
+            )
+        self.entries = tuple(unpack_group(packed, dataset[packed["row"]]) for packed in fit)
+        self.offer([])  # where the buffer has become smaller
+
+
+def age_of(group: RolloutGroup, policy_version: int) -> int:
+    """How many versions ago a group was sampled."""
+    return policy_version - min(rollout.policy_version for rollout in group.rollouts)
+
+
+def spread_of(group: RolloutGroup) -> float:
+    """Standard deviation of a group's rewards; 0 where there is none."""
+    rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+    return pstdev(rewards) if rewards else 0.0
+
+
+def as_sampled(group: RolloutGroup) -> RolloutGroup:
+    """A copy that shares no rollout with the group, without what updates fill in."""
+    return replace(group, rollouts=[
+        Rollout(
+            completion_ids=list(rollout.completion_ids), rollout_logprobs=list(rollout.rollout_logprobs),
+            finish_reason=rollout.finish_reason, text=rollout.text, policy_version=rollout.policy_version,
+            rewards=dict(rollout.rewards), reward=rollout.reward,
+        )
+        for rollout in group.rollouts
+    ])
+
+
+def usable(group: RolloutGroup) -> bool:
+    """Freshly sampled, with rewards and log-probabilities that are numbers."""
+    valid = not any(rollout.invalid_rewards for rollout in group.rollouts)
+    return not group.replayed and valid and all(math.isfinite(v) for r in group.rollouts for v in r.rollout_logprobs)
+
+
+# As JSON
+
+
+def pack(kind: str, values: Sequence[float]) -> str:
+    """Numbers as text, bit for bit."""
+    numbers: array[Any] = array(kind, values)
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def unpack(kind: str, text: str) -> list[Any]:
+    """What `pack` was given."""
+    numbers: array[Any] = array(kind)
+    numbers.frombytes(base64.b64decode(text))
+    return numbers.tolist()
+
+
+def pack_group(group: RolloutGroup) -> dict[str, Any]:
+    """A kept group in plain values, its row as an index."""
+    return {
+        "row": group.row_index, "prompt": pack(INTEGERS, group.prompt_ids), "baseline": group.baseline,
+        "rollouts": [
+            {
+                "ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
+                "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
+                "rewards": rollout.rewards, "reward": rollout.reward,
+            }
+            for rollout in group.rollouts
+        ],
+    }
+
+
+def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
+    """What `pack_group` was given."""
+    rollouts = [
+        Rollout(
+            completion_ids=unpack(INTEGERS, saved["ids"]), rollout_logprobs=unpack(FLOATS, saved["logprobs"]),
+            finish_reason=saved["finish_reason"], text=saved["text"], policy_version=saved["version"],
+            rewards=saved["rewards"], reward=saved["reward"],
+        )
+        for saved in packed["rollouts"]
+    ]
+    return RolloutGroup(row, unpack(INTEGERS, packed["prompt"]), rollouts, packed["baseline"], packed["row"])

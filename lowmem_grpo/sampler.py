@@ -1,0 +1,51 @@
+"""From prompts to groups of rollouts, by the run's engine."""
+
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.callbacks import TrainerState
+from lowmem_grpo.data import Prompt
+from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.out_of_memory import RunMemory
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.types import RolloutGroup
+
+
+class Sampler:
+    """Samples with an engine that was given, or with the model's own, which it takes anew before each call."""
+
+    def __init__(
+        self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
+        state: TrainerState, engine: Engine, given: bool,
+    ) -> None:
+        """`engine` is the first one to use; `given`: the caller's own, which stays."""
+        self.model, self.policy, self.tokenizer = model, policy, tokenizer
+        self.memory, self.state = memory, state
+        self.engine, self.given = engine, given
+
+    def renew(self) -> None:
+        """Take the model's engine again: another model may have sampled since, and a process has one of vLLM."""
+        if self.given or self.engine.name != "vllm":
+            return
+        engine = self.model.engine(self.policy, self.tokenizer)
+        if engine is not self.engine:
+            self.engine = engine
+            self.memory.watch(engine)
+            engine.on_policy_update(self.state.policy_version)
+
+    def sample(self, prompts: list[Prompt], params: SamplingParams) -> list[RolloutGroup]:
+        """`params.n` rollouts of each prompt by the current policy, without rewards."""
+        self.renew()
+        self.engine.wake()
+        completions = self.engine.generate([prompt.ids for prompt in prompts], params)
+        self.engine.sleep()
+        pairs = zip(prompts, completions, strict=True)
+        return [RolloutGroup(prompt.row, prompt.ids, rollouts, row_index=prompt.index) for prompt, rollouts in pairs]
+
+
+def greedy(params: SamplingParams) -> SamplingParams:
+    """One completion of each prompt, the most likely token each time."""
+    return replace(params, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)

@@ -1,0 +1,19 @@
+"""Sums and means of aligned tokens (N,) over the S sequences that `sequence_ids` (N,) tells apart."""
+
+import torch
+from torch import Tensor
+
+
+def sequence_lengths(sequence_ids: Tensor) -> Tensor:
+    """Tokens of each sequence, (S,) int64; 0 for an id that no token has."""
+    return torch.bincount(sequence_ids)
+
+
+def sequence_sums(values: Tensor, sequence_ids: Tensor, count: int) -> Tensor:
+    """Sum of `values` (N,) over each of `count` sequences, (S,); differentiable."""
+    return values.new_zeros(count).index_add(0, sequence_ids, values)
+
+
+def sequence_means(values: Tensor, sequence_ids: Tensor, lengths: Tensor) -> Tensor:
+    """Mean of `values` (N,) over each sequence, (S,); 0 for a sequence without tokens."""
+    return sequence_sums(values, sequence_ids, len(lengths)) / lengths.clamp(min=1)

@@ -1,0 +1,190 @@
+"""Alarms on made-up metrics lines: each sounds when it must, once, and keeps quiet otherwise. Names say what breaks."""
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.alarms import ALARMS, Alarms
+from lowmem_grpo.callbacks import TrainerState
+from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.journal import Journal
+from lowmem_grpo.metrics import rollout_metrics
+from lowmem_grpo.records import RunRecords, read_lines
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+Line = dict[str, float]
+
+HEALTHY: Line = {
+    "groups/with_signal": 3, "reward": 0.5, "completions/clipped_ratio": 0.9, "mismatch/k3": 5e-4,
+    "mismatch/effective_samples": 0.95, "clip_ratio/region_mean": 0.2, "kl": 0.3, "entropy": 0.4, "grad_norm": 0.7,
+    "nonfinite/rollouts": 0, "rewards/right/mean": 0.5, "rewards/right/std": 0.5,
+}
+EDGE: Line = {  # as far as it may go
+    "groups/with_signal": 1, "completions/clipped_ratio": 0.99, "mismatch/k3": 0.01, "mismatch/effective_samples": 0.5,
+    "clip_ratio/region_mean": 0.3, "kl": 1.0, "entropy": 0.0041, "grad_norm": 7.0, "rewards/right/std": 1e-9,
+}
+BAD = [  # of an alarm: a line that is wrong, after how many of them it must sound, and what it must say
+    ("nothing_to_learn", {"groups/with_signal": 0}, 10, "(mean 0.5), so no gradient. If it is low: easier problems"),
+    ("truncated", {"completions/clipped_ratio": 1.0}, 3, "max_completion_length"),
+    ("mismatch", {"mismatch/k3": 0.011}, 3, "mismatch/k3 is 0.011, so completions come from another distribution"),
+    ("mismatch", {"mismatch/effective_samples": 0.49}, 3, "mismatch/effective_samples is 0.49"),
+    ("clipping", {"clip_ratio/region_mean": 0.31}, 3, "clip_ratio/region_mean is 0.31"),
+    ("clipping", {"cispo_clip_ratio": 0.31}, 3, "learning_rate"),
+    ("kl", {"kl": 1.1}, 3, "kl is 1.1"),
+    ("entropy_collapse", {"entropy": 0.0039}, 3, "entropy is 0.0039, and was 0.4 in the first steps"),
+    ("gradient_spike", {"grad_norm": 7.1}, 1, "grad_norm is 7.1, 10 times the usual 0.7"),
+    ("nonfinite", {"nonfinite/rollouts": 1}, 1, "nonfinite.jsonl"),
+    ("constant_reward", {"rewards/right/mean": 1.0, "rewards/right/std": 0.0}, 20, "reward right is 1 for every"),
+]
+IDS = [f"{name}-{next(iter(line))}" for name, line, *_ in BAD]
+
+
+def watch(alarms: Alarms, lines: Iterable[Line]) -> list[list[str]]:
+    """The alarms that sounded at each line."""
+    sounded = []
+    for line in lines:
+        alarms.state.global_step += 1
+        found = alarms.watch(line)
+        assert all(value == 1 for value in found.values())
+        sounded.append([name.removeprefix("alarms/") for name in found])
+    return sounded
+
+
+def fresh(**settings: Any) -> Alarms:
+    return Alarms(GRPOConfig(**settings), TrainerState())
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(("name", "wrong", "patience", "says"), BAD, ids=IDS)
+def test_an_alarm_keeps_quiet_comes_late_or_does_not_say_what_to_try(
+    name: str, wrong: Line, patience: int, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    alarms = fresh()
+    assert watch(alarms, [HEALTHY] * 12) == [[]] * 12
+    assert watch(alarms, [HEALTHY | wrong] * patience) == [*[[]] * (patience - 1), [name]]
+    (message,) = told(caplog)
+    (alarm,) = [alarm for alarm in ALARMS if alarm.name == name]
+    assert says in message and alarm.title in message and alarm.means in message and alarm.advice in message
+    assert (f"for {patience} steps" if patience > 1 else "in step 13") in message
+
+
+@pytest.mark.parametrize(("name", "wrong", "patience", "says"), BAD, ids=IDS)
+def test_an_alarm_sounds_at_every_step_or_never_again(name: str, wrong: Line, patience: int, says: str) -> None:
+    alarms = fresh()
+    watch(alarms, [HEALTHY] * 12)
+    episode = [HEALTHY | wrong] * (2 * patience - 1)  # of the one alarm that repeats, twice its patience is the next
+    first, second = (watch(alarms, [*episode, HEALTHY]) for _ in range(2))
+    assert first == second == [*[[]] * (patience - 1), [name], *[[]] * patience]
+
+
+@pytest.mark.parametrize(("name", "wrong", "patience", "says"), BAD, ids=IDS)
+def test_a_single_good_step_does_not_end_an_episode(name: str, wrong: Line, patience: int, says: str) -> None:
+    if patience > 1:
+        alarms = fresh()
+        watch(alarms, [HEALTHY] * 12)
+        assert watch(alarms, ([HEALTHY | wrong] * (patience - 1) + [HEALTHY]) * 3) == [[]] * 3 * patience
+
+
+def test_a_run_within_the_bounds_sounds_an_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    alarms = fresh()
+    watch(alarms, [HEALTHY] * 12)
+    edge = HEALTHY | EDGE
+    assert watch(alarms, [edge | {"rewards/right/mean": 0.5 + 0.01 * n} for n in range(30)]) == [[]] * 30
+    assert told(caplog) == []
+
+
+def test_an_alarm_is_in_no_test_or_has_no_words() -> None:
+    assert {alarm.name for alarm in ALARMS} == {name for name, *_ in BAD}
+    assert len({alarm.name for alarm in ALARMS}) == len(ALARMS)
+    for alarm in ALARMS:
+        assert all((alarm.title, alarm.when, alarm.means, alarm.advice)) and alarm.patience >= 1, alarm.name
+
+
+@pytest.mark.parametrize("missing", [{}, dict.fromkeys([*HEALTHY, "cispo_clip_ratio"], float("nan"))])
+def test_a_metric_that_is_missing_counts_for_or_against(missing: Line) -> None:
+    for _, wrong, patience, _ in BAD:
+        alarms = fresh()
+        watch(alarms, [HEALTHY] * 12)
+        bad = HEALTHY | wrong
+        sounded = watch(alarms, [*[bad] * (patience - 1), *[missing] * 40, bad])
+        assert [bool(names) for names in sounded] == [*[False] * (patience + 39), True], wrong
+
+
+def test_nothing_to_learn_is_said_once_or_under_another_patience(caplog: pytest.LogCaptureFixture) -> None:
+    sounded = watch(fresh(nothing_to_learn_steps=2), [HEALTHY | {"groups/with_signal": 0}] * 5)
+    assert sounded == [[], ["nothing_to_learn"], [], ["nothing_to_learn"], []]
+    assert [message.split(":")[0] for message in told(caplog)] == [
+        "nothing to learn for 2 steps", "nothing to learn for 4 steps"]
+    caplog.clear()
+    watch(fresh(nothing_to_learn_steps=1), [{"groups/with_signal": 0}])
+    assert "(mean none)" in told(caplog)[0]
+
+
+def test_a_low_entropy_is_normal_for_a_model_that_began_with_one_or_none_is_too_low() -> None:
+    assert watch(fresh(), [{"entropy": 0.0011}] * 9) == [[]] * 9
+    assert watch(fresh(), [{"entropy": 0.0009}] * 4) == [[], [], ["entropy_collapse"], []]
+    slowly = [{"entropy": 0.5 * 0.9**n} for n in range(40)]  # 1% of the mean of the first five is 0.0041, at n = 46
+    alarms = fresh()
+    assert watch(alarms, slowly) == [[]] * 40
+    assert watch(alarms, [{"entropy": 0.5 * 0.9**n} for n in range(40, 60)]).index(["entropy_collapse"]) == 46 - 40 + 2
+
+
+def test_a_gradient_norm_is_measured_against_too_few_or_too_old_ones_or_steps_without_one() -> None:
+    assert watch(fresh(), [*[{"grad_norm": 1.0}] * 9, {"grad_norm": 99.0}]) == [[]] * 10
+    alarms = fresh()
+    watch(alarms, [{"grad_norm": 1.0}] * 10 + [{"grad_norm": 0.0}] * 50)
+    assert watch(alarms, [{"grad_norm": 11.0}]) == [["gradient_spike"]]
+    watch(alarms, [{"grad_norm": 2.0}] * 60)
+    assert watch(alarms, [{"grad_norm": 19.0}]) == [[]]
+
+
+def test_of_several_reward_functions_the_constant_one_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    alarms = fresh()
+    changing = [{"rewards/a/mean": 0.25, "rewards/a/std": 0.1, "rewards/b/mean": 1.0, "rewards/b/std": 0.0,
+                 "rewards/c/mean": float(n % 2), "rewards/c/std": 0.0} for n in range(25)]
+    sounded = watch(alarms, changing)
+    assert [step for step, names in enumerate(sounded) if names] == [19]
+    (message,) = told(caplog)
+    assert "reward b is 1 for every completion" in message
+
+
+def test_a_resumed_run_forgets_what_its_alarms_had_seen() -> None:
+    lines = [HEALTHY | {"entropy": 0.4 + 0.01 * n, "grad_norm": 1.0 + n} for n in range(12)]
+    lines += [HEALTHY | {"grad_norm": 90.0}, *[HEALTHY | wrong for _, wrong, *_ in BAD for _ in range(5)]]
+    lines += [HEALTHY | {"rewards/right/mean": 1.0, "rewards/right/std": 0.0, "kl": 2.0}] * 40
+    whole = watch(fresh(), lines)
+    assert sum(map(bool, whole)) >= 5
+    for stop in range(len(lines)):
+        first = fresh()
+        before = watch(first, lines[:stop])
+        second = fresh()
+        second.state.alarms = json.loads(json.dumps(first.state.alarms, allow_nan=False))
+        assert before + watch(second, lines[stop:]) == whole, stop
+
+
+def test_an_alarm_is_not_in_the_records(tmp_path: Path) -> None:
+    state = TrainerState()
+    journal = Journal(GRPOConfig(logging_steps=2), state, RunRecords(tmp_path))
+    for step in range(1, 5):
+        state.global_step = step
+        wrong = {"nonfinite/rollouts": 2.0, "nonfinite/steps": 1.0} if step == 3 else {"nonfinite/steps": step // 3}
+        journal.write(step - 1, HEALTHY | wrong | {"step": step}, [])
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line.get("alarms/nonfinite") for line in lines] == [None, 1]
+    assert [line["nonfinite/steps"] for line in lines] == [0, 1]  # the last value, where others are means
+
+
+def test_the_share_of_groups_with_signal_is_wrong() -> None:
+    def group(*advantages: float) -> RolloutGroup:
+        rollouts = [Rollout([1], [0.0], "stop", rewards={"a": 1.0}, reward=1.0, advantage=a) for a in advantages]
+        return RolloutGroup({}, [1], rollouts)
+
+    metrics = rollout_metrics([group(0, 0), group(1, -1), group(0, 0), group(0, 0)], ["a"])
+    assert (metrics["groups/with_signal"], metrics["groups/total"], metrics["groups/signal_share"]) == (1, 4, 0.25)

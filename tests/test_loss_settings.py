@@ -1,0 +1,175 @@
+"""Options of the loss: each is used by its loss type or refused by name, and contradictions are told."""
+
+import itertools
+import math
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.loss_settings import ADAPTIVE, OF_TYPES, LossSettings
+from lowmem_grpo.loss_types import LOSS_TYPES
+
+GOOD: dict[str, Any] = {  # a value that every loss type which has the option takes
+    "epsilon": 0.25, "epsilon_high": 1.5, "delta": 3.0, "importance_sampling_level": "sequence",
+    "sapo_temperature_neg": 1.3, "sapo_temperature_pos": 1.2, "vespo_k_pos": 1.0, "vespo_lambda_pos": 1.1,
+    "vespo_k_neg": 1.2, "vespo_lambda_neg": 1.3,
+}
+MODE, MIN, MAX = (f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
+CORRECTION = "vllm_importance_sampling_correction"
+UNKNOWN = [
+    ("loss_type", "ppo", "grpo, bnpo, dr_grpo, dapo, luspo, gspo, gspo_token, cispo, sapo, vespo, gmpo, reinforce"),
+    ("importance_sampling_level", "word", "token, sequence, sequence_token"), ("kl_estimator", "k4", "k1, k2, k3"),
+    (MODE, "none", "token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, k3_mask"),
+]
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"kl_estimator": "k2"}, "kl_estimator is 'k2', and beta is 0: there is no KL term; set beta"),
+    ({"epsilon": -0.1}, "epsilon is -0.1; it must be 0 or above"),
+    ({"epsilon": math.nan}, "epsilon is nan; it must be 0 or above"),
+    ({"epsilon_high": -0.1}, "epsilon_high is -0.1; it must be 0 or above"),
+    ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg is 0.0; it must be above 0"),
+    ({"loss_type": "vespo", "vespo_k_pos": -1.0}, "vespo_k_pos is -1.0; it must be 0 or above"),
+    ({"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high is 0.28, and cispo bounds the ratio itself by it"),
+    ({"delta": 1.1}, "delta is 1.1; it must be above 1 + epsilon_high = 1.2"),
+    ({"delta": 1.2}, "delta is 1.2; it must be above 1 + epsilon_high = 1.2"),
+    ({"delta": 1.5, "epsilon_high": 0.5}, "delta is 1.5; it must be above 1 + epsilon_high = 1.5"),
+    ({"top_entropy_quantile": 0.0}, "top_entropy_quantile is 0.0; it must be in (0, 1]"),
+    ({"top_entropy_quantile": 1.5}, "top_entropy_quantile is 1.5; it must be in (0, 1]"),
+    ({"top_entropy_quantile": math.nan}, "top_entropy_quantile is nan; it must be in (0, 1]"),
+    *[({"loss_type": name, "top_entropy_quantile": 0.2}, f"loss_type {name!r} has one ratio for all tokens of a "
+       "completion, which a mask over tokens would break up; use loss_type='gspo_token'") for name in ("gspo", "gmpo")],
+    ({"loss_type": "luspo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.2},
+     "importance_sampling_level 'sequence' has one ratio for all tokens"),
+    *[({name: 0.15}, f"{name} is 0.15, which only use_adaptive_entropy=True uses") for name in ADAPTIVE],
+    ({"use_adaptive_entropy": True, "entropy_coef": 0.3, "entropy_coef_max": 0.2},
+     "entropy_coef is 0.3; it must be between entropy_coef_min (0.0) and entropy_coef_max (0.2)"),
+    ({"use_adaptive_entropy": True, "entropy_coef_min": 0.1}, "entropy_coef is 0.0; it must be between"),
+    ({MIN: 2.0}, f"{MIN} is 2.0; it must be below {MAX}, which is 2.0"),
+    ({MIN: 3.0, MAX: 2.5}, f"{MIN} is 3.0; it must be below {MAX}, which is 2.5"),
+    *[({MODE: mode, MAX: None}, f"{MODE} is {mode!r} without any bound; set {MAX}, 2.0 is usual")
+      for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")],
+    *[({CORRECTION: False} | more, f"{CORRECTION} is False, and its mode or bounds are set; leave one of them out")
+      for more in ({MODE: "token_mask"}, {MAX: 3.0}, {MIN: 0.5})],
+    ({"loss_type": "gspo", MODE: "token_mask"}, "loss_type 'gspo' has one ratio for all tokens of a completion; use "
+     "'token_truncate', or 'geometric_mask'"),
+    ({"loss_type": "grpo", "importance_sampling_level": "sequence", MODE: "token_mask"},
+     "importance_sampling_level 'sequence' has one ratio"),
+    ({MODE: "geometric_mask"}, f"'geometric_mask' needs {MIN} and _clip_max, such as 0.99 and 1.01"),
+    ({MODE: "geometric_mask", MIN: 0.99, MAX: None}, f"'geometric_mask' needs {MIN} and _clip_max"),
+    ({MODE: "k3_mask"}, f"'k3_mask' bounds a mean k3: {MAX} is 2.0; 0.001 to 0.01 is usual"),
+]
+ACCEPTED: list[dict[str, Any]] = [
+    {"loss_type": "gspo_token", "top_entropy_quantile": 0.2}, {"loss_type": "gspo_token", MODE: "token_mask"},
+    {"loss_type": "vespo", "top_entropy_quantile": 0.2}, {"beta": 0.1, "kl_estimator": "k1"},
+    {"importance_sampling_level": "sequence_token", "top_entropy_quantile": 0.2}, {"delta": 1.21}, {"epsilon": 0.0},
+    {CORRECTION: False}, {CORRECTION: True, MODE: "token_mask", MIN: 0.5, MAX: 5.0},
+    {MODE: "geometric_mask", MIN: 0.99, MAX: 1.01}, {MODE: "k3_mask", MAX: 0.01}, {MIN: 0.5, MAX: None},
+    {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_min": 0.1, "entropy_target": 0.5},
+    {"loss_type": "cispo", "epsilon_high": 1.0}, {"entropy_coef": 0.01}, {"use_bias_correction_kl": False},
+]
+USED = [(kind, name) for kind in LOSS_TYPES for name in LOSS_TYPES[kind].options]
+UNUSED = sorted(set(itertools.product(LOSS_TYPES, OF_TYPES)) - set(USED))
+
+
+@pytest.mark.parametrize(("loss_type", "option"), UNUSED)
+def test_an_option_without_effect_is_accepted_or_refused_without_those_that_have_one(
+    loss_type: str, option: str
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        LossSettings(loss_type=loss_type, **{option: GOOD[option]})
+    message, used = str(refusal.value), LOSS_TYPES[loss_type].options
+    assert f"{option} is {GOOD[option]}, and loss_type {loss_type!r} does not use it" in message
+    assert f"it uses {', '.join(used) or 'no option of its own'}." in message
+
+
+@pytest.mark.parametrize(("loss_type", "option"), USED)
+def test_an_option_of_a_loss_type_is_refused_or_not_chosen(loss_type: str, option: str) -> None:
+    chosen = LossSettings(loss_type=loss_type, **{option: GOOD[option]}).chosen()
+    follows = {"epsilon_high": None} if option == "epsilon" else {}
+    assert chosen == dict(LOSS_TYPES[loss_type].options) | follows | {option: GOOD[option]}
+
+
+def test_an_option_belongs_to_no_loss_type_or_is_no_field() -> None:
+    assert {name for _, name in USED} == set(OF_TYPES) == set(GOOD)
+    defaults = {field.name: field.default for field in fields(LossSettings)}
+    assert all(defaults[name] is None for name in OF_TYPES)
+    assert all(defaults[name] == value for name, value in ADAPTIVE.items())
+
+
+@pytest.mark.parametrize(("loss_type", "expected"), [
+    *[(name, {"epsilon": 0.2, "epsilon_high": None, "delta": None, "importance_sampling_level": "token"})
+      for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")],
+    *[(name, {"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None}) for name in ("gspo", "gspo_token")],
+    ("cispo", {"epsilon_high": 5.0, "importance_sampling_level": "token"}),
+    ("sapo", {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "importance_sampling_level": "token"}),
+    ("vespo", {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}),
+    ("gmpo", {"epsilon": 0.4, "epsilon_high": None}), ("reinforce", {}),
+])
+def test_defaults_are_not_the_loss_types_own(loss_type: str, expected: dict[str, Any]) -> None:
+    assert LossSettings(loss_type=loss_type).chosen() == expected
+
+
+def test_zero_is_taken_for_an_option_left_out() -> None:
+    assert LossSettings(epsilon=0.0).chosen()["epsilon"] == 0.0
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_level_is_not_the_one_chosen_or_the_loss_types_own(loss_type: str) -> None:
+    own = {"gspo": "sequence", "gspo_token": "sequence_token"}.get(loss_type, "token")
+    assert LossSettings(loss_type=loss_type).level == own
+    if "importance_sampling_level" in LOSS_TYPES[loss_type].options:
+        for level in ("token", "sequence", "sequence_token"):
+            assert LossSettings(loss_type=loss_type, importance_sampling_level=level).level == level
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), UNKNOWN)
+def test_unknown_names_are_accepted_or_refused_without_the_known_ones(name: str, value: str, allowed: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        LossSettings(**{name: value})
+    assert str(refusal.value) == f"{name} is {value!r}; allowed are {allowed}"
+
+
+@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS, ids=str)
+def test_contradictions_are_accepted(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        LossSettings(**options)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("options", ACCEPTED, ids=str)
+def test_options_that_go_together_are_refused(options: dict[str, Any]) -> None:
+    settings = LossSettings(**options)
+    assert all(getattr(settings, name) == value for name, value in options.items())
+
+
+def test_by_default_something_is_on_that_costs_or_changes_the_samples() -> None:
+    settings = LossSettings()
+    assert (settings.loss_type, settings.beta) == ("dapo", 0)
+    assert (settings.entropy_coef, settings.top_entropy_quantile) == (0, 1)
+    assert settings.off_policy_mask_threshold is None and not settings.use_adaptive_entropy
+    assert settings.vllm_importance_sampling_correction is None
+    assert (settings.vllm_importance_sampling_mode, settings.correction_bounds) == ("token_truncate", (None, 2.0))
+
+
+def test_a_given_epsilon_leaves_the_bound_above_where_the_papers_own_is() -> None:
+    assert LossSettings(loss_type="gspo", epsilon=0.1).chosen() == {"epsilon": 0.1, "epsilon_high": None, "delta": None}
+    assert LossSettings(loss_type="gspo").chosen()["epsilon_high"] == 4e-4
+    assert LossSettings(loss_type="gspo", epsilon=0.1, epsilon_high=0.2).chosen()["epsilon_high"] == 0.2
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"beta": -1.0}, "beta is -1.0; it must be 0 or above"), ({"beta": float("nan")}, "beta is nan"),
+    ({"entropy_coef": -0.1}, "entropy_coef is -0.1; it must be 0 or above"),
+    ({"epsilon": float("inf")}, "epsilon is inf; it must be 0 or above"),
+    ({"use_adaptive_entropy": True, "entropy_target": float("nan")}, "entropy_target is nan"),
+    ({"off_policy_mask_threshold": -1.0}, "off_policy_mask_threshold is -1.0; it must be above 0"),
+    ({"vllm_importance_sampling_clip_max": -1.0}, "clip_max is -1.0; it must be above 0, or None"),
+    ({"vllm_importance_sampling_clip_max": float("nan")}, "clip_max is nan; it must be above 0, or None"),
+    ({"vllm_importance_sampling_clip_min": 0.0}, "clip_min is 0.0; it must be above 0, or None"),
+    ({"vllm_importance_sampling_mode": "k3_mask", "vllm_importance_sampling_clip_max": 0.01,
+      "vllm_importance_sampling_clip_min": 0.001}, "'k3_mask' has no lower bound"),
+])
+def test_a_number_without_meaning_is_taken(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LossSettings(**options)

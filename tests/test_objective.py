@@ -1,0 +1,76 @@
+"""GRPO's objective between steps: when a correction is due, what it learns from a step, what it remembers."""
+
+import logging
+
+import pytest
+import torch
+
+from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.metrics import Reducer
+from lowmem_grpo.objective import GRPOObjective
+from lowmem_grpo.types import Rollout
+
+FAR = torch.tensor([1.4, 0.7])  # ratios of trainer to sampler, of mean k3 0.06
+
+
+def rollouts(*versions: int) -> list[Rollout]:
+    return [Rollout([1, 2], [-1.0, -1.0], "stop", policy_version=version) for version in versions]
+
+
+def step(objective: GRPOObjective, versions: tuple[int, ...], now: int, ratios: torch.Tensor) -> dict[str, float]:
+    """One update on rollouts of these versions, with these ratios to the sampler; its metrics."""
+    objective.begin(rollouts(*versions), now)
+    reducer = Reducer()
+    reducer.keep({"mismatch": ratios, "ratio": torch.ones(2)})
+    return objective.measured(reducer)
+
+
+def test_what_a_stale_step_shows_is_taken_for_a_mismatch_of_the_sampler() -> None:
+    objective = GRPOObjective(GRPOConfig())
+    metrics = step(objective, (3, 4), 4, FAR)
+    assert metrics["mismatch/corrected"] == 1 and metrics["staleness/k3"] > 1e-3 and "mismatch/k3" not in metrics
+    assert step(objective, (5, 5), 5, torch.ones(2))["mismatch/corrected"] == 0
+
+
+def test_a_mismatch_is_not_corrected_from_the_step_after_or_not_for_as_long_as_it_lasts() -> None:
+    objective = GRPOObjective(GRPOConfig())
+    ratios = [FAR, FAR, torch.ones(2), FAR]
+    found = [step(objective, (number,), number, ratio)["mismatch/corrected"] for number, ratio in enumerate(ratios)]
+    assert found == [0, 1, 1, 0]
+
+
+def test_dropout_is_taken_for_a_mismatch_of_the_sampler() -> None:
+    objective = GRPOObjective(GRPOConfig(), exact=False)
+    metrics = [step(objective, (number,), number, FAR) for number in range(3)]
+    assert not any(line["mismatch/corrected"] or "mismatch/k3" in line for line in metrics)
+    objective.mismatch.last_k3 = 0.01  # what the parity check found
+    assert step(objective, (3,), 3, FAR)["mismatch/corrected"] == 1
+
+
+@pytest.mark.parametrize(("choice", "corrected"), [(True, 1.0), (False, 0.0)])
+def test_a_choice_of_the_user_is_overruled(choice: bool, corrected: float) -> None:
+    objective = GRPOObjective(GRPOConfig(vllm_importance_sampling_correction=choice))
+    assert step(objective, (0,), 0, torch.ones(2))["mismatch/corrected"] == corrected
+    assert step(objective, (0,), 5, FAR)["mismatch/corrected"] == corrected
+
+
+def test_a_correction_begins_without_a_word_or_with_one_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    objective = GRPOObjective(GRPOConfig())
+    with caplog.at_level(logging.WARNING):
+        for number in range(1, 5):
+            step(objective, (0,), number, FAR)
+            step(objective, (number,), number, FAR)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "of an older policy" in said[0] and "mean k3" in said[1]
+    assert all("token_truncate" in line for line in said)
+
+
+def test_what_was_measured_is_lost_when_a_run_is_resumed() -> None:
+    config = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=1.0)
+    objective, resumed = GRPOObjective(config), GRPOObjective(config)
+    step(objective, (0,), 0, FAR)
+    objective.entropy.update(0.5)
+    resumed.restore(objective.state())
+    assert resumed.state() == objective.state() and resumed.entropy.applied == objective.entropy.applied > 0
+    resumed.begin(rollouts(1), 1)
+    assert resumed.correct_mismatch

@@ -1,0 +1,326 @@
+"""Corrections for the sampler's mismatch and the off-policy mask, against loops in float64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_loss import LENGTHS, LONGEST, STEP, close, close_with_gradients, example, mean, naive_loss, places_of
+from torch import Tensor
+
+from lowmem_grpo.loss_types import LOSS_TYPES
+from lowmem_grpo.losses import grpo_loss
+from lowmem_grpo.off_policy import (
+    CORRECTIONS,
+    MismatchWatch,
+    correction_weights,
+    mean_k3,
+    off_policy_sequence_mask,
+)
+
+Bounds = tuple[float | None, float | None]
+BOUNDS: dict[str, list[Bounds]] = {
+    "token_truncate": [(None, 1.3), (0.8, 1.3), (0.8, None)], "token_mask": [(None, 1.3), (0.8, 1.3), (0.8, None)],
+    "sequence_truncate": [(None, 1.5), (0.5, 1.5)], "sequence_mask": [(None, 1.5), (0.5, 1.5)],
+    "geometric_mask": [(0.9, 1.1)], "k3_mask": [(None, 0.05)],
+}
+CASES = [(mode, bounds) for mode, several in BOUNDS.items() for bounds in several]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dapo": {"epsilon": 0.2, "delta": None}, "grpo": {"epsilon": 0.2, "delta": 1.9},
+    "gspo": {"epsilon": 0.2, "epsilon_high": 0.3, "delta": None}, "cispo": {"epsilon_high": 1.2},
+    "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, "gmpo": {"epsilon": 0.4}, "reinforce": {},
+}
+KL: dict[str, Any] = {"beta": 0.07, "kl_estimator": "k3", "use_bias_correction_kl": True}
+
+
+def mismatches(tokens: dict[str, Tensor]) -> list[float]:
+    return (tokens["old_logprobs"] - tokens["rollout_logprobs"]).tolist()
+
+
+def within(value: float, bounds: Bounds) -> bool:
+    low, high = bounds
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def truncated(value: float, bounds: Bounds) -> float:
+    low, high = bounds
+    value = value if low is None else max(value, low)
+    return value if high is None else min(value, high)
+
+
+def weights_of(mode: str, own: list[float], bounds: Bounds) -> list[float]:
+    """The weights of one sequence's tokens, from their mismatches."""
+    ratios = [math.exp(d) for d in own]
+    product = math.prod(ratios)
+    if mode == "token_truncate":
+        return [truncated(ratio, bounds) for ratio in ratios]
+    if mode == "token_mask":
+        return [ratio if within(ratio, bounds) else 0.0 for ratio in ratios]
+    if mode == "sequence_truncate":
+        return [truncated(product, bounds)] * len(own)
+    if mode == "sequence_mask":
+        return [product if within(product, bounds) else 0.0] * len(own)
+    kept = product ** (1 / len(own)) if mode == "geometric_mask" else mean([r - math.log(r) - 1 for r in ratios])
+    return [1.0 if within(kept, bounds) else 0.0] * len(own)
+
+
+def naive_weights(mode: str, tokens: dict[str, Tensor], bounds: Bounds) -> list[float]:
+    found, apart = [0.0] * len(tokens["sequence_ids"]), mismatches(tokens)
+    for places in places_of(tokens["sequence_ids"]).values():
+        for place, weight in zip(places, weights_of(mode, [apart[t] for t in places], bounds), strict=True):
+            found[place] = weight
+    return found
+
+
+def correction(mode: str, bounds: Bounds) -> dict[str, Any]:
+    return {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": mode,
+            "vllm_importance_sampling_clip_min": bounds[0], "vllm_importance_sampling_clip_max": bounds[1]}
+
+
+def ours(tokens: dict[str, Tensor], **options: Any) -> Any:
+    return grpo_loss(**(tokens | {"max_completion_length": LONGEST} | STEP | options))
+
+
+def weights(mode: str, apart: Tensor, ids: Tensor, bounds: Bounds) -> Tensor:
+    return correction_weights(mode, apart, torch.zeros_like(apart), ids, torch.bincount(ids), bounds)
+
+
+# The corrections
+
+
+def test_every_correction_is_held_to_a_formula() -> None:
+    assert set(BOUNDS) == set(CORRECTIONS)
+
+
+@pytest.mark.parametrize(("mode", "bounds"), CASES, ids=str)
+def test_weights_are_not_the_formulas_or_carry_a_gradient(mode: str, bounds: Bounds) -> None:
+    for seed in range(10):
+        tokens = example(seed)
+        old = tokens["old_logprobs"].requires_grad_()
+        found = correction_weights(
+            mode, old, tokens["rollout_logprobs"], tokens["sequence_ids"], torch.tensor(LENGTHS), bounds
+        )
+        close(found, torch.tensor(naive_weights(mode, tokens, bounds), dtype=torch.float64))
+        assert not found.requires_grad
+
+
+@pytest.mark.parametrize(("mode", "bounds"), CASES, ids=str)
+def test_the_bounds_of_the_cases_bind_nothing(mode: str, bounds: Bounds) -> None:
+    bound = [naive_weights(mode, example(seed), bounds) for seed in range(10)]
+    free = [naive_weights(mode, example(seed), (None, None)) for seed in range(10)]
+    assert bound != free and any(some not in (0.0, bounds[0], bounds[1]) for one in bound for some in one)
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=st.sampled_from(CASES), order=st.permutations(range(sum(LENGTHS))))
+def test_weights_depend_on_where_tokens_lie(case: tuple[str, Bounds], order: list[int]) -> None:
+    tokens, places = example(), torch.tensor(order)
+    apart, ids = tokens["old_logprobs"] - tokens["rollout_logprobs"], tokens["sequence_ids"]
+    close(weights(case[0], apart[places], ids[places], case[1]), weights(case[0], apart, ids, case[1])[places])
+
+
+@pytest.mark.parametrize(("mode", "inside", "outside"), [
+    ("token_mask", 2.0, 0.0), ("sequence_mask", 2.0, 0.0), ("geometric_mask", 1.0, 0.0),
+])
+def test_a_ratio_on_its_bound_is_left_out(mode: str, inside: float, outside: float) -> None:
+    one = torch.zeros(1, dtype=torch.int64)
+    ratio = torch.tensor([2.0], dtype=torch.float64).log()
+    exactly, beyond = ratio.exp().item(), math.nextafter(ratio.exp().item(), 0)
+    for bounds in ((None, exactly), (exactly, None), (exactly, exactly)):
+        close(weights(mode, ratio, one, bounds), torch.tensor([inside], dtype=torch.float64))
+    assert weights(mode, ratio, one, (None, beyond)) == outside
+    assert weights(mode, ratio, one, (math.nextafter(exactly, 9), None)) == outside
+
+
+def test_a_mean_k3_on_its_bound_is_left_out() -> None:
+    one, apart = torch.zeros(1, dtype=torch.int64), torch.tensor([0.25], dtype=torch.float64)
+    exactly = (torch.expm1(apart) - apart).item()
+    assert weights("k3_mask", apart, one, (None, exactly)) == 1
+    assert weights("k3_mask", apart, one, (None, math.nextafter(exactly, 0))) == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(apart=st.lists(st.floats(-30, 30), min_size=1, max_size=8), low=st.sampled_from([None, 0.5]))
+def test_token_truncation_loses_a_token_or_exceeds_its_bounds(apart: list[float], low: float | None) -> None:
+    mismatch = torch.tensor(apart, dtype=torch.float64)
+    found = weights("token_truncate", mismatch, torch.zeros(len(apart)).long(), (low, 2.0))
+    assert (found > 0).all() and (found <= 2).all() and (found >= (low or 0)).all()
+
+
+def test_masking_of_products_no_longer_drops_long_completions_alone() -> None:
+    """Every token is 1.2% more likely than it was sampled: the product of 100 is 3.3, of 10 it is 1.13."""
+    lengths = [10, 100]
+    ids = torch.arange(2).repeat_interleave(torch.tensor(lengths))
+    apart = torch.full((110,), math.log(1.012), dtype=torch.float64)
+    kept = {mode: [bool(weights(mode, apart, ids, bounds)[ids == s].all()) for s in range(2)] for mode, bounds in (
+        ("sequence_mask", (None, 3.0)), ("token_truncate", (None, 2.0)), ("token_mask", (0.5, 2.0)),
+        ("geometric_mask", (0.98, 1.02)), ("k3_mask", (None, 0.001)),
+    )}
+    assert kept.pop("sequence_mask") == [True, False]
+    assert kept and all(both == [True, True] for both in kept.values())
+    close(weights("token_truncate", apart, ids, (None, 2.0)), torch.full((110,), 1.012, dtype=torch.float64))
+
+
+def test_deviations_of_both_signs_are_seen_by_the_geometric_mean_or_missed_by_k3() -> None:
+    apart, ids = torch.tensor([0.5, -0.5], dtype=torch.float64), torch.zeros(2).long()
+    assert weights("geometric_mask", apart, ids, (0.99, 1.01)).all()
+    assert not weights("k3_mask", apart, ids, (None, 0.01)).any()
+
+
+# In the loss
+
+
+@pytest.mark.parametrize(("mode", "bounds", "loss_type"), [
+    (mode, bounds, loss_type) for mode, bounds in CASES for loss_type in OPTIONS
+    if mode != "token_mask" or loss_type not in ("gspo", "gmpo")  # refused: one ratio for the whole sequence
+], ids=str)
+def test_a_corrected_loss_or_its_gradient_is_not_the_formulas(mode: str, bounds: Bounds, loss_type: str) -> None:
+    tokens, case = example(), {"loss_type": loss_type} | OPTIONS[loss_type] | KL
+    result = ours(tokens, **case, **correction(mode, bounds))
+    expected = naive_loss(tokens, case, False, naive_weights(mode, tokens, bounds))
+    close_with_gradients(result.loss, expected, tokens["logprobs"])
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate", "token_mask"])
+def test_vespo_multiplies_the_correction_instead_of_taking_it_into_its_weight(mode: str) -> None:
+    tokens, bounds = example(), (0.8, 1.3)
+    case = {"loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
+            "vespo_lambda_neg": 2.0} | KL
+    factors, extras = naive_weights(mode, tokens, bounds), {}
+    for sequence, places in places_of(tokens["sequence_ids"]).items():
+        own = [max(math.log(factors[t]) if factors[t] else -math.inf, math.log(1e-8)) for t in places]
+        extras[sequence] = own[0] if mode == "sequence_truncate" else sum(own)
+    result = ours(tokens, **case, **correction(mode, bounds))
+    close_with_gradients(result.loss, naive_loss(tokens, case, False, extras=extras), tokens["logprobs"])
+    assert not torch.equal(result.loss, ours(tokens, **case).loss)
+
+
+def test_a_correction_weighs_the_kl_term_too() -> None:
+    tokens = example() | {"advantages": torch.zeros(sum(LENGTHS)).double()}
+    assert torch.equal(ours(tokens, **KL, **correction("token_truncate", (None, 1.3))).loss, ours(tokens, **KL).loss)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_something_is_corrected_that_nobody_asked_for(loss_type: str) -> None:
+    tokens = example()
+    without = {name: value for name, value in tokens.items() if name != "rollout_logprobs"}
+    for options in ({}, {"vllm_importance_sampling_correction": False}, {"correct_mismatch": False}):
+        result = ours(tokens, loss_type=loss_type, **options)
+        assert torch.equal(result.loss, ours(without, loss_type=loss_type).loss)
+        assert "sampling/importance_sampling_ratio/mean" not in result.metrics
+
+
+def test_a_trainers_decision_does_not_take_the_settings_place() -> None:
+    tokens, asked = example(), correction("token_mask", (0.8, 1.3))
+    corrected, plain = ours(tokens, **asked), ours(tokens)
+    undecided = asked | {"vllm_importance_sampling_correction": None}
+    assert not torch.equal(corrected.loss, plain.loss)
+    assert torch.equal(ours(tokens, **undecided, correct_mismatch=True).loss, corrected.loss)
+    assert torch.equal(ours(tokens, **undecided).loss, plain.loss)
+    assert torch.equal(ours(tokens, **asked, correct_mismatch=False).loss, plain.loss)
+
+
+@pytest.mark.parametrize(("mode", "per_sequence"), [("token_truncate", False), ("sequence_truncate", True)])
+def test_metrics_of_the_mismatch_are_not_those_of_tokens_or_of_sequences(mode: str, per_sequence: bool) -> None:
+    tokens = example()
+    metrics = ours(tokens, **correction(mode, (0.8, 1.3))).metrics
+    found, name = naive_weights(mode, tokens, (0.8, 1.3)), "sampling/importance_sampling_ratio"
+    if per_sequence:
+        found = [found[places[0]] for places in places_of(tokens["sequence_ids"]).values()]
+    apart = [abs(d) for d in mismatches(tokens)]
+    expected = {f"{name}/min": min(found), f"{name}/mean": mean(found), f"{name}/max": max(found),
+                "sampling/sampling_logp_difference/mean": mean(apart),
+                "sampling/sampling_logp_difference/max": max(apart)}
+    for key, value in expected.items():
+        close(metrics[key].item(), value)
+
+
+def test_on_policy_the_mismatch_is_not_against_the_policy_itself() -> None:
+    tokens = example() | {"old_logprobs": None}
+    mismatch = (tokens["logprobs"].detach() - tokens["rollout_logprobs"]).exp()
+    result = ours(tokens, loss_type="reinforce", **correction("token_truncate", (None, 1.3)))
+    close(result.samples["mismatch"], mismatch)
+    (gradient,) = torch.autograd.grad(result.loss, tokens["logprobs"])
+    close(gradient, -tokens["advantages"] * mismatch.clamp(max=1.3) / STEP["num_tokens_in_step"])
+
+
+# The off-policy mask (OPSM)
+
+
+@pytest.mark.parametrize("threshold", [0.02, 0.2])
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("loss_type", [*OPTIONS, "gspo_token"])
+def test_masked_completions_are_not_the_bad_ones_that_drifted(
+    loss_type: str, sampled: bool, threshold: float
+) -> None:
+    options, masked = OPTIONS | {"gspo_token": OPTIONS["gspo"]}, 0
+    for seed in range(4):
+        tokens, case = example(seed), {"loss_type": loss_type} | options[loss_type] | KL
+        sampler, factors = tokens["rollout_logprobs" if sampled else "old_logprobs"], [1.0] * sum(LENGTHS)
+        for places in places_of(tokens["sequence_ids"]).values():
+            drift = mean([(sampler[t] - tokens["logprobs"][t]).item() for t in places])
+            if tokens["advantages"][places[0]] < 0 and drift > threshold:
+                masked += len(places)
+                factors = [0.0 if t in places else factor for t, factor in enumerate(factors)]
+        given = tokens if sampled else tokens | {"rollout_logprobs": None}
+        result = ours(given, **case, off_policy_mask_threshold=threshold)
+        close_with_gradients(result.loss, naive_loss(tokens, case, False, factors), tokens["logprobs"])
+        close(result.metrics["off_policy/masked_share"].item(), 1 - mean(factors))
+    assert masked
+
+
+@pytest.mark.parametrize(("advantage", "drift", "kept"), [
+    (1.0, 9.0, True), (0.0, 9.0, True), (-1.0, 9.0, False), (-1.0, 0.5, True), (-1.0, -9.0, True),
+])
+def test_the_off_policy_mask_drops_good_completions_or_those_at_its_threshold(
+    advantage: float, drift: float, kept: bool
+) -> None:
+    ids, policy = torch.tensor([0, 0]), torch.tensor([-1.0, -2.0])
+    sampler = policy + torch.tensor([drift - 0.25, drift + 0.25])  # the mean counts, not a token
+    found = off_policy_sequence_mask(policy, sampler, torch.full((2,), advantage), ids, torch.tensor([2]), 0.5)
+    assert found.tolist() == [kept, kept]
+
+
+def test_on_policy_the_off_policy_mask_drops_something() -> None:
+    tokens = {name: value for name, value in example().items() if "old" not in name and "rollout" not in name}
+    result = ours(tokens, off_policy_mask_threshold=1e-6)
+    assert result.metrics["off_policy/masked_share"] == 0
+    assert torch.equal(result.loss, ours(tokens).loss)
+
+
+# When a correction is due
+
+
+def test_a_correction_is_due_without_staleness_or_mismatch_or_not_due_with_them() -> None:
+    watch = MismatchWatch(bound=1e-3)
+    assert not watch.due(stale=False) and watch.due(stale=True)
+    ratio = torch.tensor([1.1, 0.9], dtype=torch.float64)
+    expected = mean([r - math.log(r) - 1 for r in ratio.tolist()])
+    watch.last_k3 = mean_k3(ratio)
+    assert watch.last_k3 == pytest.approx(expected, rel=1e-10) and expected > 1e-3
+    assert watch.due(stale=False)
+    watch.last_k3 = mean_k3(torch.tensor([1.01, 0.99]))
+    assert not watch.due(stale=False) and watch.due(stale=True)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0])
+def test_a_mismatch_that_is_not_finite_counts_as_none(broken: float) -> None:
+    assert MismatchWatch(last_k3=mean_k3(torch.tensor([1.0, broken]))).due(stale=False)
+
+
+def test_the_bound_itself_is_above_the_bound_or_no_tokens_are_a_mismatch() -> None:
+    assert not MismatchWatch(bound=0.01, last_k3=0.01).due(stale=False)
+    assert MismatchWatch(bound=0.01, last_k3=0.02).due(stale=False)
+    assert mean_k3(torch.empty(0)) == 0
+
+
+# The registry
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_says_nothing_of_its_formula_use_or_source(name: str) -> None:
+    kind = CORRECTIONS[name]
+    assert all(len(text) > 2 for text in (kind.formula, kind.when, kind.source))
+    assert kind.per_sequence == (not name.startswith("token"))

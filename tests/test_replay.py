@@ -1,0 +1,136 @@
+"""The replay buffer: which groups are kept, which are taken, and what they carry along."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_grpo.replay import ReplayBuffer, age_of, spread_of
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+ROWS = [{"prompt": f"row {index}"} for index in range(20)]
+
+
+def group(row: int, *rewards: float | None, version: int = 0, logprob: float = -0.1) -> RolloutGroup:
+    """A scored group, with everything that an update fills in."""
+    rollouts = [
+        Rollout(
+            [3, 151_000 + index], [logprob, -(1 / 3) ** (index + 1)], "stop", f"text {index}", version,
+            rewards={"a": reward, "b": None}, reward=reward, advantage=1.0, extras={"seen": 1},
+            token_advantages=torch.ones(2), old_logprobs=torch.ones(2), ref_logprobs=torch.ones(2),
+            entropy=torch.ones(2), policy_mask=torch.ones(2, dtype=torch.bool),
+        )
+        for index, reward in enumerate(rewards)
+    ]
+    return RolloutGroup(ROWS[row], [1, 2, row], rollouts, baseline=0.25, row_index=row)
+
+
+def held(buffer: ReplayBuffer) -> list[int]:
+    return [kept.prompt_ids[-1] for kept in buffer.entries]
+
+
+def taken(buffer: ReplayBuffer, count: int, version: int = 9) -> list[int]:
+    return [kept.prompt_ids[-1] for kept in buffer.take(count, version)]
+
+
+def test_the_groups_of_the_smallest_spread_stay() -> None:
+    buffer = ReplayBuffer(2)
+    buffer.offer([group(0, 0, 1), group(1, 0, 3), group(2, 0, 2)])
+    assert held(buffer) == [1, 2]
+    buffer.offer([group(3, 0, 0.5)])
+    assert held(buffer) == [1, 2]
+
+
+def test_of_equal_groups_the_oldest_stays() -> None:
+    buffer = ReplayBuffer(2)
+    for row in range(4):
+        buffer.offer([group(row, 0, 1)])
+    assert held(buffer) == [2, 3]
+
+
+def test_the_spread_is_not_that_of_the_rewards() -> None:
+    assert spread_of(group(0, 1, 3, 1, 3)) == 1
+    assert spread_of(group(0, 0, 0, 0, 4)) == pytest.approx(3**0.5)
+    assert spread_of(group(0, 2, None, 4)) == 1
+    assert spread_of(group(0, None, None)) == 0
+
+
+def test_what_is_taken_is_not_the_largest_spread_or_can_be_taken_twice() -> None:
+    buffer = ReplayBuffer(4)
+    buffer.offer([group(0, 0, 1), group(1, 0, 3), group(2, 0, 1), group(3, 0, 2)])
+    assert taken(buffer, 0) == []
+    assert taken(buffer, 3) == [1, 3, 2]
+    assert taken(buffer, 3) == [0]
+    assert taken(buffer, 3) == []
+
+
+def test_a_replayed_group_is_kept_again() -> None:
+    buffer = ReplayBuffer(4)
+    buffer.offer([group(0, 0, 1)])
+    buffer.offer(buffer.take(1, 9))
+    assert not buffer.entries
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
+def test_a_group_that_is_not_finite_is_kept(broken: float) -> None:
+    buffer, invalid = ReplayBuffer(4), group(1, 0, 1)
+    invalid.rollouts[0].invalid_rewards = {"a": float("nan")}
+    buffer.offer([group(0, 0, 1, logprob=broken), invalid])
+    assert not buffer.entries
+
+
+def test_groups_beyond_the_largest_age_are_taken() -> None:
+    buffer = ReplayBuffer(4, max_age=2)
+    buffer.offer([group(0, 0, 9, version=3), group(1, 0, 1, version=4)])
+    assert [age_of(kept, 5) for kept in buffer.entries] == [2, 1]
+    assert taken(buffer, 2, version=6) == [1]
+    assert not buffer.entries
+
+
+def test_a_replayed_group_carries_what_an_update_filled_in_or_lacks_what_was_sampled() -> None:
+    fresh, buffer = group(4, 0, 1, version=7), ReplayBuffer(1)
+    buffer.offer([fresh])
+    fresh.rollouts[0].rewards["a"], fresh.rollouts[0].old_logprobs = 99.0, torch.zeros(2)
+    (replayed,) = buffer.take(1, 9)
+    assert (replayed.replayed, replayed.row, replayed.baseline, replayed.row_index) == (True, ROWS[4], 0.25, 4)
+    expected = Rollout([3, 151_000], [-0.1, -1 / 3], "stop", "text 0", 7, {"a": 0, "b": None}, reward=0)
+    assert replayed.rollouts[0] == expected  # every other field has its default
+
+
+def test_training_on_a_replayed_group_changes_what_going_back_restores() -> None:
+    buffer = ReplayBuffer(2)
+    buffer.offer([group(0, 0, 1)])
+    marked = buffer.entries
+    (replayed,) = buffer.take(1, 9)
+    replayed.rollouts[0].old_logprobs, replayed.rollouts[0].advantage = torch.ones(2), 5.0
+    buffer.entries = marked
+    (again,) = buffer.take(1, 9)
+    assert (again.rollouts[0].old_logprobs, again.rollouts[0].advantage) == (None, 0.0)
+
+
+def restored(buffer: ReplayBuffer, size: int, names: Any = ("a", "b"), generations: int = 2) -> ReplayBuffer:
+    fresh = ReplayBuffer(size)
+    fresh.restore(json.loads(json.dumps(buffer.state())), ROWS, names, generations)
+    return fresh
+
+
+def test_a_restored_buffer_differs() -> None:
+    buffer = ReplayBuffer(3)
+    buffer.offer([group(2, 0, 1), group(0, 0.1, None, version=3), group(5, 0.1 + 0.2, 1)])
+    assert restored(buffer, 3).entries == buffer.entries
+    assert restored(buffer, 3).entries[0].row is ROWS[2]
+    assert restored(buffer, 1).entries == ReplayBuffer(1).entries + tuple(buffer.entries[:1])
+    assert not restored(buffer, 0).entries
+
+
+def test_kept_groups_that_no_longer_fit_are_trained_on_or_vanish_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    buffer = ReplayBuffer(3)
+    buffer.offer([group(0, 0, 1), group(1, 0, 1, 2)])
+    with caplog.at_level(logging.WARNING):
+        assert held(restored(buffer, 3)) == [0]
+        assert held(restored(buffer, 3, generations=3)) == [1]
+        assert not restored(buffer, 3, names=["a"]).entries
+    assert "1 of 2 groups kept for replay are left out" in caplog.text
+    assert "2 of 2 groups kept for replay are left out" in caplog.text
