@@ -1,7 +1,7 @@
 """Does it learn, and do settings that should be the same learn the same? Arithmetic, several seeds of each setting.
 
-    python bench/learning.py            # 12 settings, five seeds, 40 steps of 128 completions
-    python bench/learning.py --quick    # two seeds, 24 steps: within 15 minutes on two cores
+    python bench/learning.py            # 12 settings, five seeds, 30 steps of 128 completions
+    python bench/learning.py --quick    # two seeds, 20 steps: within 15 minutes on two cores
     python bench/learning.py --report   # docs/learning.md and docs/learning.svg from the rows alone
 
 One row a run goes to bench/results/learning.jsonl. A quick run leaves those and the docs alone: rows, table and picture
@@ -56,7 +56,7 @@ def main(
         tasks = [(name, seed) for seed in range(seeds or (2 if quick else 5)) for name in wanted]
         about = machine()
         with ThreadPoolExecutor(jobs) as pool:
-            for row in pool.map(lambda task: one(*task, steps or (24 if quick else 40)), tasks):
+            for row in pool.map(lambda task: one(*task, steps or (20 if quick else 30)), tasks):
                 append_row(path, row | about)
                 last = row.get("missing") or f"right at the end {row['right'][-1]:.1%}, {row['seconds']:.0f} s"
                 click.echo(f"{row['setting']}, seed {row['seed']}: {last}")
