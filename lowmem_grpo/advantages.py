@@ -200,7 +200,7 @@ class AdvantageSettings:
             raise ValueError(
                 f"scale_rewards is {self.scale_rewards!r}, which advantage_estimator {self.advantage_estimator!r} with "
                 f"multi_objective_aggregation {self.multi_objective_aggregation!r} does not use; it takes "
-                f"{' or '.join(scales) or 'none: leave it out'}"
+                f"{' or '.join(scales) or 'no value: leave it out'}"
             )
 
     @property

@@ -1,7 +1,7 @@
 """Pages that are generated are as their source says, and name everything there is."""
 
 import re
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,18 +10,34 @@ from lowmem_grpo.advantages import ESTIMATORS
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.loss_types import LOSS_TYPES
 from lowmem_grpo.off_policy import CORRECTIONS
+from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, load
 from lowmem_grpo.strategies import STRATEGIES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
 
 
-def test_the_page_of_algorithms_is_not_that_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["algorithms", "metrics"])
+def test_a_page_is_not_that_of_the_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
-    import make_algorithms
+    page = import_module(f"make_{name}").page()
+    assert page == (DOCS / f"{name}.md").read_text(encoding="utf-8"), f"run python docs/make_{name}.py"
 
-    assert make_algorithms.page() == PAGE, "run python docs/make_algorithms.py"
-    sys.modules.pop("make_algorithms")
+
+def test_a_metric_of_a_run_is_not_on_the_page(tmp_path: Path) -> None:
+    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    known = [re.escape(name).replace("NAME", r"\w+").replace("MODULE", r"\w+")
+             for name in re.findall(r"`([^`]+)`", page.partition("## Alarms")[0])]
+    config = GRPOConfig(
+        output_dir=str(tmp_path), max_steps=1, num_generations=4, per_device_train_batch_size=8, beta=0.02,
+        max_completion_length=16, top_entropy_quantile=0.5, entropy_coef=0.01, off_policy_mask_threshold=0.5,
+        dynamic_sampling_rounds=1, replay_buffer_size=4, difficulty_pools=True, parity_steps=1, save_strategy="no",
+        vllm_importance_sampling_correction=True, disable_tqdm=True,
+    )
+    _, trainer = load(ArithmeticOptions(train_size=8, engine="transformers", load_in_4bit=False), config)
+    trainer.train()
+    (line,) = trainer.state.log_history
+    assert [name for name in line if not any(re.fullmatch(one, name) for one in known)] == []
 
 
 @pytest.mark.parametrize(("heading", "names"), [

@@ -196,6 +196,7 @@ def test_values_may_hold_dashes_and_equals_signs() -> None:
     ("log_completions=no", "log_completions", False), ("max_prompt_length=None", "max_prompt_length", None),
     ("save_total_limit=null", "save_total_limit", None), ("reward_weights=1,0.5", "reward_weights", [1.0, 0.5]),
     ("reward_weights=2", "reward_weights", [2.0]), ("scale_rewards=none", "scale_rewards", "none"),
+    ("scale_rewards=null", "scale_rewards", None),
     ("loss_type=dr_grpo", "loss_type", "dr_grpo"), ("run_name=None", "run_name", None), ("min_p=0.1", "min_p", 0.1),
 ])
 def test_a_setting_has_the_type_of_its_field(word: str, name: str, value: Any) -> None:
@@ -282,7 +283,7 @@ def test_every_real_gsm8k_row_has_a_number_as_its_label() -> None:
     (["dataset=nowhere.jsonl"], "no file 'nowhere.jsonl'; dataset takes a jsonl or parquet file"),
     (["gpu=99"], "gpu is '99'; allowed are auto, cpu, 16, 24, 48, 80"),
     (["gradient_checkpointing_mode=disk"], "allowed: none, device, offload"),
-    (["loss_type=cispo"], "loss_type is 'cispo'; allowed are"),
+    (["loss_type=ppo"], "loss_type is 'ppo'; allowed are"),
 ])
 def test_gsm8k_names_what_it_cannot_use(words: list[str], message: str, tmp_path: Path) -> None:
     result = invoke("run", "gsm8k", "gpu=cpu", f"output_dir={tmp_path / 'out'}", *words)
@@ -360,6 +361,17 @@ def test_arithmetic_teaches_a_new_format_first_and_goes_on_without_teaching_it_a
     assert (tmp_path / "run" / "sft" / "adapter" / "adapter_model.safetensors").read_bytes() == taught
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["taught_format_after"] >= 0.5
+
+
+def test_another_algorithm_does_not_run_from_the_command_line(tmp_path: Path) -> None:
+    result = invoke(
+        "run", "arithmetic", "loss_type=gspo", "scale_rewards=group", "max_steps=1", "eval_problems=8", "train_size=16",
+        "num_generations=2", "per_device_train_batch_size=4", "gradient_accumulation_steps=1",
+        f"output_dir={tmp_path / 'run'}",
+    )
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["config"]["loss_type"], summary["config"]["scale_rewards"]) == ("gspo", "group")
 
 
 def test_fewer_than_no_steps_of_fine_tuning_are_refused() -> None:

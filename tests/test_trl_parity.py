@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from parity_runs import (
     theirs,
     trl_steps,
 )
-from trl_runs import END, TrlRun, make_trainer, prepare, random_rollouts, window
+from trl_runs import END, Rollouts, TrlRun, make_trainer, prepare, random_rollouts, window
 
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.advantages import assign_advantages
@@ -68,10 +69,17 @@ def axes(loss_type: str) -> list[tuple[Case, ...]]:
     clipped = "delta" in LOSS_TYPES[loss_type].options
     return [
         BETAS if loss_type != "gmpo" else (BETAS[0], BETAS[2]),
-        LEVELS if "importance_sampling_level" in LOSS_TYPES[loss_type].options else ({},),
+        levels(loss_type),
         DELTAS if clipped else ({},),
         CORRECTED if loss_type != "gmpo" else ({},),
     ]
+
+
+def levels(loss_type: str) -> tuple[Case, ...]:
+    """Where they are an option; cispo's bound of 5 is one for tokens, which no mean over a sequence reaches."""
+    if loss_type == "cispo":
+        return LEVELS[0], LEVELS[1] | {"epsilon_high": 1.1}
+    return LEVELS if "importance_sampling_level" in LOSS_TYPES[loss_type].options else ({},)
 
 
 def whole_sequences(case: Case) -> bool:
@@ -133,9 +141,14 @@ def assert_crossed(metrics: dict[str, float]) -> None:
     assert metrics.get(f"{ratio}/min", 0) in (0, pytest.approx(BOUNDS["vllm_importance_sampling_clip_min"]))
 
 
+@cache
+def stale_rollouts() -> tuple[Rollouts, list[list[float]]]:
+    return stale(ROLLOUTS)
+
+
 @pytest.mark.parametrize("case", product(), ids=named)
 def test_loss_gradients_and_metrics_are_trls(case: Case) -> None:
-    rollouts, old = stale(ROLLOUTS)
+    rollouts, old = stale_rollouts()
     expected, result = both(rollouts, old_logprobs=old, **case)
     assert_equal(expected, result)
     assert_crossed(expected.metrics)
@@ -203,7 +216,7 @@ def test_the_adaptive_entropy_bonus_takes_the_same_course(share: float) -> None:
 def test_advantages_are_trls_for_rewards_that_are_missing_equal_or_alone(scale: Case) -> None:
     generator = random.Random(0)
     for few in (0.1, 0.4, 0.8):
-        for _ in range(4):
+        for _ in range(2):
             drawn = [[None if generator.random() < few else generator.choice([0.0, 0.5, 1.0, 2.0]) for _ in range(8)]
                      for _ in range(2)]
             rewards = {"a": [1.0, None, 1.0, 1.0, *drawn[0]], "b": [0.5, None, None, None, *drawn[1]]}

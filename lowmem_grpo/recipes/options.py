@@ -9,6 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from lowmem_grpo.config import GRPOConfig
 
+NONE_IS_A_CHOICE = ("scale_rewards",)
+
 
 @dataclass
 class RecipeOptions:
@@ -79,10 +81,11 @@ def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
 
 
 def typed(owner: type, name: str, text: str) -> Any:
-    """`text` as the type of the field `name`; "none" is None where the field allows it."""
+    """`text` as the type of the field `name`; "null" is None where the field allows it, and so is "none" but where it
+    is a choice of its own."""
     hint = get_type_hints(owner)[name]
     adapter: TypeAdapter[Any] = TypeAdapter(hint)
-    if text.lower() in ("none", "null"):
+    if text.lower() == "null" or (text.lower() == "none" and name not in NONE_IS_A_CHOICE):
         try:
             return adapter.validate_python(None)
         except ValidationError:
