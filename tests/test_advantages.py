@@ -385,7 +385,7 @@ def test_a_scale_that_an_estimator_does_not_use_is_ignored(name: str, scale: str
     ({"pass_at_k": 4}, "pass_at_k is 4, and advantage_estimator 'grpo' does not use it"),
     ({"multi_objective_aggregation": "normalize_then_sum", "advantage_estimator": "rloo"},
      "which is an estimator by itself (GDPO); leave advantage_estimator='rloo' out"),
-    ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"}, "it takes no value: leave it out"),
+    ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"}, "it takes no value: leave it"),
     ({"advantage_estimator": "passk", "scale_rewards": "batch"}, "it takes group or none"),
 ])
 def test_unknown_or_contradictory_options_are_accepted(options: dict[str, Any], message: str) -> None:
