@@ -72,7 +72,9 @@ class GRPOTrainer:
         self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16), self.args.logits_chunk)
         first = engine or model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and first.name != "vllm":
-            raise ValueError(f'use_vllm=True, and the engine is {first.name}; load with fast_inference="vllm"')
+            raise ValueError(
+                f'use_vllm=True, and the engine is {first.name}: load the model with fast_inference="vllm"'
+            )
         if self.args.gradient_checkpointing is not None:
             enable_checkpointing(self.policy.base, self.args.gradient_checkpointing)
         longest, completion = self.args.max_prompt_length, self.args.max_completion_length

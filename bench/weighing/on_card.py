@@ -13,6 +13,7 @@ from weigh import LogitsPolicy, add_lora, groups_of, largest, sizes_of
 from lowmem_grpo import attention
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.host_embedding import embed_on_host
+from lowmem_grpo.objective import StepTotals
 from lowmem_grpo.offload import ActivationOffload
 from lowmem_grpo.optim import make_optimizer
 from lowmem_grpo.policy import Policy
@@ -54,7 +55,7 @@ def step(config: dict[str, Any], lengths: list[int], features: Features, rank: i
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         with offload or nullcontext():
-            learner.accumulate(iter([batch]), sequences=len(lengths), tokens=float(sum(lengths)))
+            learner.accumulate(iter([batch]), StepTotals(len(lengths), sum(lengths), sum(lengths)))
         activations = torch.cuda.max_memory_allocated()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -22,7 +22,9 @@ from transformers import AutoConfig
 from lowmem_grpo.batching import pack
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.loader import ALL_LINEAR, FastLanguageModel
+from lowmem_grpo.metrics import Reducer
 from lowmem_grpo.model import FastModel, Loaded
+from lowmem_grpo.objective import GRPOObjective, StepTotals
 from lowmem_grpo.offload import ActivationOffload
 from lowmem_grpo.optim import make_optimizer
 from lowmem_grpo.pinned_pool import ImmediateCopies
@@ -66,7 +68,8 @@ def weigh(config: dict[str, Any], lengths: list[int], features: Features | None 
         policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
         with unset_fake_temporarily():  # its tables of 8-bit codes are computed
             optimizer = make_optimizer(policy.trainable, settings)
-        learner = Learner(policy, settings, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), False, False)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        learner = Learner(policy, settings, optimizer, schedule, False, False, objective=Unmeasured(settings))
         fakes = [moved(mode, batch) for batch in batches]
         held = [value for batch in fakes for value in vars(batch).values() if isinstance(value, Tensor)]
         with LiveBytes(stored(model) + held, known) as live:
@@ -75,7 +78,8 @@ def weigh(config: dict[str, Any], lengths: list[int], features: Features | None 
                     parameter.grad = torch.zeros_like(parameter)
             copies = CountedCopies(live) if features.checkpointing == "offload" else None
             with ActivationOffload(model, copies):
-                learner.accumulate(iter(fakes), sequences=len(lengths), tokens=float(sum(lengths)))
+                learner.accumulate(iter(fakes), StepTotals(len(lengths), sum(lengths), sum(lengths)))
+            learner.flags.tables.clear()  # bytes of the guard against NaN, read at the end of a step
             peak, gradients, found = live.peak, live.now, live.breakdown()
             optimizer.step()
             states = live.now - gradients
@@ -84,6 +88,13 @@ def weigh(config: dict[str, Any], lengths: list[int], features: Features | None 
         device=sum(sizes.values()) + states + max(peak, live.peak - states), host=live.host_peak + on_host,
         gradients=gradients, optimizer=states, activations=peak - gradients, breakdown=found, **sizes,
     )
+
+
+class Unmeasured(GRPOObjective):
+    """Without what is measured after a step: values of fake tensors cannot be sorted and read."""
+
+    def measured(self, reducer: Reducer) -> dict[str, float]:
+        return {}
 
 
 def with_lora(config: dict[str, Any], rank: int, context: int, features: Features) -> Any:
@@ -118,7 +129,9 @@ class NoEngine:
 class LogitsPolicy(Policy):
     """The plain way: all logits, in the model's dtype and in float32."""
 
-    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """(logprobs (N,), entropy (N,)) of the batch's N completion tokens."""
         logits = torch.nn.functional.linear(self.hidden(batch), self.head.weight).float() / temperature
         logprobs = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
