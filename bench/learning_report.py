@@ -24,7 +24,9 @@ Lines are means over seeds, bands one standard deviation. "Allowed" is {errors} 
 the standard deviation over seeds pooled over all settings ({deviation:.1%}). "one by one" trains every completion by
 itself where the others are packed; "one step stale" trains on samples that the policy before the last update drew, and
 "corrected" weighs their tokens by the ratio to the sampler's probabilities, truncated at 2 (the default for stale
-samples). On so small and short a task that the algorithms lie close together says nothing of longer runs."""
+samples). With one optimizer step per generation every ratio is 1, so grpo and gspo compute the same gradient, and so do
+dapo and cispo: their curves agree to the last sample. That the algorithms lie close together on so small and short a
+task says nothing of longer runs."""
 
 
 def write_report(rows: Rows, folder: Path) -> str:
