@@ -34,6 +34,7 @@ def nanstd(values: Tensor, dim: int) -> Tensor:
 
 
 def batch_std(values: Tensor) -> Tensor:
+    """Unbiased standard deviation () of all values that are not NaN."""
     return nanstd(values.flatten(), dim=-1)
 
 

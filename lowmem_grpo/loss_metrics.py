@@ -55,6 +55,7 @@ def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> 
 def both_sides(
     below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: bool
 ) -> tuple[Means, dict[str, Tensor]]:
+    """Shares of clipped tokens on either side from flags (N,), of which the sign of A decides."""
     low, high = below & (tokens.advantages < 0), above & (tokens.advantages > 0)
     shares = {"low_mean": low, "high_mean": high, "region_mean": low | high}
     means = {f"clip_ratio/{name}": averaged(flags, tokens, per_sequence) for name, flags in shares.items()}
@@ -64,11 +65,13 @@ def both_sides(
 
 
 def cispo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
+    """Tokens with A > 0 whose weight the bound took down."""
     bounded = (tokens.log_weight.detach().exp() > options["epsilon_high"]) & (tokens.advantages > 0)
     return {"cispo_clip_ratio": averaged(bounded, tokens, per_sequence)}, {}
 
 
 def vespo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
+    """The mean weight phi over sequences."""
     return {"vespo/phi_seq_mean": averaged(vespo_phi(tokens, options), tokens, True)}, {}
 
 

@@ -165,6 +165,7 @@ def mean_entropy(entropy: Tensor, policy_mask: Tensor | None, count: float | Non
 
 
 def given(value: float | None, default: float | Tensor) -> float:
+    """The value, or where it is None the default."""
     return float(default if value is None else value)
 
 

@@ -192,4 +192,5 @@ class GRPOObjective(Objective):
 
 
 def at(values: Tensor | None, mask: Tensor) -> Tensor | None:
+    """Values (T,) at the N True places of the mask (T,), (N,); None stays None."""
     return None if values is None else values[mask]

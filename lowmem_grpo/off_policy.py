@@ -42,6 +42,7 @@ def masked(ratio: Tensor, bounds: Bounds) -> Tensor:
 
 
 def inside(values: Tensor, bounds: Bounds) -> Tensor:
+    """Bool, of the shape of `values`: within the bounds, which are inclusive; None is no bound."""
     low, high = bounds
     kept = torch.ones_like(values, dtype=torch.bool)
     kept = kept if low is None else kept & (values >= low)
@@ -49,27 +50,33 @@ def inside(values: Tensor, bounds: Bounds) -> Tensor:
 
 
 def token_truncate(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    """rho_t, clamped to the bounds (N,) (TIS)."""
     return truncated(mismatch.exp(), bounds)
 
 
 def token_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    """rho_t inside of the bounds, else 0 (N,) (MIS, IcePop)."""
     return masked(mismatch.exp(), bounds)
 
 
 def sequence_truncate(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    """The product of rho over the sequence, clamped, for each of its tokens (N,)."""
     return truncated(sequence_sums(mismatch, ids, len(lengths)).exp(), bounds)[ids]
 
 
 def sequence_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    """The product of rho over the sequence inside of the bounds, else 0 (N,)."""
     return masked(sequence_sums(mismatch, ids, len(lengths)).exp(), bounds)[ids]
 
 
 def geometric_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    """1 for tokens of sequences whose geometric mean of rho lies inside of the bounds, else 0 (N,)."""
     kept = inside(sequence_means(mismatch, ids, lengths).exp(), bounds)
     return kept.to(mismatch.dtype)[ids]
 
 
 def k3_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
+    """1 for tokens of sequences whose mean k3 lies inside of the bounds, else 0 (N,)."""
     kept = inside(sequence_means(k3_of(mismatch), ids, lengths), bounds)
     return kept.to(mismatch.dtype)[ids]
 
