@@ -1,6 +1,7 @@
 """Loading: 16 bit and NF4 on the CPU, LoRA, and a plain word for everything that cannot be honoured."""
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -391,6 +392,9 @@ sys.stdin.read()
 """
 
 
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}  # else glibc keeps what tensors gave back
+
+
 def own_bytes(process: int) -> int:
     """What a process holds and the system cannot take back: without the pages of files, which it can drop."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
@@ -402,7 +406,7 @@ def own_bytes(process: int) -> int:
 def test_quantizing_a_checkpoint_never_holds_its_16_bit_weights_in_memory(tmp_path: Path) -> None:
     stored, largest = save_large(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", LOADING, str(tmp_path)], text=True, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | FREED_AT_ONCE)
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == "begin\n"
     before, peak = own_bytes(process.pid), 0
