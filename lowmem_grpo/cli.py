@@ -12,6 +12,7 @@ import click
 RECIPES = {
     "arithmetic": "multi-step arithmetic with the embedded tiny model, on a CPU in minutes",
     "gsm8k": "grade-school maths: openai/gsm8k, or dataset=PATH to a jsonl or parquet file; gpu=16|24|48|80",
+    "countdown": "make a target from given numbers: generated puzzles, any model, max_numbers=3|4 and more",
 }
 
 

@@ -20,7 +20,7 @@ from lowmem_grpo.cli import main
 from lowmem_grpo.memory_plan import RunSettings
 from lowmem_grpo.model_shape import named_config
 from lowmem_grpo.planner import plan
-from lowmem_grpo.recipes import arithmetic, arithmetic_problems, gsm8k, tiny_model
+from lowmem_grpo.recipes import arithmetic_problems, gsm8k, tiny_model
 from lowmem_grpo.recipes.arithmetic import (
     ArithmeticOptions,
     answer_line,
@@ -31,6 +31,7 @@ from lowmem_grpo.recipes.arithmetic import (
     taught_line,
 )
 from lowmem_grpo.recipes.gsm8k import Gsm8kOptions
+from lowmem_grpo.recipes.held_out import SHOWN
 from lowmem_grpo.recipes.options import fill, parse
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -333,7 +334,7 @@ def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path:
     for name in ("accuracy_before", "accuracy_after"):
         assert summary[name] in [count / 8 for count in range(9)]
     assert summary["train_seconds"] > 0
-    assert len(summary["samples"]) == arithmetic.SHOWN
+    assert len(summary["samples"]) == SHOWN
     assert set(summary["samples"][0]) == {"prompt", "answer", "before", "after"}
     assert "accuracy before" in result.output
     assert (tmp_path / "run" / "checkpoint-1").is_dir()

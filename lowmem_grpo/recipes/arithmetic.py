@@ -14,11 +14,12 @@ from typing import Any
 from datasets import Dataset
 from rich.console import Console
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowmem_grpo.checkpoint import last_good
 from lowmem_grpo.live import print_accuracy, print_samples
 from lowmem_grpo.model import FastPeftModel, LoraRequest
 from lowmem_grpo.recipes.arithmetic_problems import Problem, last_integer, problems
+from lowmem_grpo.recipes.held_out import measure, side_by_side, text_of
 from lowmem_grpo.recipes.options import RecipeOptions
 
 DEFAULTS: dict[str, Any] = {
@@ -32,7 +33,6 @@ SFT_DEFAULTS: dict[str, Any] = {
 }
 AFTER_SFT = {"learning_rate": 5e-4}  # a model that has been taught is surer of itself: 3e-3 unteaches it
 TAUGHT = "Answer = "
-SHOWN = 6  # samples in the report
 
 
 @dataclass
@@ -110,11 +110,6 @@ def taught_answer(text: str) -> str | None:
     return found if line.startswith(TAUGHT) and found.isdecimal() else None
 
 
-def text_of(completion: Any) -> str:
-    """The text of a completion, chat or plain."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
 def run(options: ArithmeticOptions) -> None:
     """Load, measure, train, measure again, report."""
     console = Console()
@@ -131,10 +126,7 @@ def run(options: ArithmeticOptions) -> None:
         console.print(f"stopped at step {result.global_step}; the same command with resume=true goes on")
         return
     after, texts_after = accuracy(model, test, model.current_lora(), config)
-    samples = [
-        {"prompt": row["prompt"][0]["content"], "answer": row["answer"], "before": old, "after": new}
-        for row, old, new in zip(test.select(range(min(SHOWN, len(test)))), texts_before, texts_after, strict=False)
-    ]
+    samples = side_by_side(test, texts_before, texts_after)
     trainer.finish({
         "recipe": "arithmetic", "accuracy_before": before, "accuracy_after": after, "eval_problems": len(test),
         "samples": samples, **warm_up, **({"taught_format_after": taught_share(texts_after)} if warm_up else {}),
@@ -204,10 +196,7 @@ def accuracy(
     model: FastPeftModel, dataset: Dataset, adapter: LoraRequest | None, config: GRPOConfig
 ) -> tuple[float, list[str]]:
     """Share of problems right at temperature 1, one sample each, and the samples."""
-    params = SamplingParams(temperature=1.0, max_tokens=config.max_completion_length, seed=config.seed)
-    texts = [output.outputs[0].text for output in model.fast_generate(list(dataset["prompt"]), params, adapter)]
-    right = correct_answer(texts, list(dataset["answer"]))
-    return sum(right) / len(right), texts
+    return measure(model, dataset, adapter, config, correct_answer)
 
 
 logging.getLogger("lowmem_grpo").addHandler(logging.NullHandler())

@@ -1,0 +1,228 @@
+"""Countdown puzzles: generated, solvable, and split into train and test once for all; and what an answer is worth.
+
+    Make 54 from the numbers 25, 3, 7. Use + - * / and parentheses, each number at most once. ...
+
+    25 - 7 = 18
+    18 * 3 = 54
+    Answer: (25 - 7) * 3
+
+Every puzzle is made from a solution: two numbers at a time are combined until one is left, which is the target. Each
+result on the way is a positive integer. A puzzle belongs to "test" or "train" by a hash of its numbers (in any order)
+and its target, so that the two never share a puzzle, whatever the seeds and difficulties that are compared.
+
+Answers are text that a model wrote. They are read by `evaluate`: a grammar of numbers, four operators and parentheses,
+exact, of bounded length; nothing is ever run.
+"""
+
+import ast
+import operator
+import random
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+SPLITS = ("train", "test")
+TEST_SHARE = 8  # one puzzle in eight is a test puzzle
+LARGEST_RESULT = 999  # on the way to the target
+OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+}
+NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+RANK = {"+": 1, "-": 1, "*": 2, "/": 2}  # what binds tighter
+ATOM = 3
+LONGEST = 120  # characters of an expression that is read
+FRUITLESS = 20_000  # draws in a row without a new puzzle: there are no more
+QUESTION = (
+    "Make {target} from the numbers {numbers}. Use {operators} and parentheses, each number at most once. "
+    "End with a line `Answer: ` and the expression."
+)
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """Which puzzles are drawn; ValueError for what makes none."""
+
+    min_numbers: int = 3
+    max_numbers: int = 4
+    largest_number: int = 50
+    largest_target: int = 99
+    operators: str = "+-*/"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.min_numbers <= self.max_numbers <= 6:
+            raise ValueError(
+                f"min_numbers is {self.min_numbers} and max_numbers {self.max_numbers}; they must be 2 to 6, the first "
+                "not above the second"
+            )
+        for name, most in (("largest_number", 99), ("largest_target", LARGEST_RESULT)):
+            if not 4 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 4 to {most}")
+        if not self.operators or set(self.operators) - set(OPERATORS) or not set(self.operators) & set("+*"):
+            raise ValueError(f"operators is {self.operators!r}; allowed are those of {''.join(OPERATORS)}, with + or *")
+
+
+@dataclass(frozen=True)
+class Step:
+    """`left sign right = result`."""
+
+    left: int
+    sign: str
+    right: int
+    result: int
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.sign} {self.right} = {self.result}"
+
+
+@dataclass(frozen=True)
+class Term:
+    """A number, or two terms combined: its value, its text, and how tightly the text binds."""
+
+    value: int
+    text: str
+    rank: int = ATOM
+
+    def within(self, rank: int) -> str:
+        """The text as part of an expression, in parentheses where it binds less tightly than `rank`."""
+        return self.text if self.rank >= rank else f"({self.text})"
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """Numbers, and a target that `solution` makes of them, step by step."""
+
+    numbers: tuple[int, ...]
+    target: int
+    operators: str = field(default="+-*/", compare=False)
+    steps: tuple[Step, ...] = field(default=(), compare=False)
+    solution: str = field(default="", compare=False)
+
+    @property
+    def question(self) -> str:
+        return QUESTION.format(
+            target=self.target, numbers=", ".join(map(str, self.numbers)), operators=" ".join(self.operators)
+        )
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """The same for the same numbers in any order."""
+        return tuple(sorted(self.numbers)), self.target
+
+    @property
+    def split(self) -> str:
+        return "test" if zlib.crc32(repr(self.key).encode()) % TEST_SHARE == 0 else "train"
+
+
+def possible_signs(left: int, right: int, operators: str) -> list[str]:
+    """Operators that make a positive integer of left >= right, and not just one of the two again."""
+    rules = {
+        "+": left + right <= LARGEST_RESULT, "-": left > right and left - right != right,
+        "*": right > 1 and left * right <= LARGEST_RESULT,
+        "/": right > 1 and left % right == 0 and left // right != right,
+    }
+    return [sign for sign in operators if rules[sign]]
+
+
+def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> tuple[Term, tuple[Step, ...]] | None:
+    """All the numbers combined at random, and each step; None where two are left that nothing may combine."""
+    terms, steps = [Term(number, str(number)) for number in numbers], []
+    while len(terms) > 1:
+        left, right = sorted(rng.sample(terms, 2), key=lambda term: -term.value)
+        signs = possible_signs(left.value, right.value, operators)
+        if not signs:
+            return None
+        sign = rng.choice(signs)
+        made = join(left, sign, right)
+        steps.append(Step(left.value, sign, right.value, made.value))
+        terms = [term for term in terms if term is not left and term is not right] + [made]
+    return terms[0], tuple(steps)
+
+
+def join(left: Term, sign: str, right: Term) -> Term:
+    """`left sign right`, with the parentheses that it needs."""
+    rank = RANK[sign]
+    text = f"{left.within(rank)} {sign} {right.within(rank + (sign in '-/'))}"
+    return Term(int(OPERATORS[sign](Fraction(left.value), Fraction(right.value))), text, rank)
+
+
+def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown:
+    """A random puzzle whose target is none of its numbers."""
+    while True:
+        size = rng.randint(difficulty.min_numbers, difficulty.max_numbers)
+        numbers = tuple(rng.randint(1, difficulty.largest_number) for _ in range(size))
+        made = combine(rng, numbers, difficulty.operators)
+        if made is not None and made[0].value <= difficulty.largest_target and made[0].value not in numbers:
+            return Countdown(numbers, made[0].value, difficulty.operators, made[1], made[0].text)
+
+
+def draws(split: str, rng: random.Random, difficulty: Difficulty) -> Iterator[Countdown]:
+    """Endless puzzles of one split, the same one now and then."""
+    if split not in SPLITS:
+        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
+    while True:
+        puzzle = draw_countdown(rng, difficulty)
+        if puzzle.split == split:
+            yield puzzle
+
+
+def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> Iterator[Countdown]:
+    """Distinct puzzles of one split; ValueError once there are no more of this difficulty."""
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    rng, fruitless = random.Random(f"{split}-{seed}"), 0
+    for puzzle in draws(split, rng, difficulty or Difficulty()):
+        fruitless = 0 if puzzle.key not in seen else fruitless + 1
+        if fruitless > FRUITLESS:
+            raise ValueError(
+                f"there are only about {len(seen)} {split} puzzles with {difficulty}; ask for fewer, or allow more "
+                "numbers, larger ones or larger targets"
+            )
+        if not fruitless:
+            seen.add(puzzle.key)
+            yield puzzle
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an expression is worth, exactly, and the numbers that it uses."""
+
+    value: Fraction
+    numbers: Counter[int]
+
+
+def answer_text(text: str) -> str | None:
+    """What follows the last `Answer:`, up to the end of its line, without the marks that chat models put around it."""
+    _, label, after = text.rpartition("Answer:")
+    if not label:
+        return None
+    return after.partition("\n")[0].strip(" *`$\t\r").translate({ord("×"): "*", ord("÷"): "/", ord("−"): "-"})  # noqa: RUF001
+
+
+def evaluate(expression: str | None) -> Answer | None:
+    """The value of numbers, + - * / and parentheses; None for anything else, too long a text, or a division by 0."""
+    if expression is None or len(expression) > LONGEST or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+        return None
+    numbers: Counter[int] = Counter()
+    try:
+        value = value_of(ast.parse(expression.strip(), mode="eval").body, numbers)
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError):  # the last: parentheses deeper than the parser
+        return None
+    return Answer(value, numbers)
+
+
+def value_of(node: ast.expr, numbers: Counter[int]) -> Fraction:
+    """The value of a part of an expression, whose numbers are counted; ValueError for other than the four operators."""
+    match node:
+        case ast.Constant(value=int(number)):
+            numbers[number] += 1
+            return Fraction(number)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in NODES:
+            return OPERATORS[NODES[type(op)]](value_of(left, numbers), value_of(right, numbers))
+    raise ValueError(f"{type(node).__name__} is no part of an answer")
+
+
+def allowed(answer: Answer | None, numbers: list[int] | tuple[int, ...]) -> bool:
+    """Whether an answer uses none but the given numbers, each at most as often as it is given."""
+    return answer is not None and answer.numbers <= Counter(numbers)

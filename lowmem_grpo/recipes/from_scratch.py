@@ -1,0 +1,156 @@
+"""A small chat model from scratch: tokenizer, Qwen2, batches of demonstrations, supervised training of all weights."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import click
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CONTEXT = 2048
+WARM_UP = 100  # steps
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Problem(Protocol):
+    """What demonstrations are made of."""
+
+    @property
+    def question(self) -> str: ...
+
+
+P = TypeVar("P", bound=Problem)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training came to: steps made, mean losses of the first and the last hundred of them, seconds."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    seconds: float
+
+
+def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE (any text can be encoded) learnt from texts, single digits, ChatML turns."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT, clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: dict[str, Any]) -> Qwen2ForCausalLM:
+    """A seeded, untrained Qwen2 with tied embeddings; `shape` is Qwen2Config's sizes, the vocabulary's among them."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        **shape, max_position_embeddings=CONTEXT, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def batches(
+    tokenizer: PreTrainedTokenizerFast, source: Iterator[P], demonstrate: Callable[[P], str], size: int
+) -> Iterator[Batch]:
+    """Endless (input_ids (B, T), labels (B, T)); labels are -100 outside the completion."""
+    while True:
+        rows = [encode(tokenizer, problem.question, demonstrate(problem))
+                for problem, _ in zip(source, range(size), strict=False)]
+        width = max(len(ids) for ids, _ in rows)
+        input_ids = torch.full((size, width), tokenizer.pad_token_id)
+        labels = torch.full((size, width), -100)
+        for row, (ids, prompt_length) in enumerate(rows):
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+            labels[row, prompt_length : len(ids)] = input_ids[row, prompt_length : len(ids)]
+        yield input_ids, labels
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, question: str, answer: str) -> tuple[list[int], int]:
+    """Token ids of prompt and answer, and the prompt's length."""
+    messages = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    completion_ids = tokenizer.encode(answer + END, add_special_tokens=False)
+    return prompt_ids + completion_ids, len(prompt_ids)
+
+
+def loss_of(model: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
+    """Mean cross-entropy of the labelled tokens; in bf16 on a card, in the weights' own precision on the CPU."""
+    device = model.device
+    input_ids, labels = (part.to(device, non_blocking=True) for part in batch)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        hidden = model.model(input_ids).last_hidden_state[:, :-1]  # right-padded: causal attention needs no mask
+        trained = labels[:, 1:] != -100
+        logits = model.lm_head(hidden[trained])
+    return F.cross_entropy(logits.float(), labels[:, 1:][trained])
+
+
+def train(
+    model: Qwen2ForCausalLM, data: Iterator[Batch], steps: int, learning_rate: float = 2e-3,
+    seconds: float | None = None,
+) -> Trained:
+    """Plain supervised training where the model is; ends after `steps`, or after `seconds` where these come first.
+
+    The learning rate rises over WARM_UP steps and falls as a cosine to 0 at whichever end is nearer.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
+    losses: list[torch.Tensor] = []
+    started, progress = time.perf_counter(), 0.0
+    for step, batch in zip(range(1, steps + 1), data, strict=False):
+        set_rate(optimizer, learning_rate * min(1.0, (step - 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2)
+        loss = loss_of(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        spent = time.perf_counter() - started
+        progress = max(share(step - WARM_UP, steps - WARM_UP), share(spent, seconds))
+        if step % 50 == 0:
+            click.echo(f"step {step}/{steps} loss {mean(losses[-50:]):.4f} ({time.perf_counter() - started:.0f} s)")
+        if progress >= 1:
+            break
+    return Trained(len(losses), mean(losses[:100]), mean(losses[-100:]), time.perf_counter() - started)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def share(done: float, of: float | None) -> float:
+    """How much of it is done, 0 to 1; never any of None, or of nothing."""
+    return 0.0 if of is None or of <= 0 else min(1.0, max(0.0, done / of))
+
+
+def mean(losses: list[torch.Tensor]) -> float:
+    return float(torch.stack(losses).mean())
+
+
+def describe(model: Qwen2ForCausalLM) -> dict[str, Any]:
+    """Parameters and sizes, for a card or a row."""
+    return {
+        "parameters": model.num_parameters(), "layers": model.config.num_hidden_layers,
+        "hidden": model.config.hidden_size, "vocabulary": model.config.vocab_size,
+    }
