@@ -11,6 +11,8 @@
 Models are loaded with `attn_implementation=NAME`. Sliding windows are honoured in all three.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +71,30 @@ def attention(
     given = kwargs | {"softcap": softcap}
     if wanted := [words for name, words in CHANGES.items() if given.get(name) is not None]:
         raise ValueError(f"attention with {' and '.join(wanted)} is not supported; load a model without it")
-    if packed is not None:
-        packed.calls += 1
-        return packed_attention(query, key, value, packed, scaling, dropout, sliding_window), None
-    if cached and query.shape[2] == 1:
-        return cached_attention(query, key, value, attention_mask, scaling, sliding_window), None
-    if cached and sliding_window is not None and attention_mask is not None:
-        attention_mask = attention_mask & window_mask(key.shape[2], sliding_window, key.device)[-query.shape[2] :]
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+    with without_cudnn():
+        if packed is not None:
+            packed.calls += 1
+            return packed_attention(query, key, value, packed, scaling, dropout, sliding_window), None
+        if cached and query.shape[2] == 1:
+            return cached_attention(query, key, value, attention_mask, scaling, sliding_window), None
+        if cached and sliding_window is not None and attention_mask is not None:
+            attention_mask = attention_mask & window_mask(key.shape[2], sliding_window, key.device)[-query.shape[2] :]
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Inside, torch's attention takes its flash form in the place of cuDNN's, which it prefers on sm_90. cuDNN makes
+    a plan for each new shape, and here nearly every call has one; and importing vLLM turns it off for the process, so
+    that the kernels of a run would depend on its engine."""
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
 
 
 def packed_attention(

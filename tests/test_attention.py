@@ -1,5 +1,7 @@
 """Packed attention: every sequence computes what it would compute alone, and no (T, T) mask is made."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -228,6 +230,28 @@ def test_no_card_is_given_shared_key_heads_that_its_fused_attention_refuses(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert attention.shares_key_heads(torch.device("cuda"), dtype, masked) is shared
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_attention_never_takes_cudnn_and_leaves_the_choice_of_others_alone(
+    before: bool, tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, plain = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*arguments: Any, **options: Any) -> Tensor:
+        chosen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    at_start = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    try:
+        tiny_policy.hidden(collate(sequences([(3, 9), (5, 4)])))
+        assert torch.backends.cuda.cudnn_sdp_enabled() is before
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(at_start)
+    assert chosen
+    assert not any(chosen)
 
 
 def test_repeated_key_heads_give_what_shared_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
                 module._parameters[name] = random_parameter(parameter)
     model.tie_weights()
     backbone = getattr(model, model.base_model_prefix)
-    backbone.rotary_emb = type(backbone.rotary_emb)(config=kind, device="cuda")  # its buffers are computed
+    backbone.rotary_emb = type(backbone.rotary_emb)(config=kind).to("cuda")  # its buffers are computed
     if features.host_embedding and not kind.tie_word_embeddings:
         embed_on_host(model)
     model.is_loaded_in_4bit = model.is_quantized = True
