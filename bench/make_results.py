@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 from kernel_targets import NOT_RUN, Verdict, verdicts
-from results_memory import memory_table
+from pretend import is_pretend
+from results_loop import loop_table
+from results_memory import longest_table, memory_table
 from results_rollout import rollout_table
 from rows import newest, read_rows
 
@@ -108,19 +110,24 @@ def on_card(row: dict[str, Any]) -> bool:
     return bool(row.get("gpu")) and row.get("device") != "cpu"
 
 
+def real(rows: Rows) -> Rows:
+    """Without those of a pretend card, which measure nothing."""
+    return [row for row in rows if not is_pretend(row.get("gpu"))]
+
+
 def place(row: dict[str, Any]) -> str:
     return row["gpu"] if on_card(row) else f"{row['cpu']}, {row['cores']} cores"
 
 
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "demo": demo_table, "step_time": step_table, "kernels": kernel_table, "rollout": rollout_table,
-    "memory": memory_table,
+    "memory": memory_table, "longest_context": longest_table, "loop": loop_table,
 }
 
 
 def document(folder: Path) -> str:
     """The page of all rows in `folder`."""
-    found = {name: read_rows(folder / f"{name}.jsonl") for name in TABLES}
+    found = {name: real(read_rows(folder / f"{name}.jsonl")) for name in TABLES}
     cards = sorted({row["gpu"] for rows in found.values() for row in rows if on_card(row)})
     lines = [HEADER, f"Rows from these GPUs are among them: {', '.join(cards)}." if cards else NO_CARD]
     for name, rows in found.items():
