@@ -1,7 +1,6 @@
 """The command `lowmem-grpo`. Heavy libraries are imported by the commands that need them, not here."""
 
 import json
-import logging
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -9,10 +8,16 @@ from typing import Any
 
 import click
 
+from lowmem_grpo.commands.doctor import doctor
+from lowmem_grpo.commands.eval import evaluate
+from lowmem_grpo.commands.export import export
+from lowmem_grpo.commands.terminal import plain_errors, quiet
+
 RECIPES = {
     "arithmetic": "multi-step arithmetic with the embedded tiny model, on a CPU in minutes",
     "gsm8k": "grade-school maths: openai/gsm8k, or dataset=PATH to a jsonl or parquet file; gpu=16|24|48|80",
     "countdown": "make a target from given numbers: generated puzzles, any model, max_numbers=3|4 and more",
+    "code": "small Python functions that must pass their tests in a sandbox: isolation=bubblewrap|nsjail|process",
 }
 
 
@@ -152,30 +157,5 @@ def config_of(model: str) -> Any:
             raise ValueError(f"{unknown} (the hub did not give a config either: {cause})") from error
 
 
-class plain_errors:  # noqa: N801  (used like a function)
-    """An error whose message was written for the user is shown without a traceback."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        written_for_users = (ValueError, TypeError, OSError, ImportError, RuntimeError)
-        if isinstance(error, written_for_users) and is_ours(trace):
-            notes = "\n".join(getattr(error, "__notes__", []))
-            raise click.ClickException(f"{error}\n{notes}".rstrip()) from error
-
-
-def is_ours(trace: Any) -> bool:
-    """Whether the error was raised by this package (and not inside a library, where the traceback matters)."""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return Path(trace.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent)
-
-
-def quiet() -> None:
-    """Our own notes on the terminal; libraries speak up for errors alone."""
-    logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    logging.getLogger("lowmem_grpo").setLevel(logging.INFO)
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
+for command in (doctor, evaluate, export):
+    main.add_command(command)

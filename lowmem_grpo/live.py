@@ -21,10 +21,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lowmem_grpo.accuracy import wilson_interval
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHARES = ("generate", "reward", "train", "idle")
 MAX_WIDTH = 100
-Z_95 = 1.959964  # the normal distribution's 97.5% quantile
 
 
 class LiveView:
@@ -204,13 +205,3 @@ def print_accuracy(console: Console, before: float, after: float, problems: int)
         interval = f"95% interval {low:.1%} to {high:.1%}"
         console.print(Text(f"accuracy {label:<6} {accuracy:6.1%}  ({interval})"), soft_wrap=True)
     console.print(Text(f"change {100 * (after - before):+.1f} points on {problems} problems"), soft_wrap=True)
-
-
-def wilson_interval(accuracy: float, problems: int) -> tuple[float, float]:
-    """The 95% Wilson score interval of a share seen on so many problems (Wilson, 1927); 0 to 1 without any."""
-    if problems < 1:
-        return 0.0, 1.0
-    spread = Z_95**2 / problems
-    center = (accuracy + spread / 2) / (1 + spread)
-    half = Z_95 / (1 + spread) * math.sqrt(accuracy * (1 - accuracy) / problems + spread / (4 * problems))
-    return max(0.0, center - half), min(1.0, center + half)

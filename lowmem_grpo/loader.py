@@ -88,7 +88,8 @@ class FastLanguageModel:
         if keeper.choice.name == VLLM:
             fuse_weights(model)
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
-        return FastModel(model, Loaded(model_name, tokenizer, max_seq_length, max_lora_rank, keeper)), tokenizer
+        loaded = Loaded(model_name, tokenizer, max_seq_length, max_lora_rank, keeper, revision=revision)
+        return FastModel(model, loaded), tokenizer
 
     @staticmethod
     def get_peft_model(

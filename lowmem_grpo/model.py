@@ -12,18 +12,21 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lowmem_grpo.base_record import BaseRecord
 from lowmem_grpo.checkpoint import ADAPTER_FILE, check_adapter_folder
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.policy import Policy
+from lowmem_grpo.pretrained import linears_in_4bit
 from lowmem_grpo.sampling_like import as_sampling_params
 from lowmem_grpo.types import Rollout
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
 EXPORT_ADVICE = (
-    "is not supported yet. model.save_lora(PATH) writes the adapter in PEFT format; plain peft loads it beside the "
-    "base model and can merge it: PeftModel.from_pretrained(base, PATH).merge_and_unload()"
+    "is not supported: save the adapter with model.save_lora(PATH), then `lowmem-grpo export PATH --format merged|gguf "
+    "--out FOLDER` makes the files and `--push OWNER/NAME` sends them to the hub"
 )
+MERGED_16BIT, LORA = "merged_16bit", "lora"
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Loaded:
     max_lora_rank: int
     keeper: EngineKeeper  # of the rollout engine
     offload: bool = False  # activations to the host, set by get_peft_model
+    revision: str | None = None  # of the stored model
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,29 @@ class FastGeneration:
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         return text, tokenizer(text, add_special_tokens=False).input_ids
 
-    def save_pretrained_merged(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(f"save_pretrained_merged {EXPORT_ADVICE}")
+    def save_pretrained_merged(
+        self, save_directory: str | Path, tokenizer: Any = None, save_method: str = MERGED_16BIT,
+        dtype: str | None = None, overwrite: bool = False,
+    ) -> Path:
+        """Write the model with its adapter merged ("merged_16bit": rounded once to `dtype`, "bfloat16" or "float16",
+        that of the model where it is None), or the adapter alone ("lora"); the folder.
+
+        One tensor is on its way at a time, and what was written is read back and compared. The model in memory stays
+        as it is. Raises ExportError for a folder that is not empty (unless `overwrite` and an earlier export), and
+        UnsupportedError for other methods.
+        """
+        if save_method not in (MERGED_16BIT, LORA):
+            raise UnsupportedError(f"save_method is {save_method!r}; allowed are {MERGED_16BIT!r} and {LORA!r}")
+        if save_method == LORA:
+            if not isinstance(self.inner, PeftModelForCausalLM):
+                raise UnsupportedError('save_method="lora" needs a model with LoRA')
+            self.inner.save_pretrained(str(save_directory))
+            return Path(save_directory)
+        from lowmem_grpo.merged_folder import save_merged
+
+        return save_merged(
+            self.inner, Path(save_directory), tokenizer or self.loaded.tokenizer, dtype, overwrite, self.loaded.name
+        ).folder
 
     def save_pretrained_gguf(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(f"save_pretrained_gguf {EXPORT_ADVICE}")
@@ -168,6 +193,16 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
     def save_lora(self, path: str | Path) -> None:
         """Write the adapter to a folder, in PEFT format."""
         self.save_pretrained(str(path))
+
+    def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+        """PEFT's own, and beside the adapter a note of the base model: an export needs to know how it was held."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        base: Any = self.get_base_model()
+        held = next(linears_in_4bit(base), None)
+        dtype = base.get_input_embeddings().weight.dtype if held is None else held.weight.quant_state.dtype
+        BaseRecord(
+            self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision
+        ).write(Path(save_directory))
 
     def load_lora(self, path: str | Path) -> LoraRequest:
         """A saved adapter for `fast_generate(lora_request=...)`; the one in the model stays as it is."""
@@ -254,5 +289,8 @@ def compute_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
 
 
 def is_bfloat16_supported() -> bool:
-    """Whether the card computes in bfloat16; True on the CPU, where every dtype runs."""
-    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+    """Whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype runs.
+
+    Older cards hold it and emulate some operations, which is slow, and Triton does not compile for it there.
+    """
+    return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True

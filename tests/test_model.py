@@ -12,6 +12,7 @@ from small_models import TINY
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
+from lowmem_grpo.base_record import base_of_adapter
 from lowmem_grpo.checkpoint import CheckpointError
 from lowmem_grpo.model import FastModel, FastPeftModel, RequestOutput, UnsupportedError, adapter_for
 from lowmem_grpo.sampling_like import as_sampling_params
@@ -211,15 +212,17 @@ def test_a_saved_adapter_loads_with_plain_peft(model: FastPeftModel, tmp_path: P
         torch.testing.assert_close(
             plain.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-4
         )
-    assert sorted(path.suffix for path in (tmp_path / "adapter").iterdir()) == [".json", ".md", ".safetensors"]
+    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "base_model.json"]
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == names
+    record = base_of_adapter(tmp_path / "adapter")
+    assert (record.model, record.load_in_4bit, record.dtype, record.revision) == ("tiny", False, "float32", None)
 
 
-@pytest.mark.parametrize("call", ["save_pretrained_merged", "save_pretrained_gguf", "push_to_hub_merged",
-                                  "push_to_hub_gguf"])
+@pytest.mark.parametrize("call", ["save_pretrained_gguf", "push_to_hub_merged", "push_to_hub_gguf"])
 def test_an_export_call_is_refused_with_what_to_do_instead(model: FastPeftModel, bare: FastModel, call: str) -> None:
     for each in (model, bare):
-        with pytest.raises(UnsupportedError, match=rf"{call} is not supported yet.*save_lora.*merge_and_unload"):
-            getattr(each, call)("folder", None, save_method="merged_16bit")
+        with pytest.raises(UnsupportedError, match=rf"{call} is not supported: .*save_lora.*lowmem-grpo export PATH"):
+            getattr(each, call)("folder", None, quantization_method="q8_0")
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.5}, 0.5, "greedy"])

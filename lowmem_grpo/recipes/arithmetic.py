@@ -19,6 +19,7 @@ from lowmem_grpo.checkpoint import last_good
 from lowmem_grpo.live import print_accuracy, print_samples
 from lowmem_grpo.model import FastPeftModel, LoraRequest
 from lowmem_grpo.recipes.arithmetic_problems import Problem, last_integer, problems
+from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.held_out import measure, side_by_side, text_of
 from lowmem_grpo.recipes.options import RecipeOptions
 
@@ -85,6 +86,9 @@ def worked_solution(problem: Problem) -> str:
 def correct_answer(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
     """1 where the last integer of the completion is the answer."""
     return [float(last_integer(text_of(c)) == int(a)) for c, a in zip(completions, answer, strict=True)]
+
+
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), correct_answer, max_tokens=64, size=512)
 
 
 def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:

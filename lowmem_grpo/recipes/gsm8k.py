@@ -11,6 +11,7 @@ from datasets.exceptions import DatasetsError
 from rich.console import Console
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.rewards import (
     SYSTEM_PROMPT,
@@ -58,8 +59,9 @@ class Gsm8kOptions(RecipeOptions):
 OPTIONS = Gsm8kOptions
 
 
-def make_dataset(source: str = "openai/gsm8k") -> Dataset:
-    """Chat prompts and labels of GSM8K rows (columns `question` and `answer`): from the hub, or a local file."""
+def make_dataset(source: str = "openai/gsm8k", split: str = "train") -> Dataset:
+    """Chat prompts and labels of GSM8K rows (columns `question` and `answer`): a split of the hub's dataset, or all of
+    a local file."""
     path = Path(source)
     kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
     if path.suffix in kinds:
@@ -69,7 +71,7 @@ def make_dataset(source: str = "openai/gsm8k") -> Dataset:
     else:
         wanted = {"path": source, "name": "main"}
     try:
-        rows = load_dataset(**wanted, split="train")
+        rows = load_dataset(**wanted, split="train" if "data_files" in wanted else split)
     except (OSError, DatasetsError, StopIteration) as error:  # datasets gives the last one for a file without rows
         why = error.__cause__ or error
         raise OSError(f"no rows from {source!r}: {str(why) or 'it is empty'}") from error
@@ -82,6 +84,15 @@ def make_dataset(source: str = "openai/gsm8k") -> Dataset:
             "answer": extract_hash_answer(row["answer"]),
         }
     )
+
+
+def held_out(size: int, seed: int, source: str | None) -> Dataset:
+    """At most `size` rows that the recipe does not train on, in a seeded order: of the hub's test split, or a file."""
+    rows = make_dataset(source or "openai/gsm8k", "test").shuffle(seed)
+    return rows.select(range(min(size, len(rows))))
+
+
+EXAM = Exam(held_out, correctness_reward_func, max_tokens=640, takes_source=True)
 
 
 def preset(options: Gsm8kOptions) -> tuple[str, int, int, dict[str, Any]]:

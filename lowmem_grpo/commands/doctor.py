@@ -1,0 +1,68 @@
+"""`lowmem-grpo doctor`: what this machine has, what a run will use, what is missing."""
+
+import json
+import logging
+import textwrap
+from typing import Any
+
+import click
+
+WIDTH = 100
+LABEL = 22  # characters of a line's name
+UNITS = {"total_bytes": "memory", "free_bytes": "free memory", "available_bytes": "memory available",
+         "disk_free_bytes": "disk free here", "model_cache_free_bytes": "disk free there", "count": "cards",
+         "model_cache": "models are kept in", "capability": "compute capability", "bf16": "bfloat16"}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True)
+def doctor(as_json: bool) -> None:
+    """Look at libraries, card, memory and disk; say what a run will use, and what is missing, with its remedy.
+
+    Ends with 1 where training is not possible at all, else with 0.
+    """
+    from lowmem_grpo.doctor import examine
+
+    logging.disable(logging.WARNING)  # libraries that complain while they load: what is wrong, the report says
+    try:
+        found = examine()
+    finally:
+        logging.disable(logging.NOTSET)
+    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else "\n".join(report(found)))
+    if not found.can_train:
+        raise SystemExit(1)
+
+
+def report(found: Any) -> list[str]:
+    """The checkup in lines of plain text: the libraries that draw tables may be what is broken."""
+    lines = section("Versions", found.versions) + section("Card", card_lines(found.card))
+    lines += section("Host", {name: value for name, value in found.host.items() if value is not None})
+    lines += section("A run will use", found.used)
+    lines.append("Missing, or worth a change")
+    for line in found.advice or ["nothing"]:
+        lines += textwrap.wrap(line, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+    return [*lines, "", "Training is possible here." if found.can_train else "Training is NOT possible here."]
+
+
+def card_lines(card: dict[str, Any]) -> dict[str, Any]:
+    """The card's facts; one line where there is none."""
+    if card.get("name") is None:
+        return {"name": "none", **({"driver": card["driver"]} if card.get("driver") else {})}
+    return {name: value for name, value in card.items() if value is not None}
+
+
+def section(title: str, facts: dict[str, Any]) -> list[str]:
+    """A title, its facts one a line, an empty line."""
+    lines = [title]
+    for name, value in facts.items():
+        start = f"  {UNITS.get(name, name):<{LABEL}}"
+        lines += textwrap.wrap(shown(name, value), WIDTH - len(start), initial_indent=start,
+                               subsequent_indent=" " * len(start), break_on_hyphens=False) or [start.rstrip()]
+    return [*lines, ""]
+
+
+def shown(name: str, value: Any) -> str:
+    """A fact as a person reads it."""
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.1f} GiB"
+    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)

@@ -1,0 +1,169 @@
+"""`lowmem-grpo eval`: how often a model is right, and what its adapter changes."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowmem_grpo.commands.terminal import plain_errors, quiet
+
+FILE = "eval.json"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tested: a base model, and the adapter on it."""
+
+    model: str
+    adapter: Path | None
+    load_in_4bit: bool
+    out: Path  # where results go if no place is named
+    note: str = ""
+
+
+@click.command(name="eval")
+@click.argument("target")
+@click.option("--adapter", type=click.Path(path_type=Path), help="Folder of a saved adapter, where TARGET is a model.")
+@click.option("--recipe", help="Take the held-out problems of a recipe, and what it counts as right.")
+@click.option("--dataset", help="A jsonl, json, csv or parquet file, or a dataset of the hub.")
+@click.option("--split", default="test", show_default=True, help="Of a dataset of the hub.")
+@click.option("--prompt-column", default="prompt", show_default=True)
+@click.option("--reward", "rewards", multiple=True, metavar="NAME",
+              help="A function of lowmem_grpo.rewards, or FILE.py:FUNCTION. The first says what is right (above 0); "
+              "others are averaged.")
+@click.option("--samples", "-n", default=1, show_default=True, help="Answers to each prompt.")
+@click.option("--limit", type=click.IntRange(1), help="Prompts; the recipe's number, or the whole dataset.")
+@click.option("--k", "ks", multiple=True, type=click.IntRange(1), help="Of pass@k; 1, 2, 4 ... up to --samples.")
+@click.option("--temperature", default=1.0, show_default=True)
+@click.option("--max-tokens", type=int, help="Of an answer; the recipe's, or 512.")
+@click.option("--max-seq-length", default=2048, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None, help="As the adapter was trained, else 16 bit.")
+@click.option("--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto", show_default=True)
+@click.option("--show", default=3, show_default=True, help="Prompts whose answers are shown.")
+@click.option("--out", type=click.Path(path_type=Path), help=f"Folder for {FILE}; that of the run or adapter.")
+@click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")
+def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: Any) -> None:
+    """Test TARGET on prompts with known answers: a model (hub name or folder), or a run, checkpoint or adapter.
+
+    With an adapter, base and adapter answer the same prompts. All answers go into eval.json.
+    """
+    check_source(chosen)
+    quiet()
+    with plain_errors():
+        subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"])
+        result = run(subject, chosen)
+        from lowmem_grpo.records import finite, replace_text
+
+        folder = out or subject.out
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / FILE, json.dumps(finite(result), indent=1, ensure_ascii=False) + "\n")
+        numbers = {name: value for name, value in result.items() if name != "rows"}
+        if as_json:
+            click.echo(json.dumps(finite(numbers | {"file": str(folder / FILE)}), indent=2, ensure_ascii=False))
+        else:
+            from lowmem_grpo.eval_table import show_result
+
+            show_result(result, subject.note, show)
+            click.echo(f"all answers: {folder / FILE}")
+
+
+def check_source(chosen: dict[str, Any]) -> None:
+    """click.UsageError unless it is clear what is asked and what is right."""
+    if not chosen["recipe"] and not chosen["dataset"]:
+        raise click.UsageError("name the problems: --recipe NAME, or --dataset FILE with --reward NAME")
+    if not chosen["recipe"] and not chosen["rewards"]:
+        raise click.UsageError("--dataset needs --reward NAME: the function that says what a right answer is")
+    if too_large := [k for k in chosen["ks"] if k > chosen["samples"]]:
+        raise click.UsageError(f"--k {too_large[0]} needs at least as many answers: --samples {too_large[0]}")
+
+
+def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Subject:
+    """The model and the adapter that TARGET and --adapter mean."""
+    from lowmem_grpo.base_record import base_of_adapter
+    from lowmem_grpo.run_adapter import RunError, find_adapter
+
+    path = Path(target)
+    if adapter is not None or not path.exists() or (path / "config.json").is_file():
+        record = base_of_adapter(find_adapter(adapter).folder) if adapter is not None else None
+        held = load_in_4bit if load_in_4bit is not None else bool(record and record.load_in_4bit)
+        place = adapter or Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
+        return Subject(target, adapter, held, place)
+    found = find_adapter(path, unfinished=True)
+    record = base_of_adapter(found.folder)
+    if record.model is None:
+        raise RunError(f"{path} does not say which model it was trained on; write eval MODEL --adapter {path}")
+    held = load_in_4bit if load_in_4bit is not None else bool(record.load_in_4bit)
+    return Subject(record.model, found.folder, held, path, found.note)
+
+
+def run(subject: Subject, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Sample and score: the content of eval.json."""
+    from lowmem_grpo.accuracy import powers_of_two
+    from lowmem_grpo.assessment import answer, answered_rows, compared, described
+    from lowmem_grpo.sampling import SamplingParams
+
+    rows, functions, max_tokens = problems(chosen)
+    params = SamplingParams(
+        n=chosen["samples"], temperature=chosen["temperature"], max_tokens=max_tokens, seed=chosen["seed"]
+    )
+    model, request = load(subject, chosen)
+    found = {"base": answer(model, rows, functions, params)}
+    if request is not None:
+        found["adapter"] = answer(model, rows, functions, params, request)
+    ks = sorted(set(chosen["ks"])) or powers_of_two(params.n)
+    return {
+        "model": subject.model, "adapter_folder": None if subject.adapter is None else str(subject.adapter),
+        "load_in_4bit": subject.load_in_4bit, "recipe": chosen["recipe"], "dataset": chosen["dataset"],
+        "prompts": len(rows), "samples": params.n, "temperature": params.temperature, "max_tokens": max_tokens,
+        "seed": params.seed, **{name: described(answers, ks) for name, answers in found.items()},
+        **({"difference": compared(found["base"], found["adapter"])} if len(found) > 1 else {}),
+        "rows": answered_rows(rows, found),
+    }
+
+
+def problems(chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int]:
+    """Rows, the functions that judge, and tokens of an answer."""
+    from lowmem_grpo.assessment import rows_of
+    from lowmem_grpo.reward_names import find_function
+
+    functions = [find_function(name) for name in chosen["rewards"]]
+    if not chosen["recipe"]:
+        from lowmem_grpo.data_files import read_dataset
+
+        dataset = read_dataset(chosen["dataset"], chosen["split"], chosen["prompt_column"])
+        return rows_of(dataset, chosen["limit"]), functions, chosen["max_tokens"] or 512
+    from lowmem_grpo.recipes.exam import find_exam
+
+    exam = find_exam(chosen["recipe"])
+    if chosen["dataset"] and not exam.takes_source:
+        raise ValueError(f"the recipe {chosen['recipe']!r} makes its own problems; leave --dataset out, or --recipe")
+    size = chosen["limit"] or exam.size
+    dataset = exam.problems(size, chosen["seed"], chosen["dataset"])
+    return rows_of(dataset, size), [exam.right, *functions], chosen["max_tokens"] or exam.max_tokens
+
+
+def load(subject: Subject, chosen: dict[str, Any]) -> tuple[Any, Any]:
+    """The model, and what makes it answer with its adapter (None without one)."""
+    from torch import cuda
+
+    from lowmem_grpo.loader import FastLanguageModel
+
+    engine: Any = chosen["engine"]
+    adapter = None
+    if subject.adapter is not None:
+        from lowmem_grpo.lora_pairs import read_pairs
+
+        adapter = read_pairs(subject.adapter)  # one that is broken is refused before anything is loaded
+    model, _ = FastLanguageModel.from_pretrained(
+        subject.model, max_seq_length=chosen["max_seq_length"], load_in_4bit=subject.load_in_4bit,
+        fast_inference=engine if engine != "auto" else cuda.is_available() or "transformers",
+        max_lora_rank=max(64, *(len(pair.a) for pair in (adapter or {}).values()), 0),
+    )
+    if adapter is None or subject.adapter is None:
+        return model, None
+    modules = sorted({name.rpartition(".")[2] for name in adapter})
+    wrapped = FastLanguageModel.get_peft_model(model, target_modules=modules, use_gradient_checkpointing=False)
+    return wrapped, wrapped.load_lora(subject.adapter)

@@ -1,0 +1,70 @@
+"""`lowmem-grpo export`: an adapter, a merged model or a GGUF file out of a run."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowmem_grpo.commands.terminal import plain_errors, quiet
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--format", "kind", type=click.Choice(["adapter", "merged", "gguf"]), default="merged", show_default=True,
+              help="PEFT's files; the whole model in 16 bits; or a GGUF file, which llama.cpp's converter writes.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the export.")
+@click.option("--base", help="Base model, where the adapter does not say it (or says a place where it is no more).")
+@click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
+              help="How the base was held while the adapter was trained, where the adapter does not say it.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), help="Of a merged model; that of the run, else "
+              "bfloat16.")
+@click.option("--gguf-type", type=click.Choice(["bf16", "f16", "f32", "q8_0"]), default="bf16", show_default=True)
+@click.option("--llama-cpp", type=click.Path(path_type=Path), help="Folder of llama.cpp, for --format gguf.")
+@click.option("--device", help="Where tiles are computed: cpu, cuda:0. Chosen where left out.")
+@click.option("--unfinished", is_flag=True, help="Of a run that never finished, take the last good checkpoint.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export in the same folder.")
+@click.option("--push", "repo", metavar="OWNER/NAME", help="Then upload the folder to the Hugging Face hub.")
+@click.option("--public", is_flag=True, help="Make a new repository of the hub public.")
+def export(
+    run: Path, kind: str, out: Path, unfinished: bool, overwrite: bool, repo: str | None, public: bool, **chosen: Any
+) -> None:
+    """Export the adapter of RUN: the folder of a run, of a checkpoint, or of a saved adapter.
+
+    What was written is loaded back and compared before the folder gets its name. A merged model is made one tensor at
+    a time: neither a card nor memory for the whole model is needed.
+    """
+    if public and repo is None:
+        raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
+    quiet()
+    with plain_errors():
+        from lowmem_grpo.export import ExportSettings, export
+
+        done = export(run, kind, out, ExportSettings(**chosen), unfinished, overwrite, repo, private=not public)
+    for line in summary(done):
+        click.echo(line)
+
+
+def summary(done: Any) -> list[str]:
+    """What was made and what was compared, in lines."""
+    of = f" and {done.base}" if done.base else ""
+    lines = [f"{done.format}: {done.folder} ({size(done.bytes)}), from the {done.source}{of}"]
+    checks = done.checks
+    if "tensors_equal" in checks:
+        lines.append(f"read back with PEFT: {checks['layers']} layers, all {checks['tensors_equal']} tensors equal")
+    if "merged" in checks:
+        lines.append(f"read back: {checks['tensors']} tensors within half a unit of {checks['dtype']}, "
+                     f"{checks['merged']} of them merged; {checks['update_kept']:.1%} of the update is left")
+    if "logits_difference" in checks:
+        lines.append(f"loaded back: logits differ from the adapter's by {checks['logits_difference']:.3g} (root mean "
+                     f"square; rounding to {checks['dtype']} explains {checks['logits_rounding']:.3g}), the likeliest "
+                     f"token is the same in {checks['logits_same_choice']:.1%} of places")
+    elif "merged" in checks:
+        lines.append("too large to be loaded twice: its weights were compared, its logits were not")
+    if "gguf_tensors" in checks:
+        lines.append(f"GGUF read back: {checks['gguf_architecture']}, {checks['gguf_tensors']} tensors")
+    return lines + ([f"pushed: {done.address}"] if done.address else [])
+
+
+def size(count: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

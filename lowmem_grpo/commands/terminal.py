@@ -1,0 +1,38 @@
+"""What all commands share: errors for people, and quiet libraries."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+
+PACKAGE = Path(__file__).parents[1]
+
+
+class plain_errors:  # noqa: N801  (used like a function)
+    """An error whose message was written for the user is shown without a traceback."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        written_for_users = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+        if isinstance(error, written_for_users) and is_ours(trace):
+            notes = "\n".join(getattr(error, "__notes__", []))
+            raise click.ClickException(f"{error}\n{notes}".rstrip()) from error
+
+
+def is_ours(trace: Any) -> bool:
+    """Whether the error was raised by this package (and not inside a library, where the traceback matters)."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
+
+
+def quiet() -> None:
+    """Our own notes on the terminal; libraries speak up for errors alone."""
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    logging.getLogger("lowmem_grpo").setLevel(logging.INFO)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

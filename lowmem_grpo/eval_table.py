@@ -1,0 +1,87 @@
+"""The result of `lowmem-grpo eval` on the terminal."""
+
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lowmem_grpo.live import plain
+from lowmem_grpo.records import prompt_text
+
+MODELS = ("base", "adapter")
+LONGEST = 600  # characters of an answer that are shown
+
+
+def show_result(result: dict[str, Any], note: str, shown: int, width: int | None = None) -> None:
+    """Print the numbers, and the first answers to the first `shown` prompts side by side."""
+    console = Console(width=width, highlight=False)
+    named = [name for name in MODELS if name in result]
+    console.print(Text(title(result, note)), soft_wrap=True)
+    console.print(numbers_table(result, named))
+    if "difference" in result:
+        console.print(Text(verdict(result)), soft_wrap=True)
+    if shown:
+        console.print(samples_table(result["rows"][:shown], named))
+
+
+def title(result: dict[str, Any], note: str) -> str:
+    """What was tested on what."""
+    held = "4-bit" if result["load_in_4bit"] else "16-bit"
+    source = f"recipe {result['recipe']}" if result["recipe"] else result["dataset"]
+    answers = "one answer" if result["samples"] == 1 else f"{result['samples']} answers"
+    name = f"{result['model']} ({held} weights){f', {note}' if note else ''}"
+    return (f"{name}: {result['prompts']} prompts of {source}, {answers} each at temperature {result['temperature']:g}")
+
+
+def numbers_table(result: dict[str, Any], named: list[str]) -> Table:
+    """A column for each model."""
+    table = Table(box=SIMPLE)
+    table.add_column("")
+    for name in named:
+        table.add_column(name, justify="right")
+    found = [result[name] for name in named]
+    table.add_row("accuracy", *(f"{each['accuracy']:.1%}" for each in found))
+    table.add_row("95% interval", *(f"{each['interval'][0]:.1%} to {each['interval'][1]:.1%}" for each in found))
+    for k in found[0]["pass_at_k"]:
+        if k != "1":
+            table.add_row(f"pass@{k}", *(f"{each['pass_at_k'][k]:.1%}" for each in found))
+    for name in found[0].get("rewards", {}):
+        table.add_row(name, *(f"{each['rewards'][name]:.3f}" for each in found))
+    table.add_row("tokens of an answer", *(f"{each['mean_tokens']:.0f}" for each in found))
+    for name, words in (("cut_off", f"cut off at {result['max_tokens']} tokens"), ("unjudged", "not judged")):
+        if any(each[name] for each in found):
+            table.add_row(words, *(f"{each[name]:.1%}" for each in found))
+    return table
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """What the adapter changes, and whether that is more than chance."""
+    change = result["difference"]
+    low, high = change["interval"]
+    sure = "more than chance" if low > 0 or high < 0 else "may be chance: take more prompts (--limit)"
+    interval = f"95% interval {100 * low:+.1f} to {100 * high:+.1f}, {sure}"
+    return (f"adapter - base: {100 * change['accuracy']:+.1f} points ({interval}); prompts: "
+            f"{change['better']} better, {change['worse']} worse, {change['same']} the same")
+
+
+def samples_table(rows: list[dict[str, Any]], named: list[str]) -> Table:
+    """The first answer of each model to each prompt."""
+    table = Table(box=SIMPLE, show_lines=True, expand=True)
+    for name in ("prompt", *named):
+        table.add_column(name, ratio=1, overflow="fold")
+    for row in rows:
+        asked = plain(shortened(prompt_text(row["prompt"])))
+        if row.get("answer") is not None:
+            asked = Text.assemble(asked, "\n\nexpected: ", plain(shortened(str(row["answer"]))))
+        answers = [row[name][0] for name in named]
+        table.add_row(asked, *(Text.assemble("right\n" if each["right"] else "wrong\n", plain(shortened(each["text"])))
+                               for each in answers))
+    return table
+
+
+def shortened(text: str) -> str:
+    """Its beginning and its end."""
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]}\n...\n{text[-half:]}"

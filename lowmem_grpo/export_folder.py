@@ -1,0 +1,79 @@
+"""The folder of an export: written beside its final place, and given its name only when it is whole."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.checkpoint import aside_of, remove, removed_after, swap_in
+
+RECORD = "export.json"  # marks a folder as an export: only such a one is overwritten
+
+
+class ExportError(ValueError):
+    """An export cannot be made; the message says why, and what to do."""
+
+
+@dataclass
+class Exported:
+    """What was made, and what comparing it has shown."""
+
+    folder: Path
+    format: str
+    source: str
+    base: str | None
+    bytes: int = 0
+    checks: dict[str, Any] = field(default_factory=dict)
+    address: str | None = None  # on the hub
+
+
+@contextmanager
+def new_folder(out: Path, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
+    """A folder beside `out` that takes its name at the end, and is gone after an error. ExportError where `out` is
+    taken, or cannot be made."""
+    check_out(out, overwrite, source)
+    temp = out.absolute().parent / f".{out.name}.export-{os.getpid()}"
+    try:
+        with removed_after(temp):
+            temp.mkdir(parents=True)
+            yield temp
+            swap_in(temp, out.absolute())
+    except OSError as error:
+        if error.filename is None or str(temp) not in str(error.filename):
+            raise
+        raise ExportError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
+    remove(aside_of(out.absolute()))
+
+
+def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
+    """ExportError where something is at `out` that would be lost."""
+    if out.exists() and not out.is_dir():
+        raise ExportError(f"{out} is a file; choose a folder for the export")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if source is not None and source.resolve().is_relative_to(out.resolve()):
+        raise ExportError(f"{out} holds the adapter that is to be exported; choose another --out")
+    if not overwrite:
+        raise ExportError(f"{out} is not empty; choose another --out, or replace an earlier export with --overwrite")
+    if not (out / RECORD).is_file():
+        raise ExportError(f"{out} holds something that is no export of this command ({RECORD} is missing), and "
+                          "--overwrite would delete it; choose another --out")
+
+
+def finish(temp: Path, done: Exported) -> None:
+    """Note sizes and checks in the folder."""
+    done.bytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
+    record = asdict(done) | {"folder": done.folder.name}
+    (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """ExportError where the disk has no room."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ExportError(f"the export needs {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free in "
+                          f"{folder.parent}; make room, or choose an --out on another disk")

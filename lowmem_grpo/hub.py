@@ -1,0 +1,54 @@
+"""Exported folders on the Hugging Face hub, and models from there, through huggingface_hub alone."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError
+
+REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+class HubError(RuntimeError):
+    """The hub did not take or give something; the message says what, and what to do."""
+
+
+def check_repo(repo: str) -> None:
+    """ValueError unless the name reads OWNER/NAME."""
+    if not REPO.fullmatch(repo):
+        raise ValueError(f"--push got {repo!r}; a repository of the hub is named OWNER/NAME")
+
+
+def push(folder: Path, repo: str, private: bool = True, api: Any = None) -> str:
+    """Make the repository where there is none, and upload the folder; the address of the commit.
+
+    `api` is a huggingface_hub.HfApi, which takes its token from `hf auth login`. HubError where the hub refuses.
+    """
+    check_repo(repo)
+    api = api or huggingface_hub.HfApi()
+    try:
+        api.create_repo(repo_id=repo, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            folder_path=str(folder), repo_id=repo, commit_message="Model trained with lowmem-grpo"
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise HubError(f"the hub did not take {repo}: {why}. The export in {folder} is whole: `hf auth login`, then "
+                       f"`hf upload {repo} {folder}`") from error
+    return str(getattr(commit, "commit_url", commit))
+
+
+def model_folder(path: str, revision: str | None = None) -> Path:
+    """The files of a model: a folder as it is, or those of a name on the hub (out of its cache where they are there).
+
+    OSError where the hub does not give it.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(huggingface_hub.snapshot_download(path, revision=revision, allow_patterns=MODEL_FILES))
+    except (OSError, ValueError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OSError(f"no model {path!r}: it is no folder, and the hub did not give it ({why})") from error

@@ -1,0 +1,102 @@
+"""The two factors that LoRA adds to each weight, out of a saved adapter or a live model, for merging: W + s B A."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lowmem_grpo.checkpoint import ADAPTER_FILE, check_adapter_folder
+
+PREFIX = "base_model.model."  # that PEFT puts before the names of a model's modules
+PLAIN: dict[str, tuple[Any, ...]] = {  # settings of PEFT that change what is computed: the values that we merge
+    "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []), "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "lora_bias": (False, None),
+    "layer_replication": (None,), "target_parameters": (None, []), "trainable_token_indices": (None, []),
+    "arrow_config": (None,), "alora_invocation_tokens": (None,),
+}
+
+
+class AdapterError(ValueError):
+    """An adapter cannot be merged; the message says what in it, and what to do."""
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """What is added to a weight (out, in): scaling * b @ a."""
+
+    a: Tensor  # (r, in)
+    b: Tensor  # (out, r)
+    scaling: float
+
+    def rows(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """Rows start to stop of the product, in float32."""
+        b, a = self.b[start:stop].to(device, torch.float32), self.a.to(device, torch.float32)
+        return (b @ a).mul_(self.scaling)
+
+
+def read_pairs(folder: Path) -> dict[str, LoraPair]:
+    """The pairs of a saved adapter by the name of their module; AdapterError for what is not plain, finite LoRA."""
+    check_adapter_folder(folder)
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+        tensors = load_file(folder / ADAPTER_FILE)
+    except (ValueError, SafetensorError) as error:
+        raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
+    check_settings(config, folder)
+    pairs = {}
+    for module in sorted({name.partition(".lora_")[0] for name in tensors}):
+        a, b = (tensors.pop(f"{module}.lora_{side}.weight", None) for side in "AB")
+        if a is None or b is None or a.ndim != 2 or b.ndim != 2:
+            raise AdapterError(f"the adapter in {folder} has no lora_A and lora_B matrices for {module}; only LoRA on "
+                               "linear layers is merged")
+        rank, alpha = len(a), config["lora_alpha"]
+        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        pairs[module.removeprefix(PREFIX)] = LoraPair(a, b, scaling)
+    if tensors:
+        raise AdapterError(f"the adapter in {folder} holds {next(iter(tensors))}, which is not LoRA on a linear layer")
+    return checked(pairs, str(folder))
+
+
+def check_settings(config: dict[str, Any], folder: Path) -> None:
+    """AdapterError names the first setting that is not merged here."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(f"the adapter in {folder} is of type {kind}; only LoRA is merged")
+    for name, allowed in PLAIN.items():
+        if config.get(name, allowed[0]) not in allowed:
+            raise AdapterError(f"the adapter in {folder} has {name}={config[name]!r}, which is not merged here; plain "
+                               "peft can: PeftModel.from_pretrained(base, FOLDER).merge_and_unload()")
+
+
+def live_pairs(model: Any) -> dict[str, LoraPair]:
+    """The pairs that a PEFT model computes with now; none for a model without an adapter."""
+    pairs = {}
+    for path, layer in model.named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        name, special = path.removeprefix(PREFIX), list(layer.lora_embedding_A) or list(layer.lora_variant)
+        active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+        if layer.merged or special or len(active) > 1 or any(layer.lora_bias[adapter] for adapter in active):
+            raise AdapterError(f"{name} does not have one plain LoRA adapter that is not merged yet; unmerge it "
+                               "(model.unmerge_adapter()), or choose one adapter (model.set_adapter)")
+        if active:
+            a, b = (factor[active[0]].weight.detach() for factor in (layer.lora_A, layer.lora_B))
+            pairs[name] = LoraPair(a, b, float(layer.scaling[active[0]]))
+    return checked(pairs, "the model")
+
+
+def checked(pairs: dict[str, LoraPair], where: str) -> dict[str, LoraPair]:
+    """The same pairs; AdapterError where one is not finite, or there is none."""
+    if not pairs:
+        raise AdapterError(f"{where} has no LoRA layer: there is nothing to merge")
+    for name, pair in pairs.items():
+        if not (pair.a.isfinite().all() and pair.b.isfinite().all()):
+            raise AdapterError(f"the adapter of {where} is not finite: {name} holds NaN or infinity. The run diverged; "
+                               "take an older checkpoint")
+    return pairs

@@ -1,0 +1,37 @@
+"""What a recipe says of how it is tested, for `lowmem-grpo eval --recipe`: its module has an attribute EXAM."""
+
+import difflib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from lowmem_grpo import recipes
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Held-out problems, and what a right answer is."""
+
+    problems: Callable[[int, int, str | None], Any]
+    """(how many, seed, source or None) -> a dataset with `prompt` and the columns that `right` reads."""
+    right: Callable[..., Any]
+    """A reward function that pays more than 0 for a right answer, or a verifier."""
+    max_tokens: int
+    size: int = 256
+    """Problems where nothing else is asked for."""
+    takes_source: bool = False
+    """Whether problems can come from a file or a dataset of the hub."""
+
+
+def find_exam(recipe: str) -> Exam:
+    """The exam of a recipe; ValueError for a recipe that there is not, or that has none."""
+    names = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
+    if recipe not in names:
+        close = difflib.get_close_matches(recipe, names, n=2)
+        raise ValueError(f"no recipe {recipe!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+    exam = getattr(import_module(f"lowmem_grpo.recipes.{recipe}"), "EXAM", None)
+    if not isinstance(exam, Exam):
+        raise ValueError(f"the recipe {recipe!r} has no EXAM; test it with --dataset FILE --reward NAME")
+    return exam

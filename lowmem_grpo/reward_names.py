@@ -1,0 +1,62 @@
+"""Reward functions and verifiers by name, as a command line gives them."""
+
+import difflib
+import importlib.util
+import inspect
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo import rewards
+
+
+def find_function(name: str) -> Any:
+    """A reward function or a verifier: "correctness_reward_func" and "number_match" of lowmem_grpo.rewards, or one of
+    the user's own, "my_rewards.py:score" or "package.module:score". ValueError where there is none."""
+    home, colon, attribute = name.rpartition(":")
+    if not colon:
+        if name not in rewards.__all__:
+            close = difflib.get_close_matches(name, rewards.__all__, n=3)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise ValueError(f"no reward {name!r} in lowmem_grpo.rewards{hint} Your own: FILE.py:FUNCTION")
+        return made(name, getattr(rewards, name))
+    module = load_file(Path(home)) if home.endswith(".py") else load_module(home)
+    if not hasattr(module, attribute):
+        raise ValueError(f"{home} has no {attribute!r}")
+    return made(name, getattr(module, attribute))
+
+
+def made(name: str, found: Any) -> Any:
+    """The thing itself, or what a function that makes one gives without arguments."""
+    if isinstance(found, rewards.Verifier):
+        return found
+    parameters = inspect.signature(found).parameters if callable(found) else {}
+    if "completions" in parameters:
+        return found
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in several]
+    if needed or not callable(found):
+        raise ValueError(f"{name} is no reward function: it takes no `completions`. Write one that calls it, and name "
+                         "it FILE.py:FUNCTION")
+    built = found()
+    if not isinstance(built, rewards.Verifier | rewards.Reward):
+        raise ValueError(f"{name}() gives a {type(built).__name__}, which is neither a reward nor a verifier")
+    return built
+
+
+def load_file(path: Path) -> Any:
+    """A module of the user's, run."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_module(name: str) -> Any:
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise ValueError(f"there is no module {name!r} here")
+    return import_module(name)

@@ -1,0 +1,89 @@
+"""Which adapter a path means: that of a finished run, a checkpoint, or a folder with a saved adapter."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.checkpoint import ADAPTER_FILE, CheckpointError, check_adapter_folder, last_good, verify
+from lowmem_grpo.records import SUMMARY
+
+MANIFEST, FINAL = "manifest.json", "adapter"
+
+
+class RunError(ValueError):
+    """A path names nothing that can be used; the message says what is there, and what to do."""
+
+
+@dataclass(frozen=True)
+class RunAdapter:
+    """A saved adapter, and where it comes from."""
+
+    folder: Path
+    note: str  # in words, for people
+
+    @property
+    def step(self) -> int | None:
+        """Of the checkpoint; None for a final adapter, or one that was saved by hand."""
+        number = self.folder.name.removeprefix("checkpoint-")
+        return int(number) if number.isdigit() else None
+
+
+def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
+    """The adapter that `path` means. RunError for a path to nothing, and for a run that never finished unless
+    `unfinished` allows its last good checkpoint; CheckpointError for files that are not whole."""
+    if not path.exists():
+        raise RunError(f"there is no {path}; give the folder of a run, of a checkpoint or of a saved adapter")
+    if not path.is_dir():
+        raise RunError(f"{path} is a file; give the folder of a run, of a checkpoint or of a saved adapter")
+    if (path / MANIFEST).is_file():
+        verify(path)
+        return RunAdapter(path, f"{path.absolute().name}, a checkpoint")
+    if any((path / name).is_file() for name in (ADAPTER_FILE, "adapter_config.json", "adapter_model.bin")):
+        check_adapter_folder(path)
+        return RunAdapter(path, f"{path.absolute().name}, a saved adapter")
+    return of_run(path, unfinished)
+
+
+def of_run(run_dir: Path, unfinished: bool) -> RunAdapter:
+    """The final adapter of a run directory, or its last good checkpoint."""
+    summary = read_summary(run_dir)
+    good, broken = last_good(run_dir)
+    if not summary and good is None and not broken:
+        raise RunError(f"{run_dir} is neither a run nor an adapter: it holds no {SUMMARY}, no checkpoint and no "
+                       f"{ADAPTER_FILE}")
+    if summary.get("status") == "finished":
+        return final_adapter(run_dir, good)
+    state = f"its status is {summary.get('status')!r} after step {summary.get('steps')}" if summary else "no summary"
+    if not unfinished:
+        last = f"its last good checkpoint, {good.name}" if good else "a checkpoint (it has none that is whole)"
+        raise RunError(f"the run in {run_dir} never finished ({state}): go on with it (resume=true), or take {last}, "
+                       "with --unfinished")
+    if good is None:
+        why = f": {broken[0]}" if broken else ""
+        raise RunError(f"the run in {run_dir} never finished ({state}) and has no checkpoint that is whole{why}")
+    passed = f"; passed over: {'; '.join(broken)}" if broken else ""
+    return RunAdapter(good, f"{good.name} of a run that never finished ({state}){passed}")
+
+
+def final_adapter(run_dir: Path, good: Path | None) -> RunAdapter:
+    """What a finished run has left."""
+    try:
+        check_adapter_folder(run_dir / FINAL)
+    except CheckpointError:
+        if good is None:
+            raise
+        return RunAdapter(good, f"{good.name} of a finished run whose final adapter is gone")
+    return RunAdapter(run_dir / FINAL, f"final adapter of the run {run_dir.absolute().name}")
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json of a run; empty where there is none."""
+    path = run_dir / SUMMARY
+    if not path.is_file():
+        return {}
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path} is not JSON: {error}") from error
+    return summary

@@ -1,0 +1,232 @@
+"""`lowmem-grpo doctor` on machines with everything, with something missing, and with something broken."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lowmem_grpo import doctor
+from lowmem_grpo.cli import main
+from lowmem_grpo.commands.doctor import report
+from lowmem_grpo.doctor import NEEDED, TRIED, Checkup, Look, examine
+
+BLOCK = """
+    import importlib.abc, importlib.metadata, sys
+
+    class Broken(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name.partition(".")[0] == {name!r}:
+                raise {error}
+            return None
+
+    sys.meta_path.insert(0, Broken())
+    if {missing}:
+        version = importlib.metadata.version
+        def fake(name):
+            if name == {name!r}:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version(name)
+        importlib.metadata.version = fake
+    from lowmem_grpo.cli import main
+    main(["doctor", "--json"])
+"""
+
+
+class FakeCuda:
+    """A card as torch shows it."""
+
+    def __init__(self, major: int = 9, fails: bool = False) -> None:
+        self.major, self.fails = major, fails
+
+    def is_available(self) -> bool:
+        return True
+
+    def mem_get_info(self, device: int) -> tuple[int, int]:
+        if self.fails:
+            raise RuntimeError("CUDA error: device unavailable\nmore")
+        return 20 * 2**30, 24 * 2**30
+
+    def get_device_capability(self, device: int) -> tuple[int, int]:
+        return self.major, 0
+
+    def get_device_name(self, device: int) -> str:
+        return "NVIDIA Test 24GB"
+
+    def device_count(self) -> int:
+        return 1
+
+
+class FakeTorch:
+    def __init__(self, cuda: Any) -> None:
+        self.cuda = cuda
+        self.version = type("Version", (), {"cuda": "13.0"})()
+
+
+def fake_look(**libraries: Any) -> Look:
+    """This machine, but for the libraries that are given: a value, or the error that loading them raises."""
+    def load(name: str) -> Any:
+        found = libraries.get(name.replace(".", "_"))
+        if isinstance(found, BaseException):
+            raise found
+        return import_module(name) if found is None else found
+
+    return Look(load=load)
+
+
+def without(*names: str) -> Callable[[str], str]:
+    """Versions of a machine where these are not installed."""
+    def version(name: str) -> str:
+        if name in names:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return importlib.metadata.version(name)
+
+    return version
+
+
+def light(name: str) -> Any:
+    """Loads nothing."""
+    raise ImportError(f"no {name}")
+
+
+def test_this_machine_can_train() -> None:
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 0, done.output
+    for name in ("python", *NEEDED, "triton", "vllm"):
+        assert f"\n  {name} " in done.output
+    for title in ("Card", "Host", "A run will use", "Missing, or worth a change"):
+        assert f"\n{title}\n" in done.output
+    assert f"torch {importlib.metadata.version('torch')}" in " ".join(done.output.split())
+    assert done.output.strip().endswith("Training is possible here.")
+    assert max(map(len, done.output.splitlines())) <= 100
+
+
+def test_json_holds_the_same_and_nothing_else() -> None:
+    done = CliRunner().invoke(main, ["doctor", "--json"])
+    found = json.loads(done.stdout)
+    assert set(found) == {"versions", "card", "host", "used", "advice", "can_train"}
+    assert set(found["used"]) == {"engine", "kernels", "attention", "4-bit weights"}
+    assert found["used"]["4-bit weights"] == "NF4 by bitsandbytes"
+    assert found["host"]["disk_free_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_each_needed_library_may_be_missing(name: str) -> None:
+    found = examine(Look(without(name), light))
+    assert not found.can_train
+    assert found.versions[name] == "missing"
+    assert any(line.startswith(f"{name} is missing and needed: pip install '{name}") for line in found.advice)
+    assert report(found)[-1] == "Training is NOT possible here."
+
+
+@pytest.mark.parametrize("error", [
+    OSError("libcudart.so.13: cannot open shared object file\nsecond line"), RuntimeError(""), SyntaxError("bad"),
+    AttributeError("module has no attribute"), KeyError("x"), RecursionError("too deep"), AssertionError(),
+])
+@pytest.mark.parametrize("name", ["torch", "peft", "bitsandbytes", "triton"])
+def test_a_library_may_break_in_any_way(name: str, error: Exception) -> None:
+    others = {other: object() for other in TRIED if other != name}  # nothing else is loaded
+    found = examine(fake_look(**(others | {
+        name: error, "torch": error if name == "torch" else FakeTorch(FakeCuda()),
+        "lowmem_grpo_loader": ImportError("no"), "lowmem_grpo_engines_choice": ImportError("no"),
+    })))
+    assert "(broken)" in found.versions[name]
+    assert any(f"{name} is installed and cannot be imported ({type(error).__name__}" in line for line in found.advice)
+    assert all("\n" not in line for line in found.advice)
+    assert not found.can_train
+    json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize(("name", "missing"), [("torch", True), ("torch", False), ("bitsandbytes", False)])
+def test_the_command_itself_survives_without_a_library(name: str, missing: bool, tmp_path: Path) -> None:
+    error = f"ModuleNotFoundError('No module named {name}')" if missing else "OSError('undefined symbol')"
+    script = textwrap.dedent(BLOCK.format(name=name, error=error, missing=missing))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["versions"][name] == "missing" if missing else "(broken)" in found["versions"][name]
+    assert found["advice"][0].startswith("training is not possible here")
+    assert "Traceback" not in done.stderr
+
+
+def with_card(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Checkup:
+    """What is found on a machine with that card, where kernels run and nothing heavy is loaded."""
+    choice = type("Choice", (), {"name": "vllm", "why": "vllm 0.30 is installed"})()
+    engines = type("Engines", (), {"choose_engine": staticmethod(lambda wanted, device: choice)})()
+    monkeypatch.setattr(doctor, "run_kernel", lambda torch: None)
+    monkeypatch.setattr(doctor, "driver_version", lambda: "580.1")
+    libraries = {name: object() for name in TRIED} | {"torch": FakeTorch(cuda)}
+    return examine(fake_look(**libraries, lowmem_grpo_engines_choice=engines, lowmem_grpo_loader=object(),
+                             lowmem_grpo_trainer=object(), lowmem_grpo_host_room=object()))
+
+
+def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = with_card(FakeCuda(), monkeypatch)
+    assert found.card == {"name": "NVIDIA Test 24GB", "driver": "580.1", "count": 1, "total_bytes": 24 * 2**30,
+                          "free_bytes": 20 * 2**30, "capability": "9.0", "bf16": True}
+    assert found.used["engine"] == "vllm: vllm 0.30 is installed"
+    assert found.used["kernels"] == "Triton"
+    assert found.used["attention"].startswith("flash")
+    lines = "\n".join(report(found))
+    assert "24.0 GiB" in lines
+    assert "bfloat16              yes" in lines
+
+
+def test_an_old_card_takes_float16_and_another_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = with_card(FakeCuda(major=7), monkeypatch)
+    assert found.card["bf16"] is False
+    assert any("does not compute in bfloat16" in line for line in found.advice)
+    assert "needs compute capability 8.0" in found.used["attention"]
+
+
+def test_a_card_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = with_card(FakeCuda(fails=True), monkeypatch)
+    assert found.card["name"] is None
+    wanted = "the card does not answer (RuntimeError: CUDA error: device unavailable)"
+    assert any(wanted in line for line in found.advice)
+
+
+def test_a_kernel_that_does_not_compile_makes_training_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Checkup(card={"name": "card", "capability": "9.0"})
+
+    def broken(torch: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(doctor, "run_kernel", broken)
+    doctor.look_at_kernels(object(), found)
+    assert not found.can_train
+    assert "C compiler" in found.advice[0]
+
+
+@pytest.mark.parametrize(("driver", "cuda", "message"), [
+    ("580.1", None, "a card is here (driver 580.1) and torch is built for CPUs"),
+    ("440.2", "13.0", "torch finds no card (too old for it?): update the driver"),
+    (None, "13.0", "no card: runs compute on the CPU"),
+])
+def test_no_card_has_three_reasons(driver: str | None, cuda: str | None, message: str) -> None:
+    torch = type("Torch", (), {"version": type("Version", (), {"cuda": cuda})()})()
+    assert message in doctor.no_card(torch, driver, None)
+
+
+def test_a_version_outside_the_requirements_is_said() -> None:
+    wanted = {"transformers": "transformers>=5.17,<5.20"}
+    assert doctor.outside("transformers", "5.19.0", wanted) is None
+    assert doctor.outside("other", "1.0", wanted) is None
+    assert doctor.outside("transformers", "4.56.0", wanted) == (
+        "transformers 4.56.0 was not checked: pip install 'transformers>=5.17,<5.20'")
+
+
+def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "disk_free", lambda folder: 2**30)
+    room = type("Room", (), {"available_host_bytes": staticmethod(lambda: 2 * 2**30)})()
+    found = Checkup()
+    doctor.look_at_host(fake_look(lowmem_grpo_host_room=room), found)
+    assert "2.0 GiB of host memory are free" in found.advice[0]
+    assert "1.0 GiB are free on this folder's disk" in found.advice[1]
