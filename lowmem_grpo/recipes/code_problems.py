@@ -1,0 +1,133 @@
+"""Small Python functions to write: generated, with tests, and split into train and test once for all.
+
+    Write a Python function `solve(numbers)` that returns how many of the numbers are above 12 and divisible by 3.
+    For example, solve([15, 3, 18]) gives 2. Reply with the function in one ```python block.
+
+A problem is a template and two parameters. It belongs to "test" or "train" by a hash of these alone, so that the two
+never share a problem, whatever the seeds. The example in the question is a test of its own; the other tests are hidden.
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+SPLITS = ("train", "test")
+TEST_SHARE = 8  # one problem in eight is a test problem
+HIDDEN_TESTS = 4
+FRUITLESS = 20_000  # draws in a row without a new problem: there are no more
+WORDS = ("ant", "bear", "crane", "dingo", "eel", "falcon", "goose", "heron", "ibex", "jackdaw", "kiwi", "lark")
+QUESTION = (
+    "Write a Python function `solve({argument})` that returns {wanted}. "
+    "For example, solve({given!r}) gives {result!r}. Reply with the function in one ```python block."
+)
+
+
+def draw_integer(rng: random.Random) -> int:
+    return rng.randint(0, 99)
+
+
+def draw_numbers(rng: random.Random) -> list[int]:
+    return [rng.randint(0, 99) for _ in range(rng.randint(0, 6))]
+
+
+def draw_text(rng: random.Random) -> str:
+    return " ".join(rng.sample(WORDS, rng.randint(1, 3)))
+
+
+def draw_words(rng: random.Random) -> list[str]:
+    return rng.sample(WORDS, rng.randint(0, 5))
+
+
+@dataclass(frozen=True)
+class Template:
+    """What is asked of `argument`, in words, as an expression of Python and as a function (argument, a, b)."""
+
+    argument: str
+    wanted: str
+    expression: str
+    rule: Callable[[Any, int, int], Any]
+    draw: Callable[[random.Random], Any]
+    a: tuple[int, int]
+    b: tuple[int, int]
+
+
+TEMPLATES = (
+    Template("x", "{a} times x plus {b}", "{a} * x + {b}", lambda x, a, b: a * x + b, draw_integer, (2, 20), (1, 50)),
+    Template("x", "the remainder of {a} times x divided by {b}", "{a} * x % {b}", lambda x, a, b: a * x % b,
+             draw_integer, (2, 20), (5, 50)),
+    Template("x", "x minus {a} where x is above {b}, and x plus {a} where it is not", "x - {a} if x > {b} else x + {a}",
+             lambda x, a, b: x - a if x > b else x + a, draw_integer, (1, 20), (20, 80)),
+    Template("numbers", "how many of the numbers are above {a} and divisible by {b}",
+             "sum(n > {a} and n % {b} == 0 for n in numbers)",
+             lambda numbers, a, b: sum(n > a and n % b == 0 for n in numbers), draw_numbers, (5, 60), (2, 5)),
+    Template("numbers", "the sum of the numbers, each multiplied by {a} but never counted as more than {b}",
+             "sum(min({a} * n, {b}) for n in numbers)",
+             lambda numbers, a, b: sum(min(a * n, b) for n in numbers), draw_numbers, (2, 9), (20, 90)),
+    Template("numbers", "a list of the numbers above {b} in reverse order, {a} added to each",
+             "[n + {a} for n in reversed(numbers) if n > {b}]",
+             lambda numbers, a, b: [n + a for n in reversed(numbers) if n > b], draw_numbers, (1, 20), (20, 60)),
+    Template("text", "the text without its first {a} characters, in upper case, repeated {b} times",
+             "text[{a}:].upper() * {b}", lambda text, a, b: text[a:].upper() * b, draw_text, (1, 6), (2, 5)),
+    Template("words", "the words of more than {a} letters as one text, with {b} dashes between them",
+             '("-" * {b}).join(word for word in words if len(word) > {a})',
+             lambda words, a, b: ("-" * b).join(word for word in words if len(word) > a), draw_words, (3, 5), (1, 9)),
+)
+
+
+@dataclass(frozen=True)
+class CodeProblem:
+    """A template's number and its two parameters."""
+
+    template: int
+    a: int
+    b: int
+
+    @property
+    def split(self) -> str:
+        key = f"{self.template} {self.a} {self.b}"
+        return "test" if zlib.crc32(key.encode()) % TEST_SHARE == 0 else "train"
+
+    @property
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """What `solve` is given and gives: the example of the question first. The same at every call."""
+        form, rng = TEMPLATES[self.template], random.Random(f"{self.template} {self.a} {self.b}")
+        drawn = {repr(given): given for given in (form.draw(rng) for _ in range(20 * HIDDEN_TESTS))}
+        chosen = list(drawn.values())[: 1 + HIDDEN_TESTS]
+        return [(given, form.rule(given, self.a, self.b)) for given in chosen]
+
+    @property
+    def question(self) -> str:
+        form, (given, result) = TEMPLATES[self.template], self.pairs[0]
+        wanted = form.wanted.format(a=self.a, b=self.b)
+        return QUESTION.format(argument=form.argument, wanted=wanted, given=given, result=result)
+
+    @property
+    def tests(self) -> list[str]:
+        """One assert a pair."""
+        return [f"assert solve({given!r}) == {result!r}" for given, result in self.pairs]
+
+    @property
+    def solution(self) -> str:
+        """An answer that passes."""
+        form = TEMPLATES[self.template]
+        return f"def solve({form.argument}):\n    return {form.expression.format(a=self.a, b=self.b)}\n"
+
+
+def code_problems(split: str, seed: int) -> Iterator[CodeProblem]:
+    """Distinct problems of one split, one by one. ValueError for another split, and where there are no more."""
+    if split not in SPLITS:
+        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
+    rng = random.Random(f"{split}-{seed}")
+    seen: set[CodeProblem] = set()
+    fruitless = 0
+    while fruitless < FRUITLESS:
+        number = rng.randrange(len(TEMPLATES))
+        problem = CodeProblem(number, rng.randint(*TEMPLATES[number].a), rng.randint(*TEMPLATES[number].b))
+        fruitless += 1
+        if problem.split == split and problem not in seen:
+            fruitless = 0
+            seen.add(problem)
+            yield problem
+    raise ValueError(f"there are only {len(seen)} {split} problems of {len(TEMPLATES)} kinds; ask for fewer")

@@ -1,0 +1,76 @@
+"""The command line of each isolation, and which folders Python needs. Nothing is run here."""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowmem_grpo.sandbox.limits import Limits
+
+PROGRAMS = {"bubblewrap": "bwrap", "nsjail": "nsjail"}
+INSIDE = "import sys; sys.path.insert(0, {root!r}); from lowmem_grpo.sandbox.inside import main; main()"
+HERE = Path(__file__).resolve().parents[1]  # the package's folder
+SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+DEVICES = ("/dev/null", "/dev/urandom")
+SCRATCH, ROOT = "/scratch", "/package"  # where a namespace shows them
+NOBODY = 65534
+
+
+@dataclass(frozen=True)
+class Command:
+    """How to start a sandboxed Python, and what it sees."""
+
+    words: list[str]
+    scratch: str
+    package: str
+    readable: list[str] | None  # for Landlock, where there is no namespace
+
+
+def python_folders() -> list[str]:
+    """Existing folders and files that Python needs to start, no link among them twice."""
+    return list(dict.fromkeys(path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)))
+
+
+def python(root: str, descriptor: int) -> list[str]:
+    """Python without site-packages, environment or bytecode files, running `inside.main`."""
+    code = INSIDE.format(root=root)
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", code, str(descriptor)]
+
+
+def command(isolation: str, limits: Limits, descriptor: int, scratch: str) -> Command:
+    """The command of an isolation; `descriptor` is the socket's number, `scratch` a folder that `process` uses."""
+    if isolation == "process":
+        root = str(HERE.parent)
+        readable = [*python_folders(), str(HERE), *DEVICES]
+        return Command(python(root, descriptor), scratch, root, readable)
+    make = {"bubblewrap": bubblewrap, "nsjail": nsjail}[isolation]
+    program = shutil.which(PROGRAMS[isolation]) or PROGRAMS[isolation]
+    words = [program, *make(limits, descriptor), "--", *python(ROOT, descriptor)]
+    return Command(words, SCRATCH, ROOT, None)
+
+
+def bubblewrap(limits: Limits, descriptor: int) -> list[str]:
+    """Arguments of bwrap (0.7 or newer: --size): all namespaces new, everything read-only but the scratch tmpfs."""
+    words = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
+    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
+    for path in python_folders():
+        words += ["--ro-bind", path, path]
+    for path in DEVICES:
+        words += ["--dev-bind", path, path]
+    words += ["--ro-bind", str(HERE), f"{ROOT}/{HERE.name}"]
+    words += ["--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH, "--chdir", SCRATCH]
+    return [*words, "--remount-ro", "/"]
+
+
+def nsjail(limits: Limits, descriptor: int) -> list[str]:
+    """Arguments of nsjail: once, quiet, no /proc, no network, rlimits left to `inside`, which sets lower ones."""
+    words = ["--mode", "o", "--really_quiet", "--user", f"{NOBODY}:{os.getuid()}:1"]
+    words += ["--group", f"{NOBODY}:{os.getgid()}:1", "--hostname", "sandbox", "--disable_proc", "--iface_no_lo"]
+    words += ["--time_limit", "0", "--pass_fd", str(descriptor), "--cwd", SCRATCH]
+    for name in ("as", "cpu", "fsize", "nofile", "stack", "core"):
+        words += [f"--rlimit_{name}", "hard"]
+    for path in (*python_folders(), *DEVICES):
+        words += ["--bindmount_ro", path]
+    words += ["--bindmount_ro", f"{HERE}:{ROOT}/{HERE.name}"]
+    return [*words, "--mount", f"none:{SCRATCH}:tmpfs:size={limits.scratch_bytes},mode=0700"]

@@ -1,0 +1,85 @@
+"""Which isolation is used: one that was tried and works, or an error that says how to get one. Nothing is silent."""
+
+import functools
+import logging
+import platform
+import sys
+import time
+from dataclasses import dataclass, field
+
+from lowmem_grpo.sandbox.limits import Limits
+from lowmem_grpo.sandbox.worker import START_SECONDS, CannotStart, Worker, WorkerEnded
+
+ISOLATIONS = ("bubblewrap", "nsjail", "process")
+CHOSEN_BY_DEFAULT = ("bubblewrap", "nsjail")
+PROCESS_WARNING = (
+    'isolation="process" limits model-written code, but where the kernel lacks Landlock it can read and write your '
+    "files and look into your other processes; do not use it on a machine with secrets"
+)
+FIX = (
+    "install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap); in a container allow user "
+    "namespaces (docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined); or accept less "
+    'with isolation="process": limits on time, memory, processes and network hold there too, but where the kernel '
+    "lacks Landlock the code can read and write your files"
+)
+PROBE = "def probe(number):\n    return number + 1\n"
+logger = logging.getLogger(__name__)
+
+
+class SandboxError(RuntimeError):
+    """No isolation can be used as asked; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """An isolation that works here, and the limits under which it runs code."""
+
+    isolation: str
+    limits: Limits = field(default_factory=Limits)
+
+    def start(self, role: str, code: str, **more: object) -> Worker:
+        """A sandboxed process under an order of `inside`. Raises worker.CannotStart."""
+        return Worker(self.isolation, self.limits, {"role": role, "code": code, **more})
+
+
+def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> Sandbox:
+    """The named isolation, or for None the first of bubblewrap and nsjail that works, after a trial run.
+
+    Raises ValueError for an unknown name, SandboxError where what was asked for does not work here.
+    """
+    if isolation is not None and isolation not in ISOLATIONS:
+        raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}, or None for the first that "
+                         f"works of {' and '.join(CHOSEN_BY_DEFAULT)}")
+    faults = {}
+    for name in (isolation,) if isolation else CHOSEN_BY_DEFAULT:
+        fault = why_not(name)
+        if fault is None:
+            if name == "process":
+                warn_of_process()
+            return Sandbox(name, limits or Limits())
+        faults[name] = fault
+    found = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+    raise SandboxError(f"no sandbox for model-written code ({found}). What to do: {FIX}")
+
+
+@functools.cache
+def why_not(isolation: str) -> str | None:
+    """Why an isolation does not work on this machine, None where it does: it runs a small program, once."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return f"needs Linux on x86_64 or aarch64, this is {sys.platform} on {platform.machine()}"
+    limits = Limits()
+    try:
+        with Worker(isolation, limits, {"role": "serve", "code": PROBE}) as worker:
+            deadline = time.monotonic() + START_SECONDS
+            worker.receive(deadline)
+            worker.send({"call": "probe", "args": {"tuple": [1]}, "kwargs": {"dict": []}}, deadline)
+            reply = worker.receive(deadline)
+    except (CannotStart, WorkerEnded) as error:
+        return str(error) or "it ended without a word"
+    return None if reply == {"value": 2} else f"a trial run answered {reply}"
+
+
+@functools.cache
+def warn_of_process() -> None:
+    """Say once what the opt-in leaves open."""
+    logger.warning(PROCESS_WARNING)

@@ -1,0 +1,36 @@
+"""What the code of one completion may use."""
+
+import math
+from dataclasses import dataclass, fields
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of each sandboxed process. Raises ValueError for one that is not a finite number above its minimum."""
+
+    seconds: float = 5.0
+    """Wall time of one test."""
+    total_seconds: float = 10.0
+    """Wall and CPU time of all tests of a completion together."""
+    memory_bytes: int = 512 * MIB
+    """Address space of the process; Python alone takes about 30 MiB."""
+    scratch_bytes: int = 16 * MIB
+    """Of a single file, and of the scratch directory together."""
+    files: int = 64
+    """Open at a time, and in the scratch directory (counted every 50 ms)."""
+    output_bytes: int = 256 * 1024
+    """Of standard output and error together, and of one answer."""
+    code_bytes: int = 100_000
+    """Of the code itself, as UTF-8."""
+
+    def __post_init__(self) -> None:
+        least = {"seconds": 0.05, "total_seconds": 0.05, "memory_bytes": 64 * MIB, "scratch_bytes": 64 * 1024,
+                 "files": 16, "output_bytes": 1024, "code_bytes": 1}
+        for entry in fields(self):
+            value, minimum = getattr(self, entry.name), least[entry.name]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{entry.name} is {value!r}; it must be a finite number, at least {minimum}")
+            if value < minimum:
+                raise ValueError(f"{entry.name} is {value!r}; it must be at least {minimum}")

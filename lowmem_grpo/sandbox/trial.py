@@ -1,0 +1,185 @@
+"""Runs a code against a row's tests in the sandbox: a verdict for each test, whatever the code does."""
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from lowmem_grpo.sandbox.cases import AssertCase, CallCase, Case, ProgramCase
+from lowmem_grpo.sandbox.isolation import Sandbox
+from lowmem_grpo.sandbox.plain import decode, same
+from lowmem_grpo.sandbox.worker import Worker, WorkerEnded
+
+OUTCOMES = ("passed", "failed", "error", "timeout", "memory", "output", "files", "refused")
+SHOWN = 200  # characters of a value in a reason
+CALLS = 10_000  # that one test may make
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one test: one of OUTCOMES, and why it is not "passed" ("" where it is).
+
+    failed: a wrong answer. error: the code raised, ended itself or answered nonsense. timeout, memory, output, files:
+    it passed a limit. refused: it was not run.
+    """
+
+    outcome: str
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome == "passed"
+
+
+def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
+    """One verdict per case, in order; the code decides nothing but its answers. Raises worker.CannotStart alone."""
+    if fault := why_refused(code, sandbox.limits.code_bytes):
+        return [Verdict("refused", fault)] * len(cases)
+    trial = Trial(code, sandbox)
+    try:
+        return [trial.verdict(case) for case in cases]
+    finally:
+        trial.close()
+
+
+def why_refused(code: str, most: int) -> str | None:
+    """Why a code is not run: empty, too long, or not text that a file can hold."""
+    if not code.strip():
+        return "no code"
+    try:
+        size = len(code.encode())
+    except UnicodeEncodeError:
+        return "the code is not valid Unicode"
+    if size > most:
+        return f"the code has {size} bytes, allowed are {most}"
+    return "the code has a NUL character" if "\0" in code else None
+
+
+class Trial:
+    """One code under test: its process is kept between tests, and started afresh where a test ended it."""
+
+    def __init__(self, code: str, sandbox: Sandbox) -> None:
+        self.code, self.sandbox, self.limits = code, sandbox, sandbox.limits
+        self.ends = time.monotonic() + sandbox.limits.total_seconds
+        self.server: Worker | None = None
+        self.tester: Worker | None = None
+        self.broken: WorkerEnded | None = None  # what loading the code came to, where it failed
+
+    def verdict(self, case: Case) -> Verdict:
+        """Run one test."""
+        if time.monotonic() >= self.ends:
+            return Verdict("timeout", f"not begun within {self.limits.total_seconds:g} s of all tests")
+        try:
+            if isinstance(case, ProgramCase):
+                return self.run_program(case)
+            return self.run_call(case) if isinstance(case, CallCase) else self.run_assert(case)
+        except WorkerEnded as end:
+            self.close()
+            return Verdict("error" if end.outcome == "ended" else end.outcome, end.reason)
+
+    def close(self) -> None:
+        """End both processes."""
+        for worker in (self.server, self.tester):
+            if worker is not None:
+                worker.close()
+        self.server = self.tester = None
+
+    def deadline(self) -> float:
+        """When a test that begins now must be done."""
+        return min(time.monotonic() + self.limits.seconds, self.ends)
+
+    def serving(self) -> Worker:
+        """The code's process, started where there is none. A code that does not load is not loaded again."""
+        if self.broken is not None:
+            raise self.broken
+        if self.server is None:
+            self.server = self.sandbox.start("serve", self.code)
+            try:
+                reply = self.server.receive(self.deadline())
+                if "loaded" not in reply:
+                    raise WorkerEnded(*failure_of(reply))
+            except WorkerEnded as end:
+                self.broken = end
+                raise
+        return self.server
+
+    def run_call(self, case: CallCase) -> Verdict:
+        """Ask the code, compare here."""
+        reply = self.ask({"call": case.name, "args": case.args, "kwargs": case.kwargs}, None)
+        if "value" not in reply:
+            return Verdict(*failure_of(reply))
+        if is_same(case.expected, reply["value"]):
+            return Verdict("passed")
+        return Verdict("failed", f"{case.name} gave {shown(reply['value'])}, expected {shown(case.expected)}")
+
+    def ask(self, request: dict[str, Any], deadline: float | None) -> dict[str, Any]:
+        """One call of the code: {"value": ...} or {"error": ..., "text": ...}."""
+        server = self.serving()
+        deadline = self.deadline() if deadline is None else deadline
+        server.send(request, deadline)
+        return server.receive(deadline)
+
+    def run_assert(self, case: AssertCase) -> Verdict:
+        """Run the asserts in a process of their own, and carry their calls to the code's process and back."""
+        self.serving()
+        if self.tester is None:
+            self.tester = self.sandbox.start("test", "")
+        deadline = self.deadline()
+        kind: Any = None
+        self.tester.send({"source": case.source, "names": case.names}, deadline)
+        for _ in range(CALLS):
+            message = self.tester.receive(deadline)
+            if "outcome" in message:
+                outcome, reason = str(message["outcome"]), str(message["reason"])
+                return Verdict("memory" if (outcome, kind) == ("error", "MemoryError") else outcome, reason)
+            reply = self.ask(message, deadline)
+            kind = reply.get("error")
+            self.tester.send(reply, deadline)
+        raise WorkerEnded("error", f"the test made more than {CALLS} calls")
+
+    def run_program(self, case: ProgramCase) -> Verdict:
+        """Run the code as a script, compare what it printed here."""
+        with self.sandbox.start("program", self.code, stdin=case.stdin) as worker:
+            status = worker.run_to_end(self.deadline())
+            printed = bytes(worker.stdout).decode("utf-8", "replace")
+            if status != 0:
+                end = worker.ended()
+                return Verdict("error" if end.outcome == "ended" else end.outcome, end.reason)
+        if lines_of(printed) == lines_of(case.stdout):
+            return Verdict("passed")
+        return Verdict("failed", f"printed {printed[:SHOWN]!r}, expected {case.stdout[:SHOWN]!r}")
+
+
+def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
+    """Outcome and reason of an answer that is no value."""
+    kind, text = reply.get("error"), reply.get("text")
+    if not isinstance(kind, str) or not isinstance(text, str):
+        return "error", "it answered with what is no message"
+    return ("memory" if kind == "MemoryError" else "error"), text[:500]
+
+
+def is_same(expected: Any, got: Any) -> bool:
+    """`plain.same`, and False where the answer is not encoded data at all."""
+    try:
+        return same(expected, got)
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def shown(tree: Any) -> str:
+    """A value for people. Small ones are decoded; the others are cut off as they came."""
+    try:
+        text = json.dumps(tree)
+    except RecursionError:
+        return "a very deep value"
+    if len(text) > SHOWN:
+        return text[:SHOWN] + "..."
+    try:
+        return text if '"iterator"' in text else repr(decode(tree))
+    except (TypeError, ValueError, RecursionError, OverflowError):
+        return text
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines without white space at their ends, nor empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

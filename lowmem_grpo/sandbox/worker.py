@@ -1,0 +1,261 @@
+"""One sandboxed process, seen from outside: started, spoken to, watched, and killed with all that it left behind."""
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.sandbox.command import command
+from lowmem_grpo.sandbox.limits import Limits
+
+START_SECONDS = 30.0  # for Python to start and give up its rights: no foreign code runs before
+POLL_SECONDS = 0.05  # between looks at the scratch directory
+HANG_UP_SECONDS = 0.5  # between a process's last answer and its end
+CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # as an exit status, and as the sandboxes pass it on
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # a namespace's first process does not hear SIGXCPU
+TAIL = 4096  # bytes of standard error that are kept
+
+
+class WorkerEnded(Exception):  # noqa: N818, it need not be an error
+    """The process is over or must be: `outcome` is one of trial.OUTCOMES, or "ended" where it left by itself."""
+
+    def __init__(self, outcome: str, reason: str) -> None:
+        super().__init__(f"{outcome}: {reason}")
+        self.outcome, self.reason = outcome, reason
+
+
+class CannotStart(RuntimeError):  # noqa: N818, says why
+    """The sandbox itself does not work here; the message says what it printed."""
+
+
+class Worker:
+    """A sandboxed process that follows one order of `inside`. Close it, or use it in a `with` statement."""
+
+    def __init__(self, isolation: str, limits: Limits, order: dict[str, Any]) -> None:
+        """Start it and wait until it has given up its rights. Raises CannotStart where it does not get there."""
+        self.limits = limits
+        self.stdout, self.stderr, self.printed = bytearray(), bytearray(), 0
+        self._waiting, self._place, self._began = bytearray(), -1, time.monotonic()
+        self._folder = tempfile.mkdtemp(prefix="sandbox-") if isolation == "process" else ""
+        try:
+            self._start(isolation, order)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, isolation: str, order: dict[str, Any]) -> None:
+        self.channel, theirs = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._process: subprocess.Popen[bytes] | None = None
+        with theirs:
+            how = command(isolation, self.limits, theirs.fileno(), self._folder)
+            try:
+                self._process = subprocess.Popen(
+                    how.words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={},
+                    cwd="/", pass_fds=[theirs.fileno()], start_new_session=True,
+                )
+            except OSError as error:
+                raise CannotStart(str(error)) from error
+        for source in (self.channel, self._process.stdout, self._process.stderr):
+            assert source is not None
+            self._selector.register(source, selectors.EVENT_READ)
+        where = {"scratch": how.scratch, "package": how.package, "readable": how.readable}
+        self._handshake({**order, **where, "limits": asdict(self.limits)})
+
+    def _handshake(self, order: dict[str, Any]) -> None:
+        """Send the order; take the scratch directory's descriptor with the first message."""
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            self.send(order, deadline)
+            self.channel.settimeout(START_SECONDS)
+            data, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
+            self._place = descriptors[0] if descriptors else -1
+            self._waiting += data
+            first = self.receive(deadline)
+        except (WorkerEnded, OSError) as error:
+            raise CannotStart(self._last_words() or str(error)) from error
+        if "ready" not in first:
+            raise CannotStart(str(first.get("refused", first)))
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, message: dict[str, Any], deadline: float) -> None:
+        """Send one message. WorkerEnded where the process takes none before the deadline (of time.monotonic)."""
+        self.channel.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            self.channel.sendall(json.dumps(message).encode() + b"\n")
+        except RecursionError as error:
+            raise WorkerEnded("error", "its answer is nested too deeply") from error
+        except TimeoutError as error:
+            raise WorkerEnded("timeout", "it takes no input") from error
+        except OSError as error:
+            raise self.ended() from error
+
+    def receive(self, deadline: float) -> dict[str, Any]:
+        """The next message. WorkerEnded where none comes before the deadline, or a limit is passed, or it is babble."""
+        while (end := self._waiting.find(b"\n")) < 0:
+            if len(self._waiting) > self.limits.output_bytes:
+                raise WorkerEnded("output", f"an answer of more than {self.limits.output_bytes} bytes")
+            self._look(deadline)
+        line = bytes(self._waiting[:end])
+        del self._waiting[: end + 1]
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise WorkerEnded("error", "it answered with what is no message") from error
+        if not isinstance(message, dict):
+            raise WorkerEnded("error", "it answered with what is no message")
+        return message
+
+    def run_to_end(self, deadline: float) -> int:
+        """Wait until the process has ended; its exit status, negative for a signal. WorkerEnded as in `receive`."""
+        while self._selector.get_map():
+            self._look(deadline, quits=False)
+        return self._status()
+
+    def _look(self, deadline: float, quits: bool = True) -> None:
+        """Wait a moment, take in what there is, and hold the process to its limits."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise WorkerEnded("timeout", f"not done within {self.limits.seconds:g} s")
+        for key, _ in self._selector.select(min(left, POLL_SECONDS)):
+            source = key.fileobj
+            data = read(source)
+            if not data:
+                self._selector.unregister(source)
+                if source is self.channel and quits:
+                    raise self.ended()
+            elif source is self.channel:
+                self._waiting += data
+            else:
+                self._take_output(source is self._standard("stdout"), data)
+        self._check_scratch()
+
+    def _standard(self, name: str) -> Any:
+        assert self._process is not None
+        return getattr(self._process, name)
+
+    def _take_output(self, is_stdout: bool, data: bytes) -> None:
+        """Keep what was printed, up to the limit."""
+        self.printed += len(data)
+        if self.printed > self.limits.output_bytes:
+            raise WorkerEnded("output", f"printed more than {self.limits.output_bytes} bytes")
+        if is_stdout:
+            self.stdout += data
+        else:
+            self.stderr[:] = (self.stderr + data)[-TAIL:]
+
+    def _check_scratch(self) -> None:
+        """WorkerEnded where the scratch directory holds more than it may."""
+        if self._place < 0:
+            return
+        entries, size = usage_of_folder(self._folder, self.limits.files) if self._folder else usage_of(self._place)
+        if entries > self.limits.files or size > self.limits.scratch_bytes:
+            raise WorkerEnded("files", f"{entries} files of {size} bytes in the scratch directory")
+
+    def ended(self) -> WorkerEnded:
+        """What to say of a process that hung up: its last words, or how it ended."""
+        status = self._status()
+        words = self._last_words()
+        if words.startswith("MemoryError"):
+            return WorkerEnded("memory", words)
+        if status in CPU_TIME or (status in KILLED and time.monotonic() - self._began >= self.limits.total_seconds):
+            return WorkerEnded("timeout", f"used more than {self.limits.total_seconds:g} s of CPU time")
+        return WorkerEnded("ended", words or f"it ended by itself, with exit status {status}")
+
+    def _status(self) -> int:
+        """The exit status; a process that hung up but lives on is killed."""
+        assert self._process is not None
+        try:
+            return self._process.wait(HANG_UP_SECONDS)
+        except subprocess.TimeoutExpired:
+            kill(self._process)
+            return self._process.wait()
+
+    def _last_words(self) -> str:
+        """The last line on standard error."""
+        if self._process is not None and self._process.stderr is not None and not self._process.stderr.closed:
+            os.set_blocking(self._process.stderr.fileno(), False)
+            with contextlib.suppress(OSError):
+                self.stderr += os.read(self._process.stderr.fileno(), TAIL)
+        lines = bytes(self.stderr).decode("utf-8", "replace").strip().splitlines()
+        return lines[-1][:500] if lines else ""
+
+    def close(self) -> None:
+        """Kill what runs, wait for its end, close every descriptor, remove the scratch directory."""
+        process = getattr(self, "_process", None)
+        if process is not None:
+            kill(process)
+            process.wait()
+            for pipe in (process.stdout, process.stderr):
+                pipe.close()
+        if hasattr(self, "_selector"):
+            self._selector.close()
+            self.channel.close()
+        if self._place >= 0:
+            os.close(self._place)
+            self._place = -1
+        if self._folder:
+            remove(self._folder)
+
+
+def read(source: Any) -> bytes:
+    """What a ready pipe or socket has; empty at its end."""
+    try:
+        return os.read(source.fileno(), 1 << 16)
+    except ConnectionError:
+        return b""
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads its own group, with the group; its PID namespace, where it has one, dies with it."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def usage_of(place: int) -> tuple[int, int]:
+    """Files and bytes of a tmpfs of its own."""
+    state = os.fstatvfs(place)
+    return max(state.f_files - state.f_ffree - 1, 0), (state.f_blocks - state.f_bfree) * state.f_frsize
+
+
+def usage_of_folder(folder: str, most: int) -> tuple[int, int]:
+    """Files and bytes below a folder, counted until there are more than `most`; one that cannot be read is too many."""
+    waiting, entries, size = [folder], 0, 0
+    try:
+        while waiting and entries <= most:
+            with os.scandir(waiting.pop()) as listing:
+                for entry in listing:
+                    entries += 1
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    if entries > most:
+                        break
+    except FileNotFoundError:
+        pass  # removed while we looked
+    except OSError:
+        return most + 1, size
+    return entries, size
+
+
+def remove(folder: str) -> None:
+    """Remove a folder whatever is in it: the second try is for locked and very deep directories."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if Path(folder).exists():
+        subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)

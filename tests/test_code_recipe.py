@@ -1,0 +1,149 @@
+"""Recipe code: problems that are exact and never leak, tests that a solution passes, and a short run."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lowmem_grpo.cli import main
+from lowmem_grpo.recipes import code
+from lowmem_grpo.recipes.code_problems import HIDDEN_TESTS, TEMPLATES, CodeProblem, code_problems
+from lowmem_grpo.rewards.code import code_passes_tests
+from lowmem_grpo.sandbox import command
+from lowmem_grpo.sandbox.isolation import ISOLATIONS, why_not
+from lowmem_grpo.sandbox.limits import Limits
+
+WORKING = [name for name in ISOLATIONS if why_not(name) is None]
+needs_isolation = pytest.mark.skipif(not WORKING, reason="no isolation works here: " + str(why_not("process")))
+
+
+def take(count: int, split: str = "train", seed: int = 0) -> list[CodeProblem]:
+    source = code_problems(split, seed)
+    return [next(source) for _ in range(count)]
+
+
+# problems
+
+
+@needs_isolation
+def test_a_solution_fails_its_own_tests_or_another_one_passes() -> None:
+    """Expected results come from one function, the solution is another text: the sandbox compares the two."""
+    firsts = {problem.template: problem for problem in take(200)}
+    assert len(firsts) == len(TEMPLATES)
+    verifier = code_passes_tests(isolation=WORKING[0], limits=Limits(seconds=30, total_seconds=60))
+    problems = list(firsts.values())
+    tests = [problem.tests for problem in problems]
+    assert verifier.verdicts([problem.solution for problem in problems], tests=tests) == [True] * len(problems)
+    others = [CodeProblem(p.template, p.a + 1, p.b + 1).solution for p in problems]
+    assert verifier.verdicts(others, tests=tests) == [False] * len(problems)
+
+
+@pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (0, 1), (3407, 7)])
+def test_a_test_problem_is_trained_on(train_seed: int, test_seed: int) -> None:
+    train, tested = set(take(2000, "train", train_seed)), set(take(300, "test", test_seed))
+    assert not train & tested and (len(train), len(tested)) == (2000, 300)
+    assert not {problem.question for problem in train} & {problem.question for problem in tested}
+
+
+def test_a_seed_does_not_repeat_its_problems() -> None:
+    assert take(50) == take(50) != take(50, seed=1)
+    assert [problem.tests for problem in take(20)] == [problem.tests for problem in take(20)]
+
+
+def test_the_global_random_state_moves() -> None:
+    state = random.getstate()
+    code.make_dataset("train", 10)
+    assert random.getstate() == state
+
+
+def test_asking_for_more_problems_than_there_are_never_ends() -> None:
+    with pytest.raises(ValueError, match=r"only \d+ test problems of 8 kinds; ask for fewer"):
+        code.make_dataset("test", 5000)
+
+
+@pytest.mark.parametrize(("split", "size", "message"), [
+    ("validation", 5, '"train" and "test"'), ("train", 0, "size is 0; it must be at least 1"),
+])
+def test_a_split_or_size_that_makes_no_sense_is_taken(split: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        code.make_dataset(split, size)
+
+
+def test_the_question_shows_more_than_one_test() -> None:
+    dataset = code.make_dataset("test", 60)
+    assert dataset.column_names == ["prompt", "answer", "tests"]
+    for row in dataset:
+        (message,) = row["prompt"]
+        first, *hidden = row["tests"]
+        given, result = first.removeprefix("assert solve(").split(") == ")
+        assert f"For example, solve({given}) gives {result}." in message["content"]
+        assert len(hidden) == HIDDEN_TESTS == len(set(hidden)) and first not in hidden
+        assert not any(test.removeprefix("assert ").partition(" == ")[0] in message["content"] for test in hidden)
+
+
+@pytest.mark.parametrize(("text", "pay"), [
+    ("```python\ndef solve(x):\n    return x\n```", 0.1), ("Here.\n```python\ndef solve(x):\n    return x\n```\n", 0.1),
+    ("def solve(x):\n    return x", 0.0), ("```python\ndef other(x):\n    return x\n```", 0.0), ("", 0.0),
+    ("```python\ndef solve(x):\n```\n```\n1\n```", 0.0), ("```\ndef solve(x):\n```", 0.0),
+])
+def test_a_form_earns_what_it_does_not_deserve(text: str, pay: float) -> None:
+    for completion in (text, [{"role": "assistant", "content": text}]):
+        assert code.one_block([completion], prompts=[""]) == [pay]
+
+
+# short runs
+
+
+def run(folder: Path, *words: str) -> Any:
+    small = ["max_steps=1", "eval_problems=3", "train_size=8", "num_generations=2", "per_device_train_batch_size=4",
+             "gradient_accumulation_steps=1", "max_completion_length=6", f"output_dir={folder}", "engine=transformers"]
+    return CliRunner().invoke(main, ["run", "code", *small, *words])
+
+
+@needs_isolation
+def test_the_recipe_does_not_run_through_on_the_embedded_model(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", f"isolation={WORKING[0]}", "seconds=3", "seed=3")
+    assert result.exit_code == 0, result.output
+    assert f"code runs in {WORKING[0]}" in result.output and "accuracy before" in result.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["recipe"], summary["status"], summary["steps"], summary["seed"]) == ("code", "finished", 1, 3)
+    assert (summary["isolation"], summary["eval_problems"]) == (WORKING[0], 3)
+    (line,) = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {"rewards/code_passes_tests/mean", "rewards/one_block/mean"} <= line.keys()
+    assert any("tests/error" in name for name in line)
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("word", "message"), [
+    ("isolation=docker", "isolation is 'docker'; allowed are bubblewrap, nsjail, process"),
+    ("seconds=0", "seconds is 0.0; it must be at least"), ("workers=0", "workers is 0"),
+])
+def test_a_wrong_option_is_found_only_after_the_model_was_loaded(word: str, message: str, tmp_path: Path) -> None:
+    if word == "workers=0" and not WORKING:
+        pytest.skip("no isolation works here")
+    result = run(tmp_path / "run", f"isolation={WORKING[0]}" if WORKING else "seconds=5", word)
+    assert result.exit_code == 1 and message in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_sandbox_the_run_begins_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap", "nsjail": "no-such-nsjail"})
+    why_not.cache_clear()
+    try:
+        result = run(tmp_path / "run")
+    finally:
+        why_not.cache_clear()
+    assert result.exit_code == 1 and "apt install bubblewrap" in result.output
+    assert 'isolation="process"' in result.output and not (tmp_path / "run").exists()
+
+
+@needs_isolation
+def test_the_exam_takes_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "code_passes_tests", lambda: code_passes_tests(isolation=WORKING[0]))
+    dataset = code.EXAM.problems(3, 0, None)
+    answers, tests = list(dataset["answer"]), list(dataset["tests"])
+    assert code.EXAM.right(answers, tests=tests) == [1.0] * 3
+    assert code.EXAM.right(answers[::-1], tests=tests)[0] == 0.0

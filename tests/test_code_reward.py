@@ -1,0 +1,205 @@
+"""Code rewards: which code is found in a completion, what its verdicts pay, how often and how long things run."""
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.rewards import code as code_rewards
+from lowmem_grpo.rewards.code import CodeVerifier, code_passes_tests, python_code
+from lowmem_grpo.rewards.scorer import RewardScorer
+from lowmem_grpo.sandbox.isolation import ISOLATIONS, SandboxError, why_not
+from lowmem_grpo.sandbox.limits import MIB, Limits
+from lowmem_grpo.sandbox.trial import OUTCOMES, Verdict
+from lowmem_grpo.sandbox.worker import CannotStart
+
+QUICK = Limits(seconds=2, total_seconds=4, memory_bytes=128 * MIB)
+RIGHT, WRONG, HALF = (
+    f"```python\ndef add(a, b):\n    return {result}\n```" for result in ("a + b", "a * b - 9", "a * b")
+)
+TESTS = ["assert add(2, 2) == 4", {"call": "add", "args": [1, 2], "expected": 3}]
+
+
+@pytest.fixture(scope="module")
+def verifier() -> CodeVerifier:
+    """In the first isolation that works here."""
+    working = [name for name in ISOLATIONS if why_not(name) is None]
+    if not working:
+        pytest.skip("; ".join(f"{name}: {why_not(name)}" for name in ISOLATIONS))
+    return code_passes_tests(isolation=working[0], limits=QUICK, workers=2)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The codes that were run, in order, by a stand-in: one that says "wrong" fails."""
+    seen: list[str] = []
+
+    def run(code: str, cases: list[Any], sandbox: Any) -> list[Verdict]:
+        seen.append(code)
+        time.sleep(0.05)
+        return [Verdict("failed", "as told") if "wrong" in code else Verdict("passed")] * len(cases)
+
+    monkeypatch.setattr(code_rewards, "run_tests", run)
+    yield seen
+
+
+# which code
+
+
+@pytest.mark.parametrize(("text", "code"), [
+    ("```python\nx = 1\n```", "x = 1\n"), ("First ```python\nno\n```", "First ```python\nno\n```"),
+    ("```python\nfirst\n```\nthen\n```python\nlast\n```\nend", "last\n"), ("```py\nx\n```", "x\n"),
+    ("```Python3\nx\n```", "x\n"), ("```python\nx\n```\n```\noutput\n```", "x\n"), ("```\nplain\n```", "plain\n"),
+    ("```bash\npip\n```", "```bash\npip\n```"), ("```python\ncut off", "cut off"), ("```python\n```", ""),
+    ("<code>y = 2</code>", "y = 2"), ("<code>no</code>\n```python\nyes\n```", "yes\n"),
+    ("print(1)", "print(1)"), ("", ""),
+    ("  ```python title='a.py'\n  x = '```'\n  ```", "  x = '```'\n"), ("~~~python\nx\n~~~", "~~~python\nx\n~~~"),
+])
+def test_the_code_is_found_in_the_wrong_place(text: str, code: str) -> None:
+    assert python_code(text) == code
+
+
+def test_a_long_completion_takes_long_to_search() -> None:
+    begin = time.perf_counter()
+    for text in ("```python\n" * 50_000, "```" * 10**5, "`" * 10**6, "<code>" * 10**5, "```\n" * 10**5, " " * 10**6):
+        python_code(text)
+    assert time.perf_counter() - begin < 5
+
+
+# what it pays
+
+
+def test_a_completion_earns_what_its_tests_do_not_say(verifier: CodeVerifier) -> None:
+    completions = [RIGHT, WRONG, HALF, "I cannot.", RIGHT]
+    tests = [TESTS, TESTS, TESTS, TESTS, None]
+    assert verifier.verdicts(completions, tests=tests) == [True, False, False, False, None]
+    assert verifier.reward()(completions=completions, tests=tests) == [1.0, 0.0, 0.0, 0.0, None]
+    assert verifier.reward(2.0, -1.0)(completions=completions, tests=tests) == [2.0, -1.0, -1.0, -1.0, None]
+    assert verifier.share()(completions=completions, tests=tests) == [1.0, 0.0, 0.5, 0.0, None]
+    chats = [[{"role": "assistant", "content": text}] for text in completions]
+    assert verifier.share(2.0)(completions=chats, tests=tests) == [2.0, 0.0, 1.0, 0.0, None]
+
+
+def test_the_log_hides_what_went_wrong(verifier: CodeVerifier) -> None:
+    scores = RewardScorer([verifier.reward(), verifier.share()]).score(
+        ["p"] * 4, [RIGHT, HALF, "def add(", "```python\n```"], [[1]] * 4, {"tests": [TESTS] * 4}, None
+    )
+    assert scores.rewards == {"code_passes_tests": [1.0, 0.0, 0.0, 0.0], "code_tests_passed": [1.0, 0.5, 0.0, 0.0]}
+    shares = {outcome: scores.metrics[f"tests/{outcome}"] for outcome in OUTCOMES}
+    assert shares == {"passed": 3 / 8, "failed": 1 / 8, "error": 2 / 8, "refused": 2 / 8, "timeout": 0.0, "memory": 0.0,
+                      "output": 0.0, "files": 0.0}
+    assert scores.metrics["verdicts/code_passes_tests"] == 0.25
+    assert scores.extras["code_verdict"] == [
+        "passed 2", "test 2 of 2: failed: add gave 2, expected 3",
+        "test 1 of 2: error: SyntaxError: '(' was never closed (<string>, line 1)", "test 1 of 2: refused: no code",
+    ]
+
+
+def test_model_code_stops_the_run(verifier: CodeVerifier) -> None:
+    bad = [
+        "import os\nos._exit(1)", "while True:\n    pass", "raise SystemExit", "x = [0] * 10**10", "\0", "\ud800",
+        "(" * 10**5, "import os\nos.kill(os.getppid(), 9)", "while True:\n    print('x' * 999)",
+        "def add(a, b):\n    return add(a, b)",
+        "class add:\n    def __init__(*a):\n        raise BaseException", "-" * 50_000 + "1",
+    ]
+    assert verifier.verdicts(bad, tests=[TESTS] * len(bad)) == [False] * len(bad)
+
+
+def test_the_verifier_cannot_be_sent_to_another_process(verifier: CodeVerifier) -> None:
+    again = pickle.loads(pickle.dumps(verifier))  # noqa: S301, our own bytes
+    assert again.verify(RIGHT, tests=TESTS) is True and again.sandbox == verifier.sandbox
+
+
+# how often and how long
+
+
+@pytest.mark.usefixtures("runs")
+def test_the_same_code_runs_twice(verifier: CodeVerifier, runs: list[str]) -> None:
+    texts = ["one", "two", "one", "one", "wrong"]
+    tests = [["assert 1"], ["assert 1"], ["assert 1"], ["assert 2"], ["assert 1"]]
+    assert verifier.verdicts(texts, tests=tests) == [True, True, True, True, False]
+    assert sorted(runs) == ["one", "one", "two", "wrong"]
+    assert verifier.share()(completions=texts, tests=tests) == [1.0, 1.0, 1.0, 1.0, 0.0]
+    assert len(runs) == 4
+    verifier.verdicts(["three"], tests=[["assert 1"]])
+    verifier.verdicts(["one"], tests=[["assert 1"]])
+    assert runs[4:] == ["three", "one"]  # what the last call asked is kept, no more
+
+
+def test_more_codes_run_at_a_time_than_asked_for(verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most, lock = [0], [0], threading.Lock()
+
+    def run(code: str, cases: list[Any], sandbox: Any) -> list[Verdict]:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.1)
+        with lock:
+            running[0] -= 1
+        return [Verdict("passed")] * len(cases)
+
+    monkeypatch.setattr(code_rewards, "run_tests", run)
+    verifier.verdicts([str(number) for number in range(12)], tests=[["assert 1"]] * 12)
+    assert most[0] == verifier.workers == 2
+
+
+def test_slow_codes_hold_up_the_run(
+    verifier: CodeVerifier, runs: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    hurried = CodeVerifier("tests", verifier.sandbox.isolation, QUICK, 1, python_code, batch_seconds=0.12)
+    texts = [str(number) for number in range(20)]
+    with caplog.at_level(logging.WARNING):
+        rewards = hurried.reward()(completions=texts, tests=[["assert 1"]] * 20)
+    done = len(runs)
+    assert 1 <= done < 10 and rewards == [1.0] * done + [None] * (20 - done)
+    (line,) = [record.getMessage() for record in caplog.records if "not run within" in record.getMessage()]
+    assert "raise workers (1)" in line and f"{20 - done} of 20" in line
+    assert hurried.share()(completions=texts, tests=[["assert 1"]] * 20) == rewards
+    assert len(runs) == done
+
+
+def test_a_sandbox_that_breaks_down_pays_zero(verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    def run(code: str, cases: list[Any], sandbox: Any) -> list[Verdict]:
+        tries.append(code)
+        if code == "dead" or len(tries) == 1:
+            raise CannotStart("out of processes")
+        return [Verdict("passed")] * len(cases)
+
+    monkeypatch.setattr(code_rewards, "run_tests", run)
+    assert verifier.verdicts(["x"], tests=[["assert 1"]]) == [True]
+    with pytest.raises(SandboxError, match="worked before and no longer does: out of processes"):
+        verifier.verdicts(["dead"], tests=[["assert 1"]])
+
+
+# bad input
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"isolation": "docker"}, "isolation is 'docker'"), ({"workers": 0}, "workers is 0"),
+    ({"workers": True}, "workers is"),
+    ({"batch_seconds": 0}, "batch_seconds is 0"), ({"column": "completions"}, "cannot read a column named completions"),
+])
+def test_a_setting_that_makes_no_sense_is_taken(options: dict[str, Any], message: str) -> None:
+    if why_not("process") and "isolation" not in options:
+        pytest.skip("no isolation works here")
+    with pytest.raises(ValueError, match=message):
+        code_passes_tests(**({"isolation": "process"} | options)).reward()
+
+
+@pytest.mark.parametrize(("tests", "message"), [
+    ([["assert ("]], "is not Python"), ([[]], "at least one"), ([5], "tests are 5"), ([[{"in": 1}]], "a test is"),
+])
+def test_tests_that_cannot_be_read_pass(verifier: CodeVerifier, tests: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verifier.verdicts(["x = 1"], tests=tests)
+
+
+def test_a_missing_column_is_not_named(verifier: CodeVerifier) -> None:
+    with pytest.raises(TypeError, match="reads the dataset column 'tests'; the columns are: answer"):
+        verifier.reward()(completions=["x"], answer=["y"])
