@@ -21,6 +21,7 @@ METRICS = {
     "reward, reward_std": "the weighted sum of the rewards, over the completions of the step",
     "rewards/NAME/mean, rewards/NAME/std": "one reward function, over the completions that it scored",
     "rewards/NAME/invalid": "completions for which it gave NaN or infinity",
+    "verdicts/NAME": "share of completions that a verifier calls right, of those that it could judge",
     "frac_reward_zero_std": "share of groups whose completions all earned the same",
     "groups/total, groups/with_signal, groups/signal_share": "groups trained on, and those with an advantage",
     "completions/mean_length, completions/min_length, completions/max_length": "tokens of a completion",

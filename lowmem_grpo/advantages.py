@@ -19,6 +19,12 @@ def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     return (rewards * weights).nansum(-1).masked_fill(unscored, torch.nan)
 
 
+def without_metrics_alone(rewards: Tensor, weights: Tensor) -> Tensor:
+    """The rewards (..., R), NaN for completions that functions of weight 0 alone scored: these are metrics, which move
+    nothing."""
+    return rewards.masked_fill((rewards.isnan() | (weights == 0)).all(-1, keepdim=True), torch.nan)
+
+
 def centered(rewards: Tensor) -> Tensor:
     """Rewards (P, G) less their group's mean; exactly 0 in a group without spread, whatever the mean rounded to."""
     highest, lowest = rewards.nan_to_num(nan=-torch.inf).amax(-1), rewards.nan_to_num(nan=torch.inf).amin(-1)
@@ -230,8 +236,8 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
     """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of equally large groups."""
     rows = [[[rollout.rewards[name] for name in names] for rollout in group.rollouts] for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]
-    table = torch.tensor(scored, dtype=torch.float64)  # (P, G, R)
     weights = torch.tensor(settings.reward_weights or [1.0] * len(names), dtype=torch.float64)
+    table = without_metrics_alone(torch.tensor(scored, dtype=torch.float64), weights)  # (P, G, R)
     baselines = None
     if settings.advantage_estimator == "remax":
         missing = [torch.nan if group.baseline is None else group.baseline for group in groups]

@@ -53,9 +53,12 @@ def figures(rows: list[Record]) -> list[Record]:
     """The charts that have data: their words, and their plotly traces."""
     names = sorted({match[1] for row in rows for key in row if (match := re.fullmatch(r"rewards/(.+)/mean", key))})
     functions = Chart("Reward functions", "mean of each", {f"rewards/{name}/mean": name for name in names})
+    verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
+    verdicts = Chart("Verified right", "share of completions, whatever that pays",
+                     {f"verdicts/{name}": name for name in verifiers}, format=".0%", from_zero=True)
     drawn = [(Chart("Reward", "mean ± one standard deviation", {}), reward_traces(rows))]
     drawn += [(chart, [line(rows, key, name, chart) for key, name in chart.lines.items() if points(rows, key)])
-              for chart in (functions, *CHARTS)]
+              for chart in (functions, verdicts, *CHARTS)]
     return [{**asdict(chart), "traces": traces} for chart, traces in drawn if traces]
 
 

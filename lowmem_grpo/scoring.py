@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from lowmem_grpo.advantages import assign_advantages, combine_rewards
+from lowmem_grpo.advantages import assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import is_chat
@@ -20,15 +20,17 @@ def score_groups(
 ) -> dict[str, float]:
     """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged.
 
-    A reward that is NaN or infinite is None and stands in `invalid_rewards`: a step does not train on such rollouts.
+    A reward that is NaN or infinite is None and stands in `invalid_rewards`: a step does not train on such rollouts,
+    unless its function has the weight 0 and is a metric alone.
     """
     scores = call(scorer, groups, state)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for name, values in scores.rewards.items():
         for rollout, value in zip(rollouts, values, strict=True):
             rollout.rewards[name] = value
-    for rollout, *returned in zip(rollouts, *scores.returned.values(), strict=True):
-        given = zip(scores.returned, returned, strict=True)
+    paying = {name: scores.returned[name] for name, weight in zip(scorer.names, scorer.weights, strict=True) if weight}
+    for rollout, *returned in zip(rollouts, *paying.values(), strict=True):
+        given = zip(paying, returned, strict=True)
         rollout.invalid_rewards = {name: v for name, v in given if v is not None and not math.isfinite(v)}
     for name, values in scores.extras.items():
         for rollout, value in zip(rollouts, values, strict=True):
@@ -37,8 +39,8 @@ def score_groups(
     for name, count in scores.invalid.items():
         if count:
             logger.warning(
-                "reward %s gave NaN or infinity for %d completions: no step is made on their groups. "
-                'For "no reward" a function returns None', name, count,
+                'reward %s gave NaN or infinity for %d completions: %s. For "no reward" a function returns None',
+                name, count, "no step is made on their groups" if name in paying else "its weight is 0, so they count",
             )
     return scores.metrics | {f"rewards/{name}/invalid": float(count) for name, count in scores.invalid.items()}
 
@@ -58,8 +60,9 @@ def set_baselines(
         if count:
             logger.warning("reward %s gave NaN or infinity for %d greedy completions: no baseline of it", name, count)
     columns = [[torch.nan if value is None else value for value in scores.rewards[name]] for name in scorer.names]
-    table = torch.tensor(columns, dtype=torch.float64).T  # (P, R)
-    sums = combine_rewards(table[:, None], torch.tensor(scorer.weights, dtype=torch.float64))
+    weights = torch.tensor(scorer.weights, dtype=torch.float64)
+    table = without_metrics_alone(torch.tensor(columns, dtype=torch.float64).T, weights)  # (P, R)
+    sums = combine_rewards(table[:, None], weights)
     waiting = [group for group in groups if group.baseline is None]
     for group, reward in zip(waiting, sums.flatten().tolist(), strict=True):
         group.baseline = None if reward != reward else reward

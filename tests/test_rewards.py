@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from lowmem_grpo.callbacks import TrainerState
+from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.rewards import (
     SYSTEM_PROMPT,
     RewardError,
@@ -31,6 +33,8 @@ from lowmem_grpo.rewards import (
     strict_format_reward_func,
     xmlcount_reward_func,
 )
+from lowmem_grpo.scoring import score_groups
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -116,6 +120,11 @@ def test_a_wrong_number_of_weights_is_refused_and_the_default_is_one_each() -> N
     assert RewardScorer([int_reward_func, int_reward_func], None, 1.0).weights == [1.0, 1.0]
 
 
+def test_weights_that_pay_nothing_are_taken() -> None:
+    with pytest.raises(ValueError, match=r"reward_weights is \[0\.0, 0\.0\]: nothing pays; weight 0 only logs"):
+        RewardScorer([int_reward_func, int_reward_func], [0, 0.0])
+
+
 # What a function is called with
 
 
@@ -196,6 +205,25 @@ def test_numbers_of_any_library_become_floats(result: Any) -> None:
     assert rewards == [1.0, 0.0, 2.0] and all(type(value) is float for value in rewards)
 
 
+@pytest.mark.parametrize(("result", "kinds"), [
+    ([True, False, 1.0], "bool"), (np.array([True, False, True]), "bool and ndarray"), (torch.ones(3), "Tensor"),
+    ([torch.tensor(1.0), np.float32(2), 3], "Tensor and float32"),
+])
+def test_a_conversion_is_not_said_or_said_again_at_each_step(
+    result: Any, kinds: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scorer = RewardScorer([returning(result), int_reward_func])
+    for _ in range(2):
+        scores = scorer.score(["p"] * 3, COMPLETIONS, [[7]] * 3, {}, None)
+        assert scores.converted == {"<lambda>": kinds.split(" and ")}
+    assert caplog.text.count(f"reward function <lambda> returned {kinds}, taken as floats") == 1
+
+
+@pytest.mark.parametrize("result", [[1, 0, None], [0.5, np.float64(1), 2], (1, 2, 3)])
+def test_plain_numbers_are_called_converted(result: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert score(returning(result)).converted == {} and not caplog.text
+
+
 @pytest.mark.parametrize(("result", "kind"), [
     (["1", 0, 0], "str"), ([1j, 0, 0], "complex"), ([[1], [2], [3]], "list"), (torch.ones(3, 1), "list"),
     (None, "NoneType"), ("abc", "str"), (1.0, "float"), (torch.tensor(1.0), "Tensor"), ({}, "dict"),
@@ -247,6 +275,35 @@ def test_logging_something_else_is_a_reward_error(call: Any, message: str) -> No
 
     with pytest.raises(RewardError, match=f"reward function logs raised .*{message}"):
         score(logs)
+
+
+# Weight 0: a metric alone
+
+
+def scored(weights: list[float], *funcs: Any) -> tuple[list[Any], dict[str, float]]:
+    """The four rollouts of a group, "0" to "3", scored as in a run, and what was logged."""
+    rollouts = [Rollout([7], [-1.0], "stop", text=str(number)) for number in range(4)]
+    config = GRPOConfig(reward_weights=weights, num_generations=4, scale_rewards="none")
+    group = RolloutGroup({"prompt": "p"}, [1], rollouts)
+    logged = score_groups(RewardScorer(list(funcs), weights), [group], config, TrainerState())
+    return rollouts, logged
+
+
+def test_a_function_of_weight_0_changes_advantages_or_is_not_recorded() -> None:
+    def paying(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [None, 1.0, 2.0, 3.0]
+
+    def metric(completions: list[str], **kwargs: Any) -> list[float]:
+        return [9.0, math.nan, 5.0, 2.0]
+
+    alone, _ = scored([1.0], paying)
+    both, logged = scored([1.0, 0.0], paying, metric)
+    assert [r.advantage for r in both] == [r.advantage for r in alone] == [0.0, -1.0, 0.0, 1.0]
+    assert [r.reward for r in both] == [r.reward for r in alone] == [None, 1.0, 2.0, 3.0]
+    assert [r.rewards["metric"] for r in both] == [9.0, None, 5.0, 2.0]
+    assert logged["rewards/metric/invalid"] == 1 and not any(r.invalid_rewards for r in both)
+    paid, _ = scored([1.0, 1.0], paying, metric)
+    assert [r.invalid_rewards for r in paid][1].keys() == {"metric"}
 
 
 # Failures

@@ -1,20 +1,73 @@
-"""Reward functions: the contract's caller, the GSM8K set, and a penalty on length."""
+"""Reward functions: verifiers, which say right or wrong, rewards, which pay, and what calls and checks them.
 
-from lowmem_grpo.rewards.gsm8k import (
-    SYSTEM_PROMPT,
-    correctness_reward_func,
-    extract_hash_answer,
-    extract_xml_answer,
-    int_reward_func,
-    soft_format_reward_func,
-    strict_format_reward_func,
-    xmlcount_reward_func,
-)
-from lowmem_grpo.rewards.overlong import soft_overlong_penalty
-from lowmem_grpo.rewards.scorer import RewardError, RewardScorer, Scores
+Names load when they are first used. docs/rewards.md shows each ready-made one with an example.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.rewards.answers import answer_match, boxed_match, number_match, regex_match
+    from lowmem_grpo.rewards.checking import check
+    from lowmem_grpo.rewards.code import code_passes_tests
+    from lowmem_grpo.rewards.findings import Finding, RewardCheck
+    from lowmem_grpo.rewards.formats import format_kept, format_match, tags_counted
+    from lowmem_grpo.rewards.gsm8k import (
+        SYSTEM_PROMPT,
+        correctness_reward_func,
+        extract_hash_answer,
+        extract_xml_answer,
+        int_reward_func,
+        soft_format_reward_func,
+        strict_format_reward_func,
+        xmlcount_reward_func,
+    )
+    from lowmem_grpo.rewards.json_answer import json_match
+    from lowmem_grpo.rewards.lengths import length_near, too_long
+    from lowmem_grpo.rewards.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
+    from lowmem_grpo.rewards.math_answer import math_match
+    from lowmem_grpo.rewards.number_rewards import number_equal, number_present, proximity
+    from lowmem_grpo.rewards.overlong import soft_overlong_penalty
+    from lowmem_grpo.rewards.reading import after, boxed, in_tag, last_line, last_number, whole
+    from lowmem_grpo.rewards.repetition import repetition_penalty
+    from lowmem_grpo.rewards.reward import Reward
+    from lowmem_grpo.rewards.scorer import RewardError, RewardScorer, Scores
+    from lowmem_grpo.rewards.verifier import Verifier
 
 __all__ = [
-    "SYSTEM_PROMPT", "RewardError", "RewardScorer", "Scores", "correctness_reward_func", "extract_hash_answer",
-    "extract_xml_answer", "int_reward_func", "soft_format_reward_func", "soft_overlong_penalty",
-    "strict_format_reward_func", "xmlcount_reward_func",
+    "SYSTEM_PROMPT", "Finding", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores", "Verifier", "after",
+    "answer_match", "boxed", "boxed_match", "check", "code_passes_tests", "correctness_reward_func", "email_rewards",
+    "extract_hash_answer", "extract_xml_answer", "format_kept", "format_match", "ideal_answer", "in_tag",
+    "int_reward_func", "json_match", "keyword_present", "last_line", "last_number", "length_near", "math_match",
+    "number_equal", "number_match", "number_present", "proximity", "recipient_named", "regex_match",
+    "repetition_penalty", "signed", "soft_format_reward_func", "soft_overlong_penalty", "strict_format_reward_func",
+    "tags_counted", "too_long", "whole", "xmlcount_reward_func",
 ]
+
+NAMES = {
+    "answers": ("answer_match", "boxed_match", "number_match", "regex_match"),
+    "checking": ("check",),
+    "code": ("code_passes_tests",),
+    "findings": ("Finding", "RewardCheck"),
+    "formats": ("format_kept", "format_match", "tags_counted"),
+    "gsm8k": ("SYSTEM_PROMPT", "correctness_reward_func", "extract_hash_answer", "extract_xml_answer",
+              "int_reward_func", "soft_format_reward_func", "strict_format_reward_func", "xmlcount_reward_func"),
+    "json_answer": ("json_match",),
+    "lengths": ("length_near", "too_long"),
+    "mail": ("email_rewards", "ideal_answer", "keyword_present", "recipient_named", "signed"),
+    "math_answer": ("math_match",),
+    "number_rewards": ("number_equal", "number_present", "proximity"),
+    "overlong": ("soft_overlong_penalty",),
+    "reading": ("after", "boxed", "in_tag", "last_line", "last_number", "whole"),
+    "repetition": ("repetition_penalty",),
+    "reward": ("Reward",),
+    "scorer": ("RewardError", "RewardScorer", "Scores"),
+    "verifier": ("Verifier",),
+}
+HOMES = {name: f"rewards.{module}" for module, names in NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'lowmem_grpo.rewards' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)

@@ -13,6 +13,9 @@ or a list of chat messages, of which the last one's content counts.
 import re
 from typing import Any
 
+from lowmem_grpo.rewards.reading import between
+from lowmem_grpo.rewards.texts import completion_texts
+
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 SYSTEM_PROMPT = """\
@@ -26,15 +29,13 @@ the number
 """
 
 STRICT_FORMAT = re.compile(r"<reasoning>\n.*\n</reasoning>\n<answer>\n.*\n</answer>\n", re.DOTALL)
-SOFT_FORMAT = re.compile(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", re.DOTALL)
-ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)  # the greedy start finds the last complete pair
+JOINT = re.compile(r"</reasoning>\s*<answer>")
 INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
 def extract_xml_answer(text: str) -> str:
     """The text inside the last <answer>...</answer>, stripped; empty where there is no such pair."""
-    found = ANSWER.match(text)
-    return found.group(1).strip() if found else ""
+    return between(text, "<answer>", "</answer>") or ""
 
 
 def extract_hash_answer(text: str) -> str | None:
@@ -58,12 +59,23 @@ def int_reward_func(completions: list[Any], **_: Any) -> list[float]:
 def strict_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
     """0.5 where the completion is the format and nothing else: tags on lines of their own, each exactly once."""
     texts = completion_texts(completions)
-    return [0.5 if STRICT_FORMAT.fullmatch(text) and count_single_tags(text) == len(TAGS) else 0.0 for text in texts]
+    return [0.5 if keeps_strictly(text) else 0.0 for text in texts]
+
+
+def keeps_strictly(text: str) -> bool:
+    """The tags are counted first: the pattern takes time linear in the text only where each stands there once."""
+    return count_single_tags(text) == len(TAGS) and STRICT_FORMAT.fullmatch(text) is not None
 
 
 def soft_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
     """0.5 where the completion begins with both blocks in order; line breaks are free, and so is what follows."""
-    return [0.5 if SOFT_FORMAT.match(text) else 0.0 for text in completion_texts(completions)]
+    return [0.5 if keeps_softly(text) else 0.0 for text in completion_texts(completions)]
+
+
+def keeps_softly(text: str) -> bool:
+    """The two blocks are joined somewhere, and closed behind that; if the first joint has no end, no later one has."""
+    joint = JOINT.search(text) if text.startswith("<reasoning>") else None
+    return joint is not None and text.find("</answer>", joint.end()) >= 0
 
 
 def xmlcount_reward_func(completions: list[Any], **_: Any) -> list[float]:
@@ -75,19 +87,3 @@ def xmlcount_reward_func(completions: list[Any], **_: Any) -> list[float]:
 def count_single_tags(text: str) -> int:
     """How many of the four tags occur exactly once, 0 .. 4."""
     return sum(text.count(tag) == 1 for tag in TAGS)
-
-
-def completion_texts(completions: list[Any]) -> list[str]:
-    """The text of each completion. Raises TypeError for one that is neither a string nor chat messages."""
-    return [completion_text(completion) for completion in completions]
-
-
-def completion_text(completion: Any) -> str:
-    """A string as it is, of chat messages the last one's content, empty where it has none."""
-    if isinstance(completion, str):
-        return completion
-    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
-        content = completion[-1].get("content") or ""
-        if isinstance(content, str):
-            return content
-    raise TypeError(f"a completion is a string or a list of chat messages with text content, not {completion!r:.100}")

@@ -2,7 +2,8 @@
 
 A function is called by keyword with `prompts`, `completions` and `completion_ids`, a list for every dataset column,
 `trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. It returns one number or None per
-completion. Without **kwargs it gets only the arguments that it names.
+completion; booleans, tensors and arrays are taken as numbers, which a warning says once, anything else is refused.
+Without **kwargs it gets only the arguments that it names.
 
 Plain functions run one after another, each in a daemon thread; async ones together, in one event loop that lives as
 long as the scorer, so that a client kept between steps stays usable. A notebook's running loop is no obstacle, and a
@@ -13,6 +14,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import logging
 import math
 import threading
 import time
@@ -22,6 +24,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
+
+from lowmem_grpo.rewards.verifier import Verifier
+
+logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
 
@@ -34,6 +40,14 @@ class RewardError(RuntimeError):
     """A reward function raised, took too long, lacked an argument or returned what is not a list of rewards."""
 
 
+class MissingColumnError(RewardError):
+    """A reward function requires an argument that no dataset column provides."""
+
+
+class TooLateError(RewardError):
+    """A reward function did not return within its time limit."""
+
+
 @dataclass
 class Scores:
     """What the functions made of N completions."""
@@ -43,6 +57,7 @@ class Scores:
     extras: dict[str, list[Any]]  # (N,) of each column passed to log_extra
     metrics: dict[str, float]  # means over the calls of log_metric
     returned: dict[str, list[float | None]] = field(default_factory=dict)  # with NaN and infinity
+    converted: dict[str, list[str]] = field(default_factory=dict)  # types that each function returned beside numbers
 
 
 @dataclass
@@ -85,7 +100,10 @@ class RewardScorer:
         self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
         if len(self.weights) != len(self.funcs):
             raise ValueError(f"got {len(self.weights)} reward weights for {len(self.funcs)} reward functions")
+        if not any(self.weights):
+            raise ValueError(f"reward_weights is {self.weights}: nothing pays; weight 0 only logs a function's rewards")
         self.timeout = timeout
+        self.said: set[str] = set()  # functions whose conversions have been told of
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def score(
@@ -100,13 +118,24 @@ class RewardScorer:
         shared = {"trainer_state": trainer_state, "log_extra": recorder.log_extra, "log_metric": recorder.log_metric}
         results = self._call_all({**lists, **shared}, completions)
         returned = {name: as_rewards(name, results[name], len(completions)) for name in self.names}
+        converted = {name: kinds for name in self.names if (kinds := foreign_types(results[name]))}
+        self._tell(converted)
         return Scores(
             rewards={name: [None if is_invalid(v) else v for v in values] for name, values in returned.items()},
             invalid={name: sum(map(is_invalid, values)) for name, values in returned.items()},
             extras=recorder.extras,
             metrics={name: sum(values) / len(values) for name, values in recorder.values.items()},
-            returned=returned,
+            returned=returned, converted=converted,
         )
+
+    def _tell(self, converted: dict[str, list[str]]) -> None:
+        """Say once of each function what was made into floats."""
+        for name in converted.keys() - self.said:
+            logger.warning(
+                "reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of floats",
+                name, " and ".join(converted[name]),
+            )
+            self.said.add(name)
 
     def _call_all(self, available: dict[str, Any], completions: list[Any]) -> dict[str, Any]:
         """What each function returned. Arguments of all are checked before the first is called."""
@@ -128,7 +157,12 @@ class RewardScorer:
 
 
 def check_function(func: Any) -> None:
-    """Raises TypeError for a model or a model's name, and for anything else that cannot be called."""
+    """Raises TypeError for a model or a model's name, a verifier, and anything else that cannot be called."""
+    if isinstance(func, Verifier):
+        raise TypeError(
+            f"reward_funcs holds the verifier {func.name}, which says right or wrong and pays nothing; make a reward "
+            "function of it with .reward(right=1.0, wrong=0.0)"
+        )
     if isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__):
         what = repr(func) if isinstance(func, str) else f"a {type(func).__name__}"
         raise TypeError(f"reward_funcs holds {what}; reward models are not supported, give a function that calls it")
@@ -180,12 +214,12 @@ def check_lengths(lists: dict[str, list[Any]], expected: int) -> None:
 
 
 def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functools.partial[Any]:
-    """`func` with the arguments that it takes. Raises RewardError where one that it requires is not available."""
+    """`func` with the arguments that it takes. MissingColumnError where one that it requires is not there."""
     parameters = inspect.signature(func).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in available]
     if missing:
-        raise RewardError(
+        raise MissingColumnError(
             f"reward function {name} requires {', '.join(missing)}, which no dataset column provides; "
             f"available are {', '.join(available)}"
         )
@@ -226,7 +260,7 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def collect(calls: dict[str, Future[Any]], timeout: float, completions: list[Any]) -> dict[str, Any]:
-    """Results of calls that run side by side. Raises RewardError for the first that fails or is late."""
+    """Results of calls that run side by side. RewardError for the first that fails, TooLateError for late ones."""
     try:
         wait_for(calls, timeout)
         for name, future in calls.items():
@@ -234,7 +268,7 @@ def collect(calls: dict[str, Future[Any]], timeout: float, completions: list[Any
                 raise_failure(name, future, completions)
         late = [name for name, future in calls.items() if not future.done()]
         if late:
-            raise RewardError(
+            raise TooLateError(
                 f"reward function {', '.join(late)} did not return within {timeout:g} s; "
                 "raise the limit with GRPOConfig(reward_timeout=...)"
             )
@@ -277,6 +311,14 @@ def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
     if len(rewards) != expected:
         raise RewardError(f"reward function {name} returned {len(rewards)} rewards, expected {expected}")
     return rewards
+
+
+def foreign_types(result: Any) -> list[str]:
+    """Names of the types in a function's result that are no float, int or None, but could be made into floats."""
+    kinds = set() if isinstance(result, (list, tuple)) else {type(result).__name__}
+    values = as_list(result)
+    kinds |= {type(v).__name__ for v in values if isinstance(v, bool) or not isinstance(v, (int, float, type(None)))}
+    return sorted(kinds)
 
 
 def as_list(values: Any) -> list[Any]:

@@ -1,0 +1,61 @@
+"""Keeping to a format of tags: a verifier for the whole of it, a reward for each tag."""
+
+import functools
+
+from lowmem_grpo.rewards.reward import TextReward
+from lowmem_grpo.rewards.verifier import TextVerifier, VerifiedReward
+
+REASONING_TAGS = ("<start_working_out>", "<end_working_out>", "<SOLUTION>", "</SOLUTION>")
+
+
+def format_match(tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False) -> TextVerifier:
+    """Each tag once, in this order; text between a pair's opening and closing; nothing but white space behind the last.
+
+    `tags` are pairs: opening, closing, opening, closing, ... With `opened` the prompt ends in the first of them, as
+    chat templates for reasoning do, and the completion goes on behind it. Raises ValueError for an odd number of tags,
+    and for tags that are equal or part of each other.
+    """
+    return TextVerifier("format_match", functools.partial(keeps_format, tags=checked(tags), opened=opened))
+
+
+def format_kept(
+    right: float = 3.0, wrong: float = 0.0, tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False
+) -> VerifiedReward:
+    """`right` where the whole format is kept, else `wrong`: `format_match` with amounts."""
+    return format_match(tags, opened).reward(right, wrong, "format_kept")
+
+
+def tags_counted(
+    once: float = 0.5, otherwise: float = -1.0, tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False
+) -> TextReward:
+    """For each tag `once` where it occurs exactly once, else `otherwise`: a way towards the format, in small steps."""
+    counted = checked(tags)[1 if opened else 0 :]
+    return TextReward("tags_counted", functools.partial(pay_tags, tags=counted, amounts=(once, otherwise)))
+
+
+def pay_tags(text: str, tags: tuple[str, ...], amounts: tuple[float, float]) -> float:
+    return float(sum(amounts[0] if text.count(tag) == 1 else amounts[1] for tag in tags))
+
+
+def keeps_format(text: str, tags: tuple[str, ...], opened: bool) -> bool:
+    """Linear: each tag is counted, then the text is cut at each."""
+    complete = tags[0] + text if opened else text
+    if any(complete.count(tag) != 1 for tag in tags):
+        return False
+    parts: list[str] = []
+    for tag in tags:
+        before, found, complete = complete.partition(tag)
+        if not found:
+            return False
+        parts.append(before)
+    return not complete.strip() and all(part.strip() for part in parts[1::2])
+
+
+def checked(tags: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises ValueError unless they are pairs of different tags."""
+    if isinstance(tags, str) or not tags or len(tags) % 2 or not all(isinstance(tag, str) and tag for tag in tags):
+        raise ValueError(f"tags is {tags!r}; give an even number of strings: opening, closing, opening, closing, ...")
+    overlapping = [(a, b) for i, a in enumerate(tags) for j, b in enumerate(tags) if i != j and a in b]
+    if overlapping:
+        raise ValueError(f"tags are counted, and {overlapping[0][0]!r} is part of {overlapping[0][1]!r}; use others")
+    return tuple(tags)

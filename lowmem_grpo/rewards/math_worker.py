@@ -1,0 +1,47 @@
+"""The process in which math-verify compares answers: `python math_worker.py SECONDS`, a pair and a verdict a line.
+
+A model's answer can make sympy compute for longer than any run lasts (9^{9^9}), in C code that no signal handler and
+no thread interrupts. So the system ends this process when one comparison has had its seconds of processor time, or
+when it needs more memory than the limit; who asked starts another.
+"""
+
+import json
+import logging
+import resource
+import signal
+import sys
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+MEMORY_BYTES = 4 * 2**30  # of address space
+
+
+def verdict(label: str, answer: str) -> bool | None:
+    """Whether the answer equals the label as mathematics; None for a label that cannot be read."""
+    gold, found = read(label), read(answer)
+    if not gold:
+        return None
+    return bool(verify(gold, found, timeout_seconds=None))
+
+
+def read(answer: str) -> list[object]:
+    r"""math-verify's reading of one expression."""
+    return list(parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None))
+
+
+def serve(seconds: float) -> None:
+    """Answer each line [label, answer] with true, false or null until standard input ends."""
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # at its end SIGPROF, which nothing handles, ends the process
+        try:
+            found = verdict(*json.loads(line))
+        except Exception:  # noqa: BLE001, whatever a parser of foreign text raises: this text is no answer
+            found = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    logging.disable()  # math-verify says at each call that it has no time limit of its own
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    serve(float(sys.argv[1]))

@@ -1,0 +1,68 @@
+"""A verifier says of a completion whether it is right; it pays nothing. `Verifier.reward` makes a reward of it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from lowmem_grpo.rewards.reward import Reward
+
+Verdict = bool | None  # None: it cannot be said, for example because the label is no number
+
+
+class Verifier(ABC):
+    """Right, wrong, or None where that cannot be said. It is no reward function: `.reward(right, wrong)` makes one."""
+
+    name: str
+    columns: tuple[str, ...] = ()  # of the dataset, that it reads
+
+    @abstractmethod
+    def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
+        """One verdict for each of N texts; `columns` has a list of length N for each of `self.columns`."""
+
+    def verify(self, completion: str, **columns: Any) -> Verdict:
+        """The verdict on one text, its columns' values given by name."""
+        return self.verdicts([completion], **{name: [value] for name, value in columns.items()})[0]
+
+    def reward(self, right: float = 1.0, wrong: float = 0.0, name: str | None = None) -> "VerifiedReward":
+        """A reward function that pays `right` or `wrong`, and None where there is no verdict."""
+        return VerifiedReward(self, right, wrong, name or self.name)
+
+
+class LabelVerifier(Verifier):
+    """A verifier that compares each text with its row's value of one column."""
+
+    def __init__(self, name: str, judge: Callable[[str, Any], Verdict], column: str) -> None:
+        """`judge` gets a completion's text and the label; where the row has no label (None), it is not asked."""
+        self.name, self.judge, self.columns = name, judge, (column,)
+
+    def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
+        labels = columns[self.columns[0]]
+        return [None if label is None else self.judge(text, label)
+                for text, label in zip(completions, labels, strict=True)]
+
+
+class TextVerifier(Verifier):
+    """A verifier that needs nothing but the text."""
+
+    def __init__(self, name: str, judge: Callable[[str], Verdict]) -> None:
+        self.name, self.judge = name, judge
+
+    def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
+        return [self.judge(text) for text in completions]
+
+
+class VerifiedReward(Reward):
+    """What a verifier's verdicts pay. Their share of right ones is logged as `verdicts/NAME`, apart from what they
+    pay, so that it reads the same whatever the amounts are."""
+
+    def __init__(self, verifier: Verifier, right: float, wrong: float, name: str) -> None:
+        super().__init__(name, verifier.columns)
+        self.verifier, self.right, self.wrong = verifier, float(right), float(wrong)
+
+    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        needed = {name: columns[name] for name in self.columns}
+        verdicts = self.verifier.verdicts(texts, **needed)
+        said = [verdict for verdict in verdicts if verdict is not None]
+        if said and callable(log := call.get("log_metric")):
+            log(f"verdicts/{self.__name__}", sum(said) / len(said))
+        return [None if verdict is None else self.right if verdict else self.wrong for verdict in verdicts]

@@ -1,0 +1,207 @@
+"""`rewards.check`: what it finds before a run, what it shows, and that it changes nothing."""
+
+import io
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from lowmem_grpo import FastLanguageModel, GRPOConfig, rewards
+from lowmem_grpo.data import DataError
+from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.recipes.arithmetic import answer_line, correct_answer, make_dataset
+
+ARGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 48}
+DATA = make_dataset("train", 16)
+
+
+@pytest.fixture(scope="module")
+def model() -> FastPeftModel:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
+
+
+def check(model: Any, *funcs: Any, dataset: Any = DATA, groups: int = 4, **settings: Any) -> rewards.RewardCheck:
+    timeout = settings.pop("timeout", None)
+    args = GRPOConfig(**(ARGS | settings))
+    return rewards.check(list(funcs), dataset, model, args, groups=groups, timeout=timeout, show=False)
+
+
+def texts(completions: list[Any]) -> list[str]:
+    return [completion[-1]["content"] for completion in completions]
+
+
+def length(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(len(text)) for text in texts(completions)]
+
+
+def only(result: rewards.RewardCheck, function: str) -> rewards.Finding:
+    (finding,) = result.of(function)
+    assert finding.fix
+    return finding
+
+
+def test_rewards_that_are_sound_are_complained_about(model: FastPeftModel) -> None:
+    result = check(model, correct_answer, rewards.number_equal(), rewards.proximity(), groups=8)
+    assert result.ok and not [finding for finding in result.findings if finding.function != "number_equal"]
+    assert [trial.kind for trial in result.trials] == ["reward", "verifier", "reward"]
+    right = result.trials[0].paid
+    assert result.trials[1].verdicts == sum(right) / len(right)
+    assert (result.groups, len(result.completions), len(result.prompts)) == (8, 32, 8)
+    assert result.signal_share == result.groups_with_signal / 8
+    assert 0 <= result.signal_interval[0] <= result.signal_share <= result.signal_interval[1] <= 1
+    json.dumps(result.to_dict())
+
+
+def broken(result: Any) -> Any:
+    def reward(completions: list[Any], **kwargs: Any) -> Any:
+        return result(len(completions))
+
+    return reward
+
+
+@pytest.mark.parametrize(("result", "problem"), [
+    (lambda n: [1.0], "it returned 1 rewards, expected 16"), (lambda n: ["1"] * n, "number or None is needed, not str"),
+    (lambda n: "1" * n, "not str"), (lambda n: torch.zeros(n, 1), "not list"), (lambda n: 1 / 0, "it raised ZeroDivis"),
+    (lambda n: [float("nan")] * n, "NaN or infinity for 16 of 16 completions"), (lambda n: None, "not NoneType"),
+])
+def test_a_function_that_breaks_the_contract_is_let_through(model: FastPeftModel, result: Any, problem: str) -> None:
+    found = check(model, broken(result), length)
+    assert not found.ok and found.findings[0] == only(found, "reward") and found.findings[0].severity == "error"
+    assert problem in found.findings[0].problem
+    assert len(found.trials[1].pays) == 16, "one function's failure hides what another pays"
+
+
+@pytest.mark.parametrize("result", [lambda n: torch.arange(n), lambda n: [bool(k % 3) for k in range(n)]])
+def test_a_conversion_is_not_said(model: FastPeftModel, result: Any) -> None:
+    (note,) = [finding for finding in check(model, broken(result)).of("reward") if finding.severity == "note"]
+    assert note.problem.endswith("taken as floats") and ("Tensor" in note.problem or "bool" in note.problem)
+
+
+def test_a_missing_column_is_not_named(model: FastPeftModel) -> None:
+    def requires(completions: list[Any], solution: list[str], **kwargs: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    def reads(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [float(value) for value in kwargs["gold"]]
+
+    result = check(model, requires, reads, rewards.number_match("label").reward())
+    for name, column in (("requires", "solution"), ("reads", "gold"), ("number_match", "label")):
+        finding = only(result, name)
+        assert column in finding.problem and "the dataset's columns are answer, prompt" in finding.problem
+        assert finding.severity == "error"
+
+
+def test_a_function_that_pays_all_alike_is_not_found(model: FastPeftModel) -> None:
+    def constant(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [0.5] * len(completions)
+
+    def by_prompt(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+        return [-float(len(prompt[0]["content"])) for prompt in prompts]
+
+    def silent(completions: list[Any], **kwargs: Any) -> list[None]:
+        return [None] * len(completions)
+
+    result = check(model, constant, by_prompt, silent)
+    assert "it pays 0.5 for all 16 completions" in only(result, "constant").problem
+    assert "never differs inside a group" in only(result, "by_prompt").problem
+    assert "None for all 16 completions" in only(result, "silent").problem
+    assert result.groups_with_signal == 0 and result.signal_share == 0
+    assert "0 of 4 groups carry signal" in result.of("")[-1].problem and result.ok
+
+
+def test_functions_that_always_pay_the_same_are_not_found(model: FastPeftModel) -> None:
+    def again(completions: list[Any], **kwargs: Any) -> list[float]:
+        return length(completions)
+
+    found = [f for f in check(model, length, again, length).findings if "pays what" in f.problem]
+    assert [(finding.function, finding.problem.rpartition(" ")[0].rpartition(" ")[2]) for finding in found] == [
+        ("again", "length"), ("length_2", "length"), ("length_2", "again")]
+
+
+def test_pay_for_the_empty_answer_is_not_found(model: FastPeftModel) -> None:
+    def brief(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [1 / (1 + len(text)) for text in texts(completions)]
+
+    def ragged(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [1 / len(text) for text in texts(completions)]
+
+    result = check(model, brief, ragged, rewards.number_equal(), correct_answer)
+    assert "it pays 1 for the empty answer; the best sample got 0.0" in only(result, "brief").problem
+    failed = [finding for finding in result.of("ragged") if finding.severity == "error"]
+    assert "on an empty completion" in failed[0].problem and "ZeroDivisionError" in failed[0].problem
+    assert "empty" not in " ".join(finding.problem for finding in result.of("number_equal"))
+    assert "empty" not in " ".join(f.problem for f in check(model, brief, length, reward_weights=[-1, 1]).of("brief"))
+
+
+def test_a_function_that_is_too_slow_is_waited_for(model: FastPeftModel) -> None:
+    def hangs(completions: list[Any], **kwargs: Any) -> list[float]:
+        time.sleep(60)
+        return length(completions)
+
+    def slow(completions: list[Any], **kwargs: Any) -> list[float]:
+        time.sleep(0.4)
+        return length(completions)
+
+    started = time.monotonic()
+    result = check(model, hangs, slow, timeout=1.0, reward_timeout=2.0, gradient_accumulation_steps=16)
+    assert time.monotonic() - started < 20
+    finding = only(result, "hangs")
+    assert finding.problem == "it did not return within 1 s" and finding.severity == "warning"
+    assert "the 128 of a step may take" in only(result, "slow").problem
+    assert only(check(model, hangs, timeout=0.5, reward_timeout=0.5), "hangs").severity == "error"
+
+
+def test_completions_that_are_cut_off_and_rows_that_are_skipped_are_not_found(model: FastPeftModel) -> None:
+    rows = [{"prompt": "", "answer": "1"}, *DATA.select(range(4))]
+    result = check(model, length, dataset=rows, max_completion_length=4, shuffle_dataset=False)
+    problems = " ".join(finding.problem for finding in result.of(""))
+    assert "rows were skipped: empty prompt (1)" in problems
+    assert "100% of the completions were cut off" in problems
+
+
+def test_the_check_does_not_take_what_a_trainer_would_refuse_at_once(model: FastPeftModel) -> None:
+    with pytest.raises(TypeError, match="the verifier number_match"):
+        check(model, rewards.number_match())
+    with pytest.raises(ValueError, match="2 reward weights for 1"):
+        check(model, length, reward_weights=[1.0, 2.0])
+    with pytest.raises(ValueError, match="groups is 0"):
+        check(model, length, groups=0)
+    with pytest.raises(DataError, match="no column 'prompt'"):
+        check(model, length, dataset=[{"question": "1"}])
+
+
+def test_the_check_moves_weights_or_random_state_or_differs_the_second_time(model: FastPeftModel) -> None:
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    torch.manual_seed(5)
+    state, training = torch.get_rng_state(), model.training
+    first, second = check(model, length), check(model, length)
+    assert torch.equal(state, torch.get_rng_state()) and model.training == training
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert first.completions == second.completions and len(set(first.completions)) > 8
+
+
+def test_what_is_printed_lacks_pay_signal_or_a_fix_or_obeys_the_models_text(model: FastPeftModel) -> None:
+    def constant(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [0.5] * len(completions)
+
+    rows = [{"prompt": "[red]\x1b[31m What is 2 + 2?", "answer": "4"}] * 2
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    args = GRPOConfig(**ARGS)
+    result = rewards.check([constant, rewards.number_equal()], rows, model, args, groups=2, console=console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    for text in ("constant", "number_equal", "verifier", "groups with signal:", "95% interval", "sum ", "[red]",
+                 "warning constant: it pays 0.5 for all 8 completions", "fix: grade in smaller steps"):
+        assert text in printed, text
+    assert "\x1b" not in printed and len(result.trials) == 2
+
+
+def test_the_check_takes_longer_than_half_a_minute_with_default_settings() -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=768, load_in_4bit=False)
+    started = time.monotonic()
+    result = rewards.check([correct_answer, answer_line], DATA, bare, show=False)
+    assert time.monotonic() - started < 30  # measured: 2 s
+    assert result.seconds < 30 and len(result.completions) == 64

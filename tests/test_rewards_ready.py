@@ -1,0 +1,300 @@
+"""The ready-made verifiers and rewards: what they say and pay, and bad arguments."""
+
+import pickle
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from lowmem_grpo import rewards
+from lowmem_grpo.rewards import math_answer
+from lowmem_grpo.rewards.reading import read_number
+from lowmem_grpo.rewards.texts import completion_text
+
+ROW = {"answer": "10", "keyword": "step", "ideal": "Yes.", "recipient": "Bo"}
+TAGGED = "<start_working_out>{}<end_working_out><SOLUTION>{}</SOLUTION>"
+
+
+def pay(reward: Any, text: str, ids: list[int] | None = None, **row: Any) -> float | None:
+    """The pay of one completion, which must be the same as text and as chat."""
+    chat = [{"role": "assistant", "content": text}]
+    columns = {name: [value] * 2 for name, value in row.items()}
+    plain, chatted = reward(prompts=["p"] * 2, completions=[text, chat], completion_ids=[ids or [7]] * 2, **columns)
+    assert plain == chatted
+    return plain
+
+
+# Where the answer stands, and numbers
+
+
+@pytest.mark.parametrize(("text", "written", "value"), [
+    ("so 1,234.5 it is", "1,234.5", "1234.5"), ("$5", "$5", "5"), ("-$5", "-$5", "-5"), ("is -0.", "-0", "0"),
+    ("1e3", "1e3", "1000"), ("2E-2", "2E-2", "0.02"), ("3/4", "3/4", "3/4"), ("50%", "50", "50"), (".5", ".5", "0.5"),
+    ("10 - 3", "3", "3"), ("10-3", "3", "3"), ("x2", "2", "2"), ("(3)-4", "4", "4"), ("\u22127", "\u22127", "-7"),
+    ("1, 2, 3", "3", "3"), ("3,4,5", "5", "5"), ("in 2024.", "2024", "2024"), ("a 7 b", "7", "7"),
+    ("€1.50!", "€1.50", "1.5"),
+])
+def test_the_last_number_is_misread(text: str, written: str, value: str) -> None:
+    assert rewards.last_number(text) == written
+    assert read_number(written) == Fraction(value)
+
+
+@pytest.mark.parametrize("text", ["", "ten", "-", "$", "e", "\u0663", "\u00b2", "\u00bd", "\u0967\u0968", "∞", "NaN"])
+def test_what_is_no_ascii_number_is_taken_for_one(text: str) -> None:
+    assert read_number(text) is None and read_number(rewards.last_number(text)) is None
+
+
+@pytest.mark.parametrize("text", [
+    "1e400", "1e-400", "1e99999999", "9" * 65, "9" * 100_000, "1/0", "1,23", "1_0", "0x1", "1 2", "--5", True, None,
+])
+def test_a_number_beyond_reason_is_read(text: Any) -> None:
+    assert read_number(text) is None
+
+
+def test_a_huge_number_counts_as_the_answer_before_it() -> None:
+    for text in ("10 or 1e400", "10, no: " + "1" * 5000):
+        assert rewards.number_match().verify(text, answer="10") is False
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    (r"\boxed{5}", "5"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\boxed{5}}", "5"),
+    (r"\boxed{a} \boxed{b}", "b"),
+    (r"\boxed{1 \boxed{2} 3}", "2"), (r"\boxed{5", None), (r"\boxed{1} \boxed{2", "1"), (r"\boxed{ \boxed{5}", "5"),
+    (r"{ } } \boxed{\{1\}}", r"\{1\}"), (r"\boxed{}", None), ("boxed{5}", None), (r"\boxed 5", None),
+    (r"\boxed {5}", "5"), ("", None),
+])
+def test_the_last_complete_box_is_not_found(text: str, found: str | None) -> None:
+    assert rewards.boxed(text) == found
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("<answer> 5 </answer>", "5"), ("<answer>4</answer><answer>5</answer>", "5"), ("<answer>5</answer><answer>", "5"),
+    ("<answer><answer>5</answer>", "5"), ("</answer>5<answer>", None), ("<answer></answer>", None), ("5", None),
+    ("<answer>5</answer></answer>", "5"),
+])
+def test_the_last_complete_tag_is_not_found(text: str, found: str | None) -> None:
+    assert rewards.in_tag("answer")(text) == found
+    assert rewards.in_tag("<answer>", "</answer>")(text) == found
+
+
+def test_a_place_reads_something_else() -> None:
+    assert rewards.after("####")("#### 1\n#### 5 \nend") == "5" and rewards.after("####")("5") is None
+    assert rewards.last_line("a\n b \n\n") == "b" and rewards.last_line(" ") is None
+    assert rewards.whole(" a ") == "a" and rewards.whole("\n") is None
+
+
+# Verifiers
+
+
+def test_a_verifier_is_taken_for_a_reward_or_a_reward_pays_no_verdicts() -> None:
+    with pytest.raises(TypeError, match=r"the verifier number_match, which .*\.reward\(right=1\.0, wrong=0\.0\)"):
+        rewards.RewardScorer(rewards.number_match())  # type: ignore[arg-type]
+    scorer = rewards.RewardScorer(rewards.number_match().reward(2.0, -1.0))
+    columns = {"answer": ["10", "10", "ten", None]}
+    scores = scorer.score(["p"] * 4, ["10", "9", "10", "10"], [[1]] * 4, columns, None)
+    assert scores.rewards == {"number_match": [2.0, -1.0, None, None]}
+    assert scores.metrics == {"verdicts/number_match": 0.5}  # of the two that have a verdict
+
+
+@pytest.mark.parametrize(("verifier", "text", "label", "verdict"), [
+    (rewards.answer_match(), "Paris ", "Paris", True), (rewards.answer_match(), "paris", "Paris", False),
+    (rewards.answer_match(ignore_case=True), "paris", "Paris", True), (rewards.answer_match(), "", "", None),
+    (rewards.answer_match(), "a  b\nc", "a b c", True), (rewards.answer_match(), "", "a", False),
+    (rewards.answer_match(where=rewards.in_tag("answer")), "<answer>5</answer>", 5, True),
+    (rewards.number_match(), "$1,234.50", "1234.5", True), (rewards.number_match(), "0", "-0", True),
+    (rewards.number_match(), "0.1", 0.1, True), (rewards.number_match(), "1/3", "0.333", False),
+    (rewards.number_match(tolerance=0.1), "11", "10", True), (rewards.number_match(tolerance=0.1), "11.1", "10", False),
+    (rewards.number_match(tolerance=0.1), "-10", "10", False), (rewards.number_match(), "5", "five", None),
+    (rewards.number_match(), "no number", "5", False), (rewards.number_match(where=rewards.boxed), "5", "5", False),
+    (rewards.boxed_match(), r"\boxed{1{,}000}", "1000", True), (rewards.boxed_match(), r"\boxed{1,000}", "1000", True),
+    (rewards.boxed_match(), r"\boxed{$x + 1$}", "x+1", True), (rewards.boxed_match(), r"\boxed{x}", r"\boxed{x}", True),
+    (rewards.boxed_match(), "5", "5", False), (rewards.boxed_match(), r"\boxed{5}", "", None),
+])
+def test_a_verdict_is_wrong(verifier: rewards.Verifier, text: str, label: Any, verdict: bool | None) -> None:
+    assert verifier.verify(text, answer=label) is verdict
+
+
+@pytest.mark.parametrize(("text", "verdict"), [
+    ('{"n": 3}', True), ('{"n": 3.0}', True), ('Here:\n```json\n{"n": 3}\n```\nDone.', True), ('```{"n": 3}```', True),
+    ('```\n{"n": 1}\n```\n```\n{"m": 3}\n```', False), ('{"n": "3"}', False), ('{"n": 3', False), ("", False),
+    ('{"n": NaN}', False), ('{"n": 1e400}', False), ('{"n": ' + "9" * 10_000 + "}", False), ("[" * 100_000, False),
+    ('{"n": 3} and more', False),
+])
+def test_json_outside_the_schema_is_right_or_json_in_it_is_wrong(text: str, verdict: bool) -> None:
+    pytest.importorskip("jsonschema")
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    assert rewards.json_match(schema).verify(text) is verdict
+
+
+@pytest.mark.parametrize(("text", "kept", "counted"), [
+    (TAGGED.format("a", "10"), True, 2.0), ("\n" + TAGGED.format("a\nb", "10") + "\n", True, 2.0),
+    (TAGGED.format("a", "10") * 2, False, -4.0), (TAGGED.format("", "10"), False, 2.0),
+    (TAGGED.format("a", " "), False, 2.0), (TAGGED.format("a", "10") + ".", False, 2.0),
+    ("<SOLUTION>1</SOLUTION><start_working_out>a<end_working_out>", False, 2.0), ("10", False, -4.0), ("", False, -4.0),
+])
+def test_the_format_of_tags_is_judged_wrongly(text: str, kept: bool, counted: float) -> None:
+    assert rewards.format_match().verify(text) is kept
+    assert pay(rewards.format_kept(), text) == (3.0 if kept else 0.0)
+    assert pay(rewards.tags_counted(), text) == counted
+
+
+def test_a_format_that_the_prompt_opens_expects_the_first_tag_again() -> None:
+    text = TAGGED.format("a", "10").removeprefix("<start_working_out>")
+    assert rewards.format_match(opened=True).verify(text) and not rewards.format_match().verify(text)
+    assert pay(rewards.tags_counted(opened=True), text) == 1.5
+
+
+# Rewards
+
+
+def test_a_nearer_answer_earns_no_more_or_an_outlier_does_not_lose() -> None:
+    pays = [pay(rewards.proximity(), str(x), answer="10") for x in (10, 9, 8, 3, 0, -4, -50, 10**60)]
+    assert pays == pytest.approx([3.0, 2.7, 2.4, 0.9, 0.0, -1.2, -1.5, -1.5])
+    assert pay(rewards.proximity(), "12", answer="10") == pay(rewards.proximity(), "8", answer=10)
+    assert pay(rewards.proximity(), "words", answer="10") == -1.5
+    assert pay(rewards.proximity(), "10", answer="ten") is None
+    assert pay(rewards.proximity(), "0.5", answer="0") == 1.5
+    assert pay(rewards.proximity(reach=0.5), "9", answer="10") == pytest.approx(2.4)
+
+
+def test_a_length_is_paid_in_another_unit() -> None:
+    assert pay(rewards.length_near(3, 2), "a b c d e", [1, 2]) == 0.5
+    assert pay(rewards.length_near(3, 2, "words"), "a b") == 0.5
+    assert pay(rewards.length_near(3, 2, "characters"), "abcde") == 0.0
+    assert [pay(rewards.too_long(3), "", [1] * count) for count in (0, 3, 4)] == [0.0, 0.0, -1.0]
+
+
+MAIL = "Dear Ms Bo,\n\nyour ReFund is due.\n\nBest regards,  \nAda Moss\n"
+
+
+@pytest.mark.parametrize(("reward", "text", "row", "expected"), [
+    (rewards.keyword_present(), MAIL, {"keyword": "refund"}, 1.0),
+    (rewards.keyword_present(), MAIL, {"keyword": "fund"}, 0.0),
+    (rewards.keyword_present(), MAIL, {"keyword": ["refund", "due"]}, 1.0),
+    (rewards.keyword_present(), MAIL, {"keyword": ["refund", "late"]}, 0.0),
+    (rewards.keyword_present(), MAIL, {"keyword": ""}, None),
+    (rewards.keyword_present(), MAIL, {"keyword": None}, None),
+    (rewards.keyword_present(), "c++ here", {"keyword": "C++"}, 1.0),
+    (rewards.recipient_named(), MAIL, {"recipient": "Bo"}, 1.0),
+    (rewards.recipient_named(), MAIL, {"recipient": "Ms  bo"}, 1.0),
+    (rewards.recipient_named(), MAIL, {"recipient": "Ada"}, 0.0),
+    (rewards.recipient_named(), "", {"recipient": "Bo"}, 0.0),
+    (rewards.signed("Best regards,\nAda Moss"), MAIL, {}, 1.0), (rewards.signed("Ada Moss"), MAIL, {}, 1.0),
+    (rewards.signed("Ada Moss"), MAIL + "PS: hi", {}, 0.0), (rewards.signed("Ada Moss"), "", {}, 0.0),
+    (rewards.ideal_answer(), "Yes.", {"ideal": "Yes."}, 1.0), (rewards.ideal_answer(), "Yes", {"ideal": "Yes."}, 0.0),
+])
+def test_a_mail_is_paid_for_what_it_lacks(reward: Any, text: str, row: dict[str, Any], expected: float | None) -> None:
+    assert pay(reward, text, **row) == expected
+
+
+def test_the_five_of_the_mail_example_share_a_name_or_pay_nothing() -> None:
+    five = rewards.email_rewards("Ada Moss", longest_words=9)
+    row = {"keyword": "refund", "ideal": "Hi.", "recipient": "Bo"}
+    assert [pay(reward, MAIL, **row) for reward in five] == [1.0, 0.0, -1.0, 1.0, 1.0]
+    assert len({reward.__name__ for reward in five}) == 5
+
+
+# The contract
+
+
+def test_a_missing_column_is_not_named_with_those_there_are() -> None:
+    reward = rewards.number_equal(column="solution")
+    with pytest.raises(rewards.RewardError, match=r"number_equal requires solution, .*available are .*answer"):
+        rewards.RewardScorer(reward).score(["p"], ["1"], [[1]], {"answer": ["1"]}, None)
+    with pytest.raises(TypeError, match="number_equal reads the dataset column 'solution'; the columns are: answer"):
+        reward(completions=["1"], answer=["1"])
+
+
+def test_a_reward_cannot_go_to_another_process() -> None:
+    for reward in [*rewards.email_rewards("Ada"), rewards.number_equal(), rewards.proximity(), rewards.tags_counted(),
+                   rewards.length_near(2, 2), rewards.repetition_penalty(), rewards.json_match().reward()]:
+        again = pickle.loads(pickle.dumps(reward))  # noqa: S301, our own
+        assert pay(again, "10", **ROW) == pay(reward, "10", **ROW) and again.__name__ == reward.__name__
+
+
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: rewards.number_match(tolerance=-1), "tolerance is -1; it must be 0 or above"),
+    (lambda: rewards.number_match(tolerance=float("nan")), "tolerance is nan"),
+    (lambda: rewards.proximity(exact=-2), "needed: exact > outlier, reach > 0"),
+    (lambda: rewards.proximity(reach=0), "needed: exact > outlier, reach > 0"),
+    (lambda: rewards.regex_match("(a"), "is no regular expression"),
+    (lambda: rewards.format_match(("<a>",)), "give an even number of strings"),
+    (lambda: rewards.format_match(("<a>", "<a>")), "'<a>' is part of '<a>'"),
+    (lambda: rewards.tags_counted(tags="<a></a>"), "give an even number"),  # type: ignore[arg-type]
+    (lambda: rewards.length_near(2, 0), "spread is 0; it must be a whole number, at least 1"),
+    (lambda: rewards.too_long(2.5), "longest is 2.5; it must be a whole number"),  # type: ignore[arg-type]
+    (lambda: rewards.too_long(2, "lines"), "unit is 'lines'; allowed are tokens, words, characters"),
+    (lambda: rewards.repetition_penalty(0), "ngram is 0"), (lambda: rewards.repetition_penalty(worst=1), "worst is 1"),
+    (lambda: rewards.signed(" \n"), "empty signature"), (lambda: rewards.after(""), "empty mark"),
+    (lambda: rewards.in_tag(""), "a tag has at least one character"),
+    (lambda: rewards.number_equal(column="completion_ids"), "cannot read a column named completion_ids"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_an_argument_that_makes_no_sense_is_taken(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_schema_that_is_none_is_taken() -> None:
+    pytest.importorskip("jsonschema")
+    with pytest.raises(ValueError, match=r"a schema that is none: .*'strin'"):
+        rewards.json_match({"type": "strin"})
+
+
+@pytest.mark.parametrize(("package", "make"), [
+    ("math_verify", rewards.math_match), ("jsonschema", lambda: rewards.json_match({"type": "object"})),
+])
+def test_a_missing_package_is_not_named(package: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("math_answer", "json_answer"):
+        monkeypatch.setattr(f"lowmem_grpo.rewards.{module}.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=f"needs the package {package.replace('_', '-')}: pip install"):
+        make()
+
+
+# Mathematics through math-verify
+
+
+@pytest.mark.parametrize(("answer", "label", "verdict"), [
+    (r"\boxed{\frac12}", "1/2", True), (r"\boxed{0.5}", r"$\frac{1}{2}$", True), (r"\boxed{1+x}", "x+1", True),
+    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", True), (r"\boxed{x}", "x+1", False), (r"\boxed{5}", "5.0", True),
+    (r"\boxed{\}", "5", False), ("5", "5", False), (r"\boxed{5}", None, None), (r"\boxed{5}", " ", None),
+    (r"\boxed{" + "x+" * 200 + "x}", "x", False),
+])
+def test_equal_mathematics_is_judged_wrongly(answer: str, label: Any, verdict: bool | None) -> None:
+    pytest.importorskip("math_verify")
+    assert rewards.math_match().verify(answer, answer=label) is verdict
+
+
+def test_an_answer_that_never_ends_takes_the_run_with_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(math_answer, "SECONDS", 0.5)
+    monkeypatch.setattr(math_answer, "MAX_KILLED", 2)
+    worker = math_answer.MathWorker()
+    monkeypatch.setattr(math_answer, "WORKER", worker)
+    texts = [rf"\boxed{{9^{{9^{{9^{{{power}}}}}}}}}" for power in (7, 8, 9)] + [r"\boxed{7}", r"\boxed{8}"]
+    verdicts = rewards.math_match().verdicts([*texts, r"\boxed{x+1}"], answer=["7"] * 5 + ["1+x"])
+    assert verdicts == [False, False, None, True, False, None]  # what needs no worker is still judged
+    assert caplog.text.count("took more than 0.5 s") == 2
+    monkeypatch.setattr(math_answer, "SECONDS", 10.0)
+    assert rewards.math_match().verify(r"\boxed{x+1}", answer="1+x") is True
+    worker.close()
+
+
+def test_the_package_of_rewards_loads_what_it_need_not() -> None:
+    import subprocess
+
+    script = ("import sys\nfrom lowmem_grpo.rewards import number_equal, RewardScorer\nnumber_equal()\n"
+              "print([name for name in ('torch', 'transformers', 'jsonschema', 'math_verify') if name in sys.modules])")
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_a_completion_that_is_neither_text_nor_chat_is_read() -> None:
+    with pytest.raises(TypeError, match="a string or a list of chat messages"):
+        completion_text(3)

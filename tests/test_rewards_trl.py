@@ -1,0 +1,89 @@
+"""Our rewards under TRL's own trainer, and TRL's rewards under our scorer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from small_models import TINY, load_model
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
+from trl_runs import PLAIN
+
+from lowmem_grpo import rewards
+
+READY = [
+    rewards.number_equal(), rewards.proximity(), rewards.format_match().reward(name="in_format"),
+    rewards.repetition_penalty(), rewards.length_near(4, 8), rewards.too_long(2),
+    rewards.soft_overlong_penalty(12, 4), rewards.keyword_present(),
+]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_ready_made_reward_cannot_be_trained_on_by_trl(tmp_path: Path, chat: bool) -> None:
+    question = [{"role": "user", "content": "9 + 1"}] if chat else "9 + 1"
+    rows = Dataset.from_list([{"prompt": question, "answer": "10", "keyword": "ten"}] * 4)
+    settings = PLAIN | {"output_dir": str(tmp_path), "per_device_train_batch_size": 4, "num_generations": 4,
+                        "logging_strategy": "steps", "logging_steps": 1}
+    trainer = GRPOTrainer(
+        model=load_model("tiny"), args=GRPOConfig(**settings), train_dataset=rows, reward_funcs=READY,
+        processing_class=AutoTokenizer.from_pretrained(TINY),
+    )
+    trainer.train()
+    line = trainer.state.log_history[0]
+    assert {f"rewards/{reward.__name__}/mean" for reward in READY} <= set(line)
+    assert line["rewards/number_equal/mean"] == pytest.approx(6 * line["verdicts/number_equal"] - 3)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_trls_reward_path_and_our_scorer_pay_differently(tmp_path: Path, chat: bool) -> None:
+    texts = ["it is 10", "9", "ten", "<start_working_out>1<end_working_out><SOLUTION>10</SOLUTION>"]
+    completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+    prompts: list[Any] = [[{"role": "user", "content": "9 + 1"}]] * 4 if chat else ["9 + 1"] * 4
+    ids = [[1, 2, 3], [4], [5, 6, 5, 6, 5, 6], [7] * 11]
+    rows = [{"prompt": prompt, "answer": answer, "keyword": "ten"}
+            for prompt, answer in zip(prompts, ["10", "10", "none", "10"], strict=True)]
+    trainer = GRPOTrainer(
+        model=load_model("Llama"), args=GRPOConfig(**(PLAIN | {"output_dir": str(tmp_path), "num_generations": 4,
+                                                               "per_device_train_batch_size": 4})),
+        train_dataset=Dataset.from_list(rows), reward_funcs=READY,
+        processing_class=AutoTokenizer.from_pretrained(TINY),
+    )
+    theirs = trainer._calculate_rewards(rows, prompts, completions, ids)
+    columns = {name: [row[name] for row in rows] for name in ("answer", "keyword")}
+    ours = rewards.RewardScorer(READY).score(prompts, completions, ids, columns, None).rewards
+    found = [[None if pay != pay else round(pay, 5) for pay in column] for column in theirs.T.tolist()]
+    assert found == [[None if pay is None else round(pay, 5) for pay in column] for column in ours.values()]
+    assert found[0] == [3.0, -3.0, None, 3.0]
+
+
+def test_a_reward_of_trl_cannot_be_scored_here() -> None:
+    texts = ["<think>9 + 1</think>10", "10"]
+    ids = [[1, 2, 1, 2, 1], [3] * 11]
+    funcs = [think_format_reward, get_repetition_penalty_reward(2, -1.0), get_soft_overlong_punishment(12, 4)]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    scores = rewards.RewardScorer(funcs).score(["p"] * 2, chats, ids, {}, None)
+    assert list(scores.rewards.values()) == [[1.0, 0.0], [-0.5, -0.9], [0.0, -0.75]] and not scores.converted
+
+
+def test_trls_accuracy_reward_cannot_be_scored_here() -> None:
+    pytest.importorskip("math_verify")
+    from trl.rewards import accuracy_reward
+
+    chats = [[{"role": "assistant", "content": text}] for text in (r"\boxed{\frac{1}{2}}", r"\boxed{3}", r"\boxed{1}")]
+    columns = {"solution": [r"\frac{1}{2}", r"\frac{1}{2}", "what?"]}
+    scores = rewards.RewardScorer(accuracy_reward).score(["p"] * 3, chats, [[1]] * 3, columns, None)
+    assert scores.rewards == {"accuracy_reward": [1.0, 0.0, None]}
+    ours = rewards.math_match("solution").reward()(completions=chats, **columns)
+    assert ours[:2] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_repetition_is_paid_as_by_trl(seed: int) -> None:
+    import random
+
+    rng = random.Random(seed)
+    ids = [[rng.randint(0, 4) for _ in range(rng.randint(0, 40))] for _ in range(100)]
+    theirs = get_repetition_penalty_reward(3, -0.7)(completion_ids=ids)
+    assert rewards.repetition_penalty(3, -0.7)(completions=[""] * 100, completion_ids=ids) == pytest.approx(theirs)
