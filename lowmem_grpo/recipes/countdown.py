@@ -19,6 +19,7 @@ from lowmem_grpo.live import print_accuracy, print_samples
 from lowmem_grpo.loader import TINY
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.recipes.countdown_problems import Difficulty, allowed, answer_text, countdowns, evaluate
+from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.held_out import measure, side_by_side, text_of
 from lowmem_grpo.recipes.options import RecipeOptions
 
@@ -99,6 +100,7 @@ def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
             for line in last_lines]
 
 
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), reaches_target, max_tokens=640)
 REWARDS: list[Callable[..., Any]] = [reaches_target, given_numbers, answer_line]
 
 
