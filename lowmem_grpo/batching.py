@@ -92,6 +92,8 @@ def collate(sequences: list[Sequence]) -> MicroBatch:
     position_ids = torch.cat([torch.arange(p.position, p.position + len(p.ids)) for p in packed])
     sequence_ids = torch.cat([torch.full((len(p.ids),), p.sequence) for p in packed])
 
+    loss_mask = torch.cat([torch.full((len(p.ids),), p.rollout is not None) for p in packed])
+
     def aligned(field: str) -> Tensor:
         return torch.cat([piece.values(field) for piece in packed])
 
@@ -103,7 +105,8 @@ def collate(sequences: list[Sequence]) -> MicroBatch:
         max_seqlen=width,
         sources=find_sources(packed, width),
         places=sequence_ids * width + position_ids,
-        loss_mask=torch.cat([torch.full((len(p.ids),), p.rollout is not None) for p in packed]),
+        loss_mask=loss_mask,
+        trained=loss_mask.nonzero()[:, 0],
         sequence_ids=sequence_ids,
         advantages=aligned("advantages"),
         rollout_logprobs=aligned("rollout_logprobs"),

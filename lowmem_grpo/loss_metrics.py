@@ -33,9 +33,15 @@ def averaged(flags: Tensor, tokens: LossTokens, per_sequence: bool) -> tuple[Ten
 
 
 def of_sequences(flags: Tensor, tokens: LossTokens) -> Tensor:
-    """The mean of each sequence that has tokens."""
+    """The mean of each sequence that has tokens. A card is waited for."""
     means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
     return means[tokens.lengths > 0]
+
+
+def filled_means(flags: Tensor, tokens: LossTokens, fill: float) -> Tensor:
+    """The mean of each sequence, `fill` for one without tokens."""
+    means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
+    return means.masked_fill(tokens.lengths == 0, fill)
 
 
 def clip(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
@@ -59,8 +65,8 @@ def both_sides(
     low, high = below & (tokens.advantages < 0), above & (tokens.advantages > 0)
     shares = {"low_mean": low, "high_mean": high, "region_mean": low | high}
     means = {f"clip_ratio/{name}": averaged(flags, tokens, per_sequence) for name, flags in shares.items()}
-    extremes = {"clip_ratio/low_min": of_sequences(low, tokens).min(),
-                "clip_ratio/high_max": of_sequences(high, tokens).max()}
+    extremes = {"clip_ratio/low_min": filled_means(low, tokens, torch.inf).min(),
+                "clip_ratio/high_max": filled_means(high, tokens, -torch.inf).max()}
     return means, extremes
 
 

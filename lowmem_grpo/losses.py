@@ -27,8 +27,8 @@ def grpo_loss(
     ref_logprobs: Tensor | None = None, rollout_logprobs: Tensor | None = None, entropy: Tensor | None = None,
     policy_mask: Tensor | None = None, num_sequences_in_step: float | None = None,
     num_tokens_in_step: float | None = None, num_policy_tokens_in_step: float | None = None,
-    correct_mismatch: bool | None = None, entropy_coef: float | None = None, settings: LossSettings | None = None,
-    **options: Any,
+    correct_mismatch: bool | None = None, entropy_coef: float | None = None, num_sequences: int | None = None,
+    settings: LossSettings | None = None, **options: Any,
 ) -> LossOutput:
     """The share of the step's loss that the given tokens carry; shares of all micro-batches add up to the loss.
 
@@ -40,7 +40,7 @@ def grpo_loss(
     Every sequence lies whole in one call. The `num_*_in_step` count what the step's means are over, and are this
     call's own where they are None; sequences and tokens are those of all completions that count in the loss, policy
     tokens those that `policy_mask` keeps. `correct_mismatch` and `entropy_coef` take the place of the settings' own
-    where a trainer decides step by step.
+    where a trainer decides step by step. `num_sequences` bounds the sequence ids; without it a card is waited for.
 
     `options` are the fields of `LossSettings`, in place of `settings`. Raises ValueError for an unknown loss type, an
     option that the loss type does not use, contradictory options, and for missing log-probabilities, by name.
@@ -49,7 +49,7 @@ def grpo_loss(
     kind, chosen = LOSS_TYPES[settings.loss_type], settings.chosen()
     correct = settings.vllm_importance_sampling_correction is True if correct_mismatch is None else correct_mismatch
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    tokens = loss_tokens(logprobs, old, advantages, sequence_ids, rollout_logprobs, settings, correct)
+    tokens = loss_tokens(logprobs, old, advantages, sequence_ids, rollout_logprobs, settings, correct, num_sequences)
     if policy_mask is None and settings.top_entropy_quantile < 1:
         known = needed(entropy, "entropy", f"top_entropy_quantile is {settings.top_entropy_quantile}")
         policy_mask = top_entropy_mask(known.detach(), settings.top_entropy_quantile)
@@ -104,10 +104,11 @@ def settings_of(settings: LossSettings | None, options: dict[str, Any]) -> LossS
 
 def loss_tokens(
     logprobs: Tensor, old: Tensor, advantages: Tensor, sequence_ids: Tensor, rollout_logprobs: Tensor | None,
-    settings: LossSettings, correct: bool,
+    settings: LossSettings, correct: bool, num_sequences: int | None = None,
 ) -> LossTokens:
     """The tokens with their ratio at the settings' level, and the correction where one is asked for."""
-    lengths, log_ratio, mode = sequence_lengths(sequence_ids), logprobs - old, settings.vllm_importance_sampling_mode
+    lengths, log_ratio = sequence_lengths(sequence_ids, num_sequences), logprobs - old
+    mode = settings.vllm_importance_sampling_mode
     log_weight = at_level(log_ratio, sequence_ids, lengths, settings.level)
     correction = None
     if correct:

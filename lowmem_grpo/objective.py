@@ -145,20 +145,20 @@ class GRPOObjective(Objective):
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
         """`grpo_loss` of the batch; a KL term that is in the reward is not in the loss."""
-        mask = batch.loss_mask
         settings = replace(self.config, beta=0.0, kl_estimator=None) if self.config.kl_in_reward else self.config
         out = grpo_loss(
-            logprobs, batch.advantages[mask], batch.sequence_ids[mask], settings=settings,
-            old_logprobs=at(batch.old_logprobs, mask), ref_logprobs=at(batch.ref_logprobs, mask),
-            rollout_logprobs=batch.rollout_logprobs[mask], entropy=entropy, policy_mask=at(batch.policy_mask, mask),
-            num_sequences_in_step=totals.sequences, num_tokens_in_step=totals.tokens,
-            num_policy_tokens_in_step=totals.policy_tokens, correct_mismatch=self.correct_mismatch,
-            entropy_coef=self.entropy.applied,
+            logprobs, batch.at_trained(batch.advantages), batch.at_trained(batch.sequence_ids), settings=settings,
+            old_logprobs=at(batch, batch.old_logprobs), ref_logprobs=at(batch, batch.ref_logprobs),
+            rollout_logprobs=batch.at_trained(batch.rollout_logprobs), entropy=entropy,
+            policy_mask=at(batch, batch.policy_mask), num_sequences_in_step=totals.sequences,
+            num_tokens_in_step=totals.tokens, num_policy_tokens_in_step=totals.policy_tokens,
+            correct_mismatch=self.correct_mismatch, entropy_coef=self.entropy.applied,
+            num_sequences=len(batch.rollouts),
         )
         out.metrics["entropy"] = entropy.detach().mean()
         out.policy_loss = out.policy_loss if self.entropy.enabled else None  # else it is the loss
         if batch.policy_mask is not None:
-            chosen = entropy.detach()[batch.policy_mask[mask]]
+            chosen = entropy.detach()[batch.at_trained(batch.policy_mask)]
             out.metrics["entropy/policy"] = chosen.sum() / max(len(chosen), 1)
             out.counts["entropy/policy"] = len(chosen)
         return out
@@ -191,6 +191,6 @@ class GRPOObjective(Objective):
         self.mismatch.last_k3 = state.get("last_k3")
 
 
-def at(values: Tensor | None, mask: Tensor) -> Tensor | None:
-    """Values (T,) at the N True places of the mask (T,), (N,); None stays None."""
-    return None if values is None else values[mask]
+def at(batch: MicroBatch, values: Tensor | None) -> Tensor | None:
+    """Values (T,) at the batch's completion tokens, (N,); None stays None."""
+    return None if values is None else batch.at_trained(values)

@@ -95,5 +95,5 @@ class ParityGate:
         found = []
         for batch in batches:
             logprobs, _ = self.policy.logprobs(batch, self.temperature)
-            found.append((batch.rollout_logprobs[batch.loss_mask], logprobs.float()))
+            found.append((batch.at_trained(batch.rollout_logprobs), logprobs.float()))
         return found

@@ -131,10 +131,10 @@ class Policy:
         self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(logprobs (N,), entropy (N,)) of the batch's N completion tokens; the entropy takes a gradient on demand."""
-        hidden = self.hidden(batch)[batch.loss_mask].to(self.head.weight.dtype)
+        hidden = batch.at_trained(self.hidden(batch)).to(self.head.weight.dtype)
         head = self.head
         result = linear_logprobs(
-            hidden, head.weight, batch.targets[batch.loss_mask], bias=head.bias, temperature=temperature,
+            hidden, head.weight, batch.at_trained(batch.targets), bias=head.bias, temperature=temperature,
             logit_scale=head.logit_scale, softcap=head.softcap, return_entropy=True, entropy_grad=entropy_grad,
             chunk_rows=self.logits_chunk,
         )

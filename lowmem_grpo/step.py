@@ -161,7 +161,7 @@ class Learner:
             sums["loss"] += out.loss.detach()
             if out.policy_loss is not None:
                 sums["policy_loss"] = sums.get("policy_loss", 0) + out.policy_loss
-            reducer.add(out.metrics, int(batch.loss_mask.sum()), out.counts)
+            reducer.add(out.metrics, len(batch.trained), out.counts)
             reducer.keep(out.samples)
         return self.objective.measured(reducer) | {name: total.item() for name, total in sums.items()}
 

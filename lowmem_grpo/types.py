@@ -66,6 +66,7 @@ class MicroBatch:
     sources: Tensor  # (S * W,) int64, index into T
     places: Tensor  # (T,) int64, index into S * W; of a shared place, that in the first sequence
     loss_mask: Tensor  # (T,) bool, completion tokens
+    trained: Tensor  # (N,) int64, where loss_mask is True: found on the host, as a card would have to be waited for
     sequence_ids: Tensor  # (T,) int64, 0 .. S - 1; of a shared place, the first sequence
     advantages: Tensor  # (T,) float32
     rollout_logprobs: Tensor  # (T,) float32
@@ -73,6 +74,10 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # (T,) float32
     policy_mask: Tensor | None = None  # (T,) bool
     rollouts: tuple[Rollout, ...] = ()  # the S packed completions, in order
+
+    def at_trained(self, values: Tensor) -> Tensor:
+        """Values (T, ...) at the completion tokens, (N, ...)."""
+        return values.index_select(0, self.trained)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same batch with every tensor on `device`."""

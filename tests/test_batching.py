@@ -37,6 +37,8 @@ def test_each_target_follows_its_input_in_its_sequence() -> None:
     assert batch.targets.tolist() == [11, 12, 15, 16, 17, 11, 12, 13, 14]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
     assert batch.loss_mask.tolist() == [False, False, True, True, True, False, False, True, True]
+    assert batch.trained.tolist() == [2, 3, 4, 7, 8]
+    assert batch.at_trained(batch.targets).tolist() == [15, 16, 17, 13, 14]
     assert batch.sequence_ids.tolist() == [0] * 5 + [1] * 4
     assert batch.cu_seqlens.tolist() == [0, 5, 9] and batch.cu_seqlens.dtype == torch.int32
     assert batch.max_seqlen == 5

@@ -1,14 +1,18 @@
 """GRPO's objective between steps: when a correction is due, what it learns from a step, what it remembers."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowmem_grpo.batching import collate
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.metrics import Reducer
-from lowmem_grpo.objective import GRPOObjective
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.objective import GRPOObjective, StepTotals
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 FAR = torch.tensor([1.4, 0.7])  # ratios of trainer to sampler, of mean k3 0.06
 
@@ -74,3 +78,31 @@ def test_what_was_measured_is_lost_when_a_run_is_resumed() -> None:
     assert resumed.state() == objective.state() and resumed.entropy.applied == objective.entropy.applied > 0
     resumed.begin(rollouts(1), 1)
     assert resumed.correct_mismatch
+
+WAITED_FOR = ("aten.nonzero", "aten.masked_select", "aten._local_scalar_dense", "aten.bincount")
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations whose result has a size, or is a number, that a card has to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        masks = name.startswith("aten.index.") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if masks or name.startswith(WAITED_FOR):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_log_probabilities_and_the_loss_never_wait_for_a_card(tiny_policy: Policy) -> None:
+    group = RolloutGroup({}, [5, 6, 7], [Rollout([8, 9], [-1.0, -2.0], "stop", advantage=a) for a in (1.0, -1.0)])
+    batch = collate([(group, rollout) for rollout in group.rollouts])
+    objective = GRPOObjective(GRPOConfig())
+    objective.begin(group.rollouts, 0)
+    with Waits() as waits:
+        logprobs, entropy = tiny_policy.logprobs(batch, 1.0)
+        objective.loss(batch, logprobs, entropy, StepTotals(2, 4, 4)).loss.backward()
+    assert waits.found == []
