@@ -28,8 +28,9 @@ class Command:
 
 
 def python_folders() -> list[str]:
-    """Existing folders and files that Python needs to start, no link among them twice."""
-    return list(dict.fromkeys(path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)))
+    """Existing folders and files that Python needs to start; none lies within another, as nsjail requires."""
+    wanted = {path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)}
+    return sorted(path for path in wanted if not any(path.startswith(f"{other}/") for other in wanted))
 
 
 def python(root: str, descriptor: int) -> list[str]:

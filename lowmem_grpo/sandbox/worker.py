@@ -82,7 +82,7 @@ class Worker:
             self._waiting += data
             first = self.receive(deadline)
         except (WorkerEnded, OSError) as error:
-            raise CannotStart(self._last_words() or str(error)) from error
+            raise CannotStart(self._last_words() or "it ended before it was ready, without a word") from error
         if "ready" not in first:
             raise CannotStart(str(first.get("refused", first)))
 
