@@ -6,17 +6,28 @@ from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 os.environ["OMP_NUM_THREADS"] = "1"  # of this process and those that tests start: two workers share the cores
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch's deterministic mode refuses products
 
 import torch
 
 # before triton is imported (bitsandbytes does): its kernels then run on CPU tensors, where there is no card
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
+import card
 import pytest
 from small_models import FAMILIES, TINY, load_model, with_adapter
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lowmem_grpo.policy import Policy
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is marked `gpu` is skipped where there is no card, or none that computes in the dtype of the test."""
+    for item in items:
+        call = getattr(item, "callspec", None)
+        why = card.why_skipped({} if call is None else call.params)
+        if item.get_closest_marker("gpu") and why is not None:
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture(scope="session")

@@ -47,5 +47,5 @@ def with_adapter(model: transformers.PreTrainedModel, lora_dropout: float = 0.0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
+            parameter.data.copy_(torch.empty_like(parameter, device="cpu").normal_(0, 0.05, generator=generator))
     return adapted

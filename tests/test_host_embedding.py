@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from card import gpu
 from small_models import FAMILIES, TINY, random_model
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
@@ -59,8 +60,7 @@ def test_a_loaded_model_samples_and_trains_with_it(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@gpu
 def test_rows_arrive_on_the_card_and_the_matrix_stays_on_the_host() -> None:
     embedding = torch.nn.Embedding(100, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     on_host, ids = HostEmbedding(embedding), torch.randint(0, 100, (1, 50), device="cuda")

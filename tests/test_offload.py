@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.accuracy import gpu
+from card import gpu
 from late_copies import LateCopies
 from live_storage import LiveStorage
 from small_models import random_model, with_adapter

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.accuracy import HAS_CARD
+from card import HAS_CARD
 
 from lowmem_grpo import host_room
 from lowmem_grpo.host_room import (

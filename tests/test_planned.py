@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from card import gpu
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.cards import device
@@ -62,8 +63,7 @@ def test_phases_on_the_cpu_count_nothing_and_show_no_number_that_was_not_measure
     assert peaks.metrics() == {}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@gpu
 def test_phases_on_a_card_have_peaks_of_their_own() -> None:
     peaks = PhasePeaks(torch.device("cuda:0"))
     held = torch.cuda.memory_allocated()

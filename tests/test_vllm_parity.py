@@ -6,11 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from live_storage import LiveStorage
-from torch import Tensor, nn
-from vllm_models import ALL, NEEDS_VLLM, differences, engine_on, move_adapter, policy_of
+from vllm_models import (
+    ALL,
+    NEEDS_VLLM,
+    REAL,
+    assert_borrowed,
+    differences,
+    engine_on,
+    held_by,
+    move_adapter,
+    policy_of,
+    storages,
+)
 
 from lowmem_grpo.engines.vllm_engine import VLLMEngine
-from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
 
@@ -21,9 +30,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = {"bfloat16": (BF16, False), "nf4 in bfloat16": (BF16, True), "float32": (FP32, False)}
 BOUND = {BF16: 0.003, FP32: 1e-5}  # of the mean |difference| of log-probabilities
 CASES = [(family, kind) for family in ALL for kind in KINDS]
-# Large enough for a hundredth of it to have a meaning: vLLM's own tables of angles do not grow with the width.
-REAL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "vocab_size": 8192, "tie_word_embeddings": True}
 
 
 def sample(engine: VLLMEngine, tokens: int = 64, n: int = 8) -> list[list[Rollout]]:
@@ -56,27 +62,6 @@ def test_the_sampler_agrees_with_the_trainer_on_a_trained_model(four_bit: bool, 
             move_adapter(policy, size)
             engine.on_policy_update(version)
             assert differences(policy, PROMPTS, sample(engine)).abs().mean() <= 1e-5
-
-
-def held_by(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers, tied ones under each of their names."""
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
-def storages(tensors: list[Tensor]) -> dict[int, int]:
-    """Bytes of each storage, by its address; what is empty has none."""
-    found = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
-
-
-def assert_borrowed(engine: VLLMEngine, policy: Policy) -> int:
-    """Every parameter of vLLM's model is the trainer's, or empty; the bytes of its own buffers."""
-    (held,) = engine.llm.apply_model(held_by)
-    theirs = storages([tensor for _, tensor in held_by(policy.base)])
-    parameters = {name: tensor for name, tensor in held if isinstance(tensor, nn.Parameter)}
-    assert [name for name, tensor in parameters.items() if not storages([tensor]).keys() <= theirs.keys()] == []
-    assert any(tensor.numel() for tensor in parameters.values())
-    return sum(size for place, size in storages([tensor for _, tensor in held]).items() if place not in theirs)
 
 
 @pytest.mark.parametrize("four_bit", [False, True])

@@ -11,8 +11,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
 import pytest
 import torch
 import transformers
+from card import CPU
 from small_models import FAMILIES, SHAPE, TINY, with_adapter
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from lowmem_grpo.batching import pack
@@ -30,6 +31,9 @@ KV_BYTES = 256 << 20
 WIDER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "initializer_range": 0.02}
 HEADS: dict[str, Any] = {"Qwen3": {"head_dim": 32}, "Gemma3": {"head_dim": 32}}
 ALL = {"Qwen2": {}, **FAMILIES}
+# Large enough for a hundredth of it to have a meaning: vLLM's own tables of angles do not grow with the width.
+REAL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "vocab_size": 8192, "tie_word_embeddings": True}
 
 
 def random_model(family: str, **changes: Any) -> PreTrainedModel:
@@ -48,13 +52,16 @@ def saved_model(family: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def policy_of(family: str, dtype: torch.dtype, four_bit: bool, folder: Path, **changes: Any) -> Policy:
+def policy_of(
+    family: str, dtype: torch.dtype, four_bit: bool, folder: Path, device: torch.device = CPU, **changes: Any
+) -> Policy:
     """A policy of a family with an adapter that does nothing yet; linear layers in NF4 with double quantization."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
     model = AutoModelForCausalLM.from_pretrained(
-        saved_model(family, folder, **changes), dtype=dtype, quantization_config=quantization if four_bit else None
+        saved_model(family, folder, **changes), dtype=dtype, device_map={"": str(device)},
+        quantization_config=quantization if four_bit else None,
     ).eval()
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -70,7 +77,7 @@ def move_adapter(policy: Policy, size: float, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in policy.model.named_parameters():
         if "lora_B" in name:
-            parameter.normal_(0, size, generator=generator)
+            parameter.copy_(torch.empty_like(parameter, device="cpu").normal_(0, size, generator=generator))
 
 
 @contextmanager
@@ -86,6 +93,28 @@ def engine_on(policy: Policy, **options: Any) -> Iterator[VLLMEngine]:
 
 def differences(policy: Policy, prompts: list[list[int]], groups: list[list[Rollout]]) -> Tensor:
     """The trainer's log-probability of each sampled token, minus the sampler's."""
-    batches = pack([RolloutGroup({}, *pair) for pair in zip(prompts, groups, strict=True)], 4096, 256)
+    packed = pack([RolloutGroup({}, *pair) for pair in zip(prompts, groups, strict=True)], 4096, 256)
+    batches = [batch.to(policy.device) for batch in packed]
     with torch.no_grad():
         return torch.cat([policy.logprobs(b, 1.0)[0] - b.rollout_logprobs[b.loss_mask] for b in batches])
+
+
+def held_by(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, tied ones under each of their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def storages(tensors: list[Tensor]) -> dict[int, int]:
+    """Bytes of each storage, by its address; what is empty has none."""
+    found = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def assert_borrowed(engine: VLLMEngine, policy: Policy) -> int:
+    """Every parameter of vLLM's model is the trainer's, or empty; the bytes of its own buffers."""
+    (held,) = engine.llm.apply_model(held_by)
+    theirs = storages([tensor for _, tensor in held_by(policy.base)])
+    parameters = {name: tensor for name, tensor in held if isinstance(tensor, nn.Parameter)}
+    assert [name for name, tensor in parameters.items() if not storages([tensor]).keys() <= theirs.keys()] == []
+    assert any(tensor.numel() for tensor in parameters.values())
+    return sum(size for place, size in storages([tensor for _, tensor in held]).items() if place not in theirs)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, gpu, interpreted
+from accuracy import assert_as_accurate, interpreted
+from card import gpu
 from live_storage import LiveStorage
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -55,8 +56,7 @@ def outcome(function: Any, tensors: dict[str, Tensor], fused: bool = False, dtyp
 
 
 def assert_accurate(activation: str, tensors: dict[str, Tensor], results: dict[str, Tensor]) -> None:
-    on_cpu = {name: values.cpu() for name, values in tensors.items()}
-    truth = outcome(lambda *leaves: reference(activation, *leaves), on_cpu, dtype=torch.float64)
+    truth = outcome(lambda *leaves: reference(activation, *leaves), tensors, dtype=torch.float64)
     plain = outcome(lambda *leaves: reference(activation, *leaves), tensors)
     for name, exact in truth.items():
         slack = FLOAT32 + (ROUNDING[results[name].dtype] if name != "h" else 0)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, gpu, interpreted
+from accuracy import assert_as_accurate, interpreted
+from card import gpu
 from logprob_problem import CLOSE, SUMMATION, D, V, assert_no_worse, outcome, problem
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -6,7 +6,8 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from accuracy import assert_as_accurate, gpu
+from accuracy import assert_as_accurate
+from card import gpu
 from live_storage import LiveStorage
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
 from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp, lora_mlp_ref
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 IN, INNER = 63, 130  # odd, and no multiple of a block
@@ -306,19 +307,56 @@ def test_wrong_arguments_are_refused_with_what_was_got(changes: dict[str, Any], 
     assert message in str(refusal.value)
 
 
+def on_card(value: Any) -> Any:
+    """A tensor, or a LoRA pair, or a weight in 4 bits, on the card."""
+    if isinstance(value, LoRA):
+        return LoRA(on_card(value.a), on_card(value.b), value.scale)
+    return value.detach().cuda().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
+
+
 @gpu
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("tile_rows", [None, 64])
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rows", [1, 63, 500])
 def test_on_a_card_mlp_errors_are_no_larger_than_the_references(
-    dtype: torch.dtype, tile_rows: int | None, fused: bool
+    dtype: torch.dtype, tile_rows: int | None, fused: bool, rows: int
 ) -> None:
-    arguments = mlp_problem(63, dtype, fused)
-
-    def move(value: Any) -> Any:
-        if isinstance(value, LoRA):
-            return LoRA(move(value.a), move(value.b), value.scale)
-        return value.detach().cuda().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
-
-    ours = outcome(lora_mlp, {name: move(value) for name, value in arguments.items()}, tile_rows=tile_rows)
+    arguments = mlp_problem(rows, dtype, fused)
+    ours = outcome(lora_mlp, {name: on_card(value) for name, value in arguments.items()}, tile_rows=tile_rows)
     assert_no_worse(arguments, {name: value.cpu() for name, value in ours.items()}, dtype)
+
+
+def linear_problem(rows: int, dtype: torch.dtype, device: str, four_bit: bool) -> dict[str, Any]:
+    """Arguments of lora_linear on a device, the weight in `dtype` or in 4 bits."""
+    generator = torch.Generator().manual_seed(rows)
+    weight: Any = (torch.randn(INNER, 2 * IN, generator=generator) / IN**0.5).to(dtype)
+    if four_bit:
+        weight = NF4Weight.from_bitsandbytes(bnb.nn.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=True
+        ).to(device))
+    x = torch.randn(rows, 2 * IN, generator=generator).to(device, dtype).requires_grad_()
+    lora = adapter(INNER, 2 * IN, SMALL[dtype], 1)
+    pair = LoRA(*(part.detach().to(device).requires_grad_() for part in (lora.a, lora.b)), lora.scale)
+    return {"x": x, "weight": weight if four_bit else weight.to(device), "lora": pair}
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("rows", [1, 8, 63, 500])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_linear_errors_are_no_larger_than_the_references(
+    device: str, rows: int, dtype: torch.dtype, four_bit: bool
+) -> None:
+    arguments = linear_problem(rows, dtype, device, four_bit)
+    ours = outcome(lambda x, weight, lora: lora_linear(x, [weight], [lora])[0], arguments)
+    plain = arguments | ({"weight": nf4_dequantize_ref(arguments["weight"])} if four_bit else {})
+    reference, truth = outcome(lora_linear_ref, plain), outcome(lora_linear_ref, in_float64(plain))
+    for name, exact in truth.items():
+        assert_as_accurate(name, ours[name], reference[name], exact, 2 * ROUNDING[dtype])
+
+
+@gpu
+def test_on_a_card_scratch_memory_is_nan_in_these_tests() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.empty(1000, dtype=dtype, device="cuda").isnan().all()

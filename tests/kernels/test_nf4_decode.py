@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, gpu, interpreted
+from accuracy import assert_as_accurate, interpreted
+from card import HALVES, gpu
 from nf4_problem import ONE, ROUNDING, THREE, in_float64, problem
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -96,8 +97,9 @@ def test_decode_kernel_is_not_given_what_it_cannot_do() -> None:
 
 
 @gpu
-def test_gpu_decodes_with_the_fused_kernel() -> None:
-    for rows, dtype in product((1, 8), (torch.float16, torch.bfloat16)):
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gpu_decodes_with_the_fused_kernel(dtype: torch.dtype) -> None:
+    for rows in (1, 8):
         arguments = problem(rows, ONE, dtype, device="cuda")
         assert can_decode(arguments["x"], arguments["weight"])
         scaled = arguments | {"scale": torch.tensor(0.3, device="cuda")}
@@ -105,15 +107,17 @@ def test_gpu_decodes_with_the_fused_kernel() -> None:
 
 
 @gpu
-def test_gpu_decodes_the_same_bits_every_time() -> None:
-    arguments = problem(8, ((4096,), 4096), torch.bfloat16, True, 16, device="cuda")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gpu_decodes_the_same_bits_every_time(dtype: torch.dtype) -> None:
+    arguments = problem(8, ((4096,), 4096), dtype, True, 16, device="cuda")
     first = nf4_linear(**arguments)
     assert all(torch.equal(nf4_linear(**arguments), first) for _ in range(20))
 
 
 @gpu
-def test_gpu_records_decoding_in_a_graph() -> None:
-    arguments = problem(4, ONE, torch.float16, device="cuda") | {"scale": torch.tensor(0.3, device="cuda")}
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gpu_records_decoding_in_a_graph(dtype: torch.dtype) -> None:
+    arguments = problem(4, ONE, dtype, device="cuda") | {"scale": torch.tensor(0.3, device="cuda")}
     with torch.no_grad():
         expected = nf4_linear(**arguments)
         graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,8 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from accuracy import assert_as_accurate, gpu
+from accuracy import assert_as_accurate
+from card import gpu
 from live_storage import LiveStorage
 from nf4_problem import (
     DTYPES,

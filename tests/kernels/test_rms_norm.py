@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, gpu, interpreted
+from accuracy import assert_as_accurate, interpreted
+from card import gpu
 from live_storage import LiveStorage
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,7 +43,7 @@ def problem(
 
 
 def in_float64(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().double().requires_grad_() for name, tensor in tensors.items()}
+    return {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
 
 
 def outcome(function: Any, tensors: dict[str, Tensor], grads: list[Tensor], offset: float) -> dict[str, Tensor]:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, gpu, interpreted
+from accuracy import assert_as_accurate, interpreted
+from card import gpu
 from live_storage import LiveStorage
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,8 +54,7 @@ def outcome(function: Any, tensors: dict[str, Tensor], dtype: Any = None, **opti
 
 
 def assert_accurate(tensors: dict[str, Tensor], heads_first: bool, ours: dict[str, Tensor]) -> None:
-    on_cpu = {name: values.cpu() for name, values in tensors.items()}
-    truth = outcome(rope_ref, on_cpu, torch.float64, heads_first=heads_first)
+    truth = outcome(rope_ref, tensors, torch.float64, heads_first=heads_first)
     reference = outcome(rope_ref, tensors, heads_first=heads_first)
     for name, exact in truth.items():
         assert ours[name].dtype == tensors["q"].dtype

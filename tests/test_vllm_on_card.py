@@ -1,0 +1,246 @@
+"""vLLM around the trainer's model on a card: its storage, CUDA graphs, sleep, updates. Names say what breaks.
+
+The same on the CPU, where vLLM has a build for it; a process has one engine, so most tests share one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from card import CARD, CPU, DEVICES, gpu, half
+from card_runs import ROWS, SETTINGS, digit_sum
+from small_models import TINY
+from transformers import AutoTokenizer
+from vllm_models import (
+    CONTEXT,
+    KV_BYTES,
+    NEEDS_VLLM,
+    REAL,
+    assert_borrowed,
+    differences,
+    engine_on,
+    held_by,
+    move_adapter,
+    policy_of,
+    storages,
+)
+
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo.engines import choice
+from lowmem_grpo.engines.vllm_engine import VLLMEngine
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.records import read_lines
+from lowmem_grpo.sampling import SamplingParams
+
+pytestmark = NEEDS_VLLM
+
+BOUND = {torch.bfloat16: 0.003, torch.float16: 0.001, torch.float32: 1e-5}  # mean |difference| of log-probabilities
+LONG = [number % 300 + 3 for number in range(300)]  # several blocks of vLLM's cache
+SEQS = 8  # decoded together: a size that vLLM records a graph of
+SAMPLED = SamplingParams(n=4, max_tokens=24, seed=1, ignore_eos=True)
+GREEDY = SamplingParams(n=1, temperature=0, max_tokens=32, ignore_eos=True)
+
+
+def skip_elsewhere(device: torch.device) -> None:
+    """Where the vLLM that is installed computes on another kind of device, or cannot be used."""
+    why = choice.why_not_here(device.type)
+    if why is not None:
+        pytest.skip(why)
+
+
+def close_all() -> None:
+    engine = choice.living()
+    if engine is not None:
+        engine.close()
+
+
+class Shared:
+    """The embedded model on a device, in 4 bits on a card, and the engine around it."""
+
+    device: torch.device | None = None
+    policy: Policy
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """A device that this vLLM computes on."""
+    skip_elsewhere(request.param)
+    found: torch.device = request.param
+    return found
+
+
+def own_dtype(device: torch.device) -> torch.dtype:
+    return half() if device == CARD else torch.float32
+
+
+@pytest.fixture
+def engine(device: torch.device) -> Iterator[VLLMEngine]:
+    """The shared engine, with the adapter as at the start of each test."""
+    living = choice.living()
+    if living is None or Shared.device != device or living.policy is not Shared.policy:
+        close_all()
+        Shared.policy, Shared.device = policy_of("tiny", own_dtype(device), device == CARD, TINY, device), device
+        tokenizer = AutoTokenizer.from_pretrained(TINY)
+        living = VLLMEngine(Shared.policy, tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES, max_num_seqs=SEQS)
+    move_adapter(Shared.policy, 0.05)
+    living.on_policy_update(living.policy_version + 1)
+    yield living
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """SEQS prompts of one length."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    texts = [f"Start with {10 + n}. Add 4. Multiply by 2. What is the result?\n" for n in range(SEQS)]
+    found = [tokenizer(text)["input_ids"] for text in texts]
+    shortest = min(map(len, found))
+    return [ids[-shortest:] for ids in found]
+
+
+def ids_of(groups: Any) -> list[list[list[int]]]:
+    return [[rollout.completion_ids for rollout in group] for group in groups]
+
+
+def distance(policy: Policy, prompts: list[list[int]], groups: Any) -> float:
+    """Mean |difference| between the trainer's log-probabilities and the sampler's."""
+    return differences(policy, prompts, groups).abs().mean().item()
+
+
+def test_an_optimizer_step_is_not_seen_by_the_next_sample_or_moves_a_tensor(
+    engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
+) -> None:
+    policy, bound = engine.policy, BOUND[own_dtype(device)]
+    places = {name: parameter.data_ptr() for name, parameter in policy.model.named_parameters()}
+    start = [parameter.detach().clone() for parameter in policy.trainable]
+    before = engine.generate(prompts, SAMPLED)
+    assert distance(policy, prompts, before) <= bound
+    optimizer, generator = torch.optim.AdamW(policy.trainable, lr=2e-2), torch.Generator().manual_seed(3)
+    for parameter in policy.trainable:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    engine.on_policy_update(engine.policy_version + 1)
+    after = engine.generate(prompts, SAMPLED)
+    found = distance(policy, prompts, after), distance(policy, prompts, before)
+    for parameter, values in zip(policy.trainable, start, strict=True):
+        parameter.data.copy_(values)  # as the next test expects it
+    assert found[0] <= bound < found[1] / 5
+    assert {name: parameter.data_ptr() for name, parameter in policy.model.named_parameters()} == places
+    assert_borrowed(engine, policy)
+
+
+def test_the_base_model_is_sampled_with_the_adapter_or_the_other_way_round(
+    engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
+) -> None:
+    policy, bound = engine.policy, BOUND[own_dtype(device)]
+    for _ in range(2):
+        with engine.base_model():
+            base = engine.generate(prompts, SAMPLED)
+        with policy.base_model():
+            assert distance(policy, prompts, base) <= bound
+        assert distance(policy, prompts, base) > 3 * bound
+        assert distance(policy, prompts, engine.generate(prompts, SAMPLED)) <= bound
+
+
+def test_prefixes_of_the_old_policy_are_used_after_an_update(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached: list[int] = []
+    generate = engine.llm.generate
+
+    def counted(*args: Any, **options: Any) -> Any:
+        outputs = generate(*args, **options)
+        cached.append(sum(output.num_cached_tokens for output in outputs))
+        return outputs
+
+    monkeypatch.setattr(engine.llm, "generate", counted)
+    params = replace(SAMPLED, n=1, max_tokens=2)
+    engine.generate([LONG], params)
+    engine.generate([LONG], params)
+    engine.on_policy_update(engine.policy_version + 1)
+    engine.generate([LONG], params)
+    assert cached[0] == cached[2] == 0
+    assert cached[1] >= 256
+
+
+def test_sleep_keeps_the_cache_or_waking_samples_otherwise(engine: VLLMEngine, prompts: list[list[int]]) -> None:
+    expected = ids_of(engine.generate(prompts, GREEDY))
+    places = {name: parameter.data_ptr() for name, parameter in engine.policy.model.named_parameters()}
+    values = [parameter.detach().clone() for parameter in engine.policy.trainable]
+    free = torch.cuda.mem_get_info()[0] if engine.on_card else 0
+    engine.sleep()
+    if engine.on_card:
+        torch.cuda.synchronize()
+        assert torch.cuda.mem_get_info()[0] - free >= 0.9 * KV_BYTES
+        assert engine.asleep and engine.kv_bytes == 0
+    assert {name: parameter.data_ptr() for name, parameter in engine.policy.model.named_parameters()} == places
+    assert all(torch.equal(a, b) for a, b in zip(values, engine.policy.trainable, strict=True))
+    for _ in range(2):
+        assert ids_of(engine.generate(prompts, GREEDY)) == expected
+        assert not engine.asleep and engine.kv_bytes == KV_BYTES
+        engine.sleep()
+
+
+@gpu
+def test_graphs_and_eager_decoding_give_other_greedy_tokens(prompts: list[list[int]]) -> None:
+    skip_elsewhere(CARD)
+    close_all()
+    found = []
+    for eager in (False, True):
+        policy = policy_of("tiny", half(), True, TINY, CARD)
+        move_adapter(policy, 0.05)
+        with engine_on(policy, max_num_seqs=SEQS, enforce_eager=eager) as engine:
+            assert engine.eager == eager
+            found.append(ids_of(engine.generate(prompts, GREEDY)))
+            move_adapter(policy, 0.08, seed=2)  # a graph that was recorded reads the adapter as it is now
+            engine.on_policy_update(1)
+            found.append(ids_of(engine.generate(prompts, GREEDY)))
+    assert found[0] == found[2] and found[1] == found[3]
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(("place", "dtype", "four_bit"), [
+    pytest.param(CPU, torch.bfloat16, False, id="cpu bf16"),
+    pytest.param(CARD, torch.bfloat16, False, marks=gpu, id="cuda bf16"),
+    pytest.param(CARD, torch.bfloat16, True, marks=gpu, id="cuda nf4 in bf16"),
+    pytest.param(CARD, torch.float16, True, marks=gpu, id="cuda nf4 in fp16"),
+])
+def test_a_copy_of_the_weights_is_made_or_log_probabilities_drift(
+    place: torch.device, dtype: torch.dtype, four_bit: bool, tmp_path: Path
+) -> None:
+    skip_elsewhere(place)
+    close_all()
+    policy = policy_of("Llama", dtype, four_bit, tmp_path, place, **REAL)
+    model = sum(storages([tensor for _, tensor in held_by(policy.base)]).values())
+    prompts = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
+    with engine_on(policy, max_num_seqs=32) as engine:
+        for version, size in enumerate((0.0, 0.05)):
+            move_adapter(policy, size)
+            engine.on_policy_update(version)
+            groups = engine.generate(prompts, replace(SAMPLED, n=16, max_tokens=32))
+            difference = differences(policy, prompts, groups)
+            assert difference.abs().mean() <= BOUND[dtype]
+            assert abs(difference.exp().mean() - 1) <= 0.002
+        assert assert_borrowed(engine, policy) < 0.01 * model
+
+
+def test_a_run_does_not_sleep_wake_update_and_agree_with_its_sampler(device: torch.device, tmp_path: Path) -> None:
+    close_all()
+    bare, _ = FastLanguageModel.from_pretrained(
+        "tiny", max_seq_length=128, load_in_4bit=device == CARD, dtype=own_dtype(device), device=str(device),
+        fast_inference="vllm", kv_cache_bytes=KV_BYTES, max_num_seqs=16,
+    )
+    model = FastLanguageModel.get_peft_model(bare, r=4)
+    settings = SETTINGS | {"max_steps": 3, "parity_steps": 1, "vllm_importance_sampling_correction": None}
+    trainer = GRPOTrainer(model, digit_sum, GRPOConfig(output_dir=str(tmp_path), **settings), ROWS)
+    assert trainer.engine.name == "vllm"
+    done = trainer.train()
+    model.close_engine()
+    assert done.finished
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert max(line["sampling/parity/mean"] for line in lines) <= 3 * BOUND[own_dtype(device)]
+    assert any(line["grad_norm"] > 0 for line in lines)
+    if device == CARD:
+        assert {line["memory/kv_bytes"] for line in lines} <= {0, KV_BYTES}
