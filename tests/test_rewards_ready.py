@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import rewards
+from lowmem_grpo.charts import figures
 from lowmem_grpo.rewards import math_answer
 from lowmem_grpo.rewards.reading import read_number
 from lowmem_grpo.rewards.texts import completion_text
@@ -98,6 +99,12 @@ def test_a_verifier_is_taken_for_a_reward_or_a_reward_pays_no_verdicts() -> None
     assert scores.metrics == {"verdicts/number_match": 0.5}  # of the two that have a verdict
 
 
+def test_the_report_does_not_draw_verdicts_apart_from_what_they_pay() -> None:
+    row = {"step": 1, "rewards/number_match/mean": 2.0, "verdicts/number_match": 0.75}
+    drawn = {chart["title"]: chart["traces"][0]["y"] for chart in figures([row])}
+    assert drawn == {"Reward functions": [2.0], "Verified right": [0.75]}
+
+
 @pytest.mark.parametrize(("verifier", "text", "label", "verdict"), [
     (rewards.answer_match(), "Paris ", "Paris", True), (rewards.answer_match(), "paris", "Paris", False),
     (rewards.answer_match(ignore_case=True), "paris", "Paris", True), (rewards.answer_match(), "", "", None),
@@ -172,6 +179,7 @@ MAIL = "Dear Ms Bo,\n\nyour ReFund is due.\n\nBest regards,  \nAda Moss\n"
 @pytest.mark.parametrize(("reward", "text", "row", "expected"), [
     (rewards.keyword_present(), MAIL, {"keyword": "refund"}, 1.0),
     (rewards.keyword_present(), MAIL, {"keyword": "fund"}, 0.0),
+    (rewards.keyword_present(), MAIL, {"keyword": "refu"}, 0.0),
     (rewards.keyword_present(), MAIL, {"keyword": ["refund", "due"]}, 1.0),
     (rewards.keyword_present(), MAIL, {"keyword": ["refund", "late"]}, 0.0),
     (rewards.keyword_present(), MAIL, {"keyword": ""}, None),
