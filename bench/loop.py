@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import click
+import pretend
 from loop_shapes import loop_shape
 from loop_table import show
 from loop_targets import OURS, table, verdicts
@@ -51,6 +52,7 @@ class Plan:
     peer_batch: int
     threads: int
     time_limit: float
+    gpu: str | None  # its name
     python: dict[str, str]  # interpreter of trl and of unsloth, where they have their own
 
     def make(self, folder: Path) -> None:
@@ -62,7 +64,7 @@ class Plan:
     def run(self, provider: str, folder: Path) -> dict[str, Any]:
         """A fresh process; its JSON object, or what went wrong: `failed` where it should have said so itself."""
         options = ["--prompts", str(self.prompts), "--steps", str(self.steps), "--peer-batch", str(self.peer_batch),
-                   *(["--gib", str(self.gib)] if self.gib else [])]
+                   "--time-limit", str(self.time_limit), *(["--gib", str(self.gib)] if self.gib else [])]
         interpreter = self.python.get(provider.partition("_")[0], sys.executable)
         try:
             done = self.call(interpreter, "loop_run.py", provider, folder, options, self.time_limit)
@@ -77,7 +79,8 @@ class Plan:
     ) -> subprocess.CompletedProcess[str]:
         command = [interpreter, str(PEERS / script), what, "--folder", str(folder), "--shape", self.shape, "--device",
                    self.device, *options]
-        environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(self.threads)}
+        environment = os.environ | ENVIRONMENT | pretend.environment(self.gpu)
+        environment |= {"OMP_NUM_THREADS": str(self.threads)}
         return subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=limit
         )
@@ -113,7 +116,7 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
         "seconds": round(median(whole), 4), "step_seconds": [round(value, 4) for value in whole],
         "phases": {name: round(value, 4) for name, value in phases.items()},
         "shares": {name: round(value / sum(phases.values()), 4) for name, value in phases.items()},
-        "tokens": median(found["tokens"]), **speeds(found, common, phases, median(whole)),
+        "warm_up": found["warm_up"], "tokens": median(found["tokens"]), **speeds(found, common, phases, median(whole)),
         **{name: value for name, value in peaks.items() if value},
         **{name: found[name] for name in ("planned", "offload_bytes", "trained", "config") if name in found},
     }
@@ -171,7 +174,7 @@ def common_of(plan: Plan, where: dict[str, Any], run_name: str | None) -> dict[s
 @click.option("--unsloth-python", help="Interpreter with Unsloth; this one where left out.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="Threads on the CPU.")
 @click.option("--time-limit", default=540.0, show_default=True, type=click.FloatRange(min=1),
-              help="Seconds that one provider may take.")
+              help="Seconds that one provider may take; it makes as many steps as fit, the first untimed if it can be.")
 @click.option("--weights", "--workdir", "weights", type=click.Path(file_okay=False, path_type=Path),
               help="A folder in which the weights are made once and kept, the one of bench/rollout.py; a temporary one "
                    "where this is left out.")
@@ -191,7 +194,7 @@ def main(
     device = device or ("cuda" if where["gpu"] else "cpu")
     shape = shape or ("full" if device == "cuda" else "tiny")
     python = {name: path for name, path in (("trl", trl_python), ("unsloth", unsloth_python)) if path}
-    plan = Plan(device, shape, prompts, steps, gib, peer_batch, threads, time_limit, python)
+    plan = Plan(device, shape, prompts, steps, gib, peer_batch, threads, time_limit, where["gpu"], python)
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pretend
 from loop_shapes import loop_shape
 from model_folder import model_folder
 from profile_page import page, show
@@ -63,7 +64,7 @@ def look(part: str, folder: Path, options: dict[str, Any], row: dict[str, Any]) 
     """Run one part under the profiler and keep what it showed."""
     from profile_steps import DECODED, decode_job, recorded, train_job
 
-    os.environ.update(ENVIRONMENT)  # before vLLM is imported
+    os.environ.update(ENVIRONMENT | pretend.environment(row["gpu"]))  # before vLLM is imported, and memory is asked for
     size = loop_shape(options["shape"], options["prompts"])
     given = {"tokens": options["tokens"] or DECODED[options["shape"]]} if part == "decode" else {}
     make = decode_job if part == "decode" else train_job

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,59 @@ def test_a_peers_vllm_gets_room_for_weights_and_cache_but_not_more_than_may_be_u
     assert engine_share(size, False, 16.0) == pytest.approx(0.95 * 16 / 64, abs=1e-4)
 
 
+@pytest.mark.parametrize(("limit", "more"), [(float("inf"), True), (100.0, True), (33.0, False), (1.0, False)])
+def test_a_step_that_would_not_end_in_time_is_not_begun(limit: float, more: bool) -> None:
+    from loop_inputs import Patience
+
+    steps = [{"seconds": {"generate": 1.0}}, {"seconds": {"generate": 20.0, "train": 10.0}}]
+    assert Patience(limit).another(steps) == more
+
+
+def test_without_time_for_a_second_step_the_first_is_the_timed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import loop_ours
+    import loop_run
+
+    def run(options: Any, watch: Any, outputs: str, engine: str) -> dict[str, Any]:
+        for _ in range(options.done):
+            with watch.step():
+                pass
+        return {"engine": engine}
+
+    monkeypatch.setattr(loop_ours, "run", run)
+    for done, timed in ((1, 1), (2, 1), (4, 3)):
+        options = SimpleNamespace(provider=OURS, device="cpu", gib=None, done=done)
+        found = loop_run.measure(options)
+        assert (len(found["steps"]), found["warm_up"], found["engine"]) == (timed, done - timed, "vllm")
+
+
+def test_an_error_of_ours_is_raised_and_one_of_a_peer_or_of_a_missing_engine_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import loop_ours
+    import loop_run
+    import loop_trl
+
+    def fails(kind: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            raise type(kind, (Exception,), {})("no\nroom")
+
+        return run
+
+    def measured_with(provider: str) -> dict[str, Any]:
+        found: dict[str, Any] = loop_run.measure(SimpleNamespace(provider=provider, device="cpu", gib=None))
+        return found
+
+    monkeypatch.setattr(loop_trl, "run", fails("OutOfMemoryError"))
+    assert measured_with("trl") == {"missing": "OutOfMemoryError: no room"}
+    monkeypatch.setattr(loop_ours, "run", fails("EngineUnavailableError"))
+    assert measured_with(OURS) == {"missing": "EngineUnavailableError: no room"}
+    monkeypatch.setattr(loop_ours, "run", fails("OutOfMemoryError"))
+    with pytest.raises(Exception, match="no\nroom"):
+        measured_with(OURS)
+
+
 # Rows
 
 
@@ -176,7 +230,7 @@ def test_a_row_holds_medians_of_time_largest_peaks_and_speeds_of_each_phase() ->
         {"seconds": {"generate": 20.0, "train": 30.0, "switch": 2.0}, "used_bytes": {"generate": 7, "train": 8}},
         {"seconds": {"generate": 20.0, "train": 10.0, "rest": 0.0}, "used_bytes": {"generate": 6, "train": 8}},
     ]
-    found = {"steps": steps, "tokens": [32768] * 4, "trained": [8] * 4, "config": {}, "versions": {"trl": "1.16.0"}}
+    found = {"steps": steps, "warm_up": 1, "tokens": [32768] * 4, "config": {}, "versions": {"trl": "1.16.0"}}
     row = row_of(OURS, found, COMMON)
     assert row["step_seconds"] == [50, 52, 30] and row["seconds"] == 50
     assert row["phases"] == {"generate": 20, "train": 10, "rest": 0, "switch": 0}
@@ -190,7 +244,7 @@ def test_a_row_holds_medians_of_time_largest_peaks_and_speeds_of_each_phase() ->
 def test_a_provider_that_is_too_slow_or_whose_interpreter_is_not_there_is_missing(tmp_path: Path) -> None:
     from loop import Plan
 
-    plan = Plan("cpu", "tiny", 1, 1, None, 1, 1, 0.01, {"unsloth": str(tmp_path / "python")})
+    plan = Plan("cpu", "tiny", 1, 1, None, 1, 1, 0.01, None, {"unsloth": str(tmp_path / "python")})
     assert plan.run("trl_transformers", tmp_path)["missing"] == "took more than 0.01 s"
     why = plan.run("unsloth", tmp_path)["missing"]
     assert why == f"{tmp_path / 'python'} does not start: No such file or directory"
@@ -212,7 +266,7 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
             return {"missing": "ended with 1: no room", "failed": True}
         if provider == "unsloth":
             return {"missing": "ModuleNotFoundError: No module named 'unsloth'"}
-        return {"steps": [{"seconds": {"generate": 1.0, "train": 1.0}}], "tokens": [128, 128]}
+        return {"steps": [{"seconds": {"generate": 1.0, "train": 1.0}}], "tokens": [128, 128], "warm_up": 1}
 
     monkeypatch.setattr(loop.Plan, "run", run)
     monkeypatch.setattr(loop.Plan, "make", lambda plan, folder: None)

@@ -1,6 +1,7 @@
 """What all providers of the loop benchmark are given: prompts, the reward, and the share of the card for vLLM."""
 
 import random
+import time
 from typing import Any
 
 from loop_shapes import weight_bytes
@@ -21,6 +22,18 @@ def prompt_rows(tokenizer: Any, size: Shape, steps: int) -> list[dict[str, str]]
             raise ValueError(f"a prompt has {found} tokens, wanted {size.prompt_tokens}: the tokenizer is another one")
         rows.append({"prompt": text})
     return rows
+
+
+class Patience:
+    """How long a provider may take; a step that would not end in time is not begun."""
+
+    def __init__(self, limit: float) -> None:
+        self.began, self.limit = time.monotonic(), limit
+
+    def another(self, steps: list[dict[str, dict[str, Any]]]) -> bool:
+        """Whether there is time for one more step like the last one, and a tenth to spare."""
+        last = sum(steps[-1]["seconds"].values())
+        return time.monotonic() - self.began + last < 0.9 * self.limit
 
 
 class ByPlace:

@@ -110,7 +110,9 @@ def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str,
     trainer = GRPOTrainer(
         model=model, reward_funcs=[reward], args=args, train_dataset=rows, engine=TimedEngine(model.engine(), watch)
     )
-    trained = [step(trainer, watch)["completions/trained"] for _ in range(options.all_steps)]
+    trained = [step(trainer, watch)["completions/trained"]]
+    while len(trained) < options.all_steps and options.patience.another(watch.steps):
+        trained.append(step(trainer, watch)["completions/trained"])
     offload = trainer.learner.offload
     return {
         "tokens": reward.tokens, "trained": trained, "planned": planned(trainer, options.gib),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from loop_inputs import GIB
+from loop_inputs import GIB, Patience
 from loop_shapes import loop_shape
 from phase_watch import PhaseWatch
 from rollout_shapes import SHAPES
@@ -51,9 +51,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--gib", type=float)
     parser.add_argument("--peer-batch", type=int, default=1)
+    parser.add_argument("--time-limit", type=float, default=float("inf"))
     options = parser.parse_args()
     options.size = loop_shape(options.shape, options.prompts)
     options.all_steps = options.steps + WARM_UP
+    options.patience = Patience(options.time_limit)
     return options
 
 
@@ -94,7 +96,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return {"missing": reason(error)}
     finally:
         watch.close()
-    return {"steps": watch.steps[WARM_UP:], **found}
+    timed = watch.steps[WARM_UP:] or watch.steps  # the first one where there was no time for a second
+    return {"steps": timed, "warm_up": len(watch.steps) - len(timed), **found}
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from common import TARGETS
-from loop_inputs import ByPlace, engine_share, prompt_rows
+from loop_inputs import ByPlace, Patience, engine_share, prompt_rows
 from phase_watch import PhaseWatch
 from rollout_shapes import LORA_RANK, Shape
 
@@ -43,8 +43,8 @@ class TimedSampler:
         return getattr(self.inner, name)
 
 
-def listener(watch: PhaseWatch) -> Any:
-    """Steps from the end of one to the end of the next, and the optimizer within."""
+def listener(watch: PhaseWatch, patience: Patience) -> Any:
+    """Steps from the end of one to the end of the next, and the optimizer within; none is begun without patience."""
     from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
@@ -57,8 +57,9 @@ def listener(watch: PhaseWatch) -> Any:
         def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             watch.leave()
 
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             watch.end_step()
+            control.should_training_stop |= not patience.another(watch.steps)
             watch.begin_step()
 
     return Steps()
@@ -116,7 +117,7 @@ def train(options: Any, watch: PhaseWatch, model: Any, tokenizer: Any, config: d
     )
     if getattr(trainer, "vllm_generation", None) is not None:
         trainer.vllm_generation = TimedSampler(trainer.vllm_generation, watch)
-    trainer.add_callback(listener(watch))
+    trainer.add_callback(listener(watch, options.patience))
     trainer.train()
     return {"tokens": reward.tokens, "config": shown(config)}
 
