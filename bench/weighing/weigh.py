@@ -135,7 +135,7 @@ class LogitsPolicy(Policy):
         """(logprobs (N,), entropy (N,)) of the batch's N completion tokens."""
         logits = torch.nn.functional.linear(self.hidden(batch), self.head.weight).float() / temperature
         logprobs = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
-        return logprobs[batch.loss_mask], logprobs.detach()[batch.loss_mask]
+        return batch.at_trained(logprobs), batch.at_trained(logprobs.detach())
 
 
 class CountedCopies(ImmediateCopies):
