@@ -38,7 +38,8 @@ HOSTILE = {
     "spaced box": "\\boxed" + " " * 100_000 + "{", "bare boxes": "\\boxed " * 14_000, "braces": "{" * 100_000,
     "closing braces": "}" * 100_000, "open answers": "<answer>" * 12_500, "closed answers": "</answer>" * 11_000,
     "joints": "<reasoning>" + "</reasoning><answer>" * 5000, "spaces": "<reasoning></reasoning>" + " " * 100_000,
-    "lines": "<reasoning>\n" + "\n</reasoning>\n<answer>\n" * 4000, "blank lines": "\n" * 100_000,
+    "lines": "<reasoning>\n" + "\n</reasoning>\n<answer>\n" * 2200 + "\n</answer>\n" * 4000 + "x",
+    "blank lines": "\n" * 100_000,
     "tags": "<start_working_out>" * 5000, "fences": "```" * 33_000, "brackets": "[" * 100_000, "keys": '{"a":' * 20_000,
     "large integer": "[" + "9" * 99_000 + "]", "hashes": "####" * 25_000, "keywords": "step " * 20_000,
     "signatures": "Ada Moss\n" * 11_000,
@@ -51,7 +52,7 @@ def test_a_hostile_completion_takes_long(name: str, monkeypatch: pytest.MonkeyPa
     for code, reward in all_rewards(monkeypatch).items():
         started = time.process_time()
         reward(prompts=["p"], completions=[HOSTILE[name]], completion_ids=[[1] * 100_000], **columns)
-        assert time.process_time() - started < 0.5, code  # measured: 0.025 s at most; what is quadratic takes seconds
+        assert time.process_time() - started < 0.2, code  # measured: 0.025 s at most; quadratic ones take 0.4 s to 60 s
 
 
 def solution(index: int, rng: random.Random) -> str:
