@@ -171,17 +171,12 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
     rows, otherwise, elements = weight.open(), 0, max(1, math.prod(weight.shape))
     for start, stop in tiles(weight):
         base, found = rows(start, stop), written[start:stop]
-        found, base = found.to(base.device), base.double()
-        update = None if pair is None else pair_rows(pair, start, stop, base.device)
-        exact, values = base if update is None else base + update, found.double()
-        worst = worst_rounding(exact, values, found.dtype, 0.0 if update is None else base.abs().amax().item())
-        if not worst <= 1:  # also NaN
-            raise MergeError(f"{weight.name} was read back and is not base plus adapter: off by {worst:.3g} half units")
-        check.worst_rounding = max(check.worst_rounding, worst)
-        otherwise += int((found != exact.to(found.dtype)).sum())
-        if update is not None:
-            check.gained += ((values - base) * update).sum().item()
-            check.norm += update.square().sum().item()
+        found = found.to(base.device)
+        if pair is None:
+            if not torch.equal(base.to(found.dtype), found):
+                raise MergeError(f"{weight.name} was read back and is not what the base model has")
+        else:
+            otherwise += check_rows(weight.name, base, found, pair_rows(pair, start, stop, base.device), check)
     check.merged += pair is not None
     check.rounded_otherwise = max(check.rounded_otherwise, otherwise / elements)
     if otherwise > max(4, OTHERWISE * elements):
@@ -189,10 +184,21 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
                          f"{elements:,} elements are a unit off")
 
 
+def check_rows(name: str, base: Tensor, found: Tensor, update: Tensor, check: MergeCheck) -> int:
+    """Rows of a merged weight, in float64; how many elements are rounded otherwise."""
+    base, values = base.double(), found.double()
+    exact = base + update
+    worst = worst_rounding(exact, values, found.dtype, base.abs().amax().item())
+    if not worst <= 1:  # also NaN
+        raise MergeError(f"{name} was read back and is not base plus adapter: off by {worst:.3g} half units")
+    check.worst_rounding = max(check.worst_rounding, worst)
+    check.gained += ((values - base) * update).sum().item()
+    check.norm += update.square().sum().item()
+    return int((found != exact.to(found.dtype)).sum())
+
+
 def worst_rounding(exact: Tensor, values: Tensor, dtype: torch.dtype, summed: float) -> float:
     """Largest error of `values`, in half units of their last place; `summed` is the size of what float32 has added."""
-    if not dtype.is_floating_point or not values.numel():
-        return 0.0 if torch.equal(exact, values) else math.inf
     info = torch.finfo(dtype)
     half = info.eps / 2 * (1 + 1e-3) * values.abs() + info.smallest_normal * info.eps / 2 + 1e-6 * summed
     return ((values - exact).abs() / half).max().item()
