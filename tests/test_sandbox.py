@@ -21,7 +21,7 @@ from lowmem_grpo.sandbox.plain import decode, encode, same
 from lowmem_grpo.sandbox.system_calls import ALLOW, ERRNO, KILL, MACHINES, REFUSED, filter_program
 from lowmem_grpo.sandbox.trial import OUTCOMES, Trial, Verdict, run_tests
 
-LIMITS = Limits(seconds=2, total_seconds=8, memory_bytes=128 * MIB, scratch_bytes=MIB, files=40, output_bytes=50_000)
+LIMITS = Limits(seconds=2, total_seconds=30, memory_bytes=128 * MIB, scratch_bytes=MIB, files=40, output_bytes=50_000)
 RIGHT = "def add(a, b):\n    return a + b\n"
 ASSERT, CALL = "assert add(2, 3) == 5", {"call": "add", "args": [2, 3], "expected": 5}
 
@@ -362,12 +362,13 @@ def needs_a_closed_file_system(sandbox: Sandbox) -> None:
         pytest.skip("process: this kernel has no Landlock, and the opt-in says that files are open then")
 
 
+NEW = f"escaped-{os.getpid()}"
 WRITES = [
     "open(args[0], 'w').write('x')", "open(args[0], 'a').write('x')", "os.remove(args[0])", "os.truncate(args[0], 0)",
     "os.rename(args[0], args[0] + '2')", "os.symlink(args[0], 'link'); open('link', 'w').write('x')",
     "os.link(args[0], 'hard'); open('hard', 'w').write('x')", "open(args[0] + '.new', 'w').close()",
-    "os.mkdir(args[0] + '.d')", "shutil.rmtree(os.path.dirname(args[0]))", "open('/dev/shm/escaped', 'w').write('x')",
-    "open('/escaped', 'w').write('x')", "os.mkdir('/tmp/escaped')", "open('/package/lowmem_grpo/x', 'w').write('x')",
+    "os.mkdir(args[0] + '.d')", "shutil.rmtree(os.path.dirname(args[0]))", f"open('/dev/shm/{NEW}', 'w').write('x')",
+    f"open('/{NEW}', 'w').write('x')", f"os.mkdir('/tmp/{NEW}')", "open('/package/lowmem_grpo/x', 'w').write('x')",
 ]
 
 
