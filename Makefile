@@ -4,7 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint clean gpu gpu-cpu gpu-bundle gpu-dry
+
+# The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--stages memory --time-limit 560".
+GATE ?=
+GPU_TOOLS ?= ../shared/gpu
+BUNDLE := .gpu-bundle
+PRETEND := .venv-gpu-dry
 
 demo: $(VENV)/.installed  ## a language model learns arithmetic, in minutes on two cores
 	$(BIN)/lowmem-grpo run arithmetic overwrite_output_dir=true
@@ -15,6 +21,19 @@ test: $(VENV)/.installed-vllm  ## the whole test suite, vLLM's build for CPUs in
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+gpu: $(VENV)/.installed-vllm  ## everything that needs a card, on this machine's
+	$(BIN)/python bench/gpu_gate.py $(GATE)
+
+gpu-cpu: $(VENV)/.installed-vllm  ## the same on the CPU with tiny shapes: every command runs, nothing is measured
+	$(BIN)/python bench/gpu_gate.py --dry-run --profile $(GATE)
+
+gpu-bundle:  ## what a GPU machine without a network lacks, packed; there: bench/gate/offline.sh
+	PYTHON=$(PYTHON) bench/gate/bundle.sh $(GPU_TOOLS) $(BUNDLE)
+
+gpu-dry: gpu-bundle  ## the gate on a pretend card (a CUDA build of torch is needed: several GB), never in CI
+	bench/gate/pretend.sh $(GPU_TOOLS) $(BUNDLE) $(PRETEND)
+	$(PRETEND)/run bench/gpu_gate.py --profile $(GATE)
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""What bench/kernels.py measures: a problem (inputs, reference, upstream gradients) and the providers that solve it."""
+"""What bench/kernel_bench.py measures: a problem (inputs, reference, upstream gradients) and its providers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

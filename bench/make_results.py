@@ -10,6 +10,7 @@ from typing import Any
 import click
 from kernel_targets import NOT_RUN, Verdict, verdicts
 from pretend import is_pretend
+from results_card_learning import card_learning_table
 from results_loop import loop_table
 from results_memory import longest_table, memory_table
 from results_rollout import rollout_table
@@ -122,6 +123,7 @@ def place(row: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "demo": demo_table, "step_time": step_table, "kernels": kernel_table, "rollout": rollout_table,
     "memory": memory_table, "longest_context": longest_table, "loop": loop_table,
+    "card_learning": card_learning_table,
 }
 
 

@@ -24,8 +24,7 @@ from rows import append_row, machine, read_rows
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "memory.jsonl"
 PICTURE = HERE.parent / "docs" / "memory.svg"
-# In the place of this folder, where libraries that look for a package `kernels` would find kernels.py.
-sys.path[:] = [str(HERE / "weighing"), *(folder for folder in sys.path if Path(folder or ".").resolve() != HERE)]
+sys.path.insert(0, str(HERE / "weighing"))
 
 
 PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned for

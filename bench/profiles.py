@@ -89,9 +89,6 @@ def pack(source: Path, target: Path) -> None:
 
 def look_at_all(parts: tuple[str, ...], options: dict[str, Any], where: dict[str, Any]) -> list[str]:
     """Every part; one that fails does not hide the others. Returns those that failed."""
-    import profile_steps  # noqa: F401 - while this folder can be imported from
-
-    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != BENCH]  # it has a kernels.py
     failed = []
     with model_folder(options["weights"], options["shape"], lambda folder: make(folder, options)) as folder:
         for part in parts:

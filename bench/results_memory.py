@@ -61,3 +61,30 @@ def planned_line(row: dict[str, Any]) -> str:
     sizes = [row[name] / GIB for name in ("planned_bytes", "device_bytes", "planned_host_bytes", "host_bytes")]
     return (f"| {name_of(row)} | {sizes[0]:.2f} | {sizes[1]:.2f} | {sizes[0] / sizes[1]:.3f} | {sizes[2]:.2f} "
             f"| {sizes[3]:.2f} |")
+
+
+def longest_table(rows: Rows) -> list[str]:
+    """Of each model and bound: the longest context that fitted, and the shortest that did not."""
+    lines = ["", "## The longest context whose training step fits", "",
+             "| model | bound, GiB | planned | fits | peak, GiB | host, GiB | does not fit | machine | commit |",
+             "|---|---|---|---|---|---|---|---|---|"]
+    cases: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        name = tuple(row.get(field) for field in ("shape", "generations", "gib", "device", "gpu"))
+        cases.setdefault((*name, row["run"]), []).append(row)
+    newest_runs = {name[:-1]: found for name, found in cases.items()}
+    return lines + [longest_line(found) for found in newest_runs.values()]
+
+
+def longest_line(rows: Rows) -> str:
+    """One search."""
+    best = max((row for row in rows if row["fits"]), key=lambda row: row["context"], default=None)
+    failing = min((row["context"] for row in rows if not row["fits"]), default=None)
+    last = rows[-1]
+    cells = [f"{last['shape']} x {last['generations']}", f"{last['gib']:g}", f"{last['planned_context']:,}"]
+    if best:
+        cells += [f"{best['context']:,}", f"{best['device_bytes'] / GIB:.2f}", f"{best['host_bytes'] / GIB:.2f}"]
+    else:
+        cells += ["", "", ""]
+    where = last["gpu"] if last["device"] == "cuda" else "fake tensors"
+    return f"| {' | '.join([*cells, f'{failing:,}' if failing else '', str(where), last['commit']])} |"

@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -21,21 +20,27 @@ from typing import Any
 
 import click
 from kernel_measure import percentiles
+from model_folder import model_folder
 from rich.console import Console
 from rich.table import Table
 from rollout_shapes import SHAPES
-from rollout_targets import BF16, BNB, OURS, table, verdicts
+from rollout_targets import BF16, BNB, EAGER, OURS, table, verdicts
 from rows import append_row, machine, read_rows
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results" / "rollout.jsonl"
-PROVIDERS = (OURS, BNB, BF16, "transformers")
+PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers")
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers")
 # vLLM's own settings: in the process that counts its bytes, quiet, and sending nothing
 VLLM_SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
                  "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 MIB = 2**20
 console = Console(width=130)
+
+
+def providers(device: str) -> list[str]:
+    """All of them; the CPU has no CUDA graphs to do without."""
+    return [name for name in PROVIDERS if device == "cuda" or name != EAGER]
 
 
 def work(arguments: list[str], threads: int) -> str:
@@ -57,7 +62,7 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
         return row | {"missing": found["missing"]}
     speeds = percentiles([found["tokens"] / seconds for seconds in found["seconds"]])
     names = ("tokens", "trainer_bytes", "added_bytes", "kv_bytes", "used_bytes", "parity_mean", "parity_max",
-             "importance_ratio")
+             "importance_ratio", "sleep_freed_bytes", "sleep_ms", "wake_ms")
     sync = {"sync_ms": round(median(found["sync_ms"]), 4)} if "sync_ms" in found else {}
     return row | speeds | {name: found[name] for name in names if name in found} | sync
 
@@ -81,10 +86,14 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
             console.print(f"  {row['provider']} is missing: {row['missing']}", style="dim", highlight=False)
 
 
+def make(folder: Path, shape: str, device: str, threads: int) -> None:
+    """Write the model and its adapter."""
+    work(["make", "--folder", str(folder), "--shape", shape, "--device", device], threads)
+
+
 def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path) -> list[dict[str, Any]]:
     """A row of each provider, one after the other: each has the card to itself."""
     base = ["--folder", str(folder), "--shape", common["shape"], "--device", common["device"]]
-    work(["make", *base], common["threads"])
     rows = []
     for name in names:
         console.print(f"{name} ...", style="dim")
@@ -99,13 +108,14 @@ def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path)
 @click.option("--provider", "names", multiple=True, type=click.Choice(PROVIDERS), help="All where this is left out.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=2), help="Timed calls of each.")
 @click.option("--threads", default=1, show_default=True, help="Threads on the CPU.")
-@click.option("--workdir", type=click.Path(file_okay=False, path_type=Path), help="Where the weights are written "
-              "(16 GB for the 8B shape); the system's folder for temporary files where this is left out.")
+@click.option("--weights", type=click.Path(file_okay=False, path_type=Path), help="A folder in which the weights are "
+              "made once and kept (16 GB for the 8B shape); a temporary one where this is left out.")
+@click.option("--run", "run_name", help="Joins the rows of several calls: providers of one run are compared.")
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
 @click.option("--targets", is_flag=True, help="Measure nothing; say which targets the rows of --output reach.")
 def main(
-    device: str | None, shape: str | None, names: tuple[str, ...], rounds: int, threads: int, workdir: Path | None,
-    output: Path, targets: bool,
+    device: str | None, shape: str | None, names: tuple[str, ...], rounds: int, threads: int, weights: Path | None,
+    run_name: str | None, output: Path, targets: bool,
 ) -> None:
     """Measure rollouts, append rows, and say which targets are reached."""
     common = machine(PACKAGES)  # taken first: the commit is the one that the run began with
@@ -113,11 +123,11 @@ def main(
     shape = shape or ("full" if device == "cuda" else "tiny")
     if not targets:
         size = SHAPES[shape]
-        common |= {"run": datetime.now().isoformat(timespec="seconds"), "device": device, "shape": shape,
+        common |= {"run": run_name or datetime.now().isoformat(timespec="seconds"), "device": device, "shape": shape,
                    "threads": threads, "sequences": size.sequences, "completion_tokens": size.completion_tokens,
                    "prompt_tokens": size.prompt_tokens}
-        with tempfile.TemporaryDirectory(dir=workdir, prefix="rollout_") as folder:
-            rows = measure(list(names or PROVIDERS), common, rounds, Path(folder))
+        with model_folder(weights, shape, lambda folder: make(folder, shape, device, threads)) as folder:
+            rows = measure(list(names) or providers(device), common, rounds, folder)
         for row in rows:
             append_row(output, row)
         show(rows, f"{size.sequences} sequences x {size.completion_tokens} tokens, {shape}, "

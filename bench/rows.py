@@ -12,17 +12,29 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("lowmem-grpo", "torch", "transformers", "peft")
+COMMIT = Path(__file__).resolve().parents[1] / ".gpu-bundle" / "commit"  # for a copy of the tree without its history
 
 
 def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Processor, cores, versions of what is installed, commit and date; the card's name where there is one."""
+    """Processor, cores, versions of what is installed, commit and date; card and driver where there is one."""
     import torch
 
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
-        "cpu": cpu_model(), "cores": os.cpu_count(), "gpu": card, "python": platform.python_version(),
-        "versions": versions(packages), "commit": commit(), "date": date.today().isoformat(),
+        "cpu": cpu_model(), "cores": os.cpu_count(), "gpu": card, **({"driver": driver()} if card else {}),
+        "python": platform.python_version(), "versions": versions(packages), "commit": commit(),
+        "date": date.today().isoformat(),
     }
+
+
+def driver() -> str | None:
+    """The version of the card's driver, as nvidia-smi gives it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode == 0:
+            return done.stdout.splitlines()[0].strip()
+    return None
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
@@ -43,11 +55,14 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit of the code that ran, marked where the tree differs from it."""
+    """The commit of the code that ran, marked where the tree differs from it; what `make gpu-bundle` wrote down where
+    the history is not here."""
     here = Path(__file__).parent
     name = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True).stdout
     changed = subprocess.run(["git", "status", "--porcelain", "--", "../lowmem_grpo"], cwd=here, capture_output=True,
                              text=True).stdout
+    if not name.strip() and COMMIT.exists():
+        return COMMIT.read_text().strip()
     return (name.strip() or "unknown") + ("+changes" if changed.strip() else "")
 
 

@@ -131,7 +131,7 @@ def test_the_check_refuses_to_interpret() -> None:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The rows of a tiny run of every op on the CPU, without the compiler of torch."""
     output = tmp_path_factory.mktemp("measure") / "rows.jsonl"
-    done = run("kernels.py", "--device", "cpu", "--shapes", "tiny", "--output", output, "--dtype", "float32",
+    done = run("kernel_bench.py", "--device", "cpu", "--shapes", "tiny", "--output", output, "--dtype", "float32",
                "--providers", "lowmem_grpo,reference,two_gemms,trl_chunked,dense")
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in output.read_text().splitlines()]

@@ -108,3 +108,32 @@ def test_without_a_card_measuring_for_real_is_refused(monkeypatch: pytest.Monkey
 
     with pytest.raises(SystemExit, match="needs a card"):
         on_card.measure({}, [64], Features(), 8, None)
+
+
+SEARCH = """
+import json, longest_context as found
+def trial(fits_to):
+    def one(context):
+        return {"context": context, "fits": context <= fits_to, "device_bytes": 2**30 + context * 2**20, "gib": 3.0}
+    return one
+print(json.dumps([[row["context"] for row in found.search(trial(limit), start, 6)]
+                  for limit, start in ((2048, 1024), (2048, 2304), (64, 256), (10**9, 1024))]))"""
+LONGEST = "import json, sys, results_memory as r; print('\\n'.join(r.longest_table(json.load(sys.stdin))))"
+
+
+def test_the_search_ends_between_a_length_that_fits_and_one_that_does_not() -> None:
+    grows, shrinks, hopeless, boundless = json.loads(bench("-c", SEARCH))
+    assert grows[0] == 1024 and 2048 in grows and grows[-1] > 2048, "it did not go where the bytes pointed"
+    assert len(grows) < 6
+    assert shrinks == [2304, 2048]
+    assert hopeless == [256, 128], "below the shortest length there is nothing to try"
+    assert len(boundless) == 6, "the number of trials does not end it"
+
+
+def test_the_page_shows_the_longest_that_fitted_of_the_newest_search() -> None:
+    row = {"shape": "m", "generations": 8, "gib": 16.0, "device": "cuda", "gpu": "G", "planned_context": 900,
+           "commit": "c", "host_bytes": 2**30, "device_bytes": 2**33}
+    rows = [row | {"run": "1", "context": 1280, "fits": True}, row | {"run": "2", "context": 896, "fits": True},
+            row | {"run": "2", "context": 1024, "fits": True}, row | {"run": "2", "context": 1152, "fits": False}]
+    page = bench("-c", LONGEST, content=rows)
+    assert "| m x 8 | 16 | 900 | 1,024 | 8.00 | 1.00 | 1,152 | G | c |" in page and "1,280" not in page

@@ -96,6 +96,13 @@ def test_targets_compare_providers_of_one_run(
     assert {status for _, device, status in found if device == "cpu"} == {"not run"}
 
 
+@pytest.mark.parametrize(("freed", "status"), [(0.99, "met"), (0.5, "missed"), (None, "not run")])
+def test_a_cache_that_stays_when_the_engine_sleeps_misses_its_target(freed: float | None, status: str) -> None:
+    measured = {} if freed is None else {"sleep_freed_bytes": freed * 2**30}
+    found = json.loads(bench("-c", JUDGE, content=[row(OURS, kv_bytes=2**30, **measured)]))
+    assert [how for demand, device, how in found if device == "cuda" and "sleep" in demand] == [status]
+
+
 def test_another_card_and_another_shape_do_not_count() -> None:
     rows = [row(name, **other) for name in (OURS, BNB, BF16) for other in ({"gpu": "NVIDIA L4"}, {"shape": "tiny"})]
     assert {status for *_, status in json.loads(bench("-c", JUDGE, content=rows))} == {"not run"}

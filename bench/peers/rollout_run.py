@@ -10,7 +10,7 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,11 +71,12 @@ def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str) -> FastPeftModel:
+def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str, eager: bool | None = None) -> FastPeftModel:
     """The trainer's model with the saved adapter in it."""
     model, _ = FastLanguageModel.from_pretrained(
         str(options.folder), max_seq_length=shape.context, load_in_4bit=four_bit, dtype="bfloat16",
         fast_inference=engine, device=options.device, kv_cache_bytes=shape.kv_bytes, max_num_seqs=shape.sequences,
+        enforce_eager=eager,
     )
     adapted = FastLanguageModel.get_peft_model(
         model, r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=TARGETS, use_gradient_checkpointing=False
@@ -84,11 +85,19 @@ def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str) -> Fas
     return adapted.eval()
 
 
+def milliseconds(call: Callable[[], None]) -> float:
+    """Of a call on a card, until the card is done."""
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
 class Ours:
     """An engine of this package on the trainer's own NF4 model, with its live adapter."""
 
-    def __init__(self, options: Any, shape: Shape, engine: str) -> None:
-        self.shape, self.model = shape, load_trainer(options, shape, four_bit=True, engine=engine)
+    def __init__(self, options: Any, shape: Shape, engine: str, eager: bool | None = None) -> None:
+        self.shape, self.model = shape, load_trainer(options, shape, four_bit=True, engine=engine, eager=eager)
         self.engine: Any = self.model.engine()
 
     def sample(self, prompts: list[list[int]], seed: int) -> Groups:
@@ -102,7 +111,14 @@ class Ours:
         engine = storages(llm.apply_model(tensors_of)[0]) if llm else {}
         added = sum(size for address, size in engine.items() if address not in held)
         return {"trainer_bytes": sum(held.values()), "added_bytes": added, "kv_bytes": self.engine.kv_bytes,
-                "sync_ms": self.sync()}
+                "sync_ms": self.sync(), **(self.sleep() if llm and torch.cuda.is_available() else {})}
+
+    def sleep(self) -> dict[str, float]:
+        """Bytes of the card that sleeping gives back, and milliseconds to fall asleep and to wake."""
+        before = torch.cuda.mem_get_info()[0]
+        falling = milliseconds(self.engine.sleep)
+        freed = torch.cuda.mem_get_info()[0] - before
+        return {"sleep_freed_bytes": freed, "sleep_ms": falling, "wake_ms": milliseconds(self.engine.wake)}
 
     def sync(self) -> list[float]:
         """Milliseconds from an optimizer step to being ready to sample with it."""
@@ -167,6 +183,7 @@ class VLLM:
 
 PROVIDERS = {
     "lowmem_grpo": lambda options, shape: Ours(options, shape, "vllm"),
+    "lowmem_grpo_eager": lambda options, shape: Ours(options, shape, "vllm", eager=True),
     "vllm_bnb_lora": lambda options, shape: VLLM(options, shape, "bitsandbytes"),
     "vllm_bf16_lora": lambda options, shape: VLLM(options, shape, None),
     "transformers": lambda options, shape: Ours(options, shape, "transformers"),
@@ -218,7 +235,7 @@ def parity(model: FastPeftModel, groups: Groups, shape: Shape) -> dict[str, floa
     packed = [RolloutGroup({}, *pair) for pair in zip(random_prompts(shape), groups, strict=True)]
     for batch in pack(packed, PARITY_TOKENS, None):
         batch = batch.to(policy.device)
-        difference.append(policy.logprobs(batch, 1.0)[0] - batch.rollout_logprobs[batch.loss_mask])
+        difference.append(policy.logprobs(batch, 1.0)[0] - batch.at_trained(batch.rollout_logprobs))
     whole = torch.cat(difference).double()
     return {"parity_mean": whole.abs().mean().item(), "parity_max": whole.abs().max().item(),
             "importance_ratio": whole.exp().mean().item()}

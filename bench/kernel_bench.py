@@ -1,8 +1,8 @@
 """Time and weigh each kernel against its plain reference and against other projects' kernels, in one run.
 
-    python bench/kernels.py                         on the card where there is one, else on the CPU
-    python bench/kernels.py --device cpu --ops linear_logprobs
-    python bench/kernels.py --targets               no measuring: which targets the recorded rows reach
+    python bench/kernel_bench.py                         on the card where there is one, else on the CPU
+    python bench/kernel_bench.py --device cpu --ops linear_logprobs
+    python bench/kernel_bench.py --targets               no measuring: which targets the recorded rows reach
 
 Every provider of a case runs in turn with the others. Peers (requirements-peers.txt) that are not installed are named
 and left out. Rows go to bench/results/kernels.jsonl; bench/README.md says what is in them.
@@ -26,16 +26,16 @@ from kernel_problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider,
 from kernel_targets import table as target_table
 from kernel_targets import verdicts
 from peers import kernel_layers, kernel_logprobs, kernel_nf4
+from pretend import is_pretend
 from rich.console import Console
 from rich.table import Table
 from rows import append_row, machine, read_rows
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "kernels.jsonl"
-# Peers are imported later, and some of them look for a package named like this file.
-sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != HERE]
 WRONG = 0.1  # an error, as a part of the largest value, with which a provider is left out
 PROBLEMS = kernel_logprobs.PROBLEMS | kernel_nf4.PROBLEMS | kernel_layers.PROBLEMS
+PRETENDS = torch.cuda.is_available() and is_pretend(torch.cuda.get_device_name(0))  # whose kernels compute nothing
 BOTH = (FWD, FWD_BWD)
 PACKAGES = ("lowmem-grpo", "torch", "triton")
 Sizes = dict[str, list[tuple[tuple[str, ...], dict[str, int]]]]
@@ -137,7 +137,7 @@ def prepare(provider: Provider, problem: Problem, truth: dict[str, torch.Tensor]
     try:
         run = provider.build(problem)
         found = errors(run.call(), truth)
-        if (worst := max(found.values(), default=0.0)) > WRONG:
+        if (worst := max(found.values(), default=0.0)) > WRONG and not PRETENDS:
             raise RuntimeError(f"wrong results, by {worst:.0%} of the largest value")
     except UnsupportedError:
         raise

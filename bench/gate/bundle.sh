@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# bundle.sh TOOLS OUT: what a GPU machine without a network lacks, packed into OUT: vLLM with its companions,
+# bitsandbytes and datasets (TOOLS/offline_bundle.py), plotly, the peers that are pure Python, and the commit.
+# Fails where OUT and the tracked files together are larger than LIMIT MiB.
+set -euo pipefail
+tools=$1 out=$2
+limit=${LIMIT:-64}
+python=${PYTHON:-python3}
+cd "$(dirname "$0")/../.."
+if [ ! -f "$tools/offline_bundle.py" ]; then
+    echo "no offline_bundle.py in $tools: name its folder, as in make gpu-bundle GPU_TOOLS=FOLDER" >&2
+    exit 2
+fi
+mkdir -p "$out/wheels"
+if [ ! -f "$out/parts/manifest.json" ]; then
+    "$python" "$tools/offline_bundle.py" build --out "$out/parts"
+fi
+"$python" -m pip download --quiet --no-deps --dest "$out/wheels" \
+    "plotly>=6,<8" trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+cp "$tools/offline_bundle.py" "$out/"
+changed=$(git status --porcelain -- lowmem_grpo)
+echo "$(git rev-parse --short=12 HEAD)${changed:++changes}" > "$out/commit"
+bytes=$(( $(git ls-files -z | xargs -0 cat | wc -c) + $(find "$out" -type f -print0 | xargs -0 cat | wc -c) ))
+echo "bundle and tracked files: $(( (bytes + 1048575) / 1048576 )) MiB of $limit"
+[ "$bytes" -le $(( limit * 1048576 )) ]

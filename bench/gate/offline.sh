@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# offline.sh [OPTIONS OF gpu_gate.py]: on a GPU machine without a network that has torch, unpack the bundle beside its
+# packages (SITE, 5 s) and run the gate.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+bundle=.gpu-bundle site=${SITE:-/tmp/lowmem_grpo_site}
+python=${PYTHON:-python3}
+if [ ! -f "$site/ready" ]; then
+    "$python" $bundle/offline_bundle.py install --parts $bundle/parts/part* --site "$site"
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" $bundle/wheels/*.whl
+    "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+    touch "$site/ready"
+fi
+export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
+exec "$python" bench/gpu_gate.py "$@"

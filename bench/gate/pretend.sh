@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# pretend.sh TOOLS BUNDLE DIR: an environment of Python 3.12 with a CUDA build of torch (several GB) and a pretend card
+# (TOOLS/null_cuda) in DIR, then offline.sh's commands for it. DIR/run PROGRAM runs a program there.
+set -euo pipefail
+tools=$1 bundle=$2 dir=$3
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON312:-python3.12}
+export PYENV_VERSION=${PYENV_VERSION:-3.12}  # where pyenv stands in for Python, it must be told which
+mkdir -p "$dir"
+dir=$(cd "$dir" && pwd) site=$dir/site
+packages=$dir/env/lib/python3.12/site-packages
+[ -x "$dir/env/bin/python" ] || "$python" -m venv "$dir/env"
+if [ ! -f "$dir/env/ready" ]; then
+    "$dir/env/bin/pip" install --quiet torch==2.11.0 transformers==5.17.0 peft accelerate click rich pytest \
+        pytest-timeout pytest-xdist hypothesis pyarrow pandas xxhash aiohttp cloudpickle prometheus-client protobuf \
+        sentencepiece tiktoken pillow requests psutil einops setuptools uvloop ninja py-cpuinfo jsonschema \
+        narwhals torchvision==0.26.0
+    "$dir/env/bin/pip" install --quiet --no-deps "nvidia-cuda-crt==13.0.*"  # headers
+    "$dir/env/bin/pip" install --quiet --no-index --no-deps --no-build-isolation --editable "$here/../.."
+    touch "$dir/env/ready"
+fi
+if [ ! -f "$dir/device/ready" ]; then
+    "$dir/env/bin/python" "$bundle/offline_bundle.py" install --parts "$bundle"/parts/part* --site "$site"
+    "$dir/env/bin/pip" install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "$bundle"/wheels/*.whl
+    cp -r "$tools/null_cuda" "$dir/source" && chmod -R u+w "$dir/source"
+    cat "$here/more_runtime.c" >> "$dir/source/runtime.c"
+    "$dir/env/bin/python" "$dir/source/build.py" --site "$packages" "$site" --out "$dir/device" \
+        --cuda-include "$packages/nvidia/cu13/include"
+    touch "$dir/device/ready"
+fi
+cat > "$dir/run" <<END
+#!/usr/bin/env bash
+source "$dir/device/env.sh"
+export PYTHONPATH="$site" VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_V2_MODEL_RUNNER=0 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+null_cuda "$dir/env/bin/python" "\$@"
+END
+chmod +x "$dir/run"

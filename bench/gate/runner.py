@@ -1,0 +1,147 @@
+"""Runs one piece of the gate in a process of its own, within its time, and says how it ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gate.facts import why_not
+from gate.stages import BENCH, CARD, CPU, LONGEST, PRETEND, Piece, Setup
+from pretend import ENVIRONMENT as PRETENDING
+
+PASSED, FAILED, SKIPPED, NOT_RUN, CUT_OFF = "passed", "failed", "skipped", "not run", "cut off"
+SHORTEST = 30  # seconds; a piece that has less left is not begun
+TAIL = 4000  # characters of a log in which its reason is looked for
+# vLLM's and the hub's own settings; the gate has no network, and vLLM must live in the process that it borrows from
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+               "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a piece ended; a line of gate.jsonl."""
+
+    name: str
+    status: str
+    seconds: float = 0.0
+    reason: str = ""
+    run: str = ""
+    commit: str = ""
+    form: str = ""
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
+    """Run a piece, unless something that it needs is missing or too little time is left."""
+    def outcome(status: str, seconds: float = 0.0, reason: str = "") -> Outcome:
+        return Outcome(piece.name, status, round(seconds, 1), reason, setup.run, commit, setup.form)
+
+    if reason := why_not(piece.needs, setup.facts):
+        return outcome(SKIPPED, reason=reason)
+    if left < SHORTEST:
+        return outcome(NOT_RUN, reason="no time left")
+    log = setup.out / "logs" / f"{piece.name.replace('/', '-')}.log"
+    begin, allowed = time.monotonic(), min(left, piece.seconds, LONGEST)
+    code = run(piece.command, log, allowed, environment(piece, setup))
+    seconds = time.monotonic() - begin
+    if code is None:
+        cut = left < piece.seconds
+        return outcome(CUT_OFF if cut else FAILED, seconds, f"stopped after {allowed:.0f} s; {last_line(log)}")
+    status, reason = verdict(piece, setup, code, log)
+    return outcome(status, seconds, reason)
+
+
+def environment(piece: Piece, setup: Setup) -> dict[str, str]:
+    """What a piece's process gets: on the CPU one thread, and no card even where there is one. On a pretend card zeros
+    in the place of garbage, but for the pieces whose allocations count."""
+    settings = dict(ENVIRONMENT)
+    if setup.form == PRETEND:
+        settings |= PRETENDING if not piece.weighs else {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    if setup.form == CPU:
+        settings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return settings
+
+
+def run(command: tuple[str, ...], log: Path, seconds: float, settings: dict[str, str]) -> int | None:
+    """The exit code; None where time ran out, and with it ends all that the piece had started."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        file.write(f"$ python {' '.join(command)}\n")
+        file.flush()
+        process = subprocess.Popen([sys.executable, *command], stdin=subprocess.DEVNULL, stdout=file,
+                                   stderr=subprocess.STDOUT, cwd=BENCH.parent, env=os.environ | settings,
+                                   start_new_session=True)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a piece's whole process group, also where it left children behind."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def verdict(piece: Piece, setup: Setup, code: int, log: Path) -> tuple[str, str]:
+    """Passed or failed, and why."""
+    if piece.junit:
+        return pytest_verdict(setup.out / f"{piece.name.rpartition('/')[2]}.xml", setup.form,
+                              f"exit code {code}: {last_line(log)}")
+    return (PASSED, "") if code == 0 else (FAILED, f"exit code {code}: {last_line(log)}")
+
+
+def pytest_verdict(report: Path, form: str, last: str) -> tuple[str, str]:
+    """By pytest's own report. On a card some test must have run. On a pretend card, whose kernels compute nothing,
+    assertions about values cannot hold: there only errors of other kinds count."""
+    try:
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return FAILED, f"pytest left no report: {last}"
+    bad = {name_of(case): message for case in cases if (message := complaint(case))}
+    values = [name for name, message in bad.items() if form == PRETEND and message.startswith(OF_VALUES)]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    ran = len(cases) - skipped
+    counts = f"{ran - len(bad)} passed, {skipped} skipped" + (f", {len(values)} wrong values" if values else "")
+    broken = [name for name in bad if name not in values]
+    if broken:
+        return FAILED, f"{len(broken)} failed ({counts}): {', '.join(broken[:3])}: {bad[broken[0]][:160]}"
+    if not ran and form == CARD:
+        return FAILED, f"no test ran ({counts})"
+    return PASSED, counts
+
+
+OF_VALUES = ("AssertionError", "assert ", "Failed: DID NOT RAISE", "Failed: DID NOT WARN")
+
+
+def name_of(case: ElementTree.Element) -> str:
+    return f"{case.get('classname')}.{case.get('name')}"
+
+
+def complaint(case: ElementTree.Element) -> str:
+    """The message of a test that failed or broke; nothing of one that did not."""
+    found = case.find("failure")
+    found = case.find("error") if found is None else found
+    return "" if found is None else " ".join((found.get("message") or "failed").split())
+
+
+def last_line(log: Path) -> str:
+    """What a log ends with."""
+    lines = [line.strip() for line in log.read_text(errors="replace")[-TAIL:].splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""

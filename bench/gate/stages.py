@@ -1,0 +1,195 @@
+"""The stages of the gate, most valuable first, and the commands that each is made of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BENCH = Path(__file__).resolve().parents[1]
+TESTS = BENCH.parent / "tests"
+LONGEST = 600  # seconds that a piece may take at most
+CARD, PRETEND, CPU = "card", "pretend", "cpu"  # full size; full size where only memory counts; tiny
+MEMORY_MODEL = ("--shape", "llama-3.1-8b", "--context", "20480")
+WHOLE = ("--stage", "+ 8-bit optimizer", "--stage", "+ host embedding")
+KERNEL_OPS = ("linear_logprobs", "nf4_linear", "nf4_dequantize", "rms_norm", "add_rms_norm", "rope", "swiglu", "geglu")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One command in a process of its own. `needs` names facts (facts.py) without which it is skipped, with why."""
+
+    name: str
+    command: tuple[str, ...]  # what follows the interpreter
+    seconds: int = LONGEST
+    needs: tuple[str, ...] = ()
+    junit: bool = False  # its verdict is in the file that pytest writes
+    weighs: bool = False  # the allocator's own peaks are what it measures
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where and how the pieces run."""
+
+    form: str  # CARD, PRETEND or CPU
+    out: Path  # logs, reports and the pieces' own results
+    results: Path  # rows
+    weights: Path  # made once, used by several stages
+    run: str  # joins the rows of one gate
+    facts: dict[str, Any] = field(default_factory=dict)  # what environment.py found; empty before it has run
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.form == CPU else "cuda"
+
+    @property
+    def shape(self) -> str:
+        return "full" if self.form == CARD else "tiny"
+
+    def rows(self, name: str) -> tuple[str, str]:
+        """The option for a results file."""
+        return "--output", str(self.results / f"{name}.jsonl")
+
+
+Stage = Callable[[Setup], list[Piece]]
+
+
+def script(name: str, *arguments: str) -> tuple[str, ...]:
+    """The command of a script in bench/."""
+    return (str(BENCH / name), *arguments)
+
+
+def environment(setup: Setup) -> list[Piece]:
+    """What is here, what of it works, and the two ceilings."""
+    small = ("--small",) if setup.form != CARD else ()
+    return [Piece("environment", script("gate/environment.py", "--device", setup.device, *small,
+                                        *setup.rows("environment")), 180)]
+
+
+def tests(setup: Setup) -> list[Piece]:
+    """All that is marked `gpu`: kernels, the package, vLLM (one engine at a time); then a trainer's few steps."""
+
+    def selected(name: str, mark: str, *where: str, workers: int = 0, needs: tuple[str, ...] = ()) -> Piece:
+        report = f"--junitxml={setup.out / name}.xml"
+        options = ("-m", "pytest", "-m", mark, "-n", str(workers), "-p", "no:cacheprovider", report)
+        return Piece(f"tests/{name}", (*options, *where), needs=needs, junit=True)
+
+    options = ("card_smoke.py", "--device", setup.device, *setup.rows("card_smoke"))
+    if setup.form == CPU:  # they are skipped here: it is enough that they can be collected
+        few = Piece("tests/smoke", script(*options, "--variant", "4-bit", "--variant", "vllm", "--steps", "1"),
+                    needs=("bitsandbytes",))
+        return [selected("kernels", "gpu", str(TESTS / "kernels" / "test_rms_norm.py")), few]
+    workers = 6 if setup.form == CARD else 0
+    package = ("--ignore", str(TESTS / "kernels"), str(TESTS))
+    return [
+        selected("kernels", "gpu", str(TESTS / "kernels"), workers=workers),
+        selected("package", "gpu and not vllm", *package, needs=("bitsandbytes",)),
+        selected("vllm", "gpu and vllm", *package, needs=("bitsandbytes", "vllm")),
+        Piece("tests/smoke", script(*options), needs=("bitsandbytes",)),
+    ]
+
+
+def kernels(setup: Setup) -> list[Piece]:
+    """A row of each kernel, its reference and its peers; in float16 on a card without bfloat16."""
+    common = ("--device", setup.device, "--shapes", setup.shape, *setup.rows("kernels"))
+    if setup.form == CPU:
+        quick = ("--ops", "rms_norm,nf4_linear", "--dtype", "float32", "--rounds", "2")
+        return [Piece("kernels/all", script("kernel_bench.py", *common, *quick), needs=("bitsandbytes",))]
+    dtype = () if setup.facts.get("bf16", True) else ("--dtype", "float16")
+    return [
+        Piece(f"kernels/{op}", script("kernel_bench.py", *common, "--ops", op, *dtype),
+              needs=("bitsandbytes",) if op.startswith("nf4") else ())
+        for op in KERNEL_OPS
+    ]
+
+
+def memory(setup: Setup) -> list[Piece]:
+    """A step of the real 8B shape with 16 and 24 GiB of the card; the longest context in each; feature by feature."""
+    rows, longest = setup.rows("memory"), setup.rows("longest_context")
+    if setup.form == CPU:
+        small = ("--shape", "qwen2.5-1.5b")
+        return [
+            Piece("memory/step", script("memory.py", *small, "--context", "256", *WHOLE[:2], *rows)),
+            Piece("memory/longest", script("longest_context.py", *small, "--gib", "2", "--trials", "1", *longest)),
+        ]
+
+    def needs(gib: int) -> tuple[str, ...]:
+        return "bitsandbytes", "bf16", f"card_gib:{gib}", "host_gib:14"
+
+    steps = [
+        Piece(f"memory/step-{gib}", script("memory.py", "--device", "cuda", *MEMORY_MODEL, *WHOLE, "--gib", str(gib),
+                                           *rows), needs=needs(gib), weighs=True) for gib in (16, 24)
+    ]
+    searches = [
+        Piece(f"memory/longest-{gib}", script("longest_context.py", "--device", "cuda", "--gib", str(gib), *longest),
+              needs=(*needs(gib)[:3], "host_gib:48"), weighs=True) for gib in (16, 24)
+    ]
+    if setup.form == PRETEND:  # one trial: its host memory is this machine's
+        trial = script("longest_context.py", "--device", "cuda", "--gib", "16", "--trials", "1", "--start", "8192",
+                       *longest)
+        return [*steps, Piece("memory/longest-16", trial, needs=needs(16), weighs=True)]
+    ladder = script("memory.py", "--device", "cuda", *MEMORY_MODEL, *rows)
+    return [*steps, *searches, Piece("memory/features", ladder, needs=needs(40))]
+
+
+def rollout(setup: Setup) -> list[Piece]:
+    """Our engine on the trainer's tensors beside vLLM with its own: speed, bytes, agreement, sleep."""
+    common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
+              setup.run, "--rounds", "2" if setup.form != CARD else "3", *setup.rows("rollout"))
+    needs = ("bitsandbytes", "bf16", "vllm")
+    room = (f"card_gib:{40}", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
+    providers = ("lowmem_grpo", "lowmem_grpo_eager", "vllm_bnb_lora", "vllm_bf16_lora", "transformers")
+    chosen = providers if setup.form != CPU else providers[:1]
+    return [Piece(f"rollout/{name}", script("rollout.py", *common, "--provider", name), needs=(*needs, *room))
+            for name in chosen]
+
+
+def loop(setup: Setup) -> list[Piece]:
+    """The whole loop's step time and its shares."""
+    return [loop_piece(setup, "loop", provider) for provider in ("lowmem_grpo", "lowmem_grpo_transformers")]
+
+
+def peers(setup: Setup) -> list[Piece]:
+    """The same step by others, where they are installed."""
+    if setup.form == CPU:
+        return [loop_piece(setup, "peers", "trl_transformers")]
+    return [loop_piece(setup, "peers", name) for name in PEERS]
+
+
+def loop_piece(setup: Setup, stage: str, provider: str) -> Piece:
+    """One provider's steps of the whole loop."""
+    common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
+              setup.run, "--steps", "2" if setup.form == CARD else "1", *setup.rows("loop"))
+    room = ("card_gib:24", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
+    needs = ("bf16", *(PEERS | OURS)[provider])
+    return Piece(f"{stage}/{provider}", script("loop.py", *common, "--provider", provider), needs=(*needs, *room))
+
+
+OURS = {"lowmem_grpo": ("bitsandbytes", "vllm"), "lowmem_grpo_transformers": ("bitsandbytes",)}
+PEERS = {"trl": ("trl", "vllm"), "trl_nf4": ("trl", "vllm", "bitsandbytes"), "trl_transformers": ("trl",),
+         "unsloth": ("unsloth",)}
+
+
+def learner(setup: Setup) -> list[Piece]:
+    """A model of tens of millions of parameters, made there, learns two recipes with the full stack."""
+    size = () if setup.form == CARD else ("--size", "tiny")
+    options = ("--device", setup.device, *size, "--weights", str(setup.weights / "learner"),
+               *setup.rows("card_learning"))
+    engine = () if setup.form != CPU else ("--engine", "transformers")
+    needs = ("bitsandbytes", "datasets", "bf16") + (("vllm",) if setup.form != CPU else ())
+    return [Piece(f"learner/{recipe}", script("card_learner.py", *options, *engine, "--recipes", recipe), needs=needs)
+            for recipe in ("arithmetic", "countdown")]
+
+
+def profile(setup: Setup) -> list[Piece]:
+    """Top kernels, idle gaps, copies beside computing: of a training step and of a decoding step."""
+    options = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape))
+    needs = ("bitsandbytes", "bf16") + (("vllm",) if setup.form != CPU else ())
+    return [Piece(f"profile/{part}", script("profiles.py", *options, "--part", part, "--output",
+                                            str(setup.out / "profile")), needs=needs) for part in ("train", "decode")]
+
+
+STAGES: dict[str, Stage] = {
+    "environment": environment, "tests": tests, "kernels": kernels, "memory": memory, "rollout": rollout, "loop": loop,
+    "learner": learner, "peers": peers, "profile": profile,
+}
+ASKED_FOR = ("profile",)  # left out where neither --stages nor --profile names it
