@@ -37,7 +37,8 @@ def run(name: str, device: str, steps: int, limit: float, gpu: str | None) -> di
     try:
         done = subprocess.run(command, env=os.environ | SETTINGS | environment(gpu), capture_output=True, text=True,
                               check=False, timeout=limit)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        click.echo((error.stderr or b"")[-3000:], err=True)
         return {"status": "failed", "why": f"it ran past {limit:g} s"}
     if done.returncode:
         click.echo(done.stderr[-3000:], err=True)

@@ -49,14 +49,14 @@ def form_of(dry_run: bool) -> str:
     return PRETEND if is_pretend(name) else CARD
 
 
-def names_of(value: str | None, profile: bool) -> list[str]:
-    """The stages asked for, in the gate's order; click.BadParameter for a name that is none."""
+def asked_for(value: str | None, profile: bool) -> list[str]:
+    """The stages, or beginnings of names of pieces; click.BadParameter for one of no stage."""
     if value is None:
         return [name for name in STAGES if profile or name not in ASKED_FOR]
-    asked = {name.strip() for name in value.split(",")}
-    if wrong := sorted(asked - set(STAGES)):
+    asked = [name.strip() for name in value.split(",")] + [*ASKED_FOR] * profile
+    if wrong := [name for name in asked if name.partition("/")[0] not in STAGES]:
         raise click.BadParameter(f"no stage {', '.join(wrong)}; choose from {', '.join(STAGES)}")
-    return [name for name in STAGES if name in asked or (profile and name in ASKED_FOR)]
+    return asked
 
 
 def earlier(out: Path, form: str, code: str) -> list[dict[str, Any]]:
@@ -71,12 +71,15 @@ class Gate:
 
     def __init__(self, setup: Setup, limit: float, before: list[dict[str, Any]], code: str) -> None:
         self.setup, self.code, self.until = setup, code, time.monotonic() + limit
-        self.done = {row["name"]: Outcome(**row) for row in before if row["status"] == PASSED}
+        self.done = {row["name"]: Outcome(**row) for row in before
+                     if row["status"] == PASSED and row["name"] != "environment"}  # the machine may be another one
         self.outcomes: list[Outcome] = []
 
-    def stage(self, name: str) -> None:
-        """Every piece of a stage, one after the other."""
+    def stage(self, name: str, asked: list[str]) -> None:
+        """The pieces of a stage that were asked for, one after the other."""
         for piece in STAGES[name](self.setup):
+            if name not in asked and not piece.name.startswith(tuple(asked)):
+                continue
             found = self.done.get(piece.name)
             if found is None:
                 console.print(f"{piece.name} ...", style="dim")
@@ -89,13 +92,14 @@ class Gate:
 
     def look(self) -> None:
         """The environment's stage, and what it found."""
-        self.stage("environment")
+        self.stage("environment", ["environment"])
         if self.outcomes[-1].status == PASSED:
             self.setup = replace(self.setup, facts=read_rows(self.setup.results / "environment.jsonl")[-1])
 
 
 @click.command()
-@click.option("--stages", help=f"With commas between them, of {', '.join(STAGES)}.")
+@click.option("--stages", help=f"With commas between them, of {', '.join(STAGES)}; or beginnings of names of pieces, "
+              "such as memory/step.")
 @click.option("--time-limit", default=7200.0, show_default=True, help="Seconds for this call; the next one goes on.")
 @click.option("--dry-run", is_flag=True, help="On the CPU with tiny shapes; rows stay in --output.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True,
@@ -113,7 +117,7 @@ def main(
     results: Path | None, weights: Path | None,
 ) -> None:
     """Run the stages, write rows and the last page; exit code 1 where a piece failed or was cut off."""
-    chosen, form, code = names_of(stages, profile), form_of(dry_run or device == "cpu"), commit()
+    asked, form, code = asked_for(stages, profile), form_of(dry_run or device == "cpu"), commit()
     out = (output or RUNS / ("gpu-gate" if form == CARD else "gpu-gate-dry")).resolve()
     rows = (results or (RESULTS if form == CARD else out / "results")).resolve()
     before = [] if again else earlier(out, form, code)
@@ -121,9 +125,9 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     gate = Gate(Setup(form, out, rows, (weights or out / "weights").resolve(), run), time_limit, before, code)
     gate.look()
-    for name in chosen:
+    for name in STAGES:
         if name != "environment":
-            gate.stage(name)
+            gate.stage(name, asked)
     last_page.show(gate.setup, gate.outcomes, console)
     console.print(f"last page: {last_page.write(gate.setup, gate.outcomes)}", soft_wrap=True)
     if any(outcome.status in (FAILED, CUT_OFF) for outcome in gate.outcomes):

@@ -3,9 +3,10 @@
     python bench/longest_context.py --device cuda --gib 16                Llama-3.1-8B, random weights, 8 completions
     python bench/longest_context.py --shape qwen2.5-1.5b --gib 2          on fake tensors: no card needed
 
-Each trial is the step of `bench/memory.py` with every feature on. The first has the planned length; then the length
-grows where it fitted and shrinks where it did not, until both sides are known or the trials are used up. A row of each
-trial goes to bench/results/longest_context.jsonl as soon as it is done.
+Each trial is the step of `bench/memory.py` with every feature on; sampling is not in it. The first has the planned
+length; then the length grows where it fitted and shrinks where it did not, until both sides are known, the model's own
+longest context fits, or the trials are used up. A row of each trial goes to bench/results/longest_context.jsonl as soon
+as it is done.
 """
 
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from memory import measure_stage, weigh_stage
+from memory import measure_stage, planned, weigh_stage
 from memory_stages import CASES, Case
 from rich.console import Console
 from rich.table import Table
@@ -25,45 +26,54 @@ from rows import append_row, machine
 RESULTS = Path(__file__).resolve().parent / "results" / "longest_context.jsonl"
 STAGE = "+ 8-bit optimizer"
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
+CLOSE = 1.06  # a misfit within this factor of a fit ends the search
+FILLED, NEARLY = 0.93, 0.97  # of the bound: planned for the first trial, and aimed at by later ones
 GIB = 2**30
 console = Console(width=120)
 Trial = Callable[[int], dict[str, Any]]
 
 
-def planned_context(case: Case, gib: float) -> int:
-    """What the planner says of this model on a card of so many GiB; 0 where nothing fits."""
-    from lowmem_grpo.cards import device
-    from lowmem_grpo.memory_plan import RunSettings
-    from lowmem_grpo.model_shape import named_config
-    from lowmem_grpo.planner import max_context
-
-    settings = RunSettings(STEP, case.generations, case.rank, engine="transformers", mlp_tile=4096, chunk_rows=1024,
-                           optim="adamw_8bit", host_embedding=False)
-    return max_context(named_config(case.shape), settings, device(f"{gib}GiB"))
+def planned_context(case: Case, gib: float, longest: int) -> int:
+    """The longest context of which the planner says that a training step holds at most FILLED of the bound."""
+    low, high = 1, longest // STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = planned(replace(case, context=middle * STEP), None)["planned_bytes"] <= FILLED * gib * GIB
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * STEP
 
 
-def search(trial: Trial, start: int, most: int, step: float = 0.06) -> list[dict[str, Any]]:
-    """Trials from `start` on, longer or shorter, until one fits and a longer one does not."""
+def search(trial: Trial, start: int, most: int, longest: int) -> list[dict[str, Any]]:
+    """Trials from `start` on, until one fits and one that is hardly longer does not, or the model's longest fits."""
     rows: list[dict[str, Any]] = []
-    context = max(STEP, start)
-    while len(rows) < most:
+    context: int | None = min(max(STEP, start), longest)
+    while context is not None and len(rows) < most:
         rows.append(trial(context))
-        fitting = [row for row in rows if row["fits"]]
-        if len(fitting) < len(rows) and (fitting or context == STEP):
-            break
-        shorter = max(STEP, int((1 - step) * context // STEP * STEP))
-        context = longer(fitting, step) if fitting else shorter
+        context = next_context(rows, longest)
     return rows
 
 
-def longer(fitting: list[dict[str, Any]], step: float) -> int:
-    """By `step` from one length that fits; from two on, where their bytes on the device would reach the bound."""
+def next_context(rows: list[dict[str, Any]], longest: int) -> int | None:
+    """What to try after these trials; None where nothing more is to be learned."""
+    low = max((row["context"] for row in rows if row["fits"]), default=None)
+    high = min((row["context"] for row in rows if not row["fits"]), default=None)
+    if low is None:
+        return None if rows[-1]["context"] == STEP else max(STEP, int(rows[-1]["context"] / CLOSE // STEP * STEP))
+    if high is None:
+        return None if low >= longest else min(longest, longer([row for row in rows if row["fits"]]))
+    middle = (low + high) // 2 // STEP * STEP
+    return None if high <= CLOSE * low or middle <= low else middle
+
+
+def longer(fitting: list[dict[str, Any]]) -> int:
+    """A little longer than one length that fits; from two on, where their bytes would nearly reach the bound."""
     last = fitting[-1]
-    next_up = int((1 + step) * last["context"] // STEP + 1) * STEP
-    if len(fitting) == 1 or last["device_bytes"] <= fitting[-2]["device_bytes"]:
+    next_up = int(CLOSE * last["context"] // STEP + 1) * STEP
+    held = [row.get("reserved_bytes", row["device_bytes"]) for row in fitting]  # on a card, holes between blocks too
+    if len(fitting) == 1 or held[-1] <= held[-2]:
         return next_up
-    per_token = (last["device_bytes"] - fitting[-2]["device_bytes"]) / (last["context"] - fitting[-2]["context"])
-    room = last["gib"] * GIB - last["device_bytes"]
+    per_token = (held[-1] - held[-2]) / (last["context"] - fitting[-2]["context"])
+    room = NEARLY * last["gib"] * GIB - held[-1]
     return max(next_up, int((last["context"] + room / per_token) // STEP) * STEP)
 
 
@@ -94,19 +104,22 @@ def show(rows: list[dict[str, Any]], planned: int) -> None:
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
 def main(shape: str, device: str, gib: float, generations: int, trials: int, start: int | None, output: Path) -> None:
     """Find the longest context that fits; exit code 1 where none does."""
+    from lowmem_grpo.model_shape import named_config
+
     common = machine() | {"run": datetime.now().isoformat(timespec="seconds")}  # first: the commit it began with
     case = Case(shape, 0, generations)
-    planned = planned_context(case, gib)
-    console.print(f"{shape} x {generations} in {gib:g} GiB: planned {planned:,} tokens")
+    longest = named_config(shape)["max_position_embeddings"]
+    first = planned_context(case, gib, longest)
+    console.print(f"{shape} x {generations} in {gib:g} GiB: a step of {first:,} tokens is planned to fit")
 
     def trial(context: int) -> dict[str, Any]:
-        row = tried(replace(case, context=context), device, gib) | {"planned_context": planned, **common}
+        row = tried(replace(case, context=context), device, gib) | {"planned_context": first, **common}
         append_row(output, row)
         console.print(f"{context:,}: {'fits' if row['fits'] else row.get('error', 'does not fit')}", highlight=False)
         return row
 
-    rows = search(trial, start or planned, trials)
-    show(rows, planned)
+    rows = search(trial, start or first, trials, longest)
+    show(rows, first)
     if not any(row["fits"] for row in rows):
         sys.exit(1)
 

@@ -68,8 +68,9 @@ class Plan:
         interpreter = self.python.get(provider.partition("_")[0], sys.executable)
         try:
             done = self.call(interpreter, "loop_run.py", provider, folder, options, self.time_limit)
-        except subprocess.TimeoutExpired:
-            return {"missing": f"took more than {self.time_limit:g} s", "failed": True}
+        except subprocess.TimeoutExpired as error:
+            words = (error.stderr or b"")[-3000:].decode(errors="replace")
+            return {"missing": f"took more than {self.time_limit:g} s", "failed": True, "log": words}
         except OSError as error:
             return {"missing": f"{interpreter} does not start: {error.strerror}", "failed": True}
         return outcome(done)

@@ -66,7 +66,7 @@ def judge(target: Target, rows: list[dict[str, Any]]) -> Verdict:
     """By the newest case of which both rows are there."""
     cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        if target.matches(row) and not row.get("missing"):
+        if target.matches(row) and not row.get("missing") and row.get("warm_up", 1):  # an unwarmed step compiles too
             cases.setdefault(tuple(row[name] for name in CASE), {})[row["provider"]] = row
     for case in reversed(cases.values()):
         if target.ours in case and target.peer in case:

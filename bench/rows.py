@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
@@ -57,6 +58,8 @@ def cpu_model() -> str:
 def commit() -> str:
     """The commit of the code that ran, marked where the tree differs from it; what `make gpu-bundle` wrote down where
     the history is not here."""
+    if not shutil.which("git"):
+        return COMMIT.read_text().strip() if COMMIT.exists() else "unknown"
     here = Path(__file__).parent
     name = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True).stdout
     changed = subprocess.run(["git", "status", "--porcelain", "--", "../lowmem_grpo"], cwd=here, capture_output=True,

@@ -36,7 +36,7 @@ def gate(code: str, folder: Path) -> Any:
     done = subprocess.run([sys.executable, "-c", HEADER + code, str(folder)], cwd=BENCH, capture_output=True, text=True,
                           timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def call(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -117,8 +117,7 @@ print(json.dumps([vars(attempt(p, setup(), left, "abc")) for p, left in zip(piec
 
 def test_what_the_call_had_no_time_for_is_cut_off_and_not_failed(tmp_path: Path) -> None:
     found = gate("""
-runner.SHORTEST = 0
-row = attempt(Piece("a/slow", command("import time; time.sleep(60)"), seconds=50), setup(), 2, "abc")
+row = attempt(Piece("a/slow", command("import time; time.sleep(60)"), seconds=50, least=0), setup(), 2, "abc")
 print(json.dumps(row.row()))""", tmp_path)
     assert found["status"] == "cut off"
 
@@ -164,7 +163,8 @@ def test_the_last_page_names_every_piece_and_each_target_that_was_missed(tmp_pat
     (tmp_path / "results").mkdir()
     row = {"shape": "llama-3.1-8b", "context": 20480, "generations": 8, "device": "cuda", "stage": "+ 8-bit optimizer"}
     rows = [row | {"gib": 16.0, "error": "out of memory: tried"},
-            row | {"gib": 24.0, "device_bytes": 9 * 2**30, "reserved_bytes": 10 * 2**30, "planned_bytes": 8 * 2**30}]
+            row | {"gib": 24.0, "device_bytes": 9 * 2**30, "reserved_bytes": 10 * 2**30, "used_bytes": 11 * 2**30,
+                   "planned_bytes": 8 * 2**30}]
     (tmp_path / "results" / "memory.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     page = gate("""
 outcomes = [Outcome("tests/kernels", "failed", 12.0, "1 failed: a|b"), Outcome("kernels/rope", "passed", 3.0),
@@ -175,7 +175,7 @@ print(json.dumps([last_page.document(setup(form), outcomes) for form in (CARD, C
     assert "| tests/kernels | failed | 12 | 1 failed: a/b |" in card
     assert "| peers/unsloth | skipped | 0 | unsloth: not installed |" in card
     assert "16 GiB of the card | fits | out of memory: tried | missed |" in card
-    assert "24 GiB of the card | fits | 9.00 GiB, 10.00 reserved | met |" in card
+    assert "24 GiB of the card | fits | 9.00 GiB, 10.00 reserved, 11.00 in use | met |" in card
     assert "24 GiB of the card | planned within 5% | 0.889 | missed |" in card
     assert "measures nothing" in cpu and "to reach" not in cpu
 
@@ -185,6 +185,38 @@ def test_without_a_card_the_command_says_so_and_an_unknown_stage_is_refused_by_n
     assert done.returncode == 2 and "--dry-run" in done.stderr
     done = call("--stages", "memory,speed")
     assert done.returncode == 2 and "no stage speed; choose from environment, tests" in done.stderr
+
+
+def test_a_piece_whose_rows_all_lack_figures_measured_nothing(tmp_path: Path) -> None:
+    found = gate("""
+code = "import sys; open(sys.argv[2], 'a').write(sys.argv[3] + chr(10))"
+def piece(name, row):
+    return Piece(name, (*command(code), "--output", str(out / "rows.jsonl"), json.dumps(row)))
+pieces = [piece("a/ours", {"missing": "no engine"}), piece("a/one", {"p50": 1.0})]
+print(json.dumps([attempt(p, setup(), 1000, "abc").row() for p in pieces]))""", tmp_path)
+    assert [(row["status"], row["reason"]) for row in found] == [
+        ("skipped", "measured nothing: no engine"), ("passed", ""),
+    ]
+
+
+def test_a_piece_is_not_begun_on_a_card_where_less_time_is_left_than_it_takes(tmp_path: Path) -> None:
+    found = gate("""
+pieces = [Piece("a/long", command("print(1)"), least=300), Piece("a/short", command("print(1)"), least=20)]
+print(json.dumps([attempt(p, setup(), 100, "abc").row() for p in pieces]))""", tmp_path)
+    assert [row["status"] for row in found] == ["not run", "passed"]
+    assert found[0]["reason"] == "100 s were left, it takes about 300"
+
+
+def test_stages_takes_the_beginning_of_a_pieces_name(tmp_path: Path) -> None:
+    found = gate("""
+sys.argv = ["gpu_gate.py"]
+import gpu_gate
+gpu_gate.attempt = lambda piece, *rest: Outcome(piece.name, "passed")
+now = gpu_gate.Gate(setup(), 100, [], "abc")
+for name in STAGES:
+    now.stage(name, gpu_gate.asked_for("memory/step,profile", False))
+print(json.dumps([o.name for o in now.outcomes]))""", tmp_path)
+    assert found == ["memory/step-16", "memory/step-24", "profile/train", "profile/decode"]
 
 
 @pytest.fixture
@@ -205,6 +237,15 @@ def test_a_dry_run_writes_rows_log_state_and_page_and_measures_nothing(
     assert [(line["name"], line["status"], line["form"]) for line in state] == [("environment", "passed", "cpu")]
     assert "measures nothing" in (tmp_path / "gate.md").read_text()
     assert "1 passed" in done.stdout
+
+
+def test_the_machine_is_looked_at_in_every_call(tmp_path: Path) -> None:
+    found = gate("""
+sys.argv = ["gpu_gate.py"]
+import gpu_gate
+before = [Outcome(name, "passed").row() for name in ("environment", "kernels/rope")]
+print(json.dumps(sorted(gpu_gate.Gate(setup(), 100, before, "abc").done)))""", tmp_path)
+    assert found == ["kernels/rope"], "facts of another machine, or of before a mend, would be taken for this one's"
 
 
 def test_what_passed_on_this_commit_is_not_run_again_unless_asked_for(tmp_path: Path) -> None:

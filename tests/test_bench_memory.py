@@ -116,18 +116,28 @@ def trial(fits_to):
     def one(context):
         return {"context": context, "fits": context <= fits_to, "device_bytes": 2**30 + context * 2**20, "gib": 3.0}
     return one
-print(json.dumps([[row["context"] for row in found.search(trial(limit), start, 6)]
-                  for limit, start in ((2048, 1024), (2048, 2304), (64, 256), (10**9, 1024))]))"""
+cases = ((2048, 1024, 6), (2048, 4096, 20), (64, 256, 6), (10**9, 1024, 4), (10**9, 131072, 4), (1500, 1024, 9))
+print(json.dumps([[row["context"] for row in found.search(trial(limit), start, most, 131072)]
+                  for limit, start, most in cases]))"""
 LONGEST = "import json, sys, results_memory as r; print('\\n'.join(r.longest_table(json.load(sys.stdin))))"
 
 
 def test_the_search_ends_between_a_length_that_fits_and_one_that_does_not() -> None:
-    grows, shrinks, hopeless, boundless = json.loads(bench("-c", SEARCH))
-    assert grows[0] == 1024 and 2048 in grows and grows[-1] > 2048, "it did not go where the bytes pointed"
+    grows, shrinks, hopeless, boundless, whole, halves = json.loads(bench("-c", SEARCH))
+    assert grows[0] == 1024 and 2048 in grows and grows[-1] == 2176, "it did not go where the bytes pointed"
     assert len(grows) < 6
-    assert shrinks == [2304, 2048]
-    assert hopeless == [256, 128], "below the shortest length there is nothing to try"
-    assert len(boundless) == 6, "the number of trials does not end it"
+    assert shrinks[:2] == [4096, 3840] and shrinks[-2:] == [2048, 2176], "it went on below what fits"
+    assert hopeless[0] == 256 and hopeless[-1] == 128, "below the shortest length there is nothing to try"
+    assert len(boundless) == 4, "the number of trials does not end it"
+    assert whole == [131072], "longer than the model's own longest context was tried"
+    assert 1408 in halves and max(halves) > 1500, "the gap between a fit and a misfit was left open"
+
+
+def test_the_first_trial_is_what_the_planner_says_of_training_alone() -> None:
+    code = "import longest_context as l; from memory_stages import Case; " \
+           "c = Case('llama-3.1-8b', 0); print(*[l.planned_context(c, gib, 131072) for gib in (8, 16, 1000)])"
+    small, middle, large = map(int, bench("-c", code).split())
+    assert 0 < small < 40000 < middle < large == 131072
 
 
 def test_the_page_shows_the_longest_that_fitted_of_the_newest_search() -> None:

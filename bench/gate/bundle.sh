@@ -19,6 +19,9 @@ fi
     "plotly>=6,<8" trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 cp "$tools/offline_bundle.py" "$out/"
 changed=$(git status --porcelain -- lowmem_grpo)
+if [ -n "$changed" ]; then
+    echo "lowmem_grpo/ has uncommitted changes: what passes there will not be taken as done by the next call" >&2
+fi
 echo "$(git rev-parse --short=12 HEAD)${changed:++changes}" > "$out/commit"
 bytes=$(( $(git ls-files -z | xargs -0 cat | wc -c) + $(find "$out" -type f -print0 | xargs -0 cat | wc -c) ))
 echo "bundle and tracked files: $(( (bytes + 1048575) / 1048576 )) MiB of $limit"

@@ -65,7 +65,8 @@ def fit(gib: float, row: dict[str, Any]) -> list[Target]:
         return [Target(what, "fits", str(row.get("error", "")), "missed")]
     ratio = row["planned_bytes"] / row["device_bytes"]
     return [
-        Target(what, "fits", f"{row['device_bytes'] / GIB:.2f} GiB, {row['reserved_bytes'] / GIB:.2f} reserved", "met"),
+        Target(what, "fits", f"{row['device_bytes'] / GIB:.2f} GiB, {row['reserved_bytes'] / GIB:.2f} reserved, "
+               f"{row['used_bytes'] / GIB:.2f} in use", "met"),
         Target(what, "planned within 5%", f"{ratio:.3f}", "met" if abs(ratio - 1) <= 0.05 else "missed"),
     ]
 

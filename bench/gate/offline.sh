@@ -7,9 +7,9 @@ bundle=.gpu-bundle site=${SITE:-/tmp/lowmem_grpo_site}
 python=${PYTHON:-python3}
 if [ ! -f "$site/ready" ]; then
     "$python" $bundle/offline_bundle.py install --parts $bundle/parts/part* --site "$site"
-    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" $bundle/wheels/*.whl
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" $bundle/wheels/*.whl
     "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
     touch "$site/ready"
 fi
-export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
+export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
 exec "$python" bench/gpu_gate.py "$@"

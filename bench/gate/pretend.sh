@@ -26,6 +26,8 @@ if [ ! -f "$dir/device/ready" ]; then
     cat "$here/more_runtime.c" >> "$dir/source/runtime.c"
     "$dir/env/bin/python" "$dir/source/build.py" --site "$packages" "$site" --out "$dir/device" \
         --cuda-include "$packages/nvidia/cu13/include"
+    # vLLM's sleep mode opens the runtime by its path, and must find the pretend one there
+    ln -sf "$dir/device/libcudart.so.13" "$packages/nvidia/cu13/lib/libcudart.so.13"
     touch "$dir/device/ready"
 fi
 cat > "$dir/run" <<END

@@ -7,15 +7,17 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from gate.facts import why_not
 from gate.stages import BENCH, CARD, CPU, LONGEST, PRETEND, Piece, Setup
 from pretend import ENVIRONMENT as PRETENDING
+from rows import read_rows
 
 PASSED, FAILED, SKIPPED, NOT_RUN, CUT_OFF = "passed", "failed", "skipped", "not run", "cut off"
-SHORTEST = 30  # seconds; a piece that has less left is not begun
+SHORTEST = 30  # seconds; where nothing is measured, a piece that has less left is not begun
 TAIL = 4000  # characters of a log in which its reason is looked for
 # vLLM's and the hub's own settings; the gate has no network, and vLLM must live in the process that it borrows from
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
@@ -45,9 +47,10 @@ def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
 
     if reason := why_not(piece.needs, setup.facts):
         return outcome(SKIPPED, reason=reason)
-    if left < SHORTEST:
-        return outcome(NOT_RUN, reason="no time left")
+    if left < (needed := piece.least if setup.form == CARD else SHORTEST):
+        return outcome(NOT_RUN, reason=f"{max(left, 0):.0f} s were left, it takes about {needed}")
     log = setup.out / "logs" / f"{piece.name.replace('/', '-')}.log"
+    before = len(rows_of(piece))
     begin, allowed = time.monotonic(), min(left, piece.seconds, LONGEST)
     code = run(piece.command, log, allowed, environment(piece, setup))
     seconds = time.monotonic() - begin
@@ -55,7 +58,16 @@ def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
         cut = left < piece.seconds
         return outcome(CUT_OFF if cut else FAILED, seconds, f"stopped after {allowed:.0f} s; {last_line(log)}")
     status, reason = verdict(piece, setup, code, log)
+    made = rows_of(piece)[before:]
+    if status == PASSED and made and all(row.get("missing") for row in made):
+        status, reason = SKIPPED, f"measured nothing: {made[-1]['missing']}"
     return outcome(status, seconds, reason)
+
+
+def rows_of(piece: Piece) -> list[dict[str, Any]]:
+    """The rows in the file that the piece adds to."""
+    named = [after for word, after in pairwise(piece.command) if word == "--output" and after.endswith(".jsonl")]
+    return read_rows(Path(named[0])) if named else []
 
 
 def environment(piece: Piece, setup: Setup) -> dict[str, str]:
@@ -63,7 +75,8 @@ def environment(piece: Piece, setup: Setup) -> dict[str, str]:
     in the place of garbage, but for the pieces whose allocations count."""
     settings = dict(ENVIRONMENT)
     if setup.form == PRETEND:
-        settings |= PRETENDING if not piece.weighs else {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+        hidden = {"PYTORCH_NO_CUDA_MEMORY_CACHING"} if piece.weighs else set()  # without a cache there are no peaks
+        settings |= {name: value for name, value in PRETENDING.items() if name not in hidden}
     if setup.form == CPU:
         settings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return settings

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smoke_variants import VARIANTS
+
 BENCH = Path(__file__).resolve().parents[1]
 TESTS = BENCH.parent / "tests"
 LONGEST = 600  # seconds that a piece may take at most
@@ -21,6 +23,7 @@ class Piece:
     name: str
     command: tuple[str, ...]  # what follows the interpreter
     seconds: int = LONGEST
+    least: int = 60  # what it is expected to take on a card: with less time left it is not begun
     needs: tuple[str, ...] = ()
     junit: bool = False  # its verdict is in the file that pytest writes
     weighs: bool = False  # the allocator's own peaks are what it measures
@@ -70,22 +73,28 @@ def tests(setup: Setup) -> list[Piece]:
 
     def selected(name: str, mark: str, *where: str, workers: int = 0, needs: tuple[str, ...] = ()) -> Piece:
         report = f"--junitxml={setup.out / name}.xml"
-        options = ("-m", "pytest", "-m", mark, "-n", str(workers), "-p", "no:cacheprovider", report)
-        return Piece(f"tests/{name}", (*options, *where), needs=needs, junit=True)
+        options = ("-m", "pytest", "-m", mark, "-n", str(workers), "-p", "no:cacheprovider",
+                   "--continue-on-collection-errors", report)
+        return Piece(f"tests/{name}", (*options, *where), least=200, needs=needs, junit=True)
 
-    options = ("card_smoke.py", "--device", setup.device, *setup.rows("card_smoke"))
     if setup.form == CPU:  # they are skipped here: it is enough that they can be collected
-        few = Piece("tests/smoke", script(*options, "--variant", "4-bit", "--variant", "vllm", "--steps", "1"),
-                    needs=("bitsandbytes",))
-        return [selected("kernels", "gpu", str(TESTS / "kernels" / "test_rms_norm.py")), few]
+        few = [smoke(setup, name, "--steps", "1") for name in ("4-bit", "vllm")]
+        return [selected("kernels", "gpu", str(TESTS / "kernels" / "test_rms_norm.py")), *few]
     workers = 6 if setup.form == CARD else 0
     package = ("--ignore", str(TESTS / "kernels"), str(TESTS))
     return [
         selected("kernels", "gpu", str(TESTS / "kernels"), workers=workers),
         selected("package", "gpu and not vllm", *package, needs=("bitsandbytes",)),
         selected("vllm", "gpu and vllm", *package, needs=("bitsandbytes", "vllm")),
-        Piece("tests/smoke", script(*options), needs=("bitsandbytes",)),
+        *(smoke(setup, name) for name in VARIANTS),
     ]
+
+
+def smoke(setup: Setup, variant: str, *options: str) -> Piece:
+    """One variant of card_smoke.py."""
+    needs = ("bitsandbytes", *(("vllm",) if variant.startswith("vllm") else ()))
+    command = ("--device", setup.device, "--variant", variant, *options, *setup.rows("card_smoke"))
+    return Piece(f"tests/smoke {variant}", script("card_smoke.py", *command), 300, needs=needs)
 
 
 def kernels(setup: Setup) -> list[Piece]:
@@ -121,14 +130,14 @@ def memory(setup: Setup) -> list[Piece]:
     ]
     searches = [
         Piece(f"memory/longest-{gib}", script("longest_context.py", "--device", "cuda", "--gib", str(gib), *longest),
-              needs=(*needs(gib)[:3], "host_gib:48"), weighs=True) for gib in (16, 24)
+              least=350, needs=(*needs(gib)[:3], "host_gib:48"), weighs=True) for gib in (16, 24)
     ]
     if setup.form == PRETEND:  # one trial: its host memory is this machine's
         trial = script("longest_context.py", "--device", "cuda", "--gib", "16", "--trials", "1", "--start", "8192",
                        *longest)
         return [*steps, Piece("memory/longest-16", trial, needs=needs(16), weighs=True)]
     ladder = script("memory.py", "--device", "cuda", *MEMORY_MODEL, *rows)
-    return [*steps, *searches, Piece("memory/features", ladder, needs=needs(40))]
+    return [*steps, *searches, Piece("memory/features", ladder, least=200, needs=(*needs(40)[:3], "host_gib:56"))]
 
 
 def rollout(setup: Setup) -> list[Piece]:
@@ -139,34 +148,35 @@ def rollout(setup: Setup) -> list[Piece]:
     room = (f"card_gib:{40}", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
     providers = ("lowmem_grpo", "lowmem_grpo_eager", "vllm_bnb_lora", "vllm_bf16_lora", "transformers")
     chosen = providers if setup.form != CPU else providers[:1]
-    return [Piece(f"rollout/{name}", script("rollout.py", *common, "--provider", name), needs=(*needs, *room))
-            for name in chosen]
+    return [Piece(f"rollout/{name}", script("rollout.py", *common, "--provider", name), least=150,
+                  needs=(*needs, *room)) for name in chosen]
 
 
 def loop(setup: Setup) -> list[Piece]:
     """The whole loop's step time and its shares."""
-    return [loop_piece(setup, "loop", provider) for provider in ("lowmem_grpo", "lowmem_grpo_transformers")]
+    return [loop_piece(setup, "loop", "lowmem_grpo")]
 
 
 def peers(setup: Setup) -> list[Piece]:
-    """The same step by others, where they are installed."""
-    if setup.form == CPU:
-        return [loop_piece(setup, "peers", "trl_transformers")]
-    return [loop_piece(setup, "peers", name) for name in PEERS]
+    """The same step by others, where they are installed; last, those without vLLM, which take minutes a step."""
+    chosen = PEERS if setup.form != CPU else ("trl_transformers", "lowmem_grpo_transformers")
+    return [loop_piece(setup, "peers", name) for name in chosen]
 
 
 def loop_piece(setup: Setup, stage: str, provider: str) -> Piece:
     """One provider's steps of the whole loop."""
+    slow = provider.endswith("transformers")
     common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
-              setup.run, "--steps", "2" if setup.form == CARD else "1", *setup.rows("loop"))
+              setup.run, "--steps", "1" if slow or setup.form != CARD else "2", *setup.rows("loop"))
     room = ("card_gib:24", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
     needs = ("bf16", *(PEERS | OURS)[provider])
-    return Piece(f"{stage}/{provider}", script("loop.py", *common, "--provider", provider), needs=(*needs, *room))
+    return Piece(f"{stage}/{provider}", script("loop.py", *common, "--provider", provider), least=450 if slow else 250,
+                 needs=(*needs, *room))
 
 
-OURS = {"lowmem_grpo": ("bitsandbytes", "vllm"), "lowmem_grpo_transformers": ("bitsandbytes",)}
-PEERS = {"trl": ("trl", "vllm"), "trl_nf4": ("trl", "vllm", "bitsandbytes"), "trl_transformers": ("trl",),
-         "unsloth": ("unsloth",)}
+OURS = {"lowmem_grpo": ("bitsandbytes", "vllm")}
+PEERS = {"trl": ("trl", "vllm"), "trl_nf4": ("trl", "vllm", "bitsandbytes"), "unsloth": ("unsloth",),
+         "trl_transformers": ("trl",), "lowmem_grpo_transformers": ("bitsandbytes",)}
 
 
 def learner(setup: Setup) -> list[Piece]:
@@ -176,8 +186,8 @@ def learner(setup: Setup) -> list[Piece]:
                *setup.rows("card_learning"))
     engine = () if setup.form != CPU else ("--engine", "transformers")
     needs = ("bitsandbytes", "datasets", "bf16") + (("vllm",) if setup.form != CPU else ())
-    return [Piece(f"learner/{recipe}", script("card_learner.py", *options, *engine, "--recipes", recipe), needs=needs)
-            for recipe in ("arithmetic", "countdown")]
+    return [Piece(f"learner/{recipe}", script("card_learner.py", *options, *engine, "--recipes", recipe), least=300,
+                  needs=needs) for recipe in ("arithmetic", "countdown")]
 
 
 def profile(setup: Setup) -> list[Piece]:

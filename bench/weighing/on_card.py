@@ -25,15 +25,16 @@ GIB = 2**30
 def measure(
     config: dict[str, Any], lengths: list[int], features: Features, rank: int, gib: float | None
 ) -> dict[str, Any]:
-    """Peaks of one optimizer step in bytes, allocated and reserved; `gib` bounds what torch may use of the card.
+    """Peaks of one optimizer step in bytes, allocated and reserved; `gib` bounds what is used of the card, the driver's
+    own part included.
 
     Where memory runs out the row says so in `error`. The first step warms up; the second one is measured.
     """
     if not torch.cuda.is_available():
         raise SystemExit("--device cuda needs a card; leave it out to weigh fake tensors")
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total) if gib else 1.0)
     torch.cuda.empty_cache()
+    total, outside = torch.cuda.mem_get_info()[1], used() - torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (gib * GIB - outside) / total) if gib else 1.0)
     try:
         return step(config, lengths, features, rank)
     except torch.cuda.OutOfMemoryError as error:
