@@ -2,6 +2,7 @@
 
 import json
 import logging
+import mmap
 import os
 import re
 import socket
@@ -168,6 +169,41 @@ def test_tests_that_come_too_late_are_not_begun(sandbox: Sandbox) -> None:
     assert verdicts[-1].reason == "not begun within 0.5 s of all tests"
 
 
+class SlowToStart(Sandbox):
+    """A sandbox on a machine so busy that a start takes longer than all tests may."""
+
+    def start(self, role: str, code: str, **more: Any) -> Any:
+        time.sleep(self.limits.total_seconds)
+        return super().start(role, code, **more)
+
+
+def test_the_time_of_a_start_is_not_the_codes(sandbox: Sandbox) -> None:
+    slow = SlowToStart(sandbox.isolation, Limits(seconds=3, total_seconds=3, memory_bytes=128 * MIB))
+    assert outcome(slow, RIGHT, ASSERT, CALL) == ["passed", "passed"]
+    assert outcome(slow, "print(5)", {"input": "", "output": "5"}, {"input": "1", "output": "5"}) == ["passed"] * 2
+
+
+def test_a_code_that_ends_its_process_pays_for_the_next_start(sandbox: Sandbox) -> None:
+    slow = SlowToStart(sandbox.isolation, Limits(seconds=1, total_seconds=1, memory_bytes=128 * MIB))
+    verdicts = run_tests("import os\ndef add(a, b):\n    os._exit(0)", read_cases([CALL] * 9), slow)
+    assert "not begun within 1 s of all tests" in verdicts[-1].reason
+
+
+@pytest.mark.parametrize(("code", "stdin"), [
+    ("print(1)", "a" * 70_000), ("print(1)\n#" + "a" * 70_000, ""), ("print(1)\n#" + "a" * 40_000, "é" * 20_000),
+])
+def test_a_program_too_large_for_its_scratch_directory_is_refused(sandbox: Sandbox, code: str, stdin: str) -> None:
+    small = Sandbox(sandbox.isolation, Limits(scratch_bytes=64 * 1024))
+    (verdict,) = run_tests(code, read_cases([{"input": stdin, "output": "1"}]), small)
+    assert verdict.outcome == "refused" and "the scratch directory 65536" in verdict.reason
+
+
+def test_a_program_that_just_fits_runs(sandbox: Sandbox) -> None:
+    small = Sandbox(sandbox.isolation, Limits(seconds=30, total_seconds=30, scratch_bytes=16 * mmap.PAGESIZE))
+    stdin = "a" * 15 * mmap.PAGESIZE
+    assert outcome(small, "print(len(input()))", {"input": stdin, "output": str(len(stdin))}) == ["passed"]
+
+
 @pytest.mark.parametrize("code", ["while True: pass", "1 / 0", "def add(", "import os\nos._exit(0)"])
 def test_code_that_does_not_load_is_loaded_once(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault := why_not("process"):
@@ -258,6 +294,16 @@ def test_a_daemon_that_would_outlive_its_parent_is_not_born(sandbox: Sandbox) ->
     assert answer(sandbox, code, 0, 0) == "alone"
 
 
+@pytest.mark.parametrize("order", ["1, 0, 0, 0, 0", "4, 1, 0, 0, 0"])  # PR_SET_PDEATHSIG, PR_SET_DUMPABLE
+def test_code_that_would_live_on_when_its_parent_is_killed_dies_all_the_same(sandbox: Sandbox, order: str) -> None:
+    """`nothing_left_behind` looks for what outlives the kill."""
+    code = f"import ctypes, time\nlibc = ctypes.CDLL(None, use_errno=True)\ndone = libc.prctl({order})\n" \
+           "number = ctypes.get_errno()\ndef attempt(*args):\n    if args:\n        time.sleep(20)\n" \
+           "    return done, number\n"
+    assert answer(sandbox, code) == (-1, 1)
+    assert outcome(sandbox, code, {"call": "attempt", "args": [1], "expected": 0}) == ["timeout"]
+
+
 def test_a_loop_that_ignores_every_signal_is_killed_in_time(sandbox: Sandbox) -> None:
     code = (
         "import signal\n"
@@ -267,7 +313,7 @@ def test_a_loop_that_ignores_every_signal_is_killed_in_time(sandbox: Sandbox) ->
     )
     began = time.monotonic()
     assert outcome(sandbox, code, ASSERT) == ["timeout"]
-    assert time.monotonic() - began < LIMITS.seconds + 3
+    assert time.monotonic() - began < 60  # it would never end; two starts on a busy machine take their time
 
 
 def test_cpu_time_is_limited_apart_from_the_clock(sandbox: Sandbox) -> None:
@@ -310,7 +356,9 @@ def test_memory_that_no_limit_counts_cannot_be_had(sandbox: Sandbox) -> None:
     shared = "import ctypes\nlibc = ctypes.CDLL(None)\n" + wrapped("return libc.shmget(0, 10**8, 0o1600)")
     assert answer(sandbox, shared) == -1
     nameless = "import os\n" + wrapped("f = os.memfd_create('x')\nos.ftruncate(f, 10**9)")
-    assert answer(sandbox, nameless) == "OSError"
+    assert answer(sandbox, nameless) == "PermissionError"
+    pieces = "import os\n" + wrapped("f = os.memfd_create('x')\nos.write(f, bytes(10))\nreturn 'written'")
+    assert answer(sandbox, pieces) == "PermissionError"  # also where each is smaller than a file may be
 
 
 @pytest.mark.parametrize("writes", ["print('x' * 1000)", "os.write(2, b'x' * 1000)"])
@@ -358,8 +406,8 @@ def test_many_files_share_one_limit_of_bytes(sandbox: Sandbox) -> None:
 
 
 def needs_a_closed_file_system(sandbox: Sandbox) -> None:
-    if sandbox.isolation == "process" and not file_access.version():
-        pytest.skip("process: this kernel has no Landlock, and the opt-in says that files are open then")
+    if sandbox.isolation == "process" and file_access.version() < file_access.COMPLETE:
+        pytest.skip("process: this kernel lacks Landlock 3, and the opt-in says that files are open then")
 
 
 NEW = f"escaped-{os.getpid()}"
@@ -498,6 +546,9 @@ FORGERIES = {
     "leaves files for the test": "open('tests.py', 'w').write('')\nopen('code.py', 'w').write('')\n"
                                  "open('builtins.py', 'w').write('')\ndef add(a, b):\n    return 0\n",
     "returns a generator": "def add(a, b):\n    yield 5\n",
+    "ends loops": "def add(a, b):\n    raise StopIteration\n",
+    "ends loops of its own kind": "class End(StopIteration): pass\ndef add(a, b):\n    raise End\n",
+    "ends asynchronous loops": "def add(a, b):\n    raise StopAsyncIteration\n",
     "answers before it is asked": "def add(a, b):\n    return 0\ndef check(*a):\n    return True\n",
 }
 
@@ -506,7 +557,12 @@ FORGERIES = {
 def test_a_forged_verdict_never_passes(sandbox: Sandbox, name: str) -> None:
     needs_a_closed_file_system(sandbox) if name == "rewrites the harness" else None
     helped = "def check(f):\n    assert abs(f(2, 3) - 5) < 1 and all([sorted([f(2, 3)]) == [5]])\ncheck(add)"
-    tests = [ASSERT, CALL, helped]
+    looped = "assert all(map(lambda x: add(x, x) == x * 7, [1, 2, 3]))"
+    later = "class Later:\n    def __aiter__(self):\n        return self\n    async def __anext__(self):\n" \
+            "        return add(2, 3)\nasync def check():\n    async for found in Later():\n" \
+            "        assert found == 'a sum'\n        break\n" \
+            "try:\n    check().send(None)\nexcept StopIteration:\n    pass"
+    tests = [ASSERT, CALL, helped, looped, later]
     verdicts = outcome(sandbox, FORGERIES[name], *tests)
     assert "passed" not in verdicts and set(verdicts) <= set(OUTCOMES)
 
@@ -548,9 +604,31 @@ def test_keys_that_collide_do_not_slow_the_parent(sandbox: Sandbox) -> None:
         "    try:\n        os.write(n, LINE)\n    except OSError:\n        pass\n"
         "def add(a, b):\n    return 0\n"
     )
-    began = time.monotonic()
     (verdict,) = run_tests(code, read_cases([{"call": "add", "args": [1, 2], "expected": "x"}]), sandbox)
-    assert verdict.outcome == "failed" and time.monotonic() - began < LIMITS.seconds
+    assert verdict.outcome == "failed"
+
+
+def test_trees_are_compared_without_a_hash_of_their_keys() -> None:
+    """10,000 keys that collide make 50 million comparisons in a set; as items of a list they make none."""
+    tree = {"set": [number * (2**61 - 1) for number in range(10_000)]}
+    began = time.process_time()
+    assert not same("x", tree) and not same({"set": [1]}, tree)
+    compared = time.process_time() - began
+    began = time.process_time()
+    decode(tree)
+    assert compared < (time.process_time() - began) / 2
+
+
+NEVER_CALLED = [
+    "def check(candidate):\n    assert candidate(1, 1) == 2", "assert add", "assert callable(add)", "assert True",
+    "import unittest\nclass Sums(unittest.TestCase):\n    def test_sum(self):\n        self.assertEqual(add(1, 1), 2)",
+    "for a, b in []:\n    assert add(a, b) == 0",
+]
+
+
+def test_a_test_that_never_calls_the_code_passes_none(sandbox: Sandbox) -> None:
+    verdicts = run_tests(RIGHT, read_cases([*NEVER_CALLED, NEVER_CALLED[0] + "\ncheck(add)"]), sandbox)
+    assert verdicts == [Verdict("error", "the test never called the code")] * 6 + [Verdict("passed")]
 
 
 # choice of an isolation
@@ -719,6 +797,8 @@ def test_what_is_no_encoded_data_is_refused(tree: Any) -> None:
     ([{"input": "1"}], "a test is"), ([{"call": "f", "args": 3, "expected": 1}], "a test is"),
     ([{"call": "f", "args": []}], "a test is"), ([{"call": "f", "expected": 1, "extra": 2}], "a test is"),
     ([{"input": 1, "output": "1"}], "a test is"),
+    ([{"input": "\ud800", "output": "1"}], "a test is {'input': '\\ud800', 'output': '1'}; it is not valid Unicode"),
+    ([{"input": "1", "output": "\ud800"}], "it is not valid Unicode"),
 ])
 def test_a_row_whose_tests_cannot_be_read_is_named(tests: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -20,6 +20,10 @@ object of the code's making. So exit codes, "passed" on any channel, overridden 
 harness read from memory gain nothing: the only way to the right answer is to give it.
 
 What does not hold: code can recognise the inputs that a row tests, and answer those alone; a hole in the kernel is a
-hole here; time and caches can be watched. Under `process`, read the warning. A stub cannot carry classes, callbacks or
-arguments changed in place: a test that needs them is an error, never passed. Python's standard library alone is there.
+hole here; time and caches can be watched. Under `process`, read the warning. A row's tests are trusted: one that gives
+what the code returned to eval, exec or pickle runs the model's code where the verdict is made (`assert eval(solve())`),
+and one that swallows what the code raises (`except Exception: pass`; an IndexError out of its own `__getitem__`, an
+AttributeError under `hasattr`) passes code that raises. A stub cannot carry classes, callbacks or arguments changed in
+place: a test that needs them is an error, never passed, and so is one that never calls the code, such as a function or
+a unittest.TestCase that nothing runs. Python's standard library alone is there.
 """

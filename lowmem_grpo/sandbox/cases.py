@@ -68,12 +68,21 @@ def read_case(test: Any) -> Case:
         return AssertCase(test, free_names(test))
     given = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
     if set(given) == {"input", "output"} and all(isinstance(text, str) for text in given.values()):
+        check_unicode(test)
         return ProgramCase(given["input"], given["output"])
     if "call" in given and set(given) <= {"call", "args", "kwargs", "expected"} and isinstance(given["call"], str):
         args, kwargs = given.get("args", []), given.get("kwargs", {})
         if isinstance(args, list | tuple) and isinstance(kwargs, dict) and "expected" in test:
             return CallCase(given["call"], encode(tuple(args)), encode(kwargs), encode(test["expected"]))
     raise ValueError(f"a test is {test!r:.100}; {ALLOWED}")
+
+
+def check_unicode(test: dict[str, Any]) -> None:
+    """ValueError for a program's input or output that no file can hold."""
+    try:
+        f"{test['input']}{test['output']}".encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a test is {test!r:.100}; it is not valid Unicode: {error}") from error
 
 
 def free_names(source: str) -> tuple[str, ...]:

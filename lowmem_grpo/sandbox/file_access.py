@@ -1,5 +1,7 @@
 """Landlock: what of the file system a process may still open, where the kernel has it (Linux 5.13, often enabled).
 
+Below version 3 (Linux 6.2) files outside can still be emptied, by an open with O_TRUNC: `isolation` warns of that.
+
 Needs no privilege. A process under it may not look into processes outside either (/proc/PID/environ, /proc/PID/mem).
 Source: Documentation/userspace-api/landlock.rst. Its three calls have the same numbers on every machine.
 """
@@ -12,6 +14,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG, PATH_BENEATH = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 ALL = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}  # rights that version 1, 2, 3 and later know
+COMPLETE = 3  # the first version that sees every way to empty a file (O_TRUNC): Linux 6.2
 LOOK = EXECUTE | READ_FILE | READ_DIR
 
 

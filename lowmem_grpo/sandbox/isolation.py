@@ -13,14 +13,14 @@ from lowmem_grpo.sandbox.worker import START_SECONDS, CannotStart, Worker, Worke
 ISOLATIONS = ("bubblewrap", "nsjail", "process")
 CHOSEN_BY_DEFAULT = ("bubblewrap", "nsjail")
 PROCESS_WARNING = (
-    'isolation="process" limits model-written code, but where the kernel lacks Landlock it can read and write your '
-    "files and look into your other processes; do not use it on a machine with secrets"
+    'isolation="process" limits model-written code, but where the kernel lacks Landlock 3 (Linux 6.2) it can read, '
+    "write or empty your files and look into your other processes; do not use it on a machine with secrets"
 )
 FIX = (
     "install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap); in a container allow user "
     "namespaces (docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined); or accept less "
     'with isolation="process": limits on time, memory, processes and network hold there too, but where the kernel '
-    "lacks Landlock the code can read and write your files"
+    "lacks Landlock 3 (Linux 6.2) the code can read and write your files"
 )
 PROBE = "def probe(number):\n    return number + 1\n"
 logger = logging.getLogger(__name__)

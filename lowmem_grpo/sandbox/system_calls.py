@@ -25,7 +25,11 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "accept4": (288, 242),
     # limits, and memory that they do not count
     "setrlimit": (160, 164), "prlimit64": (302, 261), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
-    "mq_open": (240, 180),
+    "mq_open": (240, 180), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    # what takes off the order to die with the parent, and makes the process's memory readable
+    "prctl": (157, 167),
+    # what Landlock 1 and 2 do not see
+    "truncate": (76, 45),
     # what Landlock does not see: owners and modes of files
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),

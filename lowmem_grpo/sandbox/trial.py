@@ -1,6 +1,7 @@
 """Runs a code against a row's tests in the sandbox: a verdict for each test, whatever the code does."""
 
 import json
+import mmap
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,15 @@ from lowmem_grpo.sandbox.worker import Worker, WorkerEnded
 OUTCOMES = ("passed", "failed", "error", "timeout", "memory", "output", "files", "refused")
 SHOWN = 200  # characters of a value in a reason
 CALLS = 10_000  # that one test may make
+PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What came of one test: one of OUTCOMES, and why it is not "passed" ("" where it is).
 
-    failed: a wrong answer. error: the code raised, ended itself or answered nonsense. timeout, memory, output, files:
-    it passed a limit. refused: it was not run.
+    failed: a wrong answer. error: the code raised, ended itself or answered nonsense, or the test never called it.
+    timeout, memory, output, files: it passed a limit. refused: it was not run.
     """
 
     outcome: str
@@ -55,6 +57,12 @@ def why_refused(code: str, most: int) -> str | None:
     return "the code has a NUL character" if "\0" in code else None
 
 
+def too_large(code: str, stdin: str, most: int) -> str | None:
+    """Why a code and its input do not fit into the scratch directory, in whole pages; None where they do."""
+    size = sum(-(-len(text.encode()) // PAGE) * PAGE for text in (code, stdin))
+    return f"the code and its input take {size} bytes, the scratch directory {most}" if size > most else None
+
+
 class Trial:
     """One code under test: its process is kept between tests, and started afresh where a test ended it."""
 
@@ -64,6 +72,7 @@ class Trial:
         self.server: Worker | None = None
         self.tester: Worker | None = None
         self.broken: WorkerEnded | None = None  # what loading the code came to, where it failed
+        self.begun: set[str] = set()  # roles that had a process
 
     def verdict(self, case: Case) -> Verdict:
         """Run one test."""
@@ -84,6 +93,15 @@ class Trial:
                 worker.close()
         self.server = self.tester = None
 
+    def started(self, role: str, code: str, **more: str) -> Worker:
+        """A process. Its start is not the code's time, but where it takes the place of one that the code ended."""
+        began = time.monotonic()
+        worker = self.sandbox.start(role, code, **more)
+        if role == "program" or role not in self.begun:
+            self.ends += time.monotonic() - began
+        self.begun.add(role)
+        return worker
+
     def deadline(self) -> float:
         """When a test that begins now must be done."""
         return min(time.monotonic() + self.limits.seconds, self.ends)
@@ -93,7 +111,7 @@ class Trial:
         if self.broken is not None:
             raise self.broken
         if self.server is None:
-            self.server = self.sandbox.start("serve", self.code)
+            self.server = self.started("serve", self.code)
             try:
                 reply = self.server.receive(self.deadline())
                 if "loaded" not in reply:
@@ -123,14 +141,16 @@ class Trial:
         """Run the asserts in a process of their own, and carry their calls to the code's process and back."""
         self.serving()
         if self.tester is None:
-            self.tester = self.sandbox.start("test", "")
+            self.tester = self.started("test", "")
         deadline = self.deadline()
         kind: Any = None
         self.tester.send({"source": case.source, "names": case.names}, deadline)
-        for _ in range(CALLS):
+        for calls in range(CALLS):
             message = self.tester.receive(deadline)
             if "outcome" in message:
                 outcome, reason = str(message["outcome"]), str(message["reason"])
+                if outcome == "passed" and not calls:
+                    return Verdict("error", "the test never called the code")
                 return Verdict("memory" if (outcome, kind) == ("error", "MemoryError") else outcome, reason)
             reply = self.ask(message, deadline)
             kind = reply.get("error")
@@ -139,7 +159,9 @@ class Trial:
 
     def run_program(self, case: ProgramCase) -> Verdict:
         """Run the code as a script, compare what it printed here."""
-        with self.sandbox.start("program", self.code, stdin=case.stdin) as worker:
+        if fault := too_large(self.code, case.stdin, self.limits.scratch_bytes):
+            return Verdict("refused", fault)
+        with self.started("program", self.code, stdin=case.stdin) as worker:
             status = worker.run_to_end(self.deadline())
             printed = bytes(worker.stdout).decode("utf-8", "replace")
             if status != 0:
