@@ -1,14 +1,18 @@
 """What a model gets right on a set of prompts, and what its adapter changes: sampled, scored, counted."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from lowmem_grpo.accuracy import accuracy_interval, paired_difference, pass_at_k
-from lowmem_grpo.data import check_dataset, is_chat
+from lowmem_grpo.data import check_dataset
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.rewards.verifier import Verifier
 from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.scoring import score_rows
+
+logger = logging.getLogger(__name__)
 
 TOGETHER = 256  # completions that are sampled at a time
 Right = Callable[..., list[float | None]] | Verifier
@@ -71,12 +75,8 @@ def judge(
     """(N,) verdicts by the first function, None where it has no opinion, and the means of the others."""
     rewards = [function.reward() if isinstance(function, Verifier) else function for function in functions]
     scorer = RewardScorer(rewards)
-    prompts = [row["prompt"] for row in rows]
-    forms = [[{"role": "assistant", "content": c.text}] if is_chat(prompt) else c.text
-             for prompt, c in zip(prompts, completions, strict=True)]
-    names = sorted({name for row in rows for name in row} - {"prompt", "completion"})
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    scores = scorer.score(prompts, forms, [list(c.token_ids) for c in completions], columns, None)
+    ids = [list(completion.token_ids) for completion in completions]
+    scores = score_rows(scorer, rows, [completion.text for completion in completions], ids, None)
     first, *others = scorer.names
     verdicts = [None if value is None else value > 0 for value in scores.rewards[first]]
     return verdicts, {name: mean(scores.rewards[name]) for name in others}
@@ -89,12 +89,14 @@ def mean(values: list[float | None]) -> float:
 
 
 def rows_of(dataset: Any, limit: int | None) -> list[dict[str, Any]]:
-    """The first `limit` rows with a prompt; ValueError where there are none."""
+    """Those of the first `limit` rows that have a prompt; ValueError where none has one. How many lack it is said."""
     check_dataset(dataset)
     rows = [dict(dataset[index]) for index in range(min(len(dataset), limit or len(dataset)))]
     usable = [row for row in rows if row["prompt"]]
     if not usable:
         raise ValueError("no row has a prompt")
+    if len(usable) < len(rows):
+        logger.warning("%d of %d rows have an empty prompt and are left out", len(rows) - len(usable), len(rows))
     return usable
 
 

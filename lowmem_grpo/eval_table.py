@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.live import plain
+from lowmem_grpo.live import plain, shortened
 from lowmem_grpo.records import prompt_text
 
 MODELS = ("base", "adapter")
@@ -72,16 +72,15 @@ def samples_table(rows: list[dict[str, Any]], named: list[str]) -> Table:
     for name in ("prompt", *named):
         table.add_column(name, ratio=1, overflow="fold")
     for row in rows:
-        asked = plain(shortened(prompt_text(row["prompt"])))
+        asked = shown_text(prompt_text(row["prompt"]))
         if row.get("answer") is not None:
-            asked = Text.assemble(asked, "\n\nexpected: ", plain(shortened(str(row["answer"]))))
+            asked = Text.assemble(asked, "\n\nexpected: ", shown_text(str(row["answer"])))
         answers = [row[name][0] for name in named]
-        table.add_row(asked, *(Text.assemble("right\n" if each["right"] else "wrong\n", plain(shortened(each["text"])))
+        table.add_row(asked, *(Text.assemble("right\n" if each["right"] else "wrong\n", shown_text(each["text"]))
                                for each in answers))
     return table
 
 
-def shortened(text: str) -> str:
-    """Its beginning and its end."""
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]}\n...\n{text[-half:]}"
+def shown_text(text: str) -> Text:
+    """What a model or a person wrote, as a cell of the table."""
+    return plain(shortened(text, LONGEST))

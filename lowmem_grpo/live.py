@@ -185,6 +185,12 @@ def plain(value: Any) -> Text:
     return Text("".join(kept), overflow="fold")
 
 
+def shortened(text: str, longest: int) -> str:
+    """A text of more than `longest` characters as its beginning and its end."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]}\n...\n{text[-half:]}"
+
+
 def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
     """Answers before and after training, side by side, each with its problem."""
     table = Table(box=SIMPLE, show_lines=True, expand=True)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from typing import Any
 
 import torch
 
@@ -69,12 +70,20 @@ def set_baselines(
 
 
 def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Scores:
-    """What the functions say of each rollout, which they get in the form of its prompt: text, or a chat."""
+    """What the functions say of each rollout."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rows = [group.row for group in groups for _ in group.rollouts]
-    chats = [[{"role": "assistant", "content": r.text}] if is_chat(row["prompt"]) else r.text
-             for row, r in zip(rows, rollouts, strict=True)]
+    texts, ids = [rollout.text for rollout in rollouts], [rollout.completion_ids for rollout in rollouts]
+    return score_rows(scorer, rows, texts, ids, state)
+
+
+def score_rows(
+    scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
+    state: TrainerState | None,
+) -> Scores:
+    """What the functions say of one completion to each row, which they get in its prompt's form: text, or a chat."""
+    forms = [[{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
+             for row, text in zip(rows, texts, strict=True)]
     names = {name for row in rows for name in row} - {"prompt", "completion"}
     columns = {name: [row.get(name) for row in rows] for name in sorted(names)}
-    ids = [rollout.completion_ids for rollout in rollouts]
-    return scorer.score([row["prompt"] for row in rows], chats, ids, columns, state)
+    return scorer.score([row["prompt"] for row in rows], forms, ids, columns, state)

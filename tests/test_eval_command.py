@@ -21,6 +21,7 @@ from lowmem_grpo.accuracy import (
 )
 from lowmem_grpo.assessment import Answers, answer, compared, described, rows_of
 from lowmem_grpo.cli import main
+from lowmem_grpo.commands.eval import Subject, find_subject, load
 from lowmem_grpo.data import DataError
 from lowmem_grpo.data_files import read_dataset
 from lowmem_grpo.eval_table import show_result
@@ -143,6 +144,50 @@ def test_base_and_adapter_answer_the_same_prompts(adapter: Path, tmp_path: Path)
     assert "rows" not in found
 
 
+def a_run(adapter: Path, folder: Path, **record: Any) -> Path:
+    """A finished run that has left this adapter, with changes to the record of its base."""
+    final = folder / "adapter"
+    final.mkdir(parents=True)
+    for path in adapter.iterdir():
+        (final / path.name).write_bytes(path.read_bytes())
+    base = json.loads((final / "base_model.json").read_text())
+    (final / "base_model.json").write_text(json.dumps(base | record))
+    (folder / "summary.json").write_text(json.dumps({"status": "finished"}))
+    return folder
+
+
+@pytest.mark.parametrize(("target", "named", "revision"), [
+    (None, False, "old"), ("org/model", True, "old"), ("org/another", True, None),
+])
+def test_an_adapter_of_an_older_revision_is_not_put_on_the_newest(
+    target: str | None, named: bool, revision: str | None, adapter: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = a_run(adapter, tmp_path / "run", model="org/model", revision="old")
+    subject = find_subject(target or str(run), run if named else None, None)
+    assert (subject.model, subject.revision) == (target or "org/model", revision)
+    seen: list[dict[str, Any]] = []
+
+    def from_pretrained(name: str, **options: Any) -> Any:
+        seen.append({"name": name} | options)
+        raise OSError("seen enough")
+
+    monkeypatch.setattr(FastLanguageModel, "from_pretrained", from_pretrained)
+    with pytest.raises(OSError, match="seen enough"):
+        load(subject, {"engine": "transformers", "max_seq_length": 64})
+    assert (seen[0]["name"], seen[0]["revision"]) == (subject.model, revision)
+
+
+def test_the_adapter_option_takes_a_run_as_well(adapter: Path, tmp_path: Path) -> None:
+    run = a_run(adapter, tmp_path / "run")
+    final = Subject("tiny", run / "adapter", False, run, "final adapter of the run run")
+    assert find_subject("tiny", run, None) == final
+    done = invoke("tiny", "--adapter", run, "--recipe", "arithmetic", "--limit", 1, "--max-tokens", 2, "--show", 0)
+    assert done.exit_code == 0, done.output
+    assert "final adapter of the run run" in done.output
+    assert json.loads((run / "eval.json").read_text())["adapter_folder"] == str(run / "adapter")
+
+
 def test_a_model_alone_is_tested_on_the_users_file_with_the_users_function(tmp_path: Path) -> None:
     rows = [{"question": "Start with 17. Add 8. What is the result?", "answer": "25"},
             {"question": "Start with 3. Add 4. What is the result?", "answer": "7"}]
@@ -189,6 +234,8 @@ def test_the_table_shows_answers_side_by_side(capsys: pytest.CaptureFixture[str]
     (["tiny", "--recipe", "options"], 1, "the recipe 'options' has no EXAM"),
     (["tiny", "--recipe", "arithmetic", "--k", "4"], 2, "--k 4 needs at least as many answers: --samples 4"),
     (["tiny", "--recipe", "arithmetic", "--limit", "0"], 2, "0 is not in the range"),
+    (["tiny", "--recipe", "arithmetic", "--limit", "1", "--max-tokens", "0"], 2, "0 is not in the range"),
+    (["tiny", "--recipe", "arithmetic", "--limit", "1", "--show", "-1"], 2, "-1 is not in the range"),
     (["tiny", "--recipe", "arithmetic", "--dataset", "x.jsonl"], 1, "makes its own problems; leave --dataset out"),
     (["tiny", "--dataset", "x.jsonl", "--reward", "number_match"], 1, "no file 'x.jsonl'"),
     (["tiny", "--dataset", "x.jsonl", "--reward", "number_mach"], 1, "no reward 'number_mach'"),
@@ -281,3 +328,13 @@ def test_files_of_every_kind_are_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no rows"):
         rows_of([], None)
     assert rows_of(rows, None) == [{"prompt": "a", "answer": "1"}]
+
+
+def test_rows_without_a_prompt_are_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    rows = Dataset.from_list([{"prompt": "a"}, {"prompt": ""}, {"prompt": None}, {"prompt": "b"}])
+    with caplog.at_level("WARNING", logger="lowmem_grpo"):
+        assert rows_of(rows, 3) == [{"prompt": "a"}]
+        assert "2 of 3 rows have an empty prompt and are left out" in caplog.text
+        caplog.clear()
+        rows_of(rows, 1)
+        assert not caplog.text

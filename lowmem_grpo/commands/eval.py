@@ -21,11 +21,13 @@ class Subject:
     load_in_4bit: bool
     out: Path  # where results go if no place is named
     note: str = ""
+    revision: str | None = None  # of the base model on the hub
 
 
 @click.command(name="eval")
 @click.argument("target")
-@click.option("--adapter", type=click.Path(path_type=Path), help="Folder of a saved adapter, where TARGET is a model.")
+@click.option("--adapter", type=click.Path(path_type=Path),
+              help="Folder of a run, a checkpoint or a saved adapter, where TARGET is a model.")
 @click.option("--recipe", help="Take the held-out problems of a recipe, and what it counts as right.")
 @click.option("--dataset", help="A jsonl, json, csv or parquet file, or a dataset of the hub.")
 @click.option("--split", default="test", show_default=True, help="Of a dataset of the hub.")
@@ -37,12 +39,12 @@ class Subject:
 @click.option("--limit", type=click.IntRange(1), help="Prompts; the recipe's number, or the whole dataset.")
 @click.option("--k", "ks", multiple=True, type=click.IntRange(1), help="Of pass@k; 1, 2, 4 ... up to --samples.")
 @click.option("--temperature", default=1.0, show_default=True)
-@click.option("--max-tokens", type=int, help="Of an answer; the recipe's, or 512.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Of an answer; the recipe's, or 512.")
 @click.option("--max-seq-length", default=2048, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None, help="As the adapter was trained, else 16 bit.")
 @click.option("--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto", show_default=True)
-@click.option("--show", default=3, show_default=True, help="Prompts whose answers are shown.")
+@click.option("--show", type=click.IntRange(0), default=3, show_default=True, help="Prompts whose answers are shown.")
 @click.option("--out", type=click.Path(path_type=Path), help=f"Folder for {FILE}; that of the run or adapter.")
 @click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")
 def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: Any) -> None:
@@ -87,16 +89,28 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -
 
     path = Path(target)
     if adapter is not None or not path.exists() or (path / "config.json").is_file():
-        record = base_of_adapter(find_adapter(adapter).folder) if adapter is not None else None
-        held = load_in_4bit if load_in_4bit is not None else bool(record and record.load_in_4bit)
-        place = adapter or Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
-        return Subject(target, adapter, held, place)
+        return named_model(target, adapter, load_in_4bit)
     found = find_adapter(path, unfinished=True)
     record = base_of_adapter(found.folder)
     if record.model is None:
         raise RunError(f"{path} does not say which model it was trained on; write eval MODEL --adapter {path}")
     held = load_in_4bit if load_in_4bit is not None else bool(record.load_in_4bit)
-    return Subject(record.model, found.folder, held, path, found.note)
+    return Subject(record.model, found.folder, held, path, found.note, record.revision)
+
+
+def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Subject:
+    """A model that was named, and the adapter on it; the revision is the record's where that is of this very model."""
+    from lowmem_grpo.base_record import base_of_adapter
+    from lowmem_grpo.run_adapter import find_adapter
+
+    if adapter is None:
+        place = Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
+        return Subject(target, None, bool(load_in_4bit), place)
+    found = find_adapter(adapter, unfinished=True)
+    record = base_of_adapter(found.folder)
+    held = load_in_4bit if load_in_4bit is not None else bool(record.load_in_4bit)
+    revision = record.revision if record.model == target else None
+    return Subject(target, found.folder, held, adapter, found.note, revision)
 
 
 def run(subject: Subject, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +129,8 @@ def run(subject: Subject, chosen: dict[str, Any]) -> dict[str, Any]:
         found["adapter"] = answer(model, rows, functions, params, request)
     ks = sorted(set(chosen["ks"])) or powers_of_two(params.n)
     return {
-        "model": subject.model, "adapter_folder": None if subject.adapter is None else str(subject.adapter),
+        "model": subject.model, "revision": subject.revision,
+        "adapter_folder": None if subject.adapter is None else str(subject.adapter),
         "load_in_4bit": subject.load_in_4bit, "recipe": chosen["recipe"], "dataset": chosen["dataset"],
         "prompts": len(rows), "samples": params.n, "temperature": params.temperature, "max_tokens": max_tokens,
         "seed": params.seed, **{name: described(answers, ks) for name, answers in found.items()},
@@ -159,7 +174,7 @@ def load(subject: Subject, chosen: dict[str, Any]) -> tuple[Any, Any]:
         adapter = read_pairs(subject.adapter)  # one that is broken is refused before anything is loaded
     model, _ = FastLanguageModel.from_pretrained(
         subject.model, max_seq_length=chosen["max_seq_length"], load_in_4bit=subject.load_in_4bit,
-        fast_inference=engine if engine != "auto" else cuda.is_available() or "transformers",
+        revision=subject.revision, fast_inference=engine if engine != "auto" else cuda.is_available() or "transformers",
         max_lora_rank=max(64, *(len(pair.a) for pair in (adapter or {}).values()), 0),
     )
     if adapter is None or subject.adapter is None:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.live import plain
+from lowmem_grpo.live import plain, shortened
 from lowmem_grpo.rewards.findings import RewardCheck, Trial
 
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -70,8 +70,9 @@ def samples_table(result: RewardCheck) -> Table:
     for place, prompt in enumerate(result.prompts[:PROMPTS]):
         ranked = sorted(range(place * size, (place + 1) * size), key=lambda index: result.totals[index] or 0.0)
         for index in dict.fromkeys((ranked[-1], ranked[0])):
-            shown = shortened(prompt) if index == ranked[-1] else ""
-            table.add_row(plain(shown), plain(shortened(result.completions[index])), pay_of(result, index))
+            shown = shortened(prompt, LONGEST) if index == ranked[-1] else ""
+            completion = shortened(result.completions[index], LONGEST)
+            table.add_row(plain(shown), plain(completion), pay_of(result, index))
     return table
 
 
@@ -79,8 +80,3 @@ def pay_of(result: RewardCheck, index: int) -> Text:
     """Each function's pay for one completion, and their weighted sum."""
     lines = [f"{trial.name} {number(trial.pays[index])}" for trial in result.trials if trial.error is None]
     return plain("\n".join([*lines, f"sum {number(result.totals[index])}"]))
-
-
-def shortened(text: str) -> str:
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
