@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowmem_grpo.cli import main
-from lowmem_grpo.recipes import countdown
+from lowmem_grpo.recipes import countdown, countdown_problems
 from lowmem_grpo.recipes.countdown import answer_line, given_numbers, make_dataset, reaches_target
 from lowmem_grpo.recipes.countdown_problems import (
     LONGEST,
@@ -116,6 +116,18 @@ def test_every_operator_occurs_often_enough_to_be_learnt() -> None:
 def test_asking_for_more_puzzles_than_there_are_never_ends() -> None:
     with pytest.raises(ValueError, match=r"only about \d+ train puzzles with .*largest_number=4.*allow more"):
         make_dataset("train", 5000, difficulty=Difficulty(2, 2, 4, 10))
+
+
+@pytest.mark.parametrize(("split", "difficulty", "message"), [
+    ("train", Difficulty(6, 6, 50, 5, "+"), r"no train puzzle .*largest_target=5, operators='\+'\); allow fewer or sm"),
+    ("test", Difficulty(2, 2, 4, 4, "*"), r"no test puzzle .*min_numbers=2.*a larger target"),
+])
+def test_a_difficulty_without_a_puzzle_never_ends(
+    split: str, difficulty: Difficulty, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(countdown_problems, "HOPELESS", 2000)
+    with pytest.raises(ValueError, match=message):
+        next(countdowns(split, 0, difficulty))
 
 
 @pytest.mark.parametrize(("options", "message"), [

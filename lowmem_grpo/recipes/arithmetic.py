@@ -20,8 +20,9 @@ from lowmem_grpo.live import print_accuracy, print_samples
 from lowmem_grpo.model import FastPeftModel, LoraRequest
 from lowmem_grpo.recipes.arithmetic_problems import Problem, last_integer, problems
 from lowmem_grpo.recipes.exam import Exam
-from lowmem_grpo.recipes.held_out import measure, side_by_side, text_of
+from lowmem_grpo.recipes.held_out import measure, side_by_side
 from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.rewards.texts import completion_text
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/arithmetic", "seed": 0, "max_steps": 60, "learning_rate": 3e-3, "max_completion_length": 64,
@@ -85,7 +86,7 @@ def worked_solution(problem: Problem) -> str:
 
 def correct_answer(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
     """1 where the last integer of the completion is the answer."""
-    return [float(last_integer(text_of(c)) == int(a)) for c, a in zip(completions, answer, strict=True)]
+    return [float(last_integer(completion_text(c)) == int(a)) for c, a in zip(completions, answer, strict=True)]
 
 
 EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), correct_answer, max_tokens=64, size=512)
@@ -93,18 +94,18 @@ EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), correct
 
 def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
     """0.1 where the last line reads `Answer: <integer>`."""
-    last_lines = [text_of(c).strip().rpartition("\n")[2] for c in completions]
+    last_lines = [completion_text(c).strip().rpartition("\n")[2] for c in completions]
     return [0.1 * (line.startswith("Answer: ") and line.removeprefix("Answer: ").isdecimal()) for line in last_lines]
 
 
 def taught_line(completions: list[Any], **kwargs: Any) -> list[float]:
     """0.1 where the last line reads `Answer = <integer>`."""
-    return [0.1 * (taught_answer(text_of(c)) is not None) for c in completions]
+    return [0.1 * (taught_answer(completion_text(c)) is not None) for c in completions]
 
 
 def correct_taught_answer(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
     """1 where the last line reads `Answer = <integer>` with the right integer."""
-    return [float(taught_answer(text_of(c)) == a) for c, a in zip(completions, answer, strict=True)]
+    return [float(taught_answer(completion_text(c)) == a) for c, a in zip(completions, answer, strict=True)]
 
 
 def taught_answer(text: str) -> str | None:

@@ -20,8 +20,9 @@ from lowmem_grpo.loader import TINY
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.recipes.countdown_problems import Difficulty, allowed, answer_text, countdowns, evaluate
 from lowmem_grpo.recipes.exam import Exam
-from lowmem_grpo.recipes.held_out import measure, side_by_side, text_of
+from lowmem_grpo.recipes.held_out import measure, side_by_side
 from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.rewards.texts import completion_text
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/countdown", "seed": 0, "max_steps": 200, "learning_rate": 1e-5, "max_completion_length": 640,
@@ -77,7 +78,7 @@ def reaches_target(
 ) -> list[float]:
     """1 where the expression after the last `Answer:` makes the target from the given numbers."""
     rows = zip(completions, numbers, target, strict=True)
-    return [float(solves(text_of(completion), given, wanted)) for completion, given, wanted in rows]
+    return [float(solves(completion_text(completion), given, wanted)) for completion, given, wanted in rows]
 
 
 def solves(text: str, numbers: list[int], target: int) -> bool:
@@ -88,14 +89,14 @@ def solves(text: str, numbers: list[int], target: int) -> bool:
 
 def given_numbers(completions: list[Any], numbers: list[list[int]], **kwargs: Any) -> list[float]:
     """0.1 where that expression uses none but the given numbers, each at most once, and two or more of them."""
-    found = [evaluate(answer_text(text_of(completion))) for completion in completions]
+    found = [evaluate(answer_text(completion_text(completion))) for completion in completions]
     return [0.1 * (answer is not None and answer.numbers.total() > 1 and allowed(answer, given))
             for answer, given in zip(found, numbers, strict=True)]
 
 
 def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
     """0.1 where the last line is `Answer: ` and an expression, and nothing else."""
-    last_lines = [text_of(completion).strip().rpartition("\n")[2] for completion in completions]
+    last_lines = [completion_text(completion).strip().rpartition("\n")[2] for completion in completions]
     return [0.1 * (line.startswith("Answer: ") and evaluate(line.removeprefix("Answer: ")) is not None)
             for line in last_lines]
 

@@ -35,6 +35,7 @@ RANK = {"+": 1, "-": 1, "*": 2, "/": 2}  # what binds tighter
 ATOM = 3
 LONGEST = 120  # characters of an expression that is read
 FRUITLESS = 20_000  # draws in a row without a new puzzle: there are no more
+HOPELESS = 50_000  # draws in a row without any puzzle: there is none, or hardly one
 QUESTION = (
     "Make {target} from the numbers {numbers}. Use {operators} and parentheses, each number at most once. "
     "End with a line `Answer: ` and the expression."
@@ -43,7 +44,7 @@ QUESTION = (
 
 @dataclass(frozen=True)
 class Difficulty:
-    """Which puzzles are drawn; ValueError for what makes none."""
+    """Which puzzles are drawn; ValueError for what never makes one."""
 
     min_numbers: int = 3
     max_numbers: int = 4
@@ -148,24 +149,30 @@ def join(left: Term, sign: str, right: Term) -> Term:
     return Term(int(OPERATORS[sign](Fraction(left.value), Fraction(right.value))), text, rank)
 
 
-def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown:
-    """A random puzzle whose target is none of its numbers."""
-    while True:
-        size = rng.randint(difficulty.min_numbers, difficulty.max_numbers)
-        numbers = tuple(rng.randint(1, difficulty.largest_number) for _ in range(size))
-        made = combine(rng, numbers, difficulty.operators)
-        if made is not None and made[0].value <= difficulty.largest_target and made[0].value not in numbers:
-            return Countdown(numbers, made[0].value, difficulty.operators, made[1], made[0].text)
+def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | None:
+    """A random puzzle whose target is none of its numbers; None where the numbers that were drawn make none."""
+    size = rng.randint(difficulty.min_numbers, difficulty.max_numbers)
+    numbers = tuple(rng.randint(1, difficulty.largest_number) for _ in range(size))
+    made = combine(rng, numbers, difficulty.operators)
+    if made is None or made[0].value > difficulty.largest_target or made[0].value in numbers:
+        return None
+    return Countdown(numbers, made[0].value, difficulty.operators, made[1], made[0].text)
 
 
 def draws(split: str, rng: random.Random, difficulty: Difficulty) -> Iterator[Countdown]:
-    """Endless puzzles of one split, the same one now and then."""
+    """Endless puzzles of one split, the same one now and then; ValueError where a difficulty makes none of it."""
     if split not in SPLITS:
         raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
-    while True:
+    hopeless = 0
+    while hopeless < HOPELESS:
         puzzle = draw_countdown(rng, difficulty)
-        if puzzle.split == split:
+        if puzzle is None or puzzle.split != split:
+            hopeless += 1
+        else:
+            hopeless = 0
             yield puzzle
+    raise ValueError(f"no {split} puzzle came of {HOPELESS:,} draws with {difficulty}; allow fewer or smaller numbers, "
+                     "a larger target, or more operators")
 
 
 def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> Iterator[Countdown]:

@@ -73,7 +73,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: dict[str, A
 def batches(
     tokenizer: PreTrainedTokenizerFast, source: Iterator[P], demonstrate: Callable[[P], str], size: int
 ) -> Iterator[Batch]:
-    """Endless (input_ids (B, T), labels (B, T)); labels are -100 outside the completion."""
+    """Endless (input_ids (B, T), labels (B, T)); labels are -100 outside the completion.
+
+    One problem is passed over after each batch (`zip` takes it before it finds the batch full). The embedded model was
+    made so: another order would make another model than its card tells of.
+    """
     while True:
         rows = [encode(tokenizer, problem.question, demonstrate(problem))
                 for problem, _ in zip(source, range(size), strict=False)]
