@@ -30,6 +30,7 @@ from lowmem_grpo.pretrained import Pretrained
 from lowmem_grpo.run_adapter import RunAdapter, find_adapter
 
 FORMATS = ("adapter", "merged", "gguf")
+COMPUTED = ("float32", *DTYPES)  # what a run may have computed in
 ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, "README.md")
 
 
@@ -144,6 +145,8 @@ def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseR
     if four_bit is None:
         raise ExportError(f"the adapter in {folder} does not say whether {model} was held in 4 bit while it was "
                           "trained; say --load-in-4bit or --16bit: the adapter fits what it was trained on")
+    if record.dtype not in (None, *COMPUTED):
+        raise ExportError(f"{folder / BASE_FILE} says dtype {record.dtype!r}; allowed are {', '.join(COMPUTED)}")
     return BaseRecord(model, four_bit, record.dtype or "bfloat16", None if settings.base else record.revision)
 
 

@@ -33,20 +33,21 @@ class Exported:
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
-    """A folder beside `out` that takes its name at the end, and is gone after an error. ExportError where `out` is
-    taken, or cannot be made."""
+    """A folder beside `out` (or beside what `out` is a link to) that takes its name at the end, and is gone after an
+    error. ExportError where `out` is taken, or cannot be made."""
     check_out(out, overwrite, source)
-    temp = out.absolute().parent / f".{out.name}.export-{os.getpid()}"
+    final = out.resolve()  # a link cannot be renamed over, and stays
+    temp = final.parent / f".{final.name}.export-{os.getpid()}"
     try:
         with removed_after(temp):
             temp.mkdir(parents=True)
             yield temp
-            swap_in(temp, out.absolute())
+            swap_in(temp, final)
     except OSError as error:
         if error.filename is None or str(temp) not in str(error.filename):
             raise
         raise ExportError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
-    remove(aside_of(out.absolute()))
+    remove(aside_of(final))
 
 
 def check_out(out: Path, overwrite: bool, source: Path | None) -> None:

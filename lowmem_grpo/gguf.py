@@ -1,5 +1,6 @@
 """GGUF files through llama.cpp's own converter: where it is, how it is called, and what it must have written."""
 
+import os
 import shutil
 import struct
 import subprocess
@@ -77,7 +78,7 @@ def read_gguf(path: Path) -> GGUFContent:
                 name, value = read_string(file), read_value(file, number(file, "<I"))
                 architecture = str(value) if name == "general.architecture" else architecture
             return GGUFContent(architecture, dict(read_tensor(file) for _ in range(tensors)))
-    except (struct.error, UnicodeDecodeError, KeyError) as error:
+    except (struct.error, UnicodeDecodeError, KeyError, EOFError, RecursionError) as error:
         raise GGUFError(f"{path} is cut off or altered: {error!r}") from error
 
 
@@ -96,15 +97,30 @@ def read_value(file: BinaryIO, kind: int) -> str | None:
         return read_string(file)
     if kind == ARRAY:
         inner, count = number(file, "<I"), number(file, "<Q")
-        for _ in range(count):
-            read_value(file, inner)
+        if inner in SIZES:
+            skip(file, SIZES[inner] * count)
+        else:
+            for _ in range(count):
+                read_value(file, inner)
         return None
-    file.seek(SIZES[kind], 1)
+    skip(file, SIZES[kind])
     return None
 
 
 def read_string(file: BinaryIO) -> str:
-    return file.read(number(file, "<Q")).decode()
+    return file.read(held(file, number(file, "<Q"))).decode()
+
+
+def skip(file: BinaryIO, size: int) -> None:
+    file.seek(held(file, size), 1)
+
+
+def held(file: BinaryIO, size: int) -> int:
+    """`size`, if there are so many bytes left; EOFError else."""
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    if size > left:
+        raise EOFError(f"{size:,} bytes are promised and {left:,} are left")
+    return size
 
 
 def number(file: BinaryIO, form: str) -> int:

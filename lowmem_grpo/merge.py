@@ -160,9 +160,10 @@ def check_merged(folder: Path, files: dict[str, Path], weights: list[Weight], pa
     check = MergeCheck(len(weights))
     for weight in weights:
         with safe_open(files[weight.name], "pt") as file:
-            written = file.get_tensor(weight.name) if not weight.shape else file.get_slice(weight.name)
             if weight.shape:
-                check_tensor(weight, written, pair_of(weight, pairs), check)
+                check_tensor(weight, file.get_slice(weight.name), pair_of(weight, pairs), check)
+            else:  # a slice needs a dimension
+                check_same(weight, weight.open()(0, 1), file.get_tensor(weight.name))
     return check
 
 
@@ -173,8 +174,7 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
         base, found = rows(start, stop), written[start:stop]
         found = found.to(base.device)
         if pair is None:
-            if not torch.equal(base.to(found.dtype), found):
-                raise MergeError(f"{weight.name} was read back and is not what the base model has")
+            check_same(weight, base, found)
         else:
             otherwise += check_rows(weight.name, base, found, pair_rows(pair, start, stop, base.device), check)
     check.merged += pair is not None
@@ -182,6 +182,12 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
     if otherwise > max(4, OTHERWISE * elements):
         raise MergeError(f"{weight.name} was read back and is not base plus adapter, rounded: {otherwise:,} of "
                          f"{elements:,} elements are a unit off")
+
+
+def check_same(weight: Weight, base: Tensor, found: Tensor) -> None:
+    """MergeError where what nothing is added to is not the base's, in the dtype that was written."""
+    if not torch.equal(base.to(found.device, found.dtype), found):
+        raise MergeError(f"{weight.name} was read back and is not what the base model has")
 
 
 def check_rows(name: str, base: Tensor, found: Tensor, update: Tensor, check: MergeCheck) -> int:

@@ -52,6 +52,15 @@ def save_merged(
     return done
 
 
+def save_adapter(model: Any, out: Path, overwrite: bool, name: str | None = None) -> Exported:
+    """Write the adapter in a loaded model under PEFT, as `save_pretrained` does, and mark the folder as an export."""
+    done = Exported(out, "adapter", "a loaded model", name)
+    with new_folder(out, overwrite) as temp:
+        model.save_pretrained(str(temp))
+        finish(temp, done)
+    return done
+
+
 def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
     """Weights, config, tokenizer and generation config; then everything but the logits is checked."""
     check_disk(temp, sum(size_of(weight, merge.dtype) for weight in merge.weights))

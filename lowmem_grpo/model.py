@@ -131,17 +131,18 @@ class FastGeneration:
 
         One tensor is on its way at a time, and what was written is read back and compared. The model in memory stays
         as it is. Raises ExportError for a folder that is not empty (unless `overwrite` and an earlier export), and
-        UnsupportedError for other methods.
+        UnsupportedError for other methods and for a `dtype` with "lora", which keeps the adapter's own.
         """
         if save_method not in (MERGED_16BIT, LORA):
             raise UnsupportedError(f"save_method is {save_method!r}; allowed are {MERGED_16BIT!r} and {LORA!r}")
+        from lowmem_grpo.merged_folder import save_adapter, save_merged
+
         if save_method == LORA:
             if not isinstance(self.inner, PeftModelForCausalLM):
                 raise UnsupportedError('save_method="lora" needs a model with LoRA')
-            self.inner.save_pretrained(str(save_directory))
-            return Path(save_directory)
-        from lowmem_grpo.merged_folder import save_merged
-
+            if dtype is not None:
+                raise UnsupportedError(f'dtype is {dtype!r}; save_method="lora" keeps the adapter\'s own: leave it out')
+            return save_adapter(self.inner, Path(save_directory), overwrite, self.loaded.name).folder
         return save_merged(
             self.inner, Path(save_directory), tokenizer or self.loaded.tokenizer, dtype, overwrite, self.loaded.name
         ).folder

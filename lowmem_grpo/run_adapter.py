@@ -22,12 +22,6 @@ class RunAdapter:
     folder: Path
     note: str  # in words, for people
 
-    @property
-    def step(self) -> int | None:
-        """Of the checkpoint; None for a final adapter, or one that was saved by hand."""
-        number = self.folder.name.removeprefix("checkpoint-")
-        return int(number) if number.isdigit() else None
-
 
 def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
     """The adapter that `path` means. RunError for a path to nothing, and for a run that never finished unless

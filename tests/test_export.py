@@ -218,6 +218,27 @@ def test_the_adapter_alone_is_a_save_method_and_others_are_named(
     assert names_beside(tmp_path) == ["lora"]
 
 
+def test_saving_the_adapter_alone_loses_no_folder_and_takes_no_dtype(
+    saved: tuple[FastPeftModel, Path], tmp_path: Path
+) -> None:
+    model, _ = saved
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "adapter_model.safetensors").write_bytes(b"an older adapter")
+    for overwrite, message in ((False, "is not empty"), (True, "is no export of this command")):
+        with pytest.raises(ExportError, match=message):
+            model.save_pretrained_merged(out, save_method="lora", overwrite=overwrite)
+    assert (out / "adapter_model.safetensors").read_bytes() == b"an older adapter"
+    with pytest.raises(UnsupportedError, match="dtype is 'float16'; save_method=\"lora\" keeps the adapter's own"):
+        model.save_pretrained_merged(tmp_path / "new", save_method="lora", dtype="float16")
+    assert model.save_pretrained_merged(tmp_path / "new", save_method="lora") == tmp_path / "new"
+    with pytest.raises(ExportError, match="--overwrite"):
+        model.save_pretrained_merged(tmp_path / "new", save_method="lora")
+    model.save_pretrained_merged(tmp_path / "new", save_method="lora", overwrite=True)
+    assert read_pairs(tmp_path / "new").keys() == live_pairs(model).keys()
+    assert names_beside(tmp_path) == ["new", "out"]
+
+
 def test_shards_together_are_the_model(adapter: Path, tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(TINY)
     weights, pairs = stored_weights(TINY, config, False, torch.float32), read_pairs(adapter)
@@ -366,7 +387,7 @@ def test_a_run_that_never_finished_gives_its_last_good_checkpoint_and_only_when_
     assert "truncated" in done.output
     with pytest.raises(CheckpointError, match="truncated"):
         find_adapter(run / "checkpoint-4")
-    assert find_adapter(run / "checkpoint-2").step == 2
+    assert find_adapter(run / "checkpoint-2").folder == run / "checkpoint-2"
 
 
 def test_a_finished_run_gives_its_final_adapter(tmp_path: Path, adapter: Path) -> None:
@@ -476,6 +497,15 @@ def test_an_adapter_from_elsewhere_needs_to_be_told_how_its_base_was_held(
         export(copy, "merged", tmp_path / "other")
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "sum", 16])
+def test_a_record_with_an_unknown_dtype_is_named(dtype: Any, copy: Path, tmp_path: Path) -> None:
+    record = json.loads((copy / "base_model.json").read_text())
+    (copy / "base_model.json").write_text(json.dumps(record | {"dtype": dtype}))
+    with pytest.raises(ExportError, match=f"base_model.json says dtype {dtype!r}; allowed are float32, bfloat16, flo"):
+        export(copy, "merged", tmp_path / "out")
+    assert names_beside(tmp_path) == ["copy"]
+
+
 def test_a_base_with_pickled_weights_alone_is_never_opened(copy: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     AutoTokenizer.from_pretrained(TINY).save_pretrained(base)
@@ -522,6 +552,17 @@ def test_an_earlier_export_is_replaced_when_asked_and_stays_when_the_new_one_fai
     export(adapter, "adapter", out, overwrite=True)
     assert not (out / "left over").exists()
     assert names_beside(tmp_path) == ["copy", "out"]
+
+
+def test_a_link_is_followed_and_stays(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
+    for overwrite in (False, True):  # to nothing yet, then to an earlier export
+        export(adapter, "adapter", tmp_path / "link", overwrite=overwrite)
+        assert (tmp_path / "link").is_symlink()
+        assert names_beside(tmp_path) == ["disk", "link"]
+        assert names_beside(tmp_path / "disk") == ["real"]
+        assert read_pairs(tmp_path / "link")
 
 
 def test_a_place_that_cannot_be_written_is_named(adapter: Path, tmp_path: Path) -> None:
@@ -624,9 +665,18 @@ def test_without_llama_cpp_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyP
     assert find_converter(None) == script
 
 
-def test_a_string_that_promises_more_than_the_file_holds_is_refused(tmp_path: Path) -> None:
+SETTING = struct.pack("<Q", 1) + b"a"  # its name
+
+
+@pytest.mark.parametrize("content", [
+    *(struct.pack("<Q", size) + b"gen" for size in (2**20, 2**40, 2**63, 2**64 - 1)),
+    SETTING + struct.pack("<IIQ", 9, 4, 2**62), SETTING + struct.pack("<IIQ", 9, 4, 2**64 - 1),  # endless numbers
+    SETTING + struct.pack("<I", 12) + b"half",
+    SETTING + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000,  # arrays in arrays
+])
+def test_a_length_that_promises_more_than_the_file_holds_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q", 2**20) + b"gen")
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + content)
     with pytest.raises(GGUFError, match="is cut off or altered"):
         read_gguf(path)
 
@@ -680,3 +730,7 @@ def test_a_module_that_no_adapter_knows_is_copied(tmp_path: Path) -> None:
     write_merged(tmp_path, weights, {}, torch.bfloat16)
     found = load_file(tmp_path / "model.safetensors")
     assert found[".steps"].dtype == torch.int64
+    assert check_merged(tmp_path, tensor_files(tmp_path), weights, {}).tensors == 3
+    save_file(found | {".steps": torch.tensor(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(MergeError, match=r"\.steps was read back and is not what the base model has"):
+        check_merged(tmp_path, tensor_files(tmp_path), weights, {})
