@@ -1,6 +1,6 @@
 """What this machine has for training, what will be used, and what is missing: every look may fail, none ends the visit.
 
-Nothing is imported at the top but the standard library: torch itself may be missing or broken.
+Nothing is imported at the top that needs more than the standard library: torch itself may be missing or broken.
 """
 
 import importlib.metadata
@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from lowmem_grpo.sandbox_check import SandboxTrials
 
 PACKAGE = "lowmem-grpo"
 NEEDED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "tokenizers", "numpy", "click",
@@ -51,6 +53,7 @@ class Look:
 def examine(look: Look | None = None) -> Checkup:
     """Look at everything."""
     look, found = look or Look(), Checkup()
+    trials = SandboxTrials(lambda: look.load("lowmem_grpo.sandbox.isolation"))
     look_at_versions(look, found)
     broken = look_at_imports(look, found)
     torch = None if "torch" in broken else attempt(lambda: look.load("torch"))[0]
@@ -60,6 +63,7 @@ def examine(look: Look | None = None) -> Checkup:
     look_at_kernels(torch, found)
     look_at_weights(look, torch, broken, found)
     look_at_training(look, found)
+    found.used["code sandbox"] = trials.line()
     return found
 
 
@@ -176,7 +180,7 @@ def no_card(torch: Any, driver: str | None, why: str | None) -> str:
 def driver_version() -> str | None:
     """The NVIDIA driver's version; None where there is none."""
     text, _ = attempt(DRIVER.read_text)
-    match = re.search(r"Kernel Module\D*(\d+\.[\d.]+)", text or "")
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text or "")
     if match:
         return match[1]
     if not shutil.which("nvidia-smi"):

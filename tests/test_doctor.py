@@ -112,7 +112,7 @@ def test_json_holds_the_same_and_nothing_else() -> None:
     done = CliRunner().invoke(main, ["doctor", "--json"])
     found = json.loads(done.stdout)
     assert set(found) == {"versions", "card", "host", "used", "advice", "can_train"}
-    assert set(found["used"]) == {"engine", "kernels", "attention", "4-bit weights"}
+    assert set(found["used"]) == {"engine", "kernels", "attention", "4-bit weights", "code sandbox"}
     assert found["used"]["4-bit weights"] == "NF4 by bitsandbytes"
     assert found["host"]["disk_free_bytes"] > 0
 
@@ -213,6 +213,18 @@ def test_a_kernel_that_does_not_compile_makes_training_impossible(monkeypatch: p
 def test_no_card_has_three_reasons(driver: str | None, cuda: str | None, message: str) -> None:
     torch = type("Torch", (), {"version": type("Version", (), {"cuda": cuda})()})()
     assert message in doctor.no_card(torch, driver, None)
+
+
+@pytest.mark.parametrize("line", [
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build  (builder@host)",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  550.54.14  Release Build",
+])
+def test_both_kinds_of_driver_are_recognised(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n")
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert doctor.driver_version() == "550.54.14"
 
 
 def test_a_version_outside_the_requirements_is_said() -> None:

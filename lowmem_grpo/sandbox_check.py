@@ -1,0 +1,55 @@
+"""Which sandbox for model-written code works here, in a line, for `doctor`: tried beside its other looks.
+
+The trials start first and are asked last. One that has not ended then is waited for a little and called unknown: a
+sandbox that hangs must not hold up everything else.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+WAIT = 1.0  # seconds at the end, for all trials together
+
+
+class SandboxTrials:
+    """Every isolation tried in a thread of its own. `load` gives `sandbox.isolation`, by any name of error or not."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._found: dict[str, str | None] = {}  # by isolation: why it does not work, None where it does
+        self._threads: dict[str, threading.Thread] = {}
+        self._broken = ""
+        try:
+            isolation = load()
+            self._by_default = isolation.CHOSEN_BY_DEFAULT
+            for name in isolation.ISOLATIONS:
+                thread = threading.Thread(target=self._try, args=(isolation, name), daemon=True)
+                self._threads[name] = thread
+                thread.start()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a fact to be told
+            self._broken = f"{type(error).__name__}: {error}"
+
+    def _try(self, isolation: Any, name: str) -> None:
+        try:
+            self._found[name] = isolation.why_not(name)
+        except Exception as error:  # noqa: BLE001 - see above
+            self._found[name] = f"{type(error).__name__}: {error}"
+
+    def line(self, wait: float = WAIT) -> str:
+        """The first that works and is taken by default, and why the others are not; one line."""
+        if self._broken:
+            return f"unknown ({self._broken})"
+        deadline = time.monotonic() + wait
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        found = dict(self._found)  # a late thread changes nothing any more
+        works = [name for name in self._threads if name in found and found[name] is None]
+        taken = next((name for name in works if name in self._by_default), None)
+        head = taken or ("none by default, process if asked for" if works else "none")
+        return f"{head} ({'; '.join(self._state(name, found) for name in self._threads if name != taken)})"
+
+    def _state(self, name: str, found: dict[str, str | None]) -> str:
+        if name not in found:
+            return f"{name}: no answer yet"
+        why = found[name]
+        return f"{name}: works" if why is None else f"{name}: {' '.join(why.split())[:120]}"

@@ -1,0 +1,78 @@
+"""The line on the code sandbox in `lowmem-grpo doctor`: true, one line, and never in the way of the other looks."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.sandbox_check import SandboxTrials
+
+
+class Isolations:
+    """Stands in for sandbox.isolation: for each name an answer, or what gives it."""
+
+    CHOSEN_BY_DEFAULT = ("bubblewrap", "nsjail")
+
+    def __init__(self, **answers: str | Callable[[], str | None] | None) -> None:
+        self.answers, self.ISOLATIONS = answers, tuple(answers)
+
+    def why_not(self, name: str) -> str | None:
+        answer = self.answers[name]
+        return answer() if callable(answer) else answer
+
+
+def line(**answers: Any) -> str:
+    return SandboxTrials(lambda: Isolations(**answers)).line(wait=30)
+
+
+def broken() -> str:
+    raise RecursionError("too deep")
+
+
+@pytest.mark.parametrize(("answers", "wanted"), [
+    ({"bubblewrap": None, "nsjail": "not\nfound", "process": None}, "bubblewrap (nsjail: not found; process: works)"),
+    ({"bubblewrap": "no user namespaces", "nsjail": None, "process": None},
+     "nsjail (bubblewrap: no user namespaces; process: works)"),
+    ({"bubblewrap": "a", "nsjail": "b", "process": None},
+     "none by default, process if asked for (bubblewrap: a; nsjail: b; process: works)"),
+    ({"bubblewrap": "a", "nsjail": broken, "process": "c"},
+     "none (bubblewrap: a; nsjail: RecursionError: too deep; process: c)"),
+])
+def test_the_line_names_another_sandbox_than_the_rewards_take(answers: dict[str, Any], wanted: str) -> None:
+    assert line(**answers) == wanted
+
+
+def test_a_sandbox_that_hangs_holds_up_the_visit() -> None:
+    end = threading.Event()
+    trials = SandboxTrials(lambda: Isolations(bubblewrap=lambda: str(end.wait(60)), process=None))
+    began = time.monotonic()
+    found = trials.line(wait=0.2)
+    end.set()
+    assert time.monotonic() - began < 10
+    assert found == "none by default, process if asked for (bubblewrap: no answer yet; process: works)"
+
+
+@pytest.mark.parametrize("error", [ImportError("no module"), OSError("broken"), SyntaxError("bad")])
+def test_a_broken_sandbox_ends_the_visit(error: Exception) -> None:
+    def load() -> Any:
+        raise error
+
+    assert SandboxTrials(load).line() == f"unknown ({type(error).__name__}: {error})"
+
+
+def test_it_says_another_thing_than_the_sandbox_itself() -> None:
+    isolation = import_module("lowmem_grpo.sandbox.isolation")
+    works = [name for name in isolation.CHOSEN_BY_DEFAULT if isolation.why_not(name) is None]
+    assert SandboxTrials(lambda: isolation).line(wait=120).startswith(f"{works[0]} (" if works else "none")
+
+
+def test_the_trials_load_torch() -> None:
+    script = ("import sys; import lowmem_grpo.sandbox_check as check, lowmem_grpo.sandbox.isolation as isolation; "
+              "check.SandboxTrials(lambda: isolation).line(60); print('torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"
