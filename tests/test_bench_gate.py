@@ -140,10 +140,11 @@ def test_pytest_is_judged_by_its_report(tmp_path: Path) -> None:
 
     good, skipped = case.format("good", ""), case.format("skip", "<skipped/>")
     wrong = case.format("wrong", '<failure message="AssertionError: 1 is not 2"/>')
+    checked = case.format("checked", '<failure message="ValueError: weight 1 has other code tables than weight 0"/>')
     broken = case.format("broken", '<failure message="TypeError: no such argument"/>')
     error = case.format("setup", '<error message="failed on setup: RuntimeError"/>')
-    reports = {"ok": [good, skipped], "values": [good, wrong], "broken": [good, broken], "error": [good, error],
-               "none": [skipped]}
+    reports = {"ok": [good, skipped], "values": [good, wrong, checked], "broken": [good, broken],
+               "error": [good, error], "none": [skipped]}
     for name, cases in reports.items():
         report(name, *cases)
     found = gate("""
