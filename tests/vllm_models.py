@@ -96,7 +96,7 @@ def differences(policy: Policy, prompts: list[list[int]], groups: list[list[Roll
     packed = pack([RolloutGroup({}, *pair) for pair in zip(prompts, groups, strict=True)], 4096, 256)
     batches = [batch.to(policy.device) for batch in packed]
     with torch.no_grad():
-        return torch.cat([policy.logprobs(b, 1.0)[0] - b.rollout_logprobs[b.loss_mask] for b in batches])
+        return torch.cat([policy.logprobs(b, 1.0)[0] - b.at_trained(b.rollout_logprobs) for b in batches])
 
 
 def held_by(model: nn.Module) -> list[tuple[str, Tensor]]:
