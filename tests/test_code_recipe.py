@@ -13,7 +13,7 @@ from lowmem_grpo.recipes import code
 from lowmem_grpo.recipes.code_problems import HIDDEN_TESTS, TEMPLATES, CodeProblem, code_problems
 from lowmem_grpo.rewards.code import code_passes_tests
 from lowmem_grpo.sandbox import command
-from lowmem_grpo.sandbox.isolation import ISOLATIONS, why_not
+from lowmem_grpo.sandbox.isolation import ISOLATIONS, SandboxError, why_not
 from lowmem_grpo.sandbox.limits import Limits
 
 WORKING = [name for name in ISOLATIONS if why_not(name) is None]
@@ -87,6 +87,10 @@ def test_the_question_shows_more_than_one_test() -> None:
 @pytest.mark.parametrize(("text", "pay"), [
     ("```python\ndef solve(x):\n    return x\n```", 0.1), ("Here.\n```python\ndef solve(x):\n    return x\n```\n", 0.1),
     ("def solve(x):\n    return x", 0.0), ("```python\ndef other(x):\n    return x\n```", 0.0), ("", 0.0),
+    ("```python\nimport math\n\ndef solve(x):\n    return x\n```", 0.1),
+    ("```python\n\ndef solve(x): return x\n```", 0.1),
+    ("```python\n# def solve(\n```", 0.0), ("```python\n\n```\ndef solve(x): return x", 0.0),
+    ("def solve(x):\n```python\nx = 1\n```", 0.0),
     ("```python\ndef solve(x):\n```\n```\n1\n```", 0.0), ("```\ndef solve(x):\n```", 0.0),
 ])
 def test_a_form_earns_what_it_does_not_deserve(text: str, pay: float) -> None:
@@ -147,3 +151,16 @@ def test_the_exam_takes_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, tests = list(dataset["answer"]), list(dataset["tests"])
     assert code.EXAM.right(answers, tests=tests) == [1.0] * 3
     assert code.EXAM.right(answers[::-1], tests=tests)[0] == 0.0
+    hurried = code_passes_tests(isolation=WORKING[0], batch_seconds=1e-9)
+    monkeypatch.setattr(code, "code_passes_tests", lambda: hurried)
+    assert code.EXAM.right(answers, tests=tests) == [None] * 3  # never run: unjudged, not wrong
+
+
+def test_an_exam_without_a_sandbox_is_refused_before_anything_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap", "nsjail": "no-such-nsjail"})
+    why_not.cache_clear()
+    try:
+        with pytest.raises(SandboxError, match=r"apt install bubblewrap.*exam has no such option.*--reward MINE\.py"):
+            code.EXAM.problems(3, 0, None)
+    finally:
+        why_not.cache_clear()

@@ -4,6 +4,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,6 +291,22 @@ def test_an_answer_that_never_ends_takes_the_run_with_it(
     assert verdicts == [False, False, None, True, False, None]  # what needs no worker is still judged
     assert caplog.text.count("took more than 0.5 s") == 2
     monkeypatch.setattr(math_answer, "SECONDS", 10.0)
+    assert rewards.math_match().verify(r"\boxed{x+1}", answer="1+x") is True
+    worker.close()
+
+
+def test_a_worker_that_cannot_start_makes_right_answers_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho >&2 'a line before'\necho >&2 'MemoryError: no room for sympy'\nexit 1\n")
+    broken.chmod(0o755)
+    worker = math_answer.MathWorker()
+    monkeypatch.setattr(math_answer, "WORKER", worker)
+    with monkeypatch.context() as patch:
+        patch.setattr(math_answer.sys, "executable", str(broken))
+        for _ in range(2):  # nothing is remembered of the first
+            with pytest.raises(RuntimeError, match=r"does not start: MemoryError: no room for sympy$"):
+                rewards.math_match().verify(r"\boxed{x+1}", answer="1+x")
     assert rewards.math_match().verify(r"\boxed{x+1}", answer="1+x") is True
     worker.close()
 

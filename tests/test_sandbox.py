@@ -7,6 +7,8 @@ import os
 import re
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -327,6 +329,7 @@ ATTACKS = [
     "os.kill(os.getppid(), 9)", "os.kill(-1, 9)", "os.killpg(0, 9)", "signal.pidfd_send_signal(os.pidfd_open(1), 9)",
     "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "resource.prlimit(0, resource.RLIMIT_NPROC, (9, 9))",
     "os.open('/proc/%d/mem' % os.getppid(), os.O_RDWR)", "os.chmod('.', 0)", "os.chown('.', 1, 1)", "os.setuid(12345)",
+    "open('own', 'w').close(); os.truncate('own', 0)",  # by descriptor it may
     "os.chroot('.')", "assert ctypes.CDLL(None).unshare(0x10000000) == 0",
     "assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0",
     "assert ctypes.CDLL(None).syscall(425, 8, bytes(200)) >= 0",
@@ -499,6 +502,21 @@ def test_the_scratch_directory_serves_and_goes(sandbox: Sandbox, tmp_path: Path,
     assert (outside / "kept.txt").read_text() == "kept"
 
 
+ENDS_EARLY = """
+from lowmem_grpo.sandbox.isolation import Sandbox
+from lowmem_grpo.sandbox.limits import Limits
+worker = Sandbox({!r}, Limits()).start("serve", "while True: pass")
+print("started", flush=True)
+"""
+
+
+def test_a_program_that_ends_in_between_leaves_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
+    """No process either: `nothing_left_behind` looks for orphans."""
+    ended = subprocess.run([sys.executable, "-c", ENDS_EARLY.format(sandbox.isolation)], capture_output=True,
+                           env={**os.environ, "TMPDIR": str(tmp_path)}, timeout=120, check=True)
+    assert ended.stdout == b"started\n" and os.listdir(tmp_path) == []
+
+
 # forged verdicts
 
 
@@ -662,6 +680,7 @@ def test_the_plain_process_is_an_opt_in_that_warns_once(caplog: pytest.LogCaptur
         open_sandbox("process")
     assert [record.getMessage() for record in caplog.records] == [isolation.PROCESS_WARNING]
     assert "\n" not in isolation.PROCESS_WARNING and "files" in isolation.PROCESS_WARNING
+    assert f"Landlock {file_access.COMPLETE} " in isolation.PROCESS_WARNING
 
 
 def test_a_sandbox_that_is_installed_but_does_not_work_is_not_used(

@@ -24,6 +24,7 @@ from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.held_out import measure, side_by_side, text_of
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.rewards.code import CodeVerifier, code_passes_tests
+from lowmem_grpo.sandbox.isolation import SandboxError
 from lowmem_grpo.sandbox.limits import Limits
 
 DEFAULTS: dict[str, Any] = {
@@ -74,14 +75,33 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 
 def one_block(completions: list[Any], **kwargs: Any) -> list[float]:
-    """0.1 where the completion has one ```python block, in which `solve` is defined."""
+    """0.1 where the completion has one ```python block, in which `solve` is defined, after imports or not."""
     texts = [text_of(completion) for completion in completions]
-    return [0.1 * (text.count("```") == 2 and "```python\ndef solve(" in text) for text in texts]
+    blocks = ["\n" + text.partition("```python\n")[2].partition("```")[0] for text in texts]
+    return [0.1 * (text.count("```") == 2 and "\ndef solve(" in block)
+            for text, block in zip(texts, blocks, strict=True)]
 
 
-def right(completions: list[Any], tests: list[list[str]], **kwargs: Any) -> list[float]:
-    """1 where a code passes all its tests, in the sandbox that works here."""
-    return passes(code_passes_tests())(completions, tests=tests)
+def right(completions: list[Any], tests: list[list[str]], **kwargs: Any) -> list[float | None]:
+    """1 where a code passes all its tests in the sandbox that works here, None where there was no time to run it."""
+    return exam_verifier().reward()(completions=completions, tests=tests)
+
+
+def exam_problems(size: int, seed: int, source: str | None) -> Dataset:
+    """Problems of the test split. SandboxError where nothing could judge the answers: nothing is sampled then."""
+    exam_verifier()
+    return make_dataset("test", size, seed)
+
+
+def exam_verifier() -> CodeVerifier:
+    """In the sandbox that works here. SandboxError says what an exam offers in place of `isolation`."""
+    try:
+        return code_passes_tests()
+    except SandboxError as error:
+        raise SandboxError(
+            f"{error}. An exam has no such option: take problems in a file, --dataset FILE --reward MINE.py:judge, "
+            'with judge = code_passes_tests(isolation="process") in MINE.py'
+        ) from error
 
 
 def passes(verifier: CodeVerifier) -> Callable[..., list[float]]:
@@ -93,7 +113,7 @@ def passes(verifier: CodeVerifier) -> Callable[..., list[float]]:
     return score
 
 
-EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), right, max_tokens=256, size=128)
+EXAM = Exam(exam_problems, right, max_tokens=256, size=128)
 
 
 def load(options: CodeOptions, config: GRPOConfig, verifier: CodeVerifier) -> tuple[FastPeftModel, GRPOTrainer]:

@@ -17,11 +17,11 @@ import re
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lowmem_grpo.rewards.reading import Place, in_tag
 from lowmem_grpo.rewards.reward import Reward
+from lowmem_grpo.rewards.side_by_side import run_side_by_side
 from lowmem_grpo.rewards.verifier import Verdict, VerifiedReward, Verifier
 from lowmem_grpo.sandbox.cases import Case, read_cases
 from lowmem_grpo.sandbox.isolation import SandboxError, open_sandbox
@@ -31,7 +31,9 @@ from lowmem_grpo.sandbox.trial import Verdict as TestVerdict
 from lowmem_grpo.sandbox.worker import CannotStart
 
 BATCH_SECONDS = 45.0  # with the last completion's own time, below the trainer's reward_timeout of 60
-FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(  # possessive: a long first line is read once
+    r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```[ \t]*+$|\Z)", re.DOTALL | re.MULTILINE
+)
 PYTHON = ("python", "py", "python3")
 logger = logging.getLogger(__name__)
 
@@ -111,8 +113,7 @@ class CodeVerifier(Verifier):
                 return run_tests(code, cases[row], self.sandbox)
 
         try:
-            with ThreadPoolExecutor(min(self.workers, len(pairs) or 1), "sandbox") as pool:
-                found = list(pool.map(run, pairs))
+            found = run_side_by_side(run, pairs, self.workers)
         except CannotStart as error:
             raise SandboxError(f"{self.sandbox.isolation} worked before and no longer does: {error}") from error
         if late := found.count(None):

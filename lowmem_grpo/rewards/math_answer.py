@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+import tempfile
 import threading
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,23 +35,37 @@ class MathWorker:
         self.known: dict[tuple[str, str], Verdict] = {}
 
     def ask(self, label: str, answer: str) -> Verdict:
-        """Whether the two are equal. Raises TooSlowError where that takes longer than SECONDS."""
+        """Whether the two are equal. Raises TooSlowError where that takes longer than SECONDS, RuntimeError where the
+        process does not start."""
         with self.lock:
             if (label, answer) not in self.known:
+                self.start()
                 if len(self.known) >= REMEMBERED:
                     self.known.clear()
                 self.known[label, answer] = False  # also what a comparison is that ends the process
                 self.known[label, answer] = self.compare(label, answer)
             return self.known[label, answer]
 
-    def compare(self, label: str, answer: str) -> Verdict:
-        if self.process is None or self.process.poll() is not None:
-            worker = Path(__file__).with_name("math_worker.py")
+    def start(self) -> None:
+        """Start the process unless it runs, and wait until it has imported what it needs."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        worker = Path(__file__).with_name("math_worker.py")
+        with tempfile.TemporaryFile() as words:
             self.process = subprocess.Popen(  # -P: the folder of this file is no place to import from
                 [sys.executable, "-P", str(worker), str(SECONDS)], text=True, encoding="utf-8",
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
             )
-        assert self.process.stdin is not None and self.process.stdout is not None
+            assert self.process.stdout is not None
+            if self.process.stdout.readline().strip() != "ready":
+                self.close()
+                words.seek(0)
+                last = words.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+                raise RuntimeError(f"the process that compares mathematics does not start: {last or 'it says nothing'}")
+
+    def compare(self, label: str, answer: str) -> Verdict:
+        """Ask the process that was started."""
+        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps([label, answer]) + "\n")
             self.process.stdin.flush()
@@ -99,7 +114,7 @@ def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
     Equal texts and numbers are told at once; everything else is compared by math-verify (a few milliseconds for each
     pair not met before) in a process of its own, which is ended where a comparison takes more than 2 s of processor
     time: that answer is wrong. After 5 such in one call, the others without a verdict get None. Raises ImportError
-    where math-verify is not installed.
+    where math-verify is not installed, RuntimeError where that process does not start.
     """
     if find_spec("math_verify") is None:
         raise ImportError(

@@ -1,5 +1,7 @@
 """The process in which math-verify compares answers: `python math_worker.py SECONDS`, a pair and a verdict a line.
 
+Its first line is "ready".
+
 A model's answer can make sympy compute for longer than any run lasts (9^{9^9}), in C code that no signal handler and
 no thread interrupts. So the system ends this process when one comparison has had its seconds of processor time, or
 when it needs more memory than the limit; who asked starts another.
@@ -7,6 +9,7 @@ when it needs more memory than the limit; who asked starts another.
 
 import json
 import logging
+import os
 import resource
 import signal
 import sys
@@ -44,4 +47,6 @@ def serve(seconds: float) -> None:
 if __name__ == "__main__":
     logging.disable()  # math-verify says at each call that it has no time limit of its own
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who asked listens there until now, to learn why there is no start
+    print("ready", flush=True)
     serve(float(sys.argv[1]))

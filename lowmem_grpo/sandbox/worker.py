@@ -10,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
+import weakref
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Worker:
         self.stdout, self.stderr, self.printed = bytearray(), bytearray(), 0
         self._waiting, self._place, self._began = bytearray(), -1, time.monotonic()
         self._folder = tempfile.mkdtemp(prefix="sandbox-") if isolation == "process" else ""
+        self._removal = weakref.finalize(self, remove, self._folder)  # also where the program ends in between
         try:
             self._start(isolation, order)
         except BaseException:
@@ -208,8 +210,7 @@ class Worker:
         if self._place >= 0:
             os.close(self._place)
             self._place = -1
-        if self._folder:
-            remove(self._folder)
+        self._removal()
 
 
 def read(source: Any) -> bytes:
@@ -256,6 +257,6 @@ def usage_of_folder(folder: str, most: int) -> tuple[int, int]:
 def remove(folder: str) -> None:
     """Remove a folder whatever is in it: the second try is for locked and very deep directories."""
     shutil.rmtree(folder, ignore_errors=True)
-    if Path(folder).exists():
+    if folder and Path(folder).exists():
         subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL, check=False)
         subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
