@@ -29,7 +29,7 @@ def take(count: int, split: str = "train", seed: int = 0) -> list[CodeProblem]:
 
 
 @needs_isolation
-def test_a_solution_fails_its_own_tests_or_another_one_passes() -> None:
+def test_a_solution_passes_its_own_tests_and_no_other_one_does() -> None:
     """Expected results come from one function, the solution is another text: the sandbox compares the two."""
     firsts = {problem.template: problem for problem in take(200)}
     assert len(firsts) == len(TEMPLATES)
@@ -42,24 +42,24 @@ def test_a_solution_fails_its_own_tests_or_another_one_passes() -> None:
 
 
 @pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (0, 1), (3407, 7)])
-def test_a_test_problem_is_trained_on(train_seed: int, test_seed: int) -> None:
+def test_no_test_problem_is_trained_on(train_seed: int, test_seed: int) -> None:
     train, tested = set(take(2000, "train", train_seed)), set(take(300, "test", test_seed))
     assert not train & tested and (len(train), len(tested)) == (2000, 300)
     assert not {problem.question for problem in train} & {problem.question for problem in tested}
 
 
-def test_a_seed_does_not_repeat_its_problems() -> None:
+def test_a_seed_repeats_its_problems() -> None:
     assert take(50) == take(50) != take(50, seed=1)
     assert [problem.tests for problem in take(20)] == [problem.tests for problem in take(20)]
 
 
-def test_the_global_random_state_moves() -> None:
+def test_the_global_random_state_stays() -> None:
     state = random.getstate()
     code.make_dataset("train", 10)
     assert random.getstate() == state
 
 
-def test_asking_for_more_problems_than_there_are_never_ends() -> None:
+def test_asking_for_more_problems_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match=r"only \d+ test problems of 8 kinds; ask for fewer"):
         code.make_dataset("test", 5000)
 
@@ -67,12 +67,12 @@ def test_asking_for_more_problems_than_there_are_never_ends() -> None:
 @pytest.mark.parametrize(("split", "size", "message"), [
     ("validation", 5, '"train" and "test"'), ("train", 0, "size is 0; it must be at least 1"),
 ])
-def test_a_split_or_size_that_makes_no_sense_is_taken(split: str, size: int, message: str) -> None:
+def test_a_split_or_size_that_makes_no_sense_is_refused(split: str, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         code.make_dataset(split, size)
 
 
-def test_the_question_shows_more_than_one_test() -> None:
+def test_the_question_shows_one_test_alone() -> None:
     dataset = code.make_dataset("test", 60)
     assert dataset.column_names == ["prompt", "answer", "tests"]
     for row in dataset:
@@ -93,7 +93,7 @@ def test_the_question_shows_more_than_one_test() -> None:
     ("def solve(x):\n```python\nx = 1\n```", 0.0),
     ("```python\ndef solve(x):\n```\n```\n1\n```", 0.0), ("```\ndef solve(x):\n```", 0.0),
 ])
-def test_a_form_earns_what_it_does_not_deserve(text: str, pay: float) -> None:
+def test_a_form_earns_what_it_deserves(text: str, pay: float) -> None:
     for completion in (text, [{"role": "assistant", "content": text}]):
         assert code.one_block([completion], prompts=[""]) == [pay]
 
@@ -108,7 +108,7 @@ def run(folder: Path, *words: str) -> Any:
 
 
 @needs_isolation
-def test_the_recipe_does_not_run_through_on_the_embedded_model(tmp_path: Path) -> None:
+def test_the_recipe_runs_through_on_the_embedded_model(tmp_path: Path) -> None:
     result = run(tmp_path / "run", f"isolation={WORKING[0]}", "seconds=3", "seed=3")
     assert result.exit_code == 0, result.output
     assert f"code runs in {WORKING[0]}" in result.output and "accuracy before" in result.output
@@ -125,7 +125,7 @@ def test_the_recipe_does_not_run_through_on_the_embedded_model(tmp_path: Path) -
     ("isolation=docker", "isolation is 'docker'; allowed are bubblewrap, nsjail, process"),
     ("seconds=0", "seconds is 0.0; it must be at least"), ("workers=0", "workers is 0"),
 ])
-def test_a_wrong_option_is_found_only_after_the_model_was_loaded(word: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_option_is_found_before_the_model_is_loaded(word: str, message: str, tmp_path: Path) -> None:
     if word == "workers=0" and not WORKING:
         pytest.skip("no isolation works here")
     result = run(tmp_path / "run", f"isolation={WORKING[0]}" if WORKING else "seconds=5", word)
@@ -133,7 +133,7 @@ def test_a_wrong_option_is_found_only_after_the_model_was_loaded(word: str, mess
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_sandbox_the_run_begins_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_sandbox_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap", "nsjail": "no-such-nsjail"})
     why_not.cache_clear()
     try:
@@ -145,7 +145,7 @@ def test_without_a_sandbox_the_run_begins_all_the_same(tmp_path: Path, monkeypat
 
 
 @needs_isolation
-def test_the_exam_takes_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exam_takes_right_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "code_passes_tests", lambda: code_passes_tests(isolation=WORKING[0]))
     dataset = code.EXAM.problems(3, 0, None)
     answers, tests = list(dataset["answer"]), list(dataset["tests"])

@@ -64,11 +64,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ("print(1)", "print(1)"), ("", ""),
     ("  ```python title='a.py'\n  x = '```'\n  ```", "  x = '```'\n"), ("~~~python\nx\n~~~", "~~~python\nx\n~~~"),
 ])
-def test_the_code_is_found_in_the_wrong_place(text: str, code: str) -> None:
+def test_the_code_is_found_in_its_place(text: str, code: str) -> None:
     assert python_code(text) == code
 
 
-def test_a_long_completion_takes_long_to_search() -> None:
+def test_a_long_completion_is_searched_in_a_moment() -> None:
     begin = time.process_time()
     for text in ("```" + "a" * 10**5, "```" + " " * 10**5, "```a" + " a" * 10**5, "```python\n" * 50_000,
                  "```python\n" + "```x\n" * 10**5, "```python\n```" + " " * 10**5 + "x",
@@ -80,7 +80,7 @@ def test_a_long_completion_takes_long_to_search() -> None:
 # what it pays
 
 
-def test_a_completion_earns_what_its_tests_do_not_say(verifier: CodeVerifier) -> None:
+def test_a_completion_earns_what_its_tests_say(verifier: CodeVerifier) -> None:
     completions = [RIGHT, WRONG, HALF, "I cannot.", RIGHT]
     tests = [TESTS, TESTS, TESTS, TESTS, None]
     assert verifier.verdicts(completions, tests=tests) == [True, False, False, False, None]
@@ -91,7 +91,7 @@ def test_a_completion_earns_what_its_tests_do_not_say(verifier: CodeVerifier) ->
     assert verifier.share(2.0)(completions=chats, tests=tests) == [2.0, 0.0, 1.0, 0.0, None]
 
 
-def test_the_log_hides_what_went_wrong(verifier: CodeVerifier) -> None:
+def test_the_log_says_what_went_wrong(verifier: CodeVerifier) -> None:
     scores = RewardScorer([verifier.reward(), verifier.share()]).score(
         ["p"] * 4, [RIGHT, HALF, "def add(", "```python\n```"], [[1]] * 4, {"tests": [TESTS] * 4}, None
     )
@@ -106,7 +106,7 @@ def test_the_log_hides_what_went_wrong(verifier: CodeVerifier) -> None:
     ]
 
 
-def test_model_code_stops_the_run(verifier: CodeVerifier) -> None:
+def test_model_code_does_not_stop_the_run(verifier: CodeVerifier) -> None:
     bad = [
         "import os\nos._exit(1)", "while True:\n    pass", "raise SystemExit", "x = [0] * 10**10", "\0", "\ud800",
         "(" * 10**5, "import os\nos.kill(os.getppid(), 9)", "while True:\n    print('x' * 999)",
@@ -117,7 +117,7 @@ def test_model_code_stops_the_run(verifier: CodeVerifier) -> None:
     assert quick.verdicts(bad, tests=[TESTS] * len(bad)) == [False] * len(bad)
 
 
-def test_the_verifier_cannot_be_sent_to_another_process(verifier: CodeVerifier) -> None:
+def test_the_verifier_can_be_sent_to_another_process(verifier: CodeVerifier) -> None:
     again = pickle.loads(pickle.dumps(verifier))  # noqa: S301, our own bytes
     assert again.verify(RIGHT, tests=TESTS) is True and again.sandbox == verifier.sandbox
 
@@ -126,7 +126,7 @@ def test_the_verifier_cannot_be_sent_to_another_process(verifier: CodeVerifier) 
 
 
 @pytest.mark.usefixtures("runs")
-def test_the_same_code_runs_twice(verifier: CodeVerifier, runs: list[str]) -> None:
+def test_the_same_code_runs_once(verifier: CodeVerifier, runs: list[str]) -> None:
     texts = ["one", "two", "one", "one", "wrong"]
     tests = [["assert 1"], ["assert 1"], ["assert 1"], ["assert 2"], ["assert 1"]]
     assert verifier.verdicts(texts, tests=tests) == [True, True, True, True, False]
@@ -138,7 +138,7 @@ def test_the_same_code_runs_twice(verifier: CodeVerifier, runs: list[str]) -> No
     assert runs[4:] == ["three", "one"]  # what the last call asked is kept, no more
 
 
-def test_more_codes_run_at_a_time_than_asked_for(verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_codes_run_at_a_time_than_asked_for(verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
     running, most, lock = [0], [0], threading.Lock()
 
     def run(code: str, cases: list[Any], sandbox: Any) -> list[Verdict]:
@@ -155,7 +155,7 @@ def test_more_codes_run_at_a_time_than_asked_for(verifier: CodeVerifier, monkeyp
     assert most[0] == verifier.workers == 2
 
 
-def test_slow_codes_hold_up_the_run(
+def test_slow_codes_do_not_hold_up_the_run(
     verifier: CodeVerifier, runs: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: 0.05 * len(runs))  # a code takes 0.05 s
@@ -172,7 +172,7 @@ def test_slow_codes_hold_up_the_run(
     assert len(runs) == done
 
 
-def test_a_sandbox_that_breaks_down_pays_zero(verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_breaks_down_is_an_error(verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[str] = []
 
     def run(code: str, cases: list[Any], sandbox: Any) -> list[Verdict]:
@@ -247,7 +247,7 @@ def test_a_program_does_not_linger_for_codes_that_run() -> None:
     ({"workers": True}, "workers is"),
     ({"batch_seconds": 0}, "batch_seconds is 0"), ({"column": "completions"}, "cannot read a column named completions"),
 ])
-def test_a_setting_that_makes_no_sense_is_taken(options: dict[str, Any], message: str) -> None:
+def test_a_setting_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
     if why_not("process") and "isolation" not in options:
         pytest.skip("no isolation works here")
     with pytest.raises(ValueError, match=message):
@@ -257,11 +257,11 @@ def test_a_setting_that_makes_no_sense_is_taken(options: dict[str, Any], message
 @pytest.mark.parametrize(("tests", "message"), [
     ([["assert ("]], "is not Python"), ([[]], "at least one"), ([5], "tests are 5"), ([[{"in": 1}]], "a test is"),
 ])
-def test_tests_that_cannot_be_read_pass(verifier: CodeVerifier, tests: list[Any], message: str) -> None:
+def test_tests_that_cannot_be_read_are_refused(verifier: CodeVerifier, tests: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         verifier.verdicts(["x = 1"], tests=tests)
 
 
-def test_a_missing_column_is_not_named(verifier: CodeVerifier) -> None:
+def test_a_missing_column_is_named(verifier: CodeVerifier) -> None:
     with pytest.raises(TypeError, match="reads the dataset column 'tests'; the columns are: answer"):
         verifier.reward()(completions=["x"], answer=["y"])

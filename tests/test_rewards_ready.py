@@ -295,7 +295,7 @@ def test_an_answer_that_never_ends_takes_the_run_with_it(
     worker.close()
 
 
-def test_a_worker_that_cannot_start_makes_right_answers_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_answer_is_wrong_where_the_worker_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("math_verify")
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho >&2 'a line before'\necho >&2 'MemoryError: no room for sympy'\nexit 1\n")
