@@ -60,6 +60,7 @@ def deterministic() -> Iterator[None]:
 # The gradient of a step
 
 
+@on_both
 @pytest.mark.parametrize(("dtype", "four_bit", "checkpointing"), [
     (torch.float32, False, False), (torch.bfloat16, False, "offload"), (torch.float16, False, False),
     (torch.bfloat16, True, False), (torch.float16, True, "offload"),
