@@ -66,6 +66,7 @@ def seeded(params: SamplingParams, number: int) -> SamplingParams:
 
 
 def in_rows(values: list[Any], width: int) -> list[list[Any]]:
+    """Consecutive runs of `width` values; the last one may be shorter."""
     return [values[start : start + width] for start in range(0, len(values), width)]
 
 

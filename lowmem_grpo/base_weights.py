@@ -91,6 +91,7 @@ def live_weight(name: str, tensor: Any) -> Weight:
 
 
 def is_quantized(tensor: Any) -> bool:
+    """Whether bitsandbytes holds this tensor in 4 bits."""
     return getattr(tensor, "quant_state", None) is not None
 
 

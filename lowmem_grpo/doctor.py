@@ -95,6 +95,7 @@ def look_at_versions(look: Look, found: Checkup) -> None:
 
 
 def absent(name: str) -> str:
+    """What is said of a library that is not there: worse of one that training needs."""
     return "missing" if name in NEEDED else "not installed"
 
 

@@ -108,10 +108,12 @@ def read_value(file: BinaryIO, kind: int) -> str | None:
 
 
 def read_string(file: BinaryIO) -> str:
+    """A string after its length in bytes (uint64); EOFError where the file is shorter."""
     return file.read(held(file, number(file, "<Q"))).decode()
 
 
 def skip(file: BinaryIO, size: int) -> None:
+    """Go on by `size` bytes; EOFError where the file ends before."""
     file.seek(held(file, size), 1)
 
 
