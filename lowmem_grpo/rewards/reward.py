@@ -18,6 +18,11 @@ class Reward(ABC):
     apply". Raises TypeError for a column that is missing.
     """
 
+    by_group = True  # looks at no completion beyond its prompt's group: may be called while other groups decode
+    after_sampling = False  # uses the rollout engine itself: is called when nothing decodes any more
+    time_limit: float | None = None  # seconds that it keeps to by itself, in place of GRPOConfig.reward_timeout
+    required = False  # None from it takes the whole group out of the step, whatever other functions pay
+
     def __init__(self, name: str, columns: tuple[str, ...] = ()) -> None:
         clashing = sorted({*columns} & {*CONTRACT, "prompt", "completion"})
         if clashing:
