@@ -116,7 +116,7 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
         merge = Merge(weights, pairs, dtype, config, generation, tokenizer)
         write_folder(merge, temp, done)
     if elements(weights) * 4 <= LARGEST:
-        reference = adapter_logits(stored, adapter.folder, torch.float32, device, four_bit)
+        reference = adapter_logits(stored, adapter.folder, computed, device, four_bit)
         compare(reference, merge, temp, device, done)
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes.nn import Params4bit
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_grpo import attention
 from lowmem_grpo.merge import MergeError
-from lowmem_grpo.pretrained import Pretrained
+from lowmem_grpo.pretrained import Pretrained, compute_in
 
 TEXTS = (
     "Start with 17. Add 8. Subtract 13. What is the result?", "The capital of France is", "def add(a, b):\n    return",
@@ -74,9 +75,9 @@ def rms(left: list[Tensor], right: list[Tensor]) -> float:
 
 
 def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, load_in_4bit: bool) -> Logits:
-    """What plain PEFT computes with base and adapter, the base held as in training."""
+    """What plain PEFT computes in float32 with base and adapter, the base held in `dtype` or 4 bit as in training."""
     model, _ = base.load(dtype, device, load_in_4bit)
-    adapted: Any = PeftModel.from_pretrained(model.float() if not load_in_4bit else model, str(adapter)).eval()
+    adapted: Any = PeftModel.from_pretrained(in_float32(model), str(adapter)).eval()
     adapted.get_base_model().set_attn_implementation("sdpa")
 
     def logits(ids: Tensor) -> Tensor:
@@ -85,6 +86,16 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
         return result
 
     return logits
+
+
+def in_float32(model: Any) -> Any:
+    """The model with its weights as they are, computing in float32: what is in 4 bit stays so, and keeps its values
+    (weights that are quantized out of another dtype would not)."""
+    compute_in(model, torch.float32)
+    for parameter in model.parameters():
+        if not isinstance(parameter, Params4bit) and parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    return model
 
 
 def live_logits(model: Any) -> Logits:

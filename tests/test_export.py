@@ -324,6 +324,12 @@ def test_logits_that_differ_stop_the_export(adapter: Path, tmp_path: Path, monke
 # memory
 
 
+def test_a_base_quantized_out_of_bfloat16_is_compared_with_the_same_weights(copy: Path, tmp_path: Path) -> None:
+    edit_record(copy, load_in_4bit=True, dtype="bfloat16")  # stored in float32: other weights come out of that
+    done = export(copy, "merged", tmp_path / "merged")
+    assert done.checks["logits_difference"] <= done.checks["logits_rounding"]
+
+
 def test_one_tensor_of_an_8b_model_and_one_tile_are_held(tmp_path: Path) -> None:
     rows, width = 14336, 4096
     stored = torch.zeros(rows, width, dtype=torch.bfloat16)
@@ -430,6 +436,11 @@ def test_a_mistake_is_answered_in_words(
 def edit(folder: Path, **changes: Any) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_record(folder: Path, **changes: Any) -> None:
+    record = folder / "base_model.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | changes))
 
 
 def spoil(folder: Path, value: float) -> None:
