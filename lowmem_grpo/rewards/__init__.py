@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowmem_grpo.judge.ready import judged, ruler
+    from lowmem_grpo.judge.self_judge import SelfJudge
+    from lowmem_grpo.judge.url_judge import UrlJudge
     from lowmem_grpo.rewards.answers import answer_match, boxed_match, number_match, regex_match
     from lowmem_grpo.rewards.checking import check
     from lowmem_grpo.rewards.code import code_passes_tests
@@ -35,13 +38,14 @@ if TYPE_CHECKING:
     from lowmem_grpo.rewards.verifier import Verifier
 
 __all__ = [
-    "SYSTEM_PROMPT", "Finding", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores", "Verifier", "after",
-    "answer_match", "boxed", "boxed_match", "check", "code_passes_tests", "correctness_reward_func", "email_rewards",
-    "extract_hash_answer", "extract_xml_answer", "format_kept", "format_match", "ideal_answer", "in_tag",
-    "int_reward_func", "json_match", "keyword_present", "last_line", "last_number", "length_near", "math_match",
-    "number_equal", "number_match", "number_present", "proximity", "recipient_named", "regex_match",
-    "repetition_penalty", "signed", "soft_format_reward_func", "soft_overlong_penalty", "strict_format_reward_func",
-    "tags_counted", "too_long", "whole", "xmlcount_reward_func",
+    "SYSTEM_PROMPT", "Finding", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores", "SelfJudge",
+    "UrlJudge", "Verifier", "after", "answer_match", "boxed", "boxed_match", "check", "code_passes_tests",
+    "correctness_reward_func", "email_rewards", "extract_hash_answer", "extract_xml_answer", "format_kept",
+    "format_match", "ideal_answer", "in_tag", "int_reward_func", "json_match", "judged", "keyword_present",
+    "last_line", "last_number", "length_near", "math_match", "number_equal", "number_match", "number_present",
+    "proximity", "recipient_named", "regex_match", "repetition_penalty", "ruler", "signed",
+    "soft_format_reward_func", "soft_overlong_penalty", "strict_format_reward_func", "tags_counted", "too_long",
+    "whole", "xmlcount_reward_func",
 ]
 
 NAMES = {
@@ -64,7 +68,10 @@ NAMES = {
     "scorer": ("RewardError", "RewardScorer", "Scores"),
     "verifier": ("Verifier",),
 }
-HOMES = {name: f"rewards.{module}" for module, names in NAMES.items() for name in names}
+HOMES = {
+    **{name: f"rewards.{module}" for module, names in NAMES.items() for name in names},
+    "judged": "judge.ready", "ruler": "judge.ready", "SelfJudge": "judge.self_judge", "UrlJudge": "judge.url_judge",
+}
 
 
 def __getattr__(name: str) -> Any:

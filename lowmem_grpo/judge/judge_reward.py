@@ -1,0 +1,89 @@
+"""A judge's scores as a reward function. Where it gives none, the group is left out of the step and the run goes on."""
+
+import time
+from typing import Any
+
+from lowmem_grpo.judge.forms import Asked, Form
+from lowmem_grpo.judge.judge import Judge, Round
+from lowmem_grpo.judge.troubles import Trouble
+from lowmem_grpo.rewards.reward import Reward
+
+
+class JudgeReward(Reward):
+    """By a judge whose `rate` is a plain function; `AsyncJudgeReward` by one that waits for a server.
+
+    Logs, for each call: judge/NAME/failed and /cached (shares of the questions), /retries (a question asked), /tokens
+    (a question asked), /seconds, and where prices are known /cost_so_far; reasons as the extra column NAME_reason.
+    """
+
+    required = True
+
+    def __init__(self, name: str, judge: Judge, form: Form) -> None:
+        super().__init__(name, form.columns)
+        self.judge, self.form = judge, form
+        self.after_sampling, self.time_limit = judge.after_sampling, judge.time_limit
+        self.trouble: Trouble | None = None  # the last reason for a None; `rewards.check` shows it
+
+    @property
+    def meter(self) -> Any:
+        """Calls and tokens of the judge, over all rewards that it serves."""
+        return self.judge.meter
+
+    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        asked, began = self.ask(texts, columns, call), time.monotonic()
+        now: Any = self.judge.rate(questions_of(asked))
+        return self.settle(asked, now, time.monotonic() - began, call)
+
+    def ask(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Asked]:
+        """Questions about the completions of a call."""
+        if (prompts := call.get("prompts")) is None:
+            raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
+        return self.form.ask(texts, columns, prompts)
+
+    def settle(self, asked: list[Asked], now: Round, seconds: float, call: dict[str, Any]) -> list[float | None]:
+        """Rewards of a round's scores, None where there are none; and what is logged."""
+        size = sum(len(places) for one in asked for places in one.places)
+        rewards: list[float | None] = [None] * size
+        reasons = ["not judged"] * size
+        for one in asked:
+            ratings = now.found.get(one.question) if one.question else [(None, "nothing to compare")] * len(one.places)
+            for places, (score, reason) in zip(one.places, ratings or [], strict=False):
+                for place in places:
+                    rewards[place] = one.equal if score is None else self.form.worth(score)
+                    reasons[place] = reason
+        if now.troubles:
+            self.trouble = now.troubles[-1]
+        self.log(now, seconds, reasons, call)
+        return rewards
+
+    def log(self, now: Round, seconds: float, reasons: list[str], call: dict[str, Any]) -> None:
+        if callable(log := call.get("log_extra")):
+            log(f"{self.__name__}_reason", reasons)
+        if not callable(log := call.get("log_metric")) or not (questions := now.meter.calls + now.meter.cached):
+            return
+        found = {"failed": now.meter.failed / questions, "cached": now.meter.cached / questions}
+        if calls := now.meter.calls:
+            tokens = now.meter.prompt_tokens + now.meter.completion_tokens
+            found |= {"retries": now.meter.retried / calls, "tokens": tokens / calls, "seconds": seconds}
+        if (cost := self.judge.cost) is not None:
+            found["cost_so_far"] = cost
+        for name, value in found.items():
+            log(f"judge/{self.__name__}/{name}", value)
+
+
+class AsyncJudgeReward(JudgeReward):
+    """By a judge that waits for a server: others go on meanwhile."""
+
+    async def __call__(self, *, completions: list[Any], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        return await super().__call__(completions=completions, **kwargs)  # type: ignore[misc]
+
+    async def pay(  # type: ignore[override]
+        self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]
+    ) -> list[float | None]:
+        asked, began = self.ask(texts, columns, call), time.monotonic()
+        now = await self.judge.rate(questions_of(asked))
+        return self.settle(asked, now, time.monotonic() - began, call)
+
+
+def questions_of(asked: list[Asked]) -> list[Any]:
+    return [one.question for one in asked if one.question is not None]
