@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
+from targets import Verdict, is_meant_for, place, within
 
 OURS = "lowmem_grpo"
-CARD = "H200"  # the card that the targets for cards are meant for
 GB = 1e9
 LOGPROB_PEERS = ("trl_chunked", "trl_full_logits", "liger_grpo_loss", "cut_cross_entropy", "torch_compile")
-MET, MISSED, NOT_RUN = "met", "missed", "not run"
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Target:
     @property
     def case(self) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in self.shape.items())
-        return f"{self.op} {self.passes}, {sizes}, {self.dtype}, {CARD if self.device == 'cuda' else 'CPU'}"
+        return f"{self.op} {self.passes}, {sizes}, {self.dtype}, {place(self.device)}"
 
     @property
     def demand(self) -> str:
@@ -41,32 +40,17 @@ class Target:
 
     def matches(self, row: dict[str, Any]) -> bool:
         """Whether a row is of this case and this kind of machine."""
-        fields = ("op", "passes", "shape", "dtype", "device")
-        right_machine = self.device == "cpu" or CARD in (row["gpu"] or "")
-        return right_machine and all(row[name] == getattr(self, name) for name in fields)
+        fields = ("op", "passes", "shape", "dtype")
+        return is_meant_for(self.device, row) and all(row[name] == getattr(self, name) for name in fields)
 
+    def is_met(self, value: float) -> bool:
+        return within(value, self.limit, self.at_least)
 
-@dataclass(frozen=True)
-class Verdict:
-    """How a target stands: the value of the newest run that has one."""
-
-    target: Target
-    value: float | None = None
-
-    @property
-    def status(self) -> str:
-        if self.value is None:
-            return NOT_RUN
-        better = self.value >= self.target.limit if self.target.at_least else self.value <= self.target.limit
-        return MET if better else MISSED
-
-    @property
-    def measured(self) -> str:
-        if self.value is None:
-            return ""
-        if self.target.against:
-            return f"{self.value:.3g} x"
-        return f"{self.value / GB:.3g} GB" if self.target.measure == "peak_bytes" else f"{self.value:.0%}"
+    def told(self, value: float) -> str:
+        """The value with its unit."""
+        if self.against:
+            return f"{value:.3g} x"
+        return f"{value / GB:.3g} GB" if self.measure == "peak_bytes" else f"{value:.0%}"
 
 
 def judge(target: Target, rows: list[dict[str, Any]]) -> Verdict:
@@ -129,9 +113,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
 
 def table(found: list[Verdict]) -> Table:
     """The verdicts for the terminal."""
-    colors = {MET: "green", MISSED: "red", NOT_RUN: "dim"}
     result = Table("case", "to reach", "measured", "", title="targets")
     for verdict in found:
-        status = f"[{colors[verdict.status]}]{verdict.status}[/]"
-        result.add_row(verdict.target.case, verdict.target.demand, verdict.measured, status)
+        result.add_row(verdict.target.case, verdict.target.demand, verdict.measured, verdict.colored)
     return result

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kernel_targets import CARD, MET, MISSED, NOT_RUN
 from rich.table import Table
+from targets import Verdict, is_meant_for, place
 
 OURS = "lowmem_grpo"
 PEERS = ("trl", "trl_nf4", "unsloth")  # whose loops have vLLM too
@@ -29,31 +29,17 @@ class Target:
 
     def matches(self, row: dict[str, Any]) -> bool:
         """Whether a row is of this shape and this kind of machine."""
-        right_machine = self.device == "cpu" or CARD in (row["gpu"] or "")
-        return right_machine and (row["device"], row["shape"]) == (self.device, self.shape)
+        return is_meant_for(self.device, row) and row["shape"] == self.shape
+
+    def is_met(self, value: float) -> bool:
+        return value < 1 if self.measure == SECONDS else value <= 1
+
+    def told(self, value: float) -> str:
+        return f"{value:.3g} x"
 
     def of(self, row: dict[str, Any]) -> float:
         """The row's measure."""
         return float(row["seconds"] if self.measure == SECONDS else max(row["used_bytes"].values()))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a target stands, by the newest run that has both rows."""
-
-    target: Target
-    value: float | None = None
-
-    @property
-    def status(self) -> str:
-        if self.value is None:
-            return NOT_RUN
-        met = self.value < 1 if self.target.measure == SECONDS else self.value <= 1
-        return MET if met else MISSED
-
-    @property
-    def measured(self) -> str:
-        return "" if self.value is None else f"{self.value:.3g} x"
 
 
 def targets() -> list[Target]:
@@ -81,10 +67,9 @@ def verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
 
 def table(found: list[Verdict]) -> Table:
     """The verdicts for the terminal."""
-    colors = {MET: "green", MISSED: "red", NOT_RUN: "dim"}
     result = Table("where", "ours", "to reach", "measured", "", title="targets")
     for verdict in found:
-        where = CARD if verdict.target.device == "cuda" else "CPU"
-        result.add_row(f"{where}, {verdict.target.shape}", verdict.target.ours, verdict.target.demand, verdict.measured,
-                       f"[{colors[verdict.status]}]{verdict.status}[/]")
+        target = verdict.target
+        where = f"{place(target.device)}, {target.shape}"
+        result.add_row(where, target.ours, target.demand, verdict.measured, verdict.colored)
     return result

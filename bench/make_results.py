@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kernel_targets import NOT_RUN, Verdict, verdicts
+from kernel_targets import verdicts
 from pretend import is_pretend
 from results_card_learning import card_learning_table
 from results_loop import loop_table
 from results_memory import longest_table, memory_table
 from results_rollout import rollout_table
 from rows import newest, read_rows
+from targets import NOT_RUN, Verdict
 
 HERE = Path(__file__).resolve().parent
 HEADER = """# Results

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kernel_targets import CARD, MET, MISSED, NOT_RUN
 from rich.table import Table
+from targets import Verdict, is_meant_for, place, within
 
 OURS, BNB, BF16 = "lowmem_grpo", "vllm_bnb_lora", "vllm_bf16_lora"
 EAGER = "lowmem_grpo_eager"  # ours without CUDA graphs
@@ -25,27 +25,13 @@ class Target:
 
     def matches(self, row: dict[str, Any]) -> bool:
         """Whether a row is of this shape and this kind of machine."""
-        right_machine = self.device == "cpu" or CARD in (row["gpu"] or "")
-        return right_machine and (row["device"], row["shape"]) == (self.device, self.shape)
+        return is_meant_for(self.device, row) and row["shape"] == self.shape
 
+    def is_met(self, value: float) -> bool:
+        return within(value, self.limit, self.at_least)
 
-@dataclass(frozen=True)
-class Verdict:
-    """How a target stands, by the newest run that has what it needs."""
-
-    target: Target
-    value: float | None = None
-
-    @property
-    def status(self) -> str:
-        if self.value is None:
-            return NOT_RUN
-        better = self.value >= self.target.limit if self.target.at_least else self.value <= self.target.limit
-        return MET if better else MISSED
-
-    @property
-    def measured(self) -> str:
-        return "" if self.value is None else f"{self.value:.4g}"
+    def told(self, value: float) -> str:
+        return f"{value:.4g}"
 
 
 def speedup(other: str) -> Callable[[Run], float]:
@@ -109,10 +95,8 @@ def verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
 
 def table(found: list[Verdict]) -> Table:
     """The verdicts for the terminal."""
-    colors = {MET: "green", MISSED: "red", NOT_RUN: "dim"}
     result = Table("where", "to reach", "measured", "", title="targets")
     for verdict in found:
-        where = CARD if verdict.target.device == "cuda" else "CPU"
-        result.add_row(f"{where}, {verdict.target.shape}", verdict.target.demand, verdict.measured,
-                       f"[{colors[verdict.status]}]{verdict.status}[/]")
+        target = verdict.target
+        result.add_row(f"{place(target.device)}, {target.shape}", target.demand, verdict.measured, verdict.colored)
     return result
