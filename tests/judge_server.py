@@ -48,6 +48,9 @@ def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[JudgeServer]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if closed.is_set():  # a connection that was kept open ends, too
+                self.close_connection = True
+                return
             status, found = judge.reply(body) if self.path == "/v1/chat/completions" else (404, {"error": "no page"})
             text = found if isinstance(found, str) else json.dumps(found)
             try:
@@ -95,7 +98,7 @@ def chat(text: str | None, finish: str = "stop") -> Reply:
 def answers_in(body: dict[str, Any]) -> list[str]:
     """The answers that a judge was shown."""
     user = body["messages"][-1]["content"]
-    found = re.findall(r"^=== ANSWER[ \d]* (\w{12})\n(.*?)\n=== END \1$", user, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^=== ANSWER[ \d]* (\w{12})\n(.*?)\n=== END \1\b", user, re.DOTALL | re.MULTILINE)
     return [text for _, text in found]
 
 

@@ -120,20 +120,20 @@ def trouble_of(error: Exception, model: str, url: str, timeout: Any) -> Trouble:
 
     if isinstance(error, APITimeoutError):
         return Trouble("slow", f"{url} did not answer within {timeout:g} s",
-                       "Raise timeout, lower concurrency, or take a faster model")
+                       "raise timeout, lower concurrency, or take a faster model")
     if isinstance(error, APIConnectionError):
         return Trouble("down", f"{url} cannot be reached ({error.__cause__ or error})",
-                       "See that the server runs and that base_url is right (it mostly ends in /v1)")
+                       "see that the server runs and that base_url is right (it mostly ends in /v1)")
     status, said = getattr(error, "status_code", None), " ".join(str(error).split())[:300]
     return {
-        401: Trouble("key", f"{url} does not take the API key ({said})", "Give the right api_key"),
-        403: Trouble("key", f"{url} does not let this key use {model} ({said})", "Give another api_key or model"),
+        401: Trouble("key", f"{url} does not take the API key ({said})", "give the right api_key"),
+        403: Trouble("key", f"{url} does not let this key use {model} ({said})", "give another api_key or model"),
         404: Trouble("model", f"{url} knows no model {model!r}, or has no chat completions there ({said})",
-                     "See the server's list of models (/v1/models), and that base_url ends as the server asks"),
+                     "see the server's list of models (/v1/models), and that base_url ends as the server asks"),
         429: Trouble("limit", f"{url} takes no more requests for now ({said})",
-                     "Lower concurrency, raise retries and deadline, or see to the account's limits"),
+                     "lower concurrency, raise retries and deadline, or see to the account's limits"),
     }.get(status or 0) or Trouble(
         "server" if status is None or status >= 500 else "request", f"{url} answered with an error ({said})",
-        "See the server's log" if status is None or status >= 500 else "See that model, options and prompt length are "
+        "see the server's log" if status is None or status >= 500 else "see that model, options and prompt length are "
         "what the server takes",
     )

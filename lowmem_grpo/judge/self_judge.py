@@ -70,7 +70,7 @@ class SelfJudge(Judge):
             if bad:
                 now.troubles.append(Trouble(
                     "babble", f"{len(bad)} of {len(questions)} replies have no scores that can be used: {bad[0]}",
-                    "A model this small may not follow the form: take a larger one, raise max_tokens, or judge by URL",
+                    "take a larger model, raise max_tokens, or judge by URL: a small one may not follow the form",
                 ))
         finally:
             self.end(now)
@@ -92,7 +92,7 @@ class SelfJudge(Judge):
             return ids
         now.troubles.append(Trouble(
             "long", f"a question of {len(ids)} tokens leaves {max(room, 0)} of {self.model.loaded.max_seq_length} for "
-            "the reply", "Load with a larger max_seq_length, or lower num_generations or max_completion_length",
+            "the reply", "load with a larger max_seq_length, or lower num_generations or max_completion_length",
         ))
         return None
 
@@ -106,7 +106,7 @@ class SelfJudge(Judge):
         except (RuntimeError, ValueError, ArithmeticError) as error:  # too little memory, NaN logits, a dead engine
             now.troubles.append(Trouble(
                 "engine", f"the engine could not answer ({type(error).__name__}: {error})",
-                "Lower max_seq_length, num_generations or max_completion_length, or judge by URL",
+                "lower max_seq_length, num_generations or max_completion_length, or judge by URL",
             ))
             return {}
         faults: dict[Question, str] = {}

@@ -37,7 +37,7 @@ class Complaints:
                 return
             self.said[trouble.kind], more = now, self.unsaid.pop(trouble.kind, 0)
         often = f" ({more} more times since this was last said)" if more else ""
-        logger.warning("judge %s: %s%s; %s. %s", judge, trouble.problem, often, what, trouble.fix)
+        logger.warning("judge %s: %s%s; %s. What helps: %s", judge, trouble.problem, often, what, trouble.fix)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"quiet_seconds": self.quiet_seconds, "said": {}, "unsaid": {}}

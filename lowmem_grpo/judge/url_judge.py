@@ -72,7 +72,7 @@ class UrlJudge(Judge):
                 if late:
                     now.troubles.append(Trouble(
                         "late", f"{len(late)} of {len(questions)} questions had no answer after {self.deadline:g} s",
-                        "Raise deadline or concurrency, or take a faster model",
+                        "raise deadline or concurrency, or take a faster model",
                     ))
         finally:
             for task in tasks:
@@ -150,9 +150,9 @@ def no_scores(fault: str, reply: Reply) -> Trouble:
     """What to say of a reply that had no scores, the last time too."""
     if not reply.is_chat:
         return Trouble("api", "what the server answers is no chat completion",
-                       "See that base_url is that of an OpenAI-compatible API (it mostly ends in /v1)")
+                       "see that base_url is that of an OpenAI-compatible API (it mostly ends in /v1)")
     if reply.cut:
         return Trouble("cut", f"a reply was cut off before its scores ({shown(reply.text)})",
-                       'Raise the limit: options={"max_tokens": ...}, more for a model that thinks first')
+                       'raise the limit: options={"max_tokens": ...}, more for a model that thinks first')
     return Trouble("babble", f"a reply has no scores that can be used: {fault}",
-                   "Take a model that follows instructions better, or a simpler rubric")
+                   "take a model that follows instructions better, or a simpler rubric")

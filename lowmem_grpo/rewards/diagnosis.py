@@ -21,6 +21,7 @@ def findings_of(
             found.append(failed(trial.name, trial.error, columns, limit, allowed))
             continue
         found += unlike_numbers(trial)
+        found += without_judgement(trial)
         found += no_difference(trial, group_size)
         found += about_the_empty(trial)
         found += slow(trial, allowed, per_step)
@@ -67,10 +68,19 @@ def unlike_numbers(trial: Trial) -> Iterator[Finding]:
                       "return a list of floats; True counts 1.0, False 0.0")
 
 
+def without_judgement(trial: Trial) -> Iterator[Finding]:
+    """A function that could not judge, and says why; a run makes no step on such groups."""
+    missing = sum(pay is None for pay in trial.pays) - trial.invalid
+    if trial.trouble is not None and missing:
+        severity, problem = "warning" if trial.paid else "error", trial.trouble.problem
+        yield Finding(severity, trial.name, f"None for {missing} of {len(trial.pays)} completions: {problem}",
+                      trial.trouble.fix)
+
+
 def no_difference(trial: Trial, group_size: int) -> Iterator[Finding]:
     """A function that pays all alike, or all of a group alike, moves nothing."""
     if not trial.paid:
-        if not trial.invalid:
+        if not trial.invalid and trial.trouble is None:
             yield Finding("warning", trial.name, f"None for all {len(trial.pays)} completions",
                           "see that its column holds labels that it can read")
     elif len(set(trial.paid)) == 1:

@@ -37,6 +37,7 @@ def try_one(trial: Trial, func: Any, groups: list[RolloutGroup], state: TrainerS
         trial.seconds = time.monotonic() - started
     trial.pays, trial.invalid = scores.rewards[trial.name], scores.invalid[trial.name]
     trial.converted = scores.converted.get(trial.name, [])
+    trial.trouble = getattr(unwrap(func), "trouble", None)
     trial.verdicts = scores.metrics.get(f"verdicts/{getattr(func, '__name__', trial.name)}")
     try:
         trial.empty = call(scorer, [without_text(group) for group in groups], state).rewards[trial.name]
