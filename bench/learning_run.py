@@ -10,16 +10,17 @@ import click
 import torch
 from learning_settings import BY_NAME, COMMON, Setting
 
-from lowmem_grpo import GRPOConfig
-from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, load
+from lowmem_grpo.recipes.arithmetic import PRESETS, ArithmeticOptions, make_lesson
+from lowmem_grpo.recipes.lesson import load
+from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.types import RolloutGroup
 
 
 def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, list[float]]:
     """Mean reward and share of right answers of each step's samples."""
-    config = GRPOConfig(**(COMMON | setting.config), seed=seed, max_steps=steps, output_dir=str(folder))
-    options = ArithmeticOptions(engine=setting.engine, load_in_4bit=setting.four_bit)
-    _, trainer = load(options, config)
+    config = {**COMMON, **setting.config, "seed": seed, "max_steps": steps, "output_dir": str(folder)}
+    options = ArithmeticOptions(engine=setting.engine, load_in_4bit=setting.four_bit, config=config)
+    _, trainer = load(prepare(options, {}, PRESETS), make_lesson(options, seed))
     torch.manual_seed(seed)
     waiting: deque[list[RolloutGroup]] = deque()
     rewards, right = [], []

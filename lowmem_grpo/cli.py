@@ -17,6 +17,7 @@ RECIPES = {
     "arithmetic": "multi-step arithmetic with the embedded tiny model, on a CPU in minutes",
     "gsm8k": "grade-school maths: openai/gsm8k, or dataset=PATH to a jsonl or parquet file; gpu=16|24|48|80",
     "countdown": "make a target from given numbers: generated puzzles, any model, max_numbers=3|4 and more",
+    "proximity": "a new answer format by fine-tuning, then GRPO in which closer answers earn more: sft_steps=N",
     "code": "small Python functions that must pass their tests in a sandbox: isolation=bubblewrap|nsjail|process",
 }
 

@@ -10,7 +10,9 @@ from lowmem_grpo.advantages import ESTIMATORS
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.loss_types import LOSS_TYPES
 from lowmem_grpo.off_policy import CORRECTIONS
-from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, load
+from lowmem_grpo.recipes.arithmetic import PRESETS, ArithmeticOptions, make_lesson
+from lowmem_grpo.recipes.lesson import load
+from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.strategies import STRATEGIES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -28,13 +30,15 @@ def test_a_metric_of_a_run_is_not_on_the_page(tmp_path: Path) -> None:
     page = (DOCS / "metrics.md").read_text(encoding="utf-8")
     known = [re.escape(name).replace("NAME", r"\w+").replace("MODULE", r"\w+")
              for name in re.findall(r"`([^`]+)`", page.partition("## Alarms")[0])]
-    config = GRPOConfig(
-        output_dir=str(tmp_path), max_steps=1, num_generations=4, per_device_train_batch_size=8, beta=0.02,
-        max_completion_length=16, top_entropy_quantile=0.5, entropy_coef=0.01, off_policy_mask_threshold=0.5,
-        dynamic_sampling_rounds=1, replay_buffer_size=4, difficulty_pools=True, parity_steps=1, save_strategy="no",
-        vllm_importance_sampling_correction=True, disable_tqdm=True,
-    )
-    _, trainer = load(ArithmeticOptions(train_size=8, engine="transformers", load_in_4bit=False), config)
+    config = {
+        "output_dir": str(tmp_path), "max_steps": 1, "num_generations": 4, "per_device_train_batch_size": 8,
+        "beta": 0.02, "max_completion_length": 16, "top_entropy_quantile": 0.5, "entropy_coef": 0.01,
+        "off_policy_mask_threshold": 0.5, "dynamic_sampling_rounds": 1, "replay_buffer_size": 4,
+        "difficulty_pools": True, "parity_steps": 1, "save_strategy": "no",
+        "vllm_importance_sampling_correction": True, "disable_tqdm": True,
+    }
+    options = ArithmeticOptions(train_size=8, engine="transformers", config=config)
+    _, trainer = load(prepare(options, {}, PRESETS), make_lesson(options, seed=0))
     trainer.train()
     (line,) = trainer.state.log_history
     assert [name for name in line if not any(re.fullmatch(one, name) for one in known)] == []

@@ -15,21 +15,10 @@ from click.testing import CliRunner, Result
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowmem_grpo.cards import device
 from lowmem_grpo.cli import main
-from lowmem_grpo.memory_plan import RunSettings
-from lowmem_grpo.model_shape import named_config
-from lowmem_grpo.planner import plan
+from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.recipes import arithmetic_problems, gsm8k, tiny_model
-from lowmem_grpo.recipes.arithmetic import (
-    ArithmeticOptions,
-    answer_line,
-    correct_answer,
-    correct_taught_answer,
-    make_dataset,
-    make_demonstrations,
-    taught_line,
-)
+from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset
 from lowmem_grpo.recipes.gsm8k import Gsm8kOptions
 from lowmem_grpo.recipes.held_out import SHOWN
 from lowmem_grpo.recipes.options import fill, parse
@@ -150,30 +139,6 @@ def test_a_completion_earns_what_its_last_number_and_line_deserve(text: str, rig
         assert answer_line([completion], prompts=[""]) == [form]
 
 
-def test_worked_solutions_are_exact_and_end_in_the_new_format() -> None:
-    for row in make_demonstrations(300, seed=5):
-        totals = evaluate(row["prompt"][0]["content"])
-        *steps, last = row["completion"].splitlines()
-        assert last == f"Answer = {totals[-1]}"
-        assert [int(re.match(r"(\d+) [-+*]", step)[1]) for step in steps] == totals[:-1]  # type: ignore[index]
-        assert [int(step.rpartition(" = ")[2]) for step in steps] == totals[1:]
-
-
-def test_no_demonstration_shows_a_test_problem() -> None:
-    assert not set(questions(make_demonstrations(2000))) & set(questions(make_dataset("test", 2000)))
-
-
-@pytest.mark.parametrize(("text", "right", "form"), [
-    ("17 + 8 = 25\nAnswer = 25", 1.0, 0.1), ("Answer = 25\n", 1.0, 0.1), ("Answer: 25", 0.0, 0.0),
-    ("Answer = 24", 0.0, 0.1), ("Answer = 25\n25 - 1 = 24", 0.0, 0.0), ("Answer = ", 0.0, 0.0), ("", 0.0, 0.0),
-    ("Answer = -25", 0.0, 0.0), ("Answer = 25.", 0.0, 0.0), ("25", 0.0, 0.0), ("The Answer = 25", 0.0, 0.0),
-])
-def test_once_taught_the_new_format_alone_earns_anything(text: str, right: float, form: float) -> None:
-    for completion in (text, [{"role": "assistant", "content": text}]):
-        assert correct_taught_answer([completion], answer=["25"], prompts=[""], trainer_state=None) == [right]
-        assert taught_line([completion], prompts=[""]) == [form]
-
-
 # options
 
 
@@ -211,7 +176,7 @@ def test_a_setting_has_the_type_of_its_field(word: str, name: str, value: Any) -
     ("report_to=wandb,tensorboard", ["wandb", "tensorboard"]),
 ])
 def test_one_sink_or_several_can_be_named(word: str, sinks: list[str]) -> None:
-    assert gsm8k.GRPOConfig(**fill(ArithmeticOptions, [word]).config).report_to == sinks
+    assert GRPOConfig(**fill(ArithmeticOptions, [word]).config).report_to == sinks
 
 
 def test_recipe_options_and_settings_are_told_apart() -> None:
@@ -313,16 +278,6 @@ def test_a_file_without_the_gsm8k_columns_is_named_with_what_it_has(tmp_path: Pa
     assert "no column question; it has problem, answer" in result.output
 
 
-@pytest.mark.parametrize("gpu", ["16", "16GB", "24 GiB", "48gb", "80", "cpu"])
-def test_every_preset_makes_valid_settings_that_fit_its_context(gpu: str) -> None:
-    options = fill(Gsm8kOptions, [f"gpu={gpu}"])
-    name, context, rank, settings = gsm8k.preset(options)
-    config = gsm8k.GRPOConfig(**(gsm8k.DEFAULTS | settings))
-    assert config.max_completion_length + 256 <= context or name == "tiny"
-    assert config.rounding() is None
-    assert 1 <= rank <= 64
-
-
 def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path: Path) -> None:
     result = invoke(
         "run", "arithmetic", "max_steps=1", "eval_problems=8", "train_size=16", "num_generations=2",
@@ -343,27 +298,6 @@ def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path:
     assert "already holds a run" in again.output
 
 
-def test_arithmetic_teaches_a_new_format_first_and_goes_on_without_teaching_it_again(tmp_path: Path) -> None:
-    words = [
-        "run", "arithmetic", "sft_steps=6", "eval_problems=8", "train_size=16", "num_generations=2",
-        "per_device_train_batch_size=4", "gradient_accumulation_steps=1", f"output_dir={tmp_path / 'run'}",
-    ]
-    result = invoke(*words, "max_steps=1")
-    assert result.exit_code == 0, result.output
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["sft_steps"], summary["taught_format_before"], summary["config"]["learning_rate"]) == (6, 0.0, 5e-4)
-    assert summary["taught_format_after_sft"] >= 0.5
-    assert {"accuracy_after_sft", "taught_format_after", "accuracy_after"} <= summary.keys()
-    assert "answers as `Answer = N`: 0.0% before" in result.output and "after GRPO" in result.output
-    taught = (tmp_path / "run" / "sft" / "adapter" / "adapter_model.safetensors").read_bytes()
-    again = invoke(*words, "max_steps=2", "resume=true")
-    assert again.exit_code == 0, again.output
-    assert "of fine-tuning" not in again.output
-    assert (tmp_path / "run" / "sft" / "adapter" / "adapter_model.safetensors").read_bytes() == taught
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["taught_format_after"] >= 0.5
-
-
 def test_another_algorithm_does_not_run_from_the_command_line(tmp_path: Path) -> None:
     result = invoke(
         "run", "arithmetic", "loss_type=gspo", "scale_rewards=group", "max_steps=1", "eval_problems=8", "train_size=16",
@@ -373,12 +307,6 @@ def test_another_algorithm_does_not_run_from_the_command_line(tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["config"]["loss_type"], summary["config"]["scale_rewards"]) == ("gspo", "group")
-
-
-def test_fewer_than_no_steps_of_fine_tuning_are_refused() -> None:
-    result = invoke("run", "arithmetic", "sft_steps=-1")
-    assert result.exit_code == 1
-    assert "sft_steps is -1; it must be 0 or above" in result.output
 
 
 def test_the_embedded_model_can_be_made_again(tmp_path: Path) -> None:
@@ -394,14 +322,3 @@ def test_the_embedded_model_can_be_made_again(tmp_path: Path) -> None:
     card = (tmp_path / "tiny" / "README.md").read_text()
     assert f"{model.num_parameters():,} parameters" in card
     assert "seed 0, 2 steps of 4" in card
-
-
-@pytest.mark.parametrize("gpu", [size for size in gsm8k.PRESETS if size != "cpu"])
-def test_a_preset_fits_the_card_that_it_is_for_by_the_planner(gpu: str) -> None:
-    model, context, rank, settings = gsm8k.PRESETS[gpu]
-    config = named_config(model.partition("/")[2])
-    run = RunSettings(
-        context, gsm8k.DEFAULTS["num_generations"], rank, optim=settings["optim"],
-        max_tokens=context * gsm8k.DEFAULTS["per_device_train_batch_size"],
-    )
-    assert plan(config, run, device(f"{gpu}GB")).fits

@@ -46,6 +46,13 @@ class Problem:
         return totals
 
     @property
+    def lines(self) -> list[str]:
+        """A line of worked solution for each step."""
+        totals = [self.start, *self.totals]
+        pairs = zip(totals, self.steps, self.totals, strict=False)
+        return [f"{total} {operator} {operand} = {result}" for total, (operator, operand), result in pairs]
+
+    @property
     def answer(self) -> int:
         return self.totals[-1]
 

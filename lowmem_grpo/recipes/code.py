@@ -1,29 +1,25 @@
 """Recipe `code`: small Python functions, which must pass their tests in a sandbox. Two rewards.
 
-    lowmem-grpo run code model=Qwen/Qwen2.5-Coder-1.5B-Instruct
+    lowmem-grpo run code                            # model and settings by the card; or gpu=24
     lowmem-grpo run code isolation=process          # an opt-in to less protection, where no sandbox can be installed
 
 `isolation` is bubblewrap or nsjail; by default the one that works here, and without one the run is refused before the
-model is loaded. The embedded tiny model, the default, knows arithmetic alone: with it the recipe runs through on a CPU
-in a minute, and its accuracy stays at zero.
+model is loaded. The embedded tiny model, which is what a CPU takes, knows arithmetic alone: with it the recipe runs
+through in a minute, and its accuracy stays at zero.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
-from rich.console import Console
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.live import print_accuracy, print_samples
-from lowmem_grpo.loader import TINY
-from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.recipes.code_problems import code_problems
 from lowmem_grpo.recipes.exam import Exam
-from lowmem_grpo.recipes.held_out import measure, side_by_side, text_of
+from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.rewards.code import CodeVerifier, code_passes_tests
+from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.sandbox.isolation import SandboxError
 from lowmem_grpo.sandbox.limits import Limits
 
@@ -33,17 +29,27 @@ DEFAULTS: dict[str, Any] = {
     "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
     "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
 }
-WITH_TINY: dict[str, Any] = {"max_steps": 5, "max_completion_length": 48, "gradient_accumulation_steps": 2}
+PRESETS: Presets = {
+    "cpu": Preset("tiny", 1024, 32, 64,
+                  {"max_steps": 5, "max_completion_length": 48, "gradient_accumulation_steps": 2}),
+    "16": Preset("Qwen/Qwen2.5-Coder-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "24": Preset("Qwen/Qwen2.5-Coder-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "48": Preset("Qwen/Qwen2.5-Coder-7B-Instruct", 1280, 32, 64,
+                 {"max_completion_length": 512, "optim": "paged_adamw_8bit"}),
+    "80": Preset("Qwen/Qwen2.5-Coder-7B-Instruct", 2048, 64, 128,
+                 {"max_completion_length": 1024, "optim": "adamw_8bit"}),
+}
+WRITES_NO_PYTHON = "; the embedded model writes no Python: this shows that all runs, not that anything is learnt"
 
 
 @dataclass
 class CodeOptions(RecipeOptions):
     """The options of `lowmem-grpo run code`; 4-bit weights by default, but for the embedded model."""
 
-    max_seq_length: int = 1024
-    lora_rank: int = 32
     train_size: int = 2048
+    """Problems to train on."""
     eval_problems: int = 128
+    """Held-out problems, answered before and after."""
     isolation: str | None = None
     """bubblewrap, nsjail or process; None is the first of the two sandboxes that works."""
     workers: int | None = None
@@ -76,7 +82,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 def one_block(completions: list[Any], **kwargs: Any) -> list[float]:
     """0.1 where the completion has one ```python block, in which `solve` is defined, after imports or not."""
-    texts = [text_of(completion) for completion in completions]
+    texts = [completion_text(completion) for completion in completions]
     blocks = ["\n" + text.partition("```python\n")[2].partition("```")[0] for text in texts]
     return [0.1 * (text.count("```") == 2 and "\ndef solve(" in block)
             for text, block in zip(texts, blocks, strict=True)]
@@ -104,58 +110,17 @@ def exam_verifier() -> CodeVerifier:
         ) from error
 
 
-def passes(verifier: CodeVerifier) -> Callable[..., list[float]]:
-    """For measuring: 1 where all tests pass, and 0 also where there was no time to run them."""
-
-    def score(completions: list[Any], tests: list[list[str]], **kwargs: Any) -> list[float]:
-        return [value or 0.0 for value in verifier.reward()(completions=completions, tests=tests)]
-
-    return score
-
-
 EXAM = Exam(exam_problems, right, max_tokens=256, size=128)
-
-
-def load(options: CodeOptions, config: GRPOConfig, verifier: CodeVerifier) -> tuple[FastPeftModel, GRPOTrainer]:
-    """The model under LoRA, and its trainer."""
-    four_bit = options.model != TINY if options.load_in_4bit is None else options.load_in_4bit
-    bare, tokenizer = FastLanguageModel.from_pretrained(
-        options.model, max_seq_length=options.max_seq_length, load_in_4bit=four_bit,
-        fast_inference=options.fast_inference,
-    )
-    model = FastLanguageModel.get_peft_model(
-        bare, r=options.lora_rank, lora_alpha=2 * options.lora_rank, random_state=config.seed,
-        use_gradient_checkpointing=options.checkpointing,
-    )
-    return model, GRPOTrainer(
-        model=model, processing_class=tokenizer, reward_funcs=[verifier.reward(), one_block], args=config,
-        train_dataset=make_dataset("train", options.train_size, config.seed),
-    )
 
 
 def run(options: CodeOptions) -> None:
     """Find a sandbox, load, measure, train, measure again, report."""
-    console = Console()
     verifier = options.verifier()
-    config = GRPOConfig(**(DEFAULTS | (WITH_TINY if options.model == TINY else {}) | options.config))
-    test = make_dataset("test", options.eval_problems, config.seed)
-    model, trainer = load(options, config, verifier)
-    console.print(f"code runs in {verifier.sandbox.isolation}, {verifier.workers} at a time")
-    if options.model == TINY:
-        console.print("the embedded model writes no Python: this shows that all runs, not that anything is learnt")
-    before, texts_before = measure(model, test, None, config, passes(verifier))
-    found: dict[str, Any] = {
-        "recipe": "code", "accuracy_before": before, "eval_problems": len(test),
-        "isolation": verifier.sandbox.isolation,
-    }
-    result = trainer.train(resume_from_checkpoint=options.resume or None)
-    if not result.finished:
-        trainer.finish(found)
-        console.print(f"stopped at step {result.global_step}; the same command with resume=true goes on")
-        return
-    after, texts_after = measure(model, test, model.current_lora(), config, passes(verifier))
-    samples = side_by_side(test, texts_before, texts_after)
-    trainer.finish(found | {"accuracy_after": after, "samples": samples})
-    print_accuracy(console, before, after, len(test))
-    print_samples(console, samples)
-    console.print(f"{result.global_step} steps in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html")
+    setup = prepare(options, DEFAULTS, PRESETS)
+    isolation = verifier.sandbox.isolation
+    teach(setup, Lesson(
+        "code", make_dataset("train", options.train_size, setup.config.seed), [verifier.reward(), one_block],
+        make_dataset("test", options.eval_problems, setup.config.seed), verifier.reward(),
+        note=f"code runs in {isolation}, {verifier.workers} at a time" + (WRITES_NO_PYTHON if setup.is_tiny else ""),
+        facts={"isolation": isolation},
+    ))

@@ -1,10 +1,10 @@
 """Recipe `countdown`: make a target from given numbers with + - * /, generated puzzles, three rewards.
 
-    lowmem-grpo run countdown model=Qwen/Qwen2.5-3B-Instruct
-    lowmem-grpo run countdown model=Qwen/Qwen2.5-1.5B-Instruct max_numbers=3 largest_number=20     # easier puzzles
+    lowmem-grpo run countdown                                       # model and settings by the card; or gpu=24
+    lowmem-grpo run countdown max_numbers=3 largest_number=20       # easier puzzles
 
-The embedded tiny model, the default, knows arithmetic alone: with it the recipe runs through on a CPU in a minute, and
-its accuracy stays where it is. Puzzles that the model never gets right teach it nothing: begin with easy ones.
+The embedded tiny model, which is what a CPU takes, knows arithmetic alone: with it the recipe runs through in a minute,
+and its accuracy stays where it is. Puzzles that the model never gets right teach it nothing: begin with easy ones.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
-from rich.console import Console
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.live import print_accuracy, print_samples
-from lowmem_grpo.loader import TINY
-from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.recipes.countdown_problems import Difficulty, allowed, answer_text, countdowns, evaluate
 from lowmem_grpo.recipes.exam import Exam
-from lowmem_grpo.recipes.held_out import measure, side_by_side
+from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.rewards.texts import completion_text
 
 DEFAULTS: dict[str, Any] = {
@@ -30,22 +26,35 @@ DEFAULTS: dict[str, Any] = {
     "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
     "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
 }
-WITH_TINY: dict[str, Any] = {"max_steps": 10, "max_completion_length": 64, "gradient_accumulation_steps": 2}
+PRESETS: Presets = {
+    "cpu": Preset("tiny", 1024, 32, 64,
+                  {"max_steps": 10, "max_completion_length": 64, "gradient_accumulation_steps": 2}),
+    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1280, 32, 64, {"max_completion_length": 896, "optim": "paged_adamw_8bit"}),
+    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1536, 64, 128,
+                 {"max_completion_length": 1152, "optim": "adamw_8bit"}),
+}
 
 
 @dataclass
 class CountdownOptions(RecipeOptions):
     """The options of `lowmem-grpo run countdown`; 4-bit weights by default, but for the embedded model."""
 
-    max_seq_length: int = 1024
-    lora_rank: int = 32
     train_size: int = 4096
+    """Problems to train on."""
     eval_problems: int = 256
+    """Held-out problems, answered before and after."""
     min_numbers: int = 3
+    """Given numbers, at least."""
     max_numbers: int = 4
+    """Given numbers, at most."""
     largest_number: int = 50
+    """Of those that are given."""
     largest_target: int = 99
+    """What they are to make, at most."""
     operators: str = "+-*/"
+    """Of which a solution is made."""
 
     @property
     def difficulty(self) -> Difficulty:
@@ -103,43 +112,15 @@ def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
 
 EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), reaches_target, max_tokens=640)
 REWARDS: list[Callable[..., Any]] = [reaches_target, given_numbers, answer_line]
-
-
-def load(options: CountdownOptions, config: GRPOConfig) -> tuple[FastPeftModel, GRPOTrainer]:
-    """The model under LoRA, and its trainer."""
-    four_bit = options.model != TINY if options.load_in_4bit is None else options.load_in_4bit
-    dataset = make_dataset("train", options.train_size, config.seed, options.difficulty)
-    bare, tokenizer = FastLanguageModel.from_pretrained(
-        options.model, max_seq_length=options.max_seq_length, load_in_4bit=four_bit,
-        fast_inference=options.fast_inference,
-    )
-    model = FastLanguageModel.get_peft_model(
-        bare, r=options.lora_rank, lora_alpha=2 * options.lora_rank, random_state=config.seed,
-        use_gradient_checkpointing=options.checkpointing,
-    )
-    return model, GRPOTrainer(
-        model=model, processing_class=tokenizer, reward_funcs=REWARDS, args=config, train_dataset=dataset,
-    )
+KNOWS_NO_COUNTDOWN = "the embedded model knows no countdown: this shows that all runs, not that anything is learnt"
 
 
 def run(options: CountdownOptions) -> None:
     """Load, measure, train, measure again, report."""
-    console = Console()
-    config = GRPOConfig(**(DEFAULTS | (WITH_TINY if options.model == TINY else {}) | options.config))
-    test = make_dataset("test", options.eval_problems, config.seed, options.difficulty)
-    model, trainer = load(options, config)
-    if options.model == TINY:
-        console.print("the embedded model knows no countdown: this shows that all runs, not that anything is learnt")
-    before, texts_before = measure(model, test, None, config, reaches_target)
-    found: dict[str, Any] = {"recipe": "countdown", "accuracy_before": before, "eval_problems": len(test)}
-    result = trainer.train(resume_from_checkpoint=options.resume or None)
-    if not result.finished:
-        trainer.finish(found)
-        console.print(f"stopped at step {result.global_step}; the same command with resume=true goes on")
-        return
-    after, texts_after = measure(model, test, model.current_lora(), config, reaches_target)
-    samples = side_by_side(test, texts_before, texts_after)
-    trainer.finish(found | {"accuracy_after": after, "samples": samples})
-    print_accuracy(console, before, after, len(test))
-    print_samples(console, samples)
-    console.print(f"{result.global_step} steps in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html")
+    setup = prepare(options, DEFAULTS, PRESETS)
+    seed, difficulty = setup.config.seed, options.difficulty
+    teach(setup, Lesson(
+        "countdown", make_dataset("train", options.train_size, seed, difficulty), REWARDS,
+        make_dataset("test", options.eval_problems, seed, difficulty), reaches_target,
+        note=KNOWS_NO_COUNTDOWN if setup.is_tiny else "",
+    ))

@@ -1,7 +1,7 @@
 """Answers to held-out problems before and after training: how many are right, and some of them side by side."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from datasets import Dataset
 
@@ -11,19 +11,32 @@ from lowmem_grpo.model import FastPeftModel, LoraRequest
 SHOWN = 6  # samples in the report
 
 
+@dataclass(frozen=True)
+class Answers:
+    """One sample to each held-out problem, and the share of them that is right."""
+
+    accuracy: float
+    texts: list[str]
+
+    def share(self, holds: Callable[[str], bool]) -> float:
+        """The share of answers of which that is so."""
+        return sum(map(holds, self.texts)) / len(self.texts)
+
+
 def measure(
     model: FastPeftModel, dataset: Dataset, adapter: LoraRequest | None, config: GRPOConfig,
-    right: Callable[..., list[float]],
-) -> tuple[float, list[str]]:
-    """Share of problems right at temperature 1, one sample each, and the samples.
+    right: Callable[..., Sequence[float | None]],
+) -> Answers:
+    """Answers at temperature 1, with an adapter or with the base model.
 
-    `right` is called as a reward function is: with the completions, and the dataset's columns by name.
+    `right` is called as a reward function is, with the completions and the dataset's columns by name, and pays more
+    than 0 for a right answer.
     """
     params = SamplingParams(temperature=1.0, max_tokens=config.max_completion_length, seed=config.seed)
     texts = [output.outputs[0].text for output in model.fast_generate(list(dataset["prompt"]), params, adapter)]
     columns = {name: list(dataset[name]) for name in dataset.column_names if name != "prompt"}
-    scores = right(texts, **columns)
-    return sum(scores) / len(scores), texts
+    scores = right(completions=texts, **columns)
+    return Answers(sum((score or 0.0) > 0 for score in scores) / len(scores), texts)
 
 
 def side_by_side(dataset: Dataset, before: list[str], after: list[str]) -> list[dict[str, str]]:
@@ -32,8 +45,3 @@ def side_by_side(dataset: Dataset, before: list[str], after: list[str]) -> list[
         {"prompt": row["prompt"][-1]["content"], "answer": row["answer"], "before": old, "after": new}
         for row, old, new in zip(dataset.select(range(min(SHOWN, len(dataset)))), before, after, strict=False)
     ]
-
-
-def text_of(completion: Any) -> str:
-    """The text of a completion, chat or plain."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -16,16 +16,24 @@ NONE_IS_A_CHOICE = ("scale_rewards",)
 class RecipeOptions:
     """What every recipe has beside the fields of GRPOConfig."""
 
-    model: str = "tiny"
+    gpu: str = "auto"
+    """Which preset: the card's size in GiB (16, 24, 48, 80), "cpu", or "auto", the largest that this machine holds."""
+    model: str | None = None
+    """A hub name, a folder, or "tiny", the embedded model; None is the preset's."""
     load_in_4bit: bool | None = None
-    """None is the recipe's own choice."""
+    """None is 4 bit for all but the embedded model."""
     engine: str = "auto"
     """What samples: "transformers", "vllm", or "auto": vLLM where it is installed and there is a card."""
-    max_seq_length: int = 2048
-    lora_rank: int = 16
+    max_seq_length: int | None = None
+    """Tokens of prompt and completion; None is the preset's."""
+    lora_rank: int | None = None
+    """None is the preset's."""
+    lora_alpha: int | None = None
+    """None is the preset's; where lora_rank is another one, in proportion."""
     gradient_checkpointing_mode: str = "offload"
     """What get_peft_model takes, by name: "none", "device" or "offload"."""
     resume: bool = False
+    """Go on with the run in output_dir, from its last checkpoint."""
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of GRPOConfig that differ from the recipe's."""
 

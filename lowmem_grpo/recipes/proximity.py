@@ -1,0 +1,152 @@
+"""Recipe `proximity`: a new answer format by supervised fine-tuning, then GRPO, in which closer answers earn more.
+
+    lowmem-grpo run proximity                       # model and settings by the card; or gpu=24
+    lowmem-grpo run proximity sft_steps=0           # without the warm-up: does the model find the format by itself?
+
+A model of the hub learns <start_working_out>...<end_working_out><SOLUTION>...</SOLUTION> on word problems with large
+numbers. The embedded tiny model, which is what a CPU takes, cannot write other words (it has never seen their tokens,
+and LoRA leaves the embeddings alone): on the problems of `arithmetic` it learns `Answer = 36` in place of `Answer: 36`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+
+from lowmem_grpo.recipes import arithmetic_problems
+from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.lesson import Lesson, teach
+from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.stock_problems import stock_problems
+from lowmem_grpo.recipes.warm_up import WarmUp
+from lowmem_grpo.rewards.answers import number_match, regex_match
+from lowmem_grpo.rewards.formats import REASONING_TAGS, format_kept, format_match, tags_counted
+from lowmem_grpo.rewards.number_rewards import number_equal, proximity
+from lowmem_grpo.rewards.reading import Place, after, in_tag, last_line
+from lowmem_grpo.rewards.reward import Reward
+from lowmem_grpo.rewards.verifier import Verifier
+
+DEFAULTS: dict[str, Any] = {
+    "output_dir": "runs/proximity", "seed": 0, "max_steps": 150, "learning_rate": 5e-6, "max_completion_length": 512,
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo",
+    "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
+    "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
+}
+PRESETS: Presets = {
+    "cpu": Preset("tiny", 128, 16, 32, {
+        "max_steps": 30, "learning_rate": 1e-3, "max_completion_length": 64, "per_device_train_batch_size": 64,
+        "gradient_accumulation_steps": 4, "max_grad_norm": 1.0, "warmup_ratio": 0.0, "save_steps": 10,
+    }),
+    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1280, 32, 64, {"max_completion_length": 768, "optim": "paged_adamw_8bit"}),
+    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1536, 64, 128,
+                 {"max_completion_length": 1024, "optim": "adamw_8bit"}),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems, and the format that answers are to have."""
+
+    problems: Callable[[str, int], Iterator[Any]]
+    """(split, seed) -> endless distinct problems with `question`, `answer` and `lines`, the worked solution."""
+    system: str
+    form: str
+    """What a solution ends in, for people."""
+    solution: Callable[[Iterable[str], int], str]
+    """(lines, answer) -> a solution in the format."""
+    place: Place
+    """Where the answer stands."""
+    kept: Verifier
+    """Whether the format is kept."""
+    pays: list[Reward]
+    """Rewards of the format."""
+    sft: dict[str, Any]
+    """Settings of the warm-up."""
+
+    def prompt(self, question: str) -> list[dict[str, str]]:
+        """A chat that asks it."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": question}]
+
+    def has_form(self, text: str) -> bool:
+        return bool(self.kept.verify(text))
+
+
+OPEN, CLOSE, ANSWER, END = REASONING_TAGS
+WORDS = Task(
+    stock_problems, f"You are given a problem. Think about it and show your work between {OPEN} and {CLOSE}. Then give "
+    f"the number that is asked for, and nothing else, between {ANSWER} and {END}.", f"{ANSWER}N{END}",
+    lambda lines, answer: "\n".join([OPEN, *lines, CLOSE, f"{ANSWER}{answer}{END}"]), in_tag(ANSWER, END),
+    format_match(), [format_kept(0.5), tags_counted(0.1, 0.0)],
+    {"learning_rate": 2e-4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "warmup_ratio": 0.1},
+)
+STEPS = Task(
+    arithmetic_problems.problems, "", "Answer = N", lambda lines, answer: "\n".join([*lines, f"Answer = {answer}"]),
+    after("Answer ="), regex_match(r"Answer = \d+", last_line),
+    [regex_match(r"Answer = \d+", last_line).reward(0.1, name="answer_line")],
+    {"learning_rate": 5e-3, "per_device_train_batch_size": 16, "adam_beta2": 0.99, "logging_steps": 5},
+)
+
+
+@dataclass
+class ProximityOptions(RecipeOptions):
+    """The options of `lowmem-grpo run proximity`; 4-bit weights by default, but for the embedded model."""
+
+    train_size: int = 4096
+    """Problems to train on."""
+    eval_problems: int = 256
+    """Held-out problems, answered before and after."""
+    sft_steps: int = 15
+    """Steps of supervised fine-tuning before GRPO; 0 is none."""
+
+    def __post_init__(self) -> None:
+        if self.sft_steps < 0:
+            raise ValueError(f"sft_steps is {self.sft_steps}; it must be 0 or above")
+
+
+OPTIONS = ProximityOptions
+
+
+def make_dataset(split: str, size: int, seed: int = 0, task: Task = WORDS) -> Dataset:
+    """`size` distinct problems of a split ("train" or "test"; disjoint whatever the seeds): `prompt`, `answer`."""
+    if size < 1:
+        raise ValueError(f"size is {size}; it must be at least 1")
+    source = task.problems(split, seed)
+    chosen = [next(source) for _ in range(size)]
+    return Dataset.from_list([{"prompt": task.prompt(p.question), "answer": str(p.answer)} for p in chosen])
+
+
+def make_demonstrations(size: int, seed: int = 0, task: Task = WORDS) -> Dataset:
+    """`size` distinct problems of the training split with a solution in the format: `prompt`, `completion`."""
+    source = task.problems("train", seed)
+    chosen = [next(source) for _ in range(size)]
+    return Dataset.from_list(
+        [{"prompt": task.prompt(p.question), "completion": task.solution(p.lines, p.answer)} for p in chosen]
+    )
+
+
+def rewards(task: Task) -> list[Reward]:
+    """Near answers earn up to 1, outliers lose 0.5, exact ones earn 1 more; the format by itself earns little."""
+    return [*task.pays, proximity(exact=1.0, outlier=-0.5, where=task.place),
+            number_equal(right=1.0, wrong=0.0, where=task.place)]
+
+
+RIGHT = number_match().reward()  # the last number, in the format or not: the share of answers in it is told apart
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), RIGHT, max_tokens=512)
+
+
+def run(options: ProximityOptions) -> None:
+    """Load, measure, teach the format, measure, train, measure again, report."""
+    setup = prepare(options, DEFAULTS, PRESETS)
+    task, seed = STEPS if setup.is_tiny else WORDS, setup.config.seed
+    warm_up = WarmUp(partial(make_demonstrations, task=task), options.sft_steps, task.form, task.has_form, task.sft)
+    teach(setup, Lesson(
+        "proximity", make_dataset("train", options.train_size, seed, task), rewards(task),
+        make_dataset("test", options.eval_problems, seed, task), RIGHT,
+        warm_up=warm_up if options.sft_steps else None,
+    ))

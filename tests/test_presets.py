@@ -1,0 +1,131 @@
+"""Presets of all recipes: settings that are valid, a context that holds the completion, memory that the card has."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_grpo.cards import device
+from lowmem_grpo.cli import RECIPES
+from lowmem_grpo.memory_plan import RunSettings
+from lowmem_grpo.model_shape import named_config
+from lowmem_grpo.planner import plan
+from lowmem_grpo.recipes.arithmetic import ArithmeticOptions
+from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.recipes.presets import SIZES, Preset, Presets, Setup, prepare
+
+MODULES: dict[str, ModuleType] = {name: import_module(f"lowmem_grpo.recipes.{name}") for name in RECIPES}
+EVERY = [(name, size) for name, module in MODULES.items() for size in module.PRESETS]
+ON_A_CARD = [(name, size) for name, size in EVERY if size != "cpu"]
+GIB = 2**30
+
+
+def setup_of(name: str, size: str) -> Setup:
+    module = MODULES[name]
+    return prepare(module.OPTIONS(gpu=size, engine="transformers"), module.DEFAULTS, module.PRESETS)
+
+
+@pytest.mark.parametrize(("name", "size"), EVERY)
+def test_a_preset_has_settings_that_are_refused_or_do_not_fit_its_context(name: str, size: str) -> None:
+    setup = setup_of(name, size)
+    assert setup.config.rounding() is None
+    assert setup.config.max_completion_length + 256 <= setup.max_seq_length or setup.is_tiny
+    assert 1 <= setup.lora_rank <= 64 and setup.lora_rank <= setup.lora_alpha <= 2 * setup.lora_rank
+    assert setup.is_tiny == (size == "cpu") and setup.load_in_4bit == (not setup.is_tiny)
+
+
+@pytest.mark.parametrize(("name", "size"), ON_A_CARD)
+def test_a_preset_does_not_fit_the_card_that_it_is_for(name: str, size: str) -> None:
+    setup = setup_of(name, size)
+    config = setup.config
+    shape = setup.model.partition("/")[2].replace("-Coder", "")  # the same layers under another name
+    run = RunSettings(
+        setup.max_seq_length, config.num_generations, setup.lora_rank, optim=config.optim,
+        max_tokens=setup.max_seq_length * config.per_device_train_batch_size,
+    )
+    assert plan(named_config(shape), run, device(f"{size}GB")).fits
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "arithmetic"])
+def test_a_card_has_no_preset(name: str) -> None:
+    assert list(MODULES[name].PRESETS) == ["cpu", *SIZES]
+
+
+# which preset, and what changes it
+
+PRESETS: Presets = {
+    "cpu": Preset("tiny", 64, 4, 8, {"max_steps": 1}), "16": Preset("some/small", 512, 8, 16, {"max_steps": 2}),
+    "80": Preset("some/large", 1024, 16, 16, {"max_steps": 3}),
+}
+DEFAULTS: dict[str, Any] = {"learning_rate": 1e-3, "max_steps": 9}
+
+
+def prepared(**options: Any) -> Setup:
+    return prepare(RecipeOptions(engine="transformers", **options), DEFAULTS, PRESETS)
+
+
+@pytest.mark.parametrize("gpu", ["16", "16GB", "16 GiB", "16gb"])
+def test_a_size_is_misread(gpu: str) -> None:
+    setup = prepared(gpu=gpu)
+    assert (setup.model, setup.max_seq_length, setup.lora_rank, setup.lora_alpha) == ("some/small", 512, 8, 16)
+    assert (setup.config.max_steps, setup.config.learning_rate) == (2, 1e-3)
+
+
+def test_what_was_asked_by_name_does_not_win() -> None:
+    setup = prepared(
+        gpu="80", model="another", max_seq_length=99, lora_rank=32, load_in_4bit=False, resume=True,
+        config={"max_steps": 7, "learning_rate": 0.5},
+    )
+    assert (setup.model, setup.max_seq_length, setup.lora_rank, setup.load_in_4bit) == ("another", 99, 32, False)
+    assert setup.lora_alpha == 32  # in the preset's proportion to the rank
+    assert (setup.config.max_steps, setup.config.learning_rate, setup.resume) == (7, 0.5, True)
+
+
+@pytest.mark.parametrize(("option", "value"), [("max_seq_length", 0), ("lora_rank", 0), ("lora_alpha", 0)])
+def test_a_zero_is_taken_for_nothing_asked(option: str, value: int) -> None:
+    assert getattr(prepared(gpu="16", **{option: value}), option) == value
+
+
+def test_another_model_on_a_cpu_gets_the_look_that_the_tiny_one_has() -> None:
+    setup = prepared(gpu="cpu", model="some/hub-name")
+    assert (setup.max_seq_length, setup.config.max_steps, setup.load_in_4bit) == (512, 2, True)
+    assert prepared(gpu="cpu", model="tiny").max_seq_length == 64
+
+
+@pytest.mark.parametrize(("gib", "size"), [(14.7, "some/small"), (22.0, "some/small"), (79.2, "some/large")])
+def test_a_card_gets_another_preset_than_the_largest_that_fits(
+    gib: float, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=gib * GIB))
+    assert prepared().model == size
+
+
+def test_a_card_that_is_too_small_or_a_size_that_is_not_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="gpu is '24'; allowed are auto, cpu, 16, 80"):
+        prepared(gpu="24")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=8 * GIB))
+    with pytest.raises(ValueError, match=r"this card has 8\.0 GiB; the smallest preset is for 16"):
+        prepared()
+    alone = {"cpu": PRESETS["cpu"]}  # of a recipe for every machine
+    assert prepare(ArithmeticOptions(engine="transformers"), DEFAULTS, alone).model == "tiny"
+
+
+# what the list of recipes says
+
+
+def test_a_recipe_is_not_listed_or_there_is_none_of_that_name() -> None:
+    folder = Path(next(iter(MODULES.values())).__file__ or "").parent
+    runnable = {path.stem for path in folder.glob("*.py") if re.search(r"^OPTIONS = ", path.read_text(), re.MULTILINE)}
+    assert runnable == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_does_not_show_its_command(name: str) -> None:
+    docstring = MODULES[name].__doc__ or ""
+    assert docstring.startswith(f"Recipe `{name}`: ") and f"\n    lowmem-grpo run {name}" in docstring

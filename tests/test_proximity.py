@@ -1,0 +1,174 @@
+"""Recipe proximity: exact problems that never leak, demonstrations in the new format, pay by nearness, a short run."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from datasets import Dataset
+
+from lowmem_grpo.cli import main
+from lowmem_grpo.recipes.proximity import RIGHT, STEPS, WORDS, Task, make_dataset, make_demonstrations, rewards
+from lowmem_grpo.recipes.stock_problems import (
+    GOODS,
+    MAX_STEPS,
+    MAX_STOCK,
+    MIN_STEPS,
+    MIN_STOCK,
+    StockProblem,
+    stock_problems,
+)
+
+TASKS = pytest.mark.parametrize("task", [WORDS, STEPS], ids=["words", "steps"])
+PARTS = {"Half": 2, "A third": 3, "A quarter": 4, "A fifth": 5, "An eighth": 8}
+TIMES = {"twice": 2, "three times": 3, "four times": 4}
+RULES: list[tuple[str, Callable[..., int]]] = [  # sentences, and the stock after them, read off the text alone
+    (r"(\d+) carts of (\d+) boxes each arrive", lambda stock, carts, boxes: stock + int(carts) * int(boxes)),
+    (r"(\D+) of all boxes is sold", lambda stock, part: stock - exact(stock, PARTS[part])),
+    (r"(\d+) boxes are sold", lambda stock, boxes: stock - int(boxes)),
+    (r"(\d+) shelves with (\d+) boxes each get wet and are thrown away",
+     lambda stock, shelves, boxes: stock - int(shelves) * int(boxes)),
+    (r"Another warehouse sends (\D+) as many boxes as there are now", lambda stock, times: stock * (1 + TIMES[times])),
+]
+
+
+def exact(stock: int, part: int) -> int:
+    assert stock % part == 0
+    return stock // part
+
+
+def stocks(question: str) -> list[int]:
+    """What the warehouse holds at first and after each sentence."""
+    form = rf"A warehouse holds (\d+) boxes of ({'|'.join(GOODS)})\. (.*) How many boxes are left\?"
+    start = re.fullmatch(form, question)
+    assert start, question
+    found = [int(start[1])]
+    for sentence in start[3].removesuffix(".").split(". "):
+        ((match, rule),) = [(match, rule) for form, rule in RULES if (match := re.fullmatch(form, sentence))]
+        found.append(rule(found[-1], *match.groups()))
+    return found
+
+
+def take(count: int, split: str = "train", seed: int = 0) -> list[StockProblem]:
+    return list(islice(stock_problems(split, seed), count))
+
+
+def questions(dataset: Dataset) -> list[str]:
+    return [prompt[-1]["content"] for prompt in dataset["prompt"]]
+
+
+def test_the_question_says_another_thing_than_the_worked_solution() -> None:
+    for problem in take(2000):
+        held = stocks(problem.question)
+        assert held[-1] == problem.answer
+        assert len(held) - 1 == len(problem.lines) and MIN_STEPS <= len(problem.lines) <= MAX_STEPS
+        assert all(MIN_STOCK <= stock <= MAX_STOCK for stock in held)
+        for before, after, line in zip(held, held[1:], problem.lines, strict=False):
+            made_of, _, result = line.rpartition(" = ")
+            assert line.startswith(f"{before} ") and eval(made_of) == after == int(result), line
+
+
+def test_some_event_hardly_ever_happens() -> None:
+    text = "\n".join(". ".join(problem.question.split(". ")[1:-1]) for problem in take(1000))
+    for form, _ in RULES:
+        assert len(re.findall(form.replace(r"\D+", "[A-Za-z ]+"), text)) > 300, form
+
+
+@TASKS
+@pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (3407, 7)])
+def test_a_test_problem_is_trained_on(task: Task, train_seed: int, test_seed: int) -> None:
+    test = set(questions(make_dataset("test", 2000, test_seed, task)))
+    assert len(test) == 2000
+    assert not test & set(questions(make_dataset("train", 2000, train_seed, task)))
+    assert not test & set(questions(make_demonstrations(2000, train_seed, task)))
+
+
+def test_a_seed_does_not_repeat_its_problems_or_draws_from_the_global_random_state() -> None:
+    state = random.getstate()
+    assert take(20, seed=1) == take(40, seed=1)[:20] != take(20, seed=2)
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize(("split", "size", "message"), [
+    ("validation", 5, '"train" and "test"'), ("train", 0, "size is 0"), ("test", -3, "at least 1"),
+])
+@TASKS
+def test_a_split_or_size_that_makes_no_sense_is_taken(task: Task, split: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_dataset(split, size, task=task)
+
+
+@TASKS
+def test_a_demonstration_is_wrong_or_does_not_earn_the_most(task: Task) -> None:
+    shown, asked = make_demonstrations(200, 5, task), make_dataset("train", 200, 5, task)
+    assert shown["prompt"] == asked["prompt"]
+    columns: dict[str, Any] = {"completions": list(shown["completion"]), "answer": list(asked["answer"])}
+    assert RIGHT(**columns) == [1.0] * 200
+    assert all(map(task.has_form, shown["completion"]))
+    paid = {reward.__name__: set(reward(**columns)) for reward in rewards(task)}
+    assert paid.pop("proximity") == paid.pop("number_equal") == {1.0}
+    assert paid in ({"format_kept": {0.5}, "tags_counted": {0.4}}, {"answer_line": {0.1}})
+
+
+@TASKS
+def test_a_nearer_answer_earns_no_more_or_one_outside_the_format_does_not_lose(task: Task) -> None:
+    def total(text: str) -> float:
+        return sum(reward(completions=[text], answer=["50"])[0] or 0.0 for reward in rewards(task))
+
+    exact_answer, near, far, outlier = (total(task.solution(["work"], number)) for number in (50, 48, 10, 5000))
+    assert exact_answer > near + 1 > far + 1 > outlier + 1
+    assert total("50") < far and total("") < 0
+    assert not task.has_form("50") and not task.has_form("Answer: 50")
+
+
+def test_the_embedded_model_is_asked_for_words_that_it_cannot_write() -> None:
+    assert [message["role"] for message in STEPS.prompt("1 + 1?")] == ["user"]
+    assert [message["role"] for message in WORDS.prompt("1 + 1?")] == ["system", "user"]
+    assert make_demonstrations(1, 5, STEPS)[0]["completion"].splitlines()[-1].startswith("Answer = ")
+
+
+# short runs
+
+
+def run(folder: Path, *words: str) -> Result:
+    small = ["eval_problems=8", "train_size=16", "num_generations=2", "per_device_train_batch_size=4",
+             "gradient_accumulation_steps=1", "engine=transformers", f"output_dir={folder}"]
+    return CliRunner().invoke(main, ["run", "proximity", *small, *words])
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_the_format_is_not_taught_first_or_is_taught_again_by_a_run_that_goes_on(tmp_path: Path) -> None:
+    result = run(tmp_path, "sft_steps=6", "max_steps=1")
+    assert result.exit_code == 0, result.output
+    summary = summary_of(tmp_path)
+    assert (summary["recipe"], summary["sft_steps"], summary["taught_format_before"]) == ("proximity", 6, 0.0)
+    assert summary["taught_format_after_sft"] >= 0.5
+    assert {"accuracy_before", "accuracy_after_sft", "accuracy_after", "taught_format_after"} <= summary.keys()
+    assert "answers as `Answer = N`: 0.0% before" in result.output and "after GRPO" in result.output
+    taught = (tmp_path / "sft" / "adapter" / "adapter_model.safetensors").read_bytes()
+    again = run(tmp_path, "sft_steps=6", "max_steps=2", "resume=true")
+    assert again.exit_code == 0, again.output
+    assert "of fine-tuning" not in again.output
+    assert (tmp_path / "sft" / "adapter" / "adapter_model.safetensors").read_bytes() == taught
+    assert summary_of(tmp_path)["steps"] == 2 and summary_of(tmp_path)["taught_format_after"] >= 0.5
+
+
+def test_without_fine_tuning_there_is_some(tmp_path: Path) -> None:
+    result = run(tmp_path, "sft_steps=0", "max_steps=1")
+    assert result.exit_code == 0, result.output
+    assert "sft_steps" not in summary_of(tmp_path) and not (tmp_path / "sft").exists()
+
+
+def test_fewer_than_no_steps_of_fine_tuning_are_taken(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", "sft_steps=-1")
+    assert result.exit_code == 1
+    assert "sft_steps is -1; it must be 0 or above" in result.output
+    assert not (tmp_path / "run").exists()
