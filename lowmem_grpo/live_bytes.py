@@ -1,0 +1,61 @@
+"""Bytes that tensors really took while a run made its optimizer steps: what stands beside a plan.
+
+On a card its allocator counts. On the CPU nobody does, so every storage that an operation makes is counted while it
+lives; what one operation makes and frees within itself is not seen.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, `now` is the bytes of the storages alive and `peak` the most there were, those of `held` included."""
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self.now = self.peak = 0
+        for tensor in held:
+            self.count(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
+                self.count(leaf)
+        return result
+
+    def count(self, tensor: Tensor) -> None:
+        """Note the tensor's storage where it is new."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        weakref.finalize(storage, self.release, key, size)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def release(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+def update_peak(trainer: Any, groups: list[Any]) -> int:
+    """Train on scored groups (`trainer.update(groups)`); the most bytes that tensors took meanwhile, on a card or on
+    the CPU: weights, adapters, gradients, optimizer states and activations."""
+    if trainer.policy.device.type == "cuda":
+        trainer.update(groups)  # its phase begins with a reset of the allocator's peak
+        return torch.cuda.max_memory_allocated(trainer.policy.device)
+    states = [value for state in trainer.learner.optimizer.state.values() for value in state.values()]
+    held = [value for value in (*trainer.model.state_dict().values(), *states) if isinstance(value, Tensor)]
+    with LiveBytes(held) as live:
+        trainer.update(groups)
+    return live.peak
