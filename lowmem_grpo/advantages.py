@@ -233,8 +233,12 @@ def normalized_then_summed(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:
-    """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of equally large groups."""
-    rows = [[[rollout.rewards[name] for name in names] for rollout in group.rollouts] for group in groups]
+    """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of equally large groups.
+
+    Groups that are `unjudged` have neither: to the others it is as if they were not there.
+    """
+    rows = [[[None if group.unjudged else rollout.rewards[name] for name in names] for rollout in group.rollouts]
+            for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]
     weights = torch.tensor(settings.reward_weights or [1.0] * len(names), dtype=torch.float64)
     table = without_metrics_alone(torch.tensor(scored, dtype=torch.float64), weights)  # (P, G, R)

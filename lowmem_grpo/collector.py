@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable
 from statistics import fmean
+from typing import Protocol
 
 from lowmem_grpo.advantages import assign_advantages
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import Prompt, PromptSource
+from lowmem_grpo.early_scoring import EarlyScoring
+from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.metrics import rollout_metrics
 from lowmem_grpo.objective import Objective
 from lowmem_grpo.replay import ReplayBuffer, age_of
@@ -15,8 +18,18 @@ from lowmem_grpo.sampler import greedy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import RolloutGroup
 
-Sample = Callable[[list[Prompt], SamplingParams], list[RolloutGroup]]
-Score = Callable[[list[RolloutGroup]], dict[str, float]]
+COUNTS = ("/invalid", "/unjudged")
+Watch = Callable[[list[RolloutGroup]], dict[str, float]]
+Begin = Callable[[list[Prompt]], EarlyScoring]
+Score = Callable[[list[RolloutGroup], EarlyScoring], dict[str, float]]
+
+
+class Sample(Protocol):
+    """Rollouts of prompts; `on_group` gets those of each while others are sampled."""
+
+    def __call__(
+        self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[RolloutGroup]: ...
 
 
 class Collector:
@@ -34,11 +47,12 @@ class Collector:
 
     def __init__(
         self, config: GRPOConfig, source: PromptSource, state: TrainerState, objective: Objective, names: list[str],
-        sample: Sample, score: Score, watch: Score,
+        sample: Sample, begin_scoring: Begin, score: Score, watch: Watch,
     ) -> None:
-        """`names` are those of the rewards; `watch` looks at a step's first groups before they are scored."""
+        """`names` are those of the rewards; `begin_scoring` is told of a draw's prompts before they are sampled, and
+        `watch` looks at a step's first groups before they are scored."""
         self.config, self.source, self.state, self.objective, self.names = config, source, state, objective, names
-        self.sample, self.score, self.watch = sample, score, watch
+        self.sample, self.begin_scoring, self.score, self.watch = sample, begin_scoring, score, watch
         self.replay = ReplayBuffer(config.replay_buffer_size, config.replay_max_age)
         self.begin()
 
@@ -68,13 +82,14 @@ class Collector:
     def draw(self, count: int, extra_round: int) -> list[RolloutGroup]:
         """The next `count` prompts, sampled and scored."""
         prompts = self.source.take(count)
-        groups = self.sample(prompts, self.config.sampling(
-            self.config.rollout_seed(self.state.global_step, extra_round)))
-        self.count(groups)
-        self.sampled += groups
-        if not extra_round:
-            self.watched = self.watch(groups)
-        self.logs.append(self.score(groups))
+        params = self.config.sampling(self.config.rollout_seed(self.state.global_step, extra_round))
+        with self.begin_scoring(prompts) as scoring:
+            groups = self.sample(prompts, params, scoring.on_group)
+            self.count(groups)
+            self.sampled += groups
+            if not extra_round:
+                self.watched = self.watch(groups)
+            self.logs.append(self.score(groups, scoring))
         if self.source.pools is not None:
             for prompt, group in zip(prompts, groups, strict=True):
                 assert prompt.index is not None  # it is of the source
@@ -165,7 +180,7 @@ class Collector:
 
 
 def merged(logs: list[dict[str, float]]) -> dict[str, float]:
-    """What several rounds logged: sums of counts (names that end in "invalid"), means of everything else."""
+    """What several rounds logged: sums of counts (names that end in COUNTS), means of everything else."""
     names = sorted({name for log in logs for name in log})
     values = {name: [log[name] for log in logs if name in log] for name in names}
-    return {name: sum(found) if name.endswith("/invalid") else fmean(found) for name, found in values.items()}
+    return {name: sum(found) if name.endswith(COUNTS) else fmean(found) for name, found in values.items()}

@@ -163,7 +163,13 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, metaclass=Ch
 
     # rewards
     reward_timeout: float = 60.0
-    """Not in TRL: seconds that one reward function may take for one step's completions."""
+    """Not in TRL: seconds that one call of a reward function may take: for a step's completions, or for those that it
+    gets at once while others are sampled."""
+    score_while_sampling: bool | None = None
+    """Not in TRL: which reward functions are called on finished groups while other groups are still sampled. None:
+    those that say of themselves that they look at each group alone (the ready-made ones do). True: plain functions
+    too, which is a promise that they can be called on some groups of a step at a time, in another thread than the one
+    that samples. False: none; each is called once, on all of a step's completions, as in TRL."""
     nothing_to_learn_steps: int = 10
     """Not in TRL: warn after this many steps in a row in which no group had any spread of rewards."""
     nonfinite_steps: int = 3
@@ -195,6 +201,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, metaclass=Ch
         for sink in self.report_to:
             if sink not in SINKS:
                 raise ValueError(f"report_to names {sink!r}; allowed are {', '.join(SINKS)}")
+        if self.score_while_sampling not in (None, True, False):
+            raise ValueError(f"score_while_sampling is {self.score_while_sampling!r}; allowed are None, True and False")
 
     def check_ranges(self) -> None:
         """Each number lies where it makes sense."""

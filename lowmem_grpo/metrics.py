@@ -59,6 +59,7 @@ class Clock:
     def restart(self) -> None:
         self.started = time.perf_counter()
         self.seconds = {"generate": 0.0, "reward": 0.0, "train": 0.0}
+        self.reward_hidden = 0.0  # seconds of reward functions in which others decoded: they are of another phase
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -69,10 +70,12 @@ class Clock:
             self.seconds[name] += time.perf_counter() - began
 
     def metrics(self) -> dict[str, float]:
-        """Step time in seconds, and each phase's share of it."""
+        """Step time in seconds, and each phase's share of it; and the seconds of rewards in the shade of others, as a
+        share of it too."""
         total = max(time.perf_counter() - self.started, 1e-9)
         shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
-        return {"step_time": total, **shares, "time/idle": max(0.0, 1 - sum(shares.values()))}
+        return {"step_time": total, **shares, "time/idle": max(0.0, 1 - sum(shares.values())),
+                "time/reward_hidden": self.reward_hidden / total}
 
 
 def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, float]:

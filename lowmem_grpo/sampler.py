@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.data import Prompt
-from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.out_of_memory import RunMemory
 from lowmem_grpo.policy import Policy
@@ -36,11 +36,15 @@ class Sampler:
             self.memory.watch(engine)
             engine.on_policy_update(self.state.policy_version)
 
-    def sample(self, prompts: list[Prompt], params: SamplingParams) -> list[RolloutGroup]:
-        """`params.n` rollouts of each prompt by the current policy, without rewards."""
+    def sample(
+        self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[RolloutGroup]:
+        """`params.n` rollouts of each prompt by the current policy, without rewards; `on_group` gets those of each
+        prompt while others are sampled."""
         self.renew()
         self.engine.wake()
-        completions = self.engine.generate([prompt.ids for prompt in prompts], params)
+        told = {} if on_group is None else {"on_group": on_group}
+        completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
         self.engine.sleep()
         pairs = zip(prompts, completions, strict=True)
         return [RolloutGroup(prompt.row, prompt.ids, rollouts, row_index=prompt.index) for prompt, rollouts in pairs]

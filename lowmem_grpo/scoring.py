@@ -11,20 +11,23 @@ from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import is_chat
 from lowmem_grpo.rewards import RewardScorer, Scores
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.rewards.calls import Lists
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 
 def score_groups(
-    scorer: RewardScorer, groups: list[RolloutGroup], config: GRPOConfig, state: TrainerState
+    scorer: RewardScorer, groups: list[RolloutGroup], config: GRPOConfig, state: TrainerState,
+    scores: Scores | None = None,
 ) -> dict[str, float]:
     """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged.
 
-    A reward that is NaN or infinite is None and stands in `invalid_rewards`: a step does not train on such rollouts,
-    unless its function has the weight 0 and is a metric alone.
+    `scores` is what the functions say, where they have been called already. A reward that is NaN or infinite is None
+    and stands in `invalid_rewards`: a step does not train on such rollouts, unless its function has the weight 0 and is
+    a metric alone. A group in which a required function gives None is `unjudged`.
     """
-    scores = call(scorer, groups, state)
+    scores = scores or call(scorer, groups, state)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for name, values in scores.rewards.items():
         for rollout, value in zip(rollouts, values, strict=True):
@@ -36,6 +39,7 @@ def score_groups(
     for name, values in scores.extras.items():
         for rollout, value in zip(rollouts, values, strict=True):
             rollout.extras[name] = value
+    unjudged = mark_unjudged(scorer, groups, scores)
     assign_advantages(groups, scorer.names, config)
     for name, count in scores.invalid.items():
         if count:
@@ -43,7 +47,18 @@ def score_groups(
                 'reward %s gave NaN or infinity for %d completions: %s. For "no reward" a function returns None',
                 name, count, "no step is made on their groups" if name in paying else "its weight is 0, so they count",
             )
-    return scores.metrics | {f"rewards/{name}/invalid": float(count) for name, count in scores.invalid.items()}
+    return scores.metrics | unjudged | {f"rewards/{name}/invalid": float(n) for name, n in scores.invalid.items()}
+
+
+def mark_unjudged(scorer: RewardScorer, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
+    """Mark the groups that a required function left without an opinion; how many completions of each that were."""
+    missing = {name: [value is None for value in scores.returned[name]] for name in scorer.required}
+    start = 0
+    for group in groups:
+        end = start + len(group.rollouts)
+        group.unjudged = any(any(places[start:end]) for places in missing.values())
+        start = end
+    return {f"rewards/{name}/unjudged": float(sum(places)) for name, places in missing.items()}
 
 
 def set_baselines(
@@ -52,7 +67,7 @@ def set_baselines(
     """Set the baseline of the groups that have none to the reward of their greedy completion (ReMax).
 
     `greedy` has one group of one rollout for each, in order. What functions log about these is left out: metrics and
-    records are of sampled completions. A baseline stays None where no function has an opinion.
+    records are of sampled completions. A baseline stays None where no function, or a required one, has no opinion.
     """
     if not greedy:
         return
@@ -65,8 +80,9 @@ def set_baselines(
     table = without_metrics_alone(torch.tensor(columns, dtype=torch.float64).T, weights)  # (P, R)
     sums = combine_rewards(table[:, None], weights)
     waiting = [group for group in groups if group.baseline is None]
-    for group, reward in zip(waiting, sums.flatten().tolist(), strict=True):
-        group.baseline = None if reward != reward else reward
+    mark_unjudged(scorer, greedy, scores)
+    for group, alone, reward in zip(waiting, greedy, sums.flatten().tolist(), strict=True):
+        group.baseline = None if alone.unjudged or reward != reward else reward
 
 
 def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Scores:
@@ -82,8 +98,25 @@ def score_rows(
     state: TrainerState | None,
 ) -> Scores:
     """What the functions say of one completion to each row, which they get in its prompt's form: text, or a chat."""
-    forms = [[{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
-             for row, text in zip(rows, texts, strict=True)]
-    names = {name for row in rows for name in row} - {"prompt", "completion"}
-    columns = {name: [row.get(name) for row in rows] for name in sorted(names)}
-    return scorer.score([row["prompt"] for row in rows], forms, ids, columns, state)
+    columns = {name: [row.get(name) for row in rows] for name in columns_of(rows)}
+    return scorer.score([row["prompt"] for row in rows], in_form(rows, texts), ids, columns, state)
+
+
+def lists_of(
+    scorer: RewardScorer, rows: list[dict[str, Any]], columns: list[str], rollouts: list[Rollout]
+) -> Lists:
+    """What functions get of one rollout to each row."""
+    texts, ids = [rollout.text for rollout in rollouts], [rollout.completion_ids for rollout in rollouts]
+    values = {name: [row.get(name) for row in rows] for name in columns}
+    return scorer.lists([row["prompt"] for row in rows], in_form(rows, texts), ids, values)
+
+
+def in_form(rows: list[dict[str, Any]], texts: list[str]) -> list[Any]:
+    """Completions as text, or as a chat where the row's prompt is one."""
+    return [[{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
+            for row, text in zip(rows, texts, strict=True)]
+
+
+def columns_of(rows: list[dict[str, Any]]) -> list[str]:
+    """The dataset columns that functions get; a row that lacks one has None in it."""
+    return sorted({name for row in rows for name in row} - {"prompt", "completion"})

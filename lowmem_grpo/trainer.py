@@ -14,7 +14,8 @@ from lowmem_grpo.collector import Collector
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, longest_prompt
 from lowmem_grpo.difficulty import DifficultyPools
-from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.early_scoring import EarlyScoring
+from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.evaluation import Evaluation
 from lowmem_grpo.journal import Journal
 from lowmem_grpo.live import LiveView
@@ -68,7 +69,9 @@ class GRPOTrainer:
         self.model, self.args = model, args or GRPOConfig()
         self.tokenizer = processing_class or model.loaded.tokenizer
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        self.scorer = RewardScorer(functions, self.args.reward_weights, self.args.reward_timeout)
+        self.scorer = RewardScorer(
+            functions, self.args.reward_weights, self.args.reward_timeout, self.args.score_while_sampling
+        )
         self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16), self.args.logits_chunk)
         first = engine or model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and first.name != "vllm":
@@ -98,7 +101,8 @@ class GRPOTrainer:
         given = engine is not None
         self.sampler = Sampler(model, self.policy, self.tokenizer, self.memory, self.state, first, given)
         self.collector = Collector(
-            self.args, self.source, self.state, self.objective, self.scorer.names, self.sample, self.score, self.watch
+            self.args, self.source, self.state, self.objective, self.scorer.names, self.sample,
+            self.begin_scoring, self.score, self.watch,
         )
         self.saver = Saver(
             self.run_dir, self.args, self.model, self.learner, self.source, self.state, self.memory,
@@ -136,10 +140,13 @@ class GRPOTrainer:
 
     # The four verbs, each usable alone.
 
-    def sample(self, prompts: list[Prompt], params: SamplingParams) -> list[RolloutGroup]:
-        """`params.n` rollouts of each prompt by the current policy, without rewards."""
+    def sample(
+        self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[RolloutGroup]:
+        """`params.n` rollouts of each prompt by the current policy, without rewards; `on_group` gets those of each
+        prompt while others are sampled."""
         with self.phase("generate"):
-            return self.sampler.sample(prompts, params)
+            return self.sampler.sample(prompts, params, on_group)
 
     def renew_engine(self) -> None:
         """Take the model's engine again, where another model may have sampled since."""
@@ -193,20 +200,28 @@ class GRPOTrainer:
             steps = [self.learner.forward_backward(part, tokens) | self.optim_step() for part in order]
         return mean_of(steps) | self.learner.guard.over(steps)
 
-    def score(self, groups: list[RolloutGroup]) -> dict[str, float]:
+    def begin_scoring(self, prompts: list[Prompt]) -> EarlyScoring:
+        """What scores finished groups of these prompts while others are sampled; give its `on_group` to `sample`."""
+        return EarlyScoring(self.scorer, prompts, self.state)
+
+    def score(self, groups: list[RolloutGroup], scoring: EarlyScoring | None = None) -> dict[str, float]:
         """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged.
 
-        Under ReMax, prompts without a baseline get their greedy completion first.
+        Under ReMax, prompts without a baseline get their greedy completion first. Time counts as that of rewards from
+        where it is waited for them.
         """
         greedy = self.collector.greedy(groups)
         with self.phase("reward"):
+            if scoring is not None:
+                self.clock.reward_hidden += scoring.settle(groups)
             set_baselines(self.scorer, groups, greedy, self.state)
-        return self.rewards_of(groups)
+        return self.rewards_of(groups, scoring)
 
-    def rewards_of(self, groups: list[RolloutGroup]) -> dict[str, float]:
+    def rewards_of(self, groups: list[RolloutGroup], scoring: EarlyScoring | None = None) -> dict[str, float]:
         """`score` without baselines, as evaluation needs it."""
         with self.phase("reward"):
-            return score_groups(self.scorer, groups, self.args, self.state)
+            scores = None if scoring is None else scoring.scores(groups, self.state)
+            return score_groups(self.scorer, groups, self.args, self.state, scores)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Run to `max_steps`, with records, checkpoints and listeners.

@@ -48,6 +48,7 @@ class RolloutGroup:
     baseline: float | None = None  # the reward of the prompt's greedy completion, where the estimator asks for it
     row_index: int | None = None  # in the dataset, where the row is of one
     replayed: bool = False  # sampled for an earlier update, and used again
+    unjudged: bool = False  # a required function had no opinion on a rollout: the rewards count for nothing
 
 
 @dataclass

@@ -18,6 +18,7 @@ from lowmem_grpo import GRPOConfig
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.collector import Collector
 from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource
+from lowmem_grpo.early_scoring import EarlyScoring
 from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.sampling import SamplingParams
@@ -48,11 +49,11 @@ class Loop:
         self.state, self.calls, self.watched = TrainerState(), [], []  # type: ignore[var-annotated]
         self.scorer = RewardScorer(table)
         self.collector = Collector(
-            self.config, self.source, self.state, GRPOObjective(self.config), ["table"], self.sample, self.score,
-            self.watch,
+            self.config, self.source, self.state, GRPOObjective(self.config), ["table"], self.sample, self.begin,
+            self.score, self.watch,
         )
 
-    def sample(self, prompts: list[Prompt], params: SamplingParams) -> list[RolloutGroup]:
+    def sample(self, prompts: list[Prompt], params: SamplingParams, on_group: Any = None) -> list[RolloutGroup]:
         self.calls.append((len(prompts), params))
         numbers = [GREEDY] if params.temperature == 0 else range(params.n)
         return [RolloutGroup(prompt.row, prompt.ids, [
@@ -60,9 +61,14 @@ class Loop:
                     self.state.policy_version)
             for number in numbers], row_index=prompt.index) for prompt in prompts]
 
-    def score(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        set_baselines(self.scorer, groups, self.collector.greedy(groups), self.state)
-        return score_groups(self.scorer, groups, self.config, self.state)
+    def begin(self, prompts: list[Prompt]) -> EarlyScoring:
+        return EarlyScoring(self.scorer, prompts, self.state)
+
+    def score(self, groups: list[RolloutGroup], scoring: EarlyScoring) -> dict[str, float]:
+        greedy = self.collector.greedy(groups)
+        scoring.settle(groups)
+        set_baselines(self.scorer, groups, greedy, self.state)
+        return score_groups(self.scorer, groups, self.config, self.state, scoring.scores(groups, self.state))
 
     def watch(self, groups: list[RolloutGroup]) -> dict[str, float]:
         self.watched.append(rows_of(groups))

@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a 
      "sft_config", "sandbox_check", "live_bytes"},
     {"attention", "lora_layers", "lean_modules", "policy", "parity", "step", "optim", "model", "loader", "pretrained",
      "engines", "checkpoint", "checkpoint_state", "planned", "saver", "scoring", "sampler", "collector", "evaluation",
-     "data", "records", "journal", "report", "charts", "live", "sinks", "export", "export_check",
+     "early_scoring", "data", "records", "journal", "report", "charts", "live", "sinks", "export", "export_check",
      "export_folder", "merge", "merged_folder", "lora_pairs", "base_weights", "base_record", "run_adapter", "hub",
      "assessment", "reward_names", "data_files", "doctor", "sft_data", "nonfinite", "judge",
      "pictures",

@@ -31,9 +31,9 @@ NAMES: dict[str, dict[str, list[str] | None]] = {
 METHODS: dict[tuple[str, str], dict[str, list[str]]] = {
     ("vllm.entrypoints.llm", "LLM"): {
         "generate": ["prompts", "sampling_params", "use_tqdm"], "reset_prefix_cache": [], "sleep": ["level"],
-        "wake_up": [], "apply_model": ["func"],
+        "wake_up": [], "apply_model": ["func"], "enqueue": ["prompts", "sampling_params", "use_tqdm"],
     },
-    ("vllm.v1.engine.llm_engine", "LLMEngine"): {"has_unfinished_requests": [], "is_sleeping": []},
+    ("vllm.v1.engine.llm_engine", "LLMEngine"): {"has_unfinished_requests": [], "is_sleeping": [], "step": []},
     ("vllm.v1.engine.core_client", "InprocClient"): {"shutdown": []},
     ("vllm.config.model", "ModelConfig"): {"using_transformers_backend": []},
     ("vllm.model_executor.layers.quantization.base_config", "QuantizationConfig"): {

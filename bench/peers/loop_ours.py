@@ -9,7 +9,7 @@ from rollout_shapes import LORA_RANK, Shape
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.cards import Device
-from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.offload import ActivationOffload
 from lowmem_grpo.planned import settings_of
@@ -25,9 +25,11 @@ class TimedEngine:
     def __init__(self, engine: Engine, watch: PhaseWatch) -> None:
         self.engine, self.watch, self.name = engine, watch, engine.name
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
         with self.watch.phase("generate"):
-            return self.engine.generate(prompts, params)
+            return self.engine.generate(prompts, params, on_group)
 
     def sleep(self) -> None:
         with self.watch.phase("switch"):

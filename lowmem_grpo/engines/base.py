@@ -1,9 +1,12 @@
 """What the trainer asks of a rollout engine."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
+
+OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its rollouts)
 
 
 class Engine(Protocol):
@@ -11,8 +14,14 @@ class Engine(Protocol):
 
     name: str
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
-        """`params.n` rollouts of each prompt's token ids, by the current policy; ids are never re-tokenised."""
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        """`params.n` rollouts of each prompt's token ids, by the current policy; ids are never re-tokenised.
+
+        `on_group` is called in this thread, once for each prompt, as soon as all its rollouts are finished, with the
+        very objects that are returned in the end; what it raises ends the call. Without it the outcome is the same.
+        """
         ...
 
     def on_policy_update(self, policy_version: int) -> None:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.engines.decoding import draw
 from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
 from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
+from lowmem_grpo.engines.told import Told
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, tried
@@ -60,23 +62,31 @@ class Drawn:
     budgets: Tensor  # (R,)
     lengths: Tensor  # (R,) of the completion, or its budget while it is not finished
     stopped: Tensor  # (R,) bool
+    told: Told
+    unfinished: list[int]  # rows of each prompt
 
     @classmethod
     def nothing(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int],
-                device: torch.device) -> "Drawn":
+                device: torch.device, told: Told) -> "Drawn":
         """Before the first token."""
         seed = time.time_ns() % 2**63 if params.seed is None else params.seed
         total, width, most = len(budgets), max(budgets), torch.tensor(budgets, device=device)
         return cls(
             prompts, params, seed, torch.zeros(total, width, dtype=torch.long, device=device),
             torch.zeros(total, width, device=device), most, most.clone(),
-            torch.zeros(total, dtype=torch.bool, device=device),
+            torch.zeros(total, dtype=torch.bool, device=device), told, [params.n] * len(prompts),
         )
 
     def prompts_of(self, rows: list[int]) -> tuple[list[list[int]], list[int]]:
         """The prompts of some rows, and how many of the rows each serves."""
         shared = [(owner, len(list(same))) for owner, same in groupby(row // self.params.n for row in rows)]
         return [self.prompts[owner] for owner, _ in shared], [count for _, count in shared]
+
+    def finish(self, rows: set[int]) -> list[int]:
+        """Take account of rows that came to their end; the prompts whose last ones they were."""
+        for row in rows:
+            self.unfinished[row // self.params.n] -= 1
+        return sorted({row // self.params.n for row in rows if not self.unfinished[row // self.params.n]})
 
     def reopen(self, rows: Tensor) -> None:
         """Undo what a step that broke off may have written about rows that are not finished."""
@@ -130,21 +140,35 @@ class TransformersEngine:
         """Nothing to free: the weights are the trainer's, and the cache ends with its call."""
 
     @torch.no_grad()
-    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
         if not prompts:
             return []
+        told = Told(len(prompts), on_group)
         budgets = [budget_of(prompt, params, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
-            drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device))
+            drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, told))
         finally:
             self.policy.model.train(was_training)
-        ids, logprobs, lengths, stopped = (t.cpu() for t in (drawn.ids, drawn.logprobs, drawn.lengths, drawn.stopped))
+        self.tell(drawn, told.missing)
+        return told.result()
+
+    def tell(self, drawn: Drawn, prompts: list[int]) -> None:
+        """Bring the rows of finished prompts to the host, and tell of each."""
+        if not prompts:
+            return
+        n = drawn.params.n
+        rows = torch.tensor([row for prompt in prompts for row in range(prompt * n, prompt * n + n)])
+        parts = (drawn.ids, drawn.logprobs, drawn.lengths, drawn.stopped)
+        ids, logprobs, lengths, stopped = (part[rows.to(part.device)].cpu() for part in parts)
         if logprobs.isnan().any():
             raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
-        rollouts = self.rollouts(ids, logprobs, lengths, stopped, params)
-        return [rollouts[start : start + params.n] for start in range(0, len(rollouts), params.n)]
+        rollouts = self.rollouts(ids, logprobs, lengths, stopped, drawn.params)
+        for place, prompt in enumerate(prompts):
+            drawn.told.tell(prompt, rollouts[place * n : place * n + n])
 
     def decode(self, drawn: Drawn) -> Drawn:
         """Draw every row to its end: all together, or in parts of as many rows as there is memory for."""
@@ -182,7 +206,9 @@ class TransformersEngine:
             left = state.rows[state.alive].tolist()
             drawn.lengths[state.rows[ended]] = step + 1
             drawn.stopped[state.rows[ended]] = True
-            part.rows, part.start = left, step + 1
+            before, part.rows, part.start = part.rows, left, step + 1
+            if drawn.told.on_group is not None and len(left) < len(before):
+                self.tell(drawn, drawn.finish(set(before).difference(left)))
             if not left or step + 1 == budget:
                 break
             if len(left) < COMPACT_BELOW * len(state.rows):

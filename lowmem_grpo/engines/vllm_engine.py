@@ -15,10 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines import vllm_settings
 from lowmem_grpo.engines.adapters import RolloutCopy
+from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.engines.borrowing import Borrowing, active_adapter, loras_of
 from lowmem_grpo.engines.process_state import seeds_of, undisturbed
 from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
+from lowmem_grpo.engines.told import Told
 from lowmem_grpo.engines.vllm_import import EngineUnavailableError, import_borrowing
+from lowmem_grpo.engines.vllm_steps import Work, outputs
 from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, is_out_of_memory, tried
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
@@ -103,22 +106,23 @@ class VLLMEngine:
             **vllm_settings.whole_prompts(self.on_card, self.max_seq_length),
         )
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
-        """n rollouts of each prompt. An engine that dies is made anew once and the call repeated; a second death, or
-        a call that cannot be right, raises. One that runs out of memory is made anew for half as many sequences."""
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        """n rollouts of each prompt. An engine that dies is made anew once and asked for what is missing; a second
+        death, or a call that cannot be right, raises. One that runs out of memory is made anew for half as many
+        sequences."""
         self.check_open()
         if not prompts:
             return []
         check_temperature(params)
         check_vocabulary(prompts, self.policy.head.weight.shape[0])
+        told = Told(len(prompts), on_group)
         budgets = [budget_of(prompt, params, self.max_seq_length) for prompt in prompts]
-        settings = self.settings(params, budgets)
-        done = tried(lambda: self.run_surely(prompts, settings), self.policy.device)
-        while isinstance(done, Shortage):
+        work = Work(prompts, params, self.settings(params, budgets))
+        while isinstance(done := tried(lambda: self.run_surely(work, told), self.policy.device), Shortage):
             self.bound.lower(f"sampling at most {self.fitting_seqs} at once", done, self.fitting_seqs // 2 or None)
-            done = tried(lambda: self.run_surely(prompts, settings), self.policy.device)
-        outputs, version = done
-        return [[self.rollout(output, params, version) for output in request.outputs] for request in outputs]
+        return told.result()
 
     @property
     def fitting_seqs(self) -> int:
@@ -126,34 +130,38 @@ class VLLMEngine:
         bound = self.bound.under(self.max_num_seqs)
         return self.max_num_seqs if bound is None else bound
 
-    def run_surely(self, prompts: list[list[int]], settings: list[Any]) -> tuple[Any, int]:
+    def run_surely(self, work: Work, told: Told) -> None:
         """`run`, once more in a new engine where that dies; and in a new one where the old is of no use."""
         if self.llm is None or self.unfinished or self.seqs != self.fitting_seqs:
             self.restart()  # a call that was broken off would leave its sequences to the next one
         try:
-            return self.run(prompts, settings)
+            return self.run(work, told)
         except Exception as error:
-            if isinstance(error, ValueError | TypeError) or is_out_of_memory(error) or not self.unfinished:
+            hopeless = isinstance(error, ValueError | TypeError) or told.failed or not self.unfinished
+            if hopeless or is_out_of_memory(error):
                 raise  # nothing that a fresh engine would do better
             logger.warning("vLLM's engine died (%s: %s); making a new one and repeating this call once",
                            type(error).__name__, error)
         self.restart()  # not in the handler: the error's traceback holds on to the old engine
-        return self.run(prompts, settings)
+        self.run(work, told)
 
     @property
     def unfinished(self) -> bool:
         """Whether vLLM was stopped in the middle of a call."""
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
-    def run(self, prompts: list[list[int]], settings: list[Any]) -> tuple[Any, int]:
-        """One call of vLLM, by the policy as the trainer would compute with it now; and the version of that."""
+    def run(self, work: Work, told: Told) -> None:
+        """One call of vLLM for all that is missing, by the policy as the trainer would compute with it now."""
         self.borrowing.check()
         self.wake()
         with self.borrowing.sampling(self.base) as identity, undisturbed(self.policy.device):
             version = self.policy_version if self.copy is None else self.copy.version
             self.forget_prefixes(identity if identity == "base" else (identity, version))
-            requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-            return self.llm.generate(requests, settings, use_tqdm=False), version
+            missing = told.missing
+            for place, request in outputs(self.llm, work, missing, stepwise=told.on_group is not None):
+                with told.ours():
+                    rollouts = [self.rollout(output, work.params, version) for output in request.outputs]
+                    told.tell(missing[place], rollouts)
 
     def settings(self, params: SamplingParams, budgets: list[int]) -> list[Any]:
         """vLLM's form of our settings for each prompt: ending tokens are ours, and text is for stop strings alone."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from itertools import combinations
 
+from lowmem_grpo.rewards.failures import MissingColumnError, TooLateError
 from lowmem_grpo.rewards.findings import SEVERITIES, Finding, Trial
-from lowmem_grpo.rewards.scorer import MissingColumnError, TooLateError
 
 LOW_SHARE = 0.25  # of groups with signal; below it most of a step's samples teach nothing
 CONTRACT_FIX = "return a list with one float or None for each completion"
