@@ -19,6 +19,7 @@ RECIPES = {
     "countdown": "make a target from given numbers: generated puzzles, any model, max_numbers=3|4 and more",
     "proximity": "a new answer format by fine-tuning, then GRPO in which closer answers earn more: sft_steps=N",
     "code": "small Python functions that must pass their tests in a sandbox: isolation=bubblewrap|nsjail|process",
+    "judge": "summaries scored side by side by a judge (RULER): judge=self, or judge=URL judge_model=NAME",
 }
 
 

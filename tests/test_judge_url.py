@@ -204,7 +204,7 @@ def test_a_judge_with_settings_that_make_no_sense_is_made(settings: dict[str, An
 
 def test_a_judge_without_a_key_is_found_out_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(ValueError, match=r"the judge has no API key .* api_key=\"none\""):
+    with pytest.raises(ValueError, match=r"the judge has no API key .* api_key=\"local\""):
         rewards.UrlJudge("http://127.0.0.1:1/v1", "m")
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     rewards.UrlJudge("http://127.0.0.1:1/v1", "m")

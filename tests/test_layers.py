@@ -42,7 +42,7 @@ HEAVY = {  # everything else, and the files that may import it
     "packaging": {"doctor", "integrations.trl"},
     "bitsandbytes": {"base_weights", "optim"},
     "datasets": {"data_files", "recipes.arithmetic", "recipes.code", "recipes.countdown", "recipes.gsm8k",
-                 "recipes.held_out", "recipes.lesson", "recipes.proximity", "recipes.warm_up"},
+                 "recipes.held_out", "recipes.judge", "recipes.lesson", "recipes.proximity", "recipes.warm_up"},
     "plotly": {"pictures", "report"},
     "rich": {"eval_table", "live", "plan_table", "recipes.lesson", "recipes.warm_up", "rewards.checking",
              "rewards.pay_table"},

@@ -51,7 +51,7 @@ def make_client(base_url: str | None, api_key: str | None, timeout: float, retri
     except OpenAIError as error:
         raise ValueError(
             f"the judge has no API key ({error}). Give api_key=..., or set OPENAI_API_KEY; a server of your own takes "
-            'any text, api_key="none"'
+            'any text, api_key="local"'
         ) from error
 
 

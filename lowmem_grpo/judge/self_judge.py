@@ -91,8 +91,9 @@ class SelfJudge(Judge):
         if room >= min(self.max_tokens, TOKENS_OF_A_RATING * len(question.answers)):
             return ids
         now.troubles.append(Trouble(
-            "long", f"a question of {len(ids)} tokens leaves {max(room, 0)} of {self.model.loaded.max_seq_length} for "
-            "the reply", "load with a larger max_seq_length, or lower num_generations or max_completion_length",
+            "long", f"a question of {len(ids)} tokens leaves too little room for its reply in a context of "
+            f"{self.model.loaded.max_seq_length}",
+            "load with a larger max_seq_length, or lower num_generations or max_completion_length",
         ))
         return None
 

@@ -1,0 +1,145 @@
+"""Recipe `judge`: summaries, scored by a judge that sees those of a group side by side (RULER); no labels are needed.
+
+    lowmem-grpo run judge                                                   # the base model itself judges
+    lowmem-grpo run judge judge=http://127.0.0.1:8000/v1 judge_model=NAME judge_key=local     # a server of your own
+    lowmem-grpo run judge judge=https://api.openai.com/v1 judge_model=NAME  # with the key in OPENAI_API_KEY
+
+The judge is told to value facts, and a small penalty falls on summaries that are too long. How many facts a summary
+keeps is logged beside it, with weight 0, so that the judge can itself be judged: `rewards/facts_kept/mean` should climb
+with `rewards/ruler/mean`. The embedded tiny model, which is what a CPU takes, can neither sum up nor judge: with it the
+judge babbles, every group goes without a gradient, and the run goes on. See docs/judge.md.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+
+from lowmem_grpo.judge.judge import Judge
+from lowmem_grpo.judge.ready import ruler
+from lowmem_grpo.judge.self_judge import SelfJudge
+from lowmem_grpo.judge.url_judge import UrlJudge
+from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.lesson import Lesson, teach
+from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
+from lowmem_grpo.recipes.summary_problems import WORDS_ALLOWED, is_short, reports, share_kept
+from lowmem_grpo.rewards.lengths import too_long
+from lowmem_grpo.rewards.texts import completion_texts
+
+SELF = "self"
+ENOUGH = 0.85  # of the facts; with that a summary counts as right
+RUBRIC = f"""\
+- A good summary keeps every number and name of the report, each attached to what it belongs to, and adds none.
+- Every fact that is left out or wrong lowers the score; of two with the same facts, the more readable one is better.
+- A copy of the report, a list of fragments, or more than {WORDS_ALLOWED} words scores low."""
+DEFAULTS: dict[str, Any] = {
+    "output_dir": "runs/judge", "seed": 0, "max_steps": 100, "learning_rate": 1e-5, "max_completion_length": 128,
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo",
+    "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
+    "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
+    "reward_weights": [1.0, 0.2, 0.0],  # the judge, the penalty, and what is only looked at
+}
+PRESETS: Presets = {
+    "cpu": Preset("tiny", 2048, 16, 32, {
+        "max_steps": 3, "max_completion_length": 24, "num_generations": 4, "gradient_accumulation_steps": 1,
+    }),
+    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 2560, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 2560, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 2560, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 2560, 64, 128, {"optim": "adamw_8bit"}),
+}
+TOKENS_OF_A_REPLY = {True: 32, False: 768}  # of the embedded model, which only babbles, and of others
+
+
+@dataclass
+class JudgeOptions(RecipeOptions):
+    """The options of `lowmem-grpo run judge`; 4-bit weights by default, but for the embedded model."""
+
+    train_size: int = 2048
+    eval_problems: int = 128
+    judge: str = SELF
+    """"self": the base model, in the engine that samples; else the address of an OpenAI-compatible server."""
+    judge_model: str | None = None
+    """The model's name at that address."""
+    judge_key: str | None = None
+    """Its API key; None is OPENAI_API_KEY, and a server of your own takes any text."""
+    judge_cache: str | None = None
+    """A file that keeps what the judge said."""
+    price_prompt: float | None = None
+    """Of a million prompt tokens, for the meter."""
+    price_completion: float | None = None
+
+    def url_judge(self) -> UrlJudge | None:
+        """The judge at an address; None where the model judges itself. ValueError for options that do not fit."""
+        if self.judge == SELF:
+            given = [name for name in ("judge_model", "judge_key", "price_prompt", "price_completion")
+                     if getattr(self, name) is not None]
+            if given:
+                raise ValueError(f"{given[0]} is for a judge at an address: give judge=http://... with it")
+            return None
+        if not self.judge.startswith(("http://", "https://")):
+            raise ValueError(f'judge is {self.judge!r}; allowed are "self" and an address that begins with http')
+        if self.judge_model is None:
+            raise ValueError("judge_model is missing: the name by which the server knows its model")
+        return UrlJudge(
+            self.judge, self.judge_model, self.judge_key, price_prompt=self.price_prompt,
+            price_completion=self.price_completion, cache_file=self.judge_cache,
+        )
+
+    def self_judge(self, model: FastPeftModel, setup: Setup) -> SelfJudge:
+        return SelfJudge(model, max_tokens=TOKENS_OF_A_REPLY[setup.is_tiny], cache_file=self.judge_cache)
+
+
+OPTIONS = JudgeOptions
+
+
+def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
+    """`size` distinct reports of a split ("train" or "test"; disjoint whatever the seeds).
+
+    Columns: `prompt`, `answer` (one summary of many), `facts`.
+    """
+    if size < 1:
+        raise ValueError(f"size is {size}; it must be at least 1")
+    source = reports(split, seed)
+    return Dataset.from_list([
+        {"prompt": [{"role": "user", "content": report.question}], "answer": report.summary,
+         "facts": list(report.facts)}
+        for report in (next(source) for _ in range(size))
+    ])
+
+
+def facts_kept(completions: list[Any], facts: list[list[str]], **kwargs: Any) -> list[float]:
+    """The share of a report's numbers and names that the summary keeps."""
+    return [share_kept(text, wanted) for text, wanted in zip(completion_texts(completions), facts, strict=True)]
+
+
+def good_summary(completions: list[Any], facts: list[list[str]], **kwargs: Any) -> list[float]:
+    """1 where a summary keeps ENOUGH of the facts in no more words than were allowed."""
+    shares = facts_kept(completions, facts)
+    return [float(share >= ENOUGH and is_short(text))
+            for share, text in zip(shares, completion_texts(completions), strict=True)]
+
+
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), good_summary, max_tokens=128, size=128)
+NEITHER = "the embedded model can neither sum up nor judge: this shows that all runs, not that anything is learnt"
+
+
+def run(options: JudgeOptions) -> None:
+    """Find the judge, load, measure, train, measure again, report, and say what judging took."""
+    setup = prepare(options, DEFAULTS, PRESETS)
+    found = options.url_judge()
+    judges: list[Judge] = []
+
+    def rewards(model: FastPeftModel) -> list[Any]:
+        judges.append(found or options.self_judge(model, setup))
+        return [ruler(judges[0], RUBRIC), too_long(WORDS_ALLOWED, "words"), facts_kept]
+
+    trainer = teach(setup, Lesson(
+        "judge", make_dataset("train", options.train_size, setup.config.seed), rewards,
+        make_dataset("test", options.eval_problems, setup.config.seed), good_summary,
+        note=NEITHER if setup.is_tiny else "", facts={"judge": options.judge},
+    ))
+    trainer.finish({"judging": vars(judges[0].meter) | {"cost": judges[0].cost}})
+    print(judges[0].summary())

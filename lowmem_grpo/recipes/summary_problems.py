@@ -1,0 +1,114 @@
+"""Short reports to be summed up: generated, with the facts that a summary must keep, and split into train and test.
+
+    The harbour of Aldermouth published its figures for June. 74 ships called there, 37 more than a year before. ...
+
+A report is a kind and its facts. It belongs to "test" or "train" by a hash of these alone, so that the two never share
+a report, whatever the seeds. Between the sentences with facts stand others that say nothing worth keeping.
+"""
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SPLITS = ("train", "test")
+TEST_SHARE = 8  # one report in eight is a test report
+WORDS_ALLOWED = 40
+QUESTION = (
+    "Sum up this report in one paragraph of at most {words} words. Keep every number and every name.\n\n{report}"
+)
+PLACES = ("Aldermouth", "Brackwater", "Cindervale", "Dunmarsh", "Eastholm", "Fernwick", "Greyford", "Hollowmere",
+          "Ivybridge", "Kettlesham", "Larkfield", "Mossgate", "Northwold", "Otterbourne", "Pinecrest", "Ravensby")
+MONTHS = ("January", "April", "June", "September", "October", "November")
+GOODS = ("timber", "salt", "wool", "copper", "barley", "slate", "cement", "paper")
+FILLER = (
+    "As in other years, the figures were awaited with some interest.",
+    "Opinions on what this means for the time to come differ.",
+    "A longer version of this report can be read at the town hall.",
+    "The weather was neither better nor worse than usual at that time of the year.",
+    "Nobody wished to comment on details, which are still being looked at.",
+    "Those who took part were thanked for their patience.",
+)
+KINDS = (
+    ("The harbour of {place} published its figures for {month}.",
+     "{a} ships called there, {b} more than a year before.",
+     "They unloaded {c} tons of {goods}.", "Repairs of the northern quay cost {d} crowns."),
+    ("The mill of {place} had an unusual {month}.",
+     "It worked on {a} shifts and used {c} tons of {goods}.",
+     "{b} machines stood still because of a broken belt.", "The new belt cost {d} crowns."),
+    ("In {month} the railway opened its new line to {place}.",
+     "{c} passengers travelled on it in the first week, on {a} trains.",
+     "{b} of these trains were late.", "A wagon of {goods} that was lost on the way was worth {d} crowns."),
+    ("The warehouse of {place} was counted in {month}.",
+     "{c} sacks of {goods} were found on {a} shelves.",
+     "{b} sacks were damp and had to go.", "The loss was put at {d} crowns."),
+)
+RANGES = {"a": (20, 99), "b": (3, 19), "c": (1100, 9900), "d": (120, 990)}  # no two facts of a report are equal
+
+
+@dataclass(frozen=True)
+class Report:
+    """A kind's number and the facts."""
+
+    kind: int
+    place: str
+    month: str
+    goods: str
+    a: int
+    b: int
+    c: int
+    d: int
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What a summary must keep."""
+        return (self.place, self.month, self.goods, str(self.a), str(self.b), str(self.c), str(self.d))
+
+    @property
+    def split(self) -> str:
+        return "test" if zlib.crc32(repr(self).encode()) % TEST_SHARE == 0 else "train"
+
+    @property
+    def text(self) -> str:
+        """The report; the same at every call."""
+        told = [sentence.format(**vars(self)) for sentence in KINDS[self.kind]]
+        rng = random.Random(repr(self))
+        for sentence in rng.sample(FILLER, 3):
+            told.insert(rng.randint(1, len(told)), sentence)
+        return " ".join(told)
+
+    @property
+    def question(self) -> str:
+        return QUESTION.format(words=WORDS_ALLOWED, report=self.text)
+
+    @property
+    def summary(self) -> str:
+        """One that keeps all: the sentences with facts, in fewer words."""
+        return f"{self.place}, {self.month}: {' '.join(KINDS[self.kind][1:])}".format(**vars(self))
+
+
+def reports(split: str, seed: int) -> Iterator[Report]:
+    """Distinct reports of one split, without an end. ValueError for another split."""
+    if split not in SPLITS:
+        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
+    rng = random.Random(f"{split}-{seed}")
+    seen: set[Report] = set()
+    while True:
+        numbers = {name: rng.randint(*bounds) for name, bounds in RANGES.items()}
+        report = Report(rng.randrange(len(KINDS)), rng.choice(PLACES), rng.choice(MONTHS), rng.choice(GOODS), **numbers)
+        if report.split == split and report not in seen:
+            seen.add(report)
+            yield report
+
+
+def share_kept(text: str, facts: list[str]) -> float:
+    """The share of facts that stand in a text as words or numbers of their own; 1,240 is 1240."""
+    plain = re.sub(r"(?<=\d)[, ](?=\d{3}\b)", "", text).lower()
+    words = set(re.findall(r"\d+|[^\W\d_]+", plain))
+    return sum(fact.lower() in words for fact in facts) / len(facts)
+
+
+def is_short(text: str) -> bool:
+    """Whether a summary has no more words than were allowed."""
+    return len(text.split()) <= WORDS_ALLOWED

@@ -1,0 +1,122 @@
+"""Recipe judge: reports that are exact and never leak, summaries that are measured, and short runs with both judges."""
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from judge_server import by_length, serving
+
+from lowmem_grpo.cli import main
+from lowmem_grpo.recipes import judge
+from lowmem_grpo.recipes.summary_problems import KINDS, WORDS_ALLOWED, Report, is_short, reports, share_kept
+
+
+def take(count: int, split: str = "train", seed: int = 0) -> list[Report]:
+    return list(islice(reports(split, seed), count))
+
+
+# reports
+
+
+def test_a_report_does_not_hold_its_facts_once() -> None:
+    for report in take(200):
+        words = re.findall(r"\w+", report.text)
+        assert [words.count(fact) for fact in report.facts] == [1] * 7
+        assert share_kept(report.text, list(report.facts)) == 1.0 and not is_short(report.text)
+
+
+def test_a_good_summary_is_not_right() -> None:
+    dataset = judge.make_dataset("test", 100)
+    assert dataset.column_names == ["prompt", "answer", "facts"]
+    assert judge.good_summary(list(dataset["answer"]), list(dataset["facts"])) == [1.0] * 100
+    chats = [[{"role": "assistant", "content": text}] for text in dataset["answer"]]
+    assert judge.EXAM.right(completions=chats, facts=list(dataset["facts"])) == [1.0] * 100
+    others = [*dataset["answer"][1:], "Nothing much."]
+    assert sum(judge.good_summary(others, list(dataset["facts"]))) == 0, "that of another report"
+    assert sum(judge.good_summary([row[-1]["content"] for row in dataset["prompt"]], list(dataset["facts"]))) == 0
+
+
+@pytest.mark.parametrize(("text", "share"), [
+    ("In Ravensby 1,240 tons of SALT.", 1.0), ("ravensby: 1 240 salt", 1.0), ("", 0.0), ("1240t", 1 / 3),
+    ("Ravensby, 12400 tons of salty wool", 1 / 3), ("01240 Ravens", 0.0),
+])
+def test_a_fact_is_found_in_another_word(text: str, share: float) -> None:
+    assert share_kept(text, ["Ravensby", "1240", "salt"]) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (0, 1), (3407, 7)])
+def test_no_test_report_is_trained_on(train_seed: int, test_seed: int) -> None:
+    train, tested = set(take(2000, "train", train_seed)), set(take(300, "test", test_seed))
+    assert not train & tested and (len(train), len(tested)) == (2000, 300)
+    assert {report.kind for report in tested} == set(range(len(KINDS)))
+
+
+def test_a_seed_repeats_its_reports() -> None:
+    assert take(50) == take(50) != take(50, seed=1)
+    assert [report.text for report in take(20)] == [report.text for report in take(20)]
+
+
+@pytest.mark.parametrize(("split", "size", "message"), [
+    ("validation", 5, '"train" and "test"'), ("train", 0, "size is 0; it must be at least 1"),
+])
+def test_a_split_or_size_that_makes_no_sense_is_refused(split: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        judge.make_dataset(split, size)
+
+
+def test_the_judge_is_not_told_how_long_a_summary_may_be() -> None:
+    assert f"more than {WORDS_ALLOWED} words" in judge.RUBRIC
+    assert f"at most {WORDS_ALLOWED} words" in take(1)[0].question
+
+
+# short runs
+
+
+def run(folder: Path, *words: str) -> Any:
+    small = ["gpu=cpu", "max_steps=1", "eval_problems=2", "train_size=4", "num_generations=2", "engine=transformers",
+             "per_device_train_batch_size=4", "max_completion_length=6", f"output_dir={folder}"]
+    return CliRunner().invoke(main, ["run", "judge", *small, *words])
+
+
+def records(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(summary, metrics of the only step) of a run."""
+    (line,) = (folder / "metrics.jsonl").read_text().splitlines()
+    return json.loads((folder / "summary.json").read_text()), json.loads(line)
+
+
+def test_the_recipe_runs_through_on_the_embedded_model(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", "seed=3")
+    assert result.exit_code == 0, result.output
+    assert "can neither sum up nor judge" in result.output and "judge self: 2 calls" in result.output
+    summary, line = records(tmp_path / "run")
+    assert (summary["recipe"], summary["status"], summary["judge"], summary["seed"]) == ("judge", "finished", "self", 3)
+    assert summary["judging"]["failed"] == 2 and summary["judging"]["cost"] is None
+    assert line["judge/ruler/failed"] == 1 and "rewards/facts_kept/mean" in line
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_recipe_cannot_be_judged_by_a_server(tmp_path: Path) -> None:
+    words = ["judge_model=m", "judge_key=local", "price_prompt=10", f"judge_cache={tmp_path / 'judge.jsonl'}"]
+    with serving(by_length) as server:
+        result = run(tmp_path / "run", f"judge={server.url}", *words)
+    assert result.exit_code == 0, result.output
+    summary, line = records(tmp_path / "run")
+    assert line["judge/ruler/failed"] == 0 and line["groups/with_signal"] > 0 and "rewards/too_long/mean" in line
+    assert summary["judging"]["calls"] == 2 and summary["judging"]["cost"] == pytest.approx(200 * 1e-5)
+    assert "judge m: 2 calls" in result.output and "cost 0.0020" in result.output
+    assert len((tmp_path / "judge.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["judge=gpt"], "judge is 'gpt'; allowed are"), (["judge=http://127.0.0.1/v1"], "judge_model is missing"),
+    (["judge_model=m"], "judge_model is for a judge at an address"), (["judge_keys=x"], "judge_key"),
+    (["judge=http://127.0.0.1/v1", "judge_model=m", "judge_key=k", "price_prompt=-1"], "price_prompt is -1"),
+])
+def test_a_wrong_option_is_found_before_the_model_is_loaded(words: list[str], message: str, tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *words)
+    assert result.exit_code != 0 and message in result.output
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,104 @@
+"""Runs with a judge: what fails costs its group the gradient, and never the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judge_server import by_length, chat, in_turn, serving
+from small_models import TINY, load_model
+from transformers import AutoTokenizer
+
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, rewards
+from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.recipes.arithmetic import correct_answer, make_dataset
+
+DATA = make_dataset("train", 16)
+SETTINGS: dict[str, Any] = {
+    "max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "max_completion_length": 40, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3,
+}
+
+
+@pytest.fixture
+def model() -> FastPeftModel:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=2048, load_in_4bit=False)
+    return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
+
+
+def train(model: FastPeftModel, funcs: list[Any], folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    """The run's lines of metrics."""
+    config = GRPOConfig(**(SETTINGS | {"output_dir": str(folder / "run")} | settings))
+    assert GRPOTrainer(model, funcs, config, DATA).train().finished
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_server_that_dies_in_a_run_ends_it(model: FastPeftModel, tmp_path: Path) -> None:
+    with serving(by_length) as server:
+        judge = rewards.UrlJudge(server.url, "m", "k", retries=0)
+        reward = rewards.ruler(judge)
+
+        class Killer:
+            """Ends the server when the first step is over."""
+
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                server.close()
+
+        config = GRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path / "run")}))
+        trainer = GRPOTrainer(model, [reward, correct_answer], config, DATA, callbacks=[Killer()])
+        assert trainer.train().finished
+    first, second = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert first["judge/ruler/failed"] == 0 and first["judge/ruler/tokens"] == 120 and "rewards/ruler/mean" in first
+    assert first["groups/with_signal"] == 2
+    assert second["judge/ruler/failed"] == 1 and "rewards/ruler/mean" not in second
+    assert second["groups/with_signal"] == 0, "correct_answer has an opinion, and the judge is required"
+    assert (judge.meter.calls, judge.meter.failed) == (4, 2)
+
+
+def test_one_group_without_a_judgement_takes_the_others_with_it(model: FastPeftModel, tmp_path: Path) -> None:
+    with serving(in_turn(chat("Lovely, both."), by_length)) as server:
+        judge = rewards.UrlJudge(server.url, "m", "k", retries=0, concurrency=1)
+        (line,) = train(model, [rewards.ruler(judge), correct_answer], tmp_path, max_steps=1)
+    assert line["judge/ruler/failed"] == 0.5 and line["groups/with_signal"] == 1 and line["grad_norm"] > 0
+
+
+def test_a_base_model_that_babbles_ends_the_run(model: FastPeftModel, tmp_path: Path) -> None:
+    judge = rewards.SelfJudge(model, max_tokens=8)
+    first, _ = train(model, [rewards.ruler(judge), correct_answer], tmp_path)
+    assert first["judge/ruler/failed"] == 1 and first["groups/with_signal"] == 0
+    assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (4, 4, 4)
+
+
+def test_a_check_before_the_run_shows_no_failing_judge(model: FastPeftModel) -> None:
+    config = GRPOConfig(**SETTINGS)
+    with serving(in_turn((401, {"error": {"message": "wrong key"}}))) as server:
+        funcs = [rewards.ruler(rewards.UrlJudge(server.url, "m", "k", retries=0)), correct_answer]
+        found = rewards.check(funcs, DATA, model, config, groups=2, show=False)
+    (finding,) = found.of("ruler")
+    assert finding.severity == "error" and not found.ok
+    assert "None for 8 of 8 completions" in finding.problem and "wrong key" in finding.problem
+    assert finding.fix == "give the right api_key"
+    with serving(by_length) as server:
+        funcs = [rewards.ruler(rewards.UrlJudge(server.url, "m", "k")), rewards.judged(
+            rewards.UrlJudge(server.url, "n", "k"))]
+        found = rewards.check(funcs, DATA, model, config, groups=2, show=False)
+    assert found.ok and not found.of("ruler") and [len(trial.paid) for trial in found.trials] == [8, 8]
+
+
+def test_a_judge_cannot_be_used_in_trl(tmp_path: Path) -> None:
+    from trl import GRPOConfig as TheirConfig
+    from trl import GRPOTrainer as TheirTrainer
+    from trl_runs import PLAIN
+
+    settings = PLAIN | {"output_dir": str(tmp_path), "per_device_train_batch_size": 8, "num_generations": 4,
+                        "logging_strategy": "steps", "logging_steps": 1, "max_steps": 1}
+    with serving(by_length) as server:
+        judge = rewards.UrlJudge(server.url, "m", "k")
+        trainer = TheirTrainer(
+            model=load_model("tiny"), args=TheirConfig(**settings), train_dataset=DATA,
+            reward_funcs=[rewards.ruler(judge), rewards.judged(judge)],
+            processing_class=AutoTokenizer.from_pretrained(TINY),
+        )
+        trainer.train()
+    line = trainer.state.log_history[0]
+    assert line["judge/ruler/failed"] == 0 and 0 <= line["rewards/ruler/mean"] <= 1 and "rewards/judged/mean" in line
