@@ -1,0 +1,98 @@
+"""Recipe `email`: replies to e-mails, each criterion of a good one paid by itself: the five rewards of `rewards.mail`.
+
+    lowmem-grpo run email                           # model and settings by the card; or gpu=24
+    lowmem-grpo run email longest_words=25          # shorter replies
+
+A reply is right when it names the recipient, has the keyword, is short enough and ends in the signature; being the
+ideal one word for word earns more, and is not asked for. The embedded tiny model, which is what a CPU takes, knows
+arithmetic alone: with it the recipe runs through in a minute, and its accuracy stays at zero.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+
+from lowmem_grpo.recipes.email_problems import SIGNATURE, requests
+from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.lesson import Lesson, teach
+from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.rewards.mail import email_rewards
+
+DEFAULTS: dict[str, Any] = {
+    "output_dir": "runs/email", "seed": 0, "max_steps": 100, "learning_rate": 1e-5, "max_completion_length": 192,
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo",
+    "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
+    "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
+}
+PRESETS: Presets = {
+    "cpu": Preset("tiny", 1024, 32, 64,
+                  {"max_steps": 5, "max_completion_length": 48, "gradient_accumulation_steps": 2}),
+    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1024, 64, 128, {"optim": "adamw_8bit"}),
+}
+SYSTEM = (
+    "You answer e-mails of a shop's customers. Greet the customer by name, answer the question with what you know and "
+    f"nothing else, and end with these two lines:\n{SIGNATURE}"
+)
+LONGEST_WORDS = 40
+WRITES_NO_MAIL = "the embedded model writes no mail: this shows that all runs, not that anything is learnt"
+
+
+@dataclass
+class EmailOptions(RecipeOptions):
+    """The options of `lowmem-grpo run email`; 4-bit weights by default, but for the embedded model."""
+
+    train_size: int = 2048
+    """Requests to train on."""
+    eval_problems: int = 128
+    """Held-out requests, answered before and after."""
+    longest_words: int = LONGEST_WORDS
+    """Of a reply; a longer one loses 1."""
+
+
+OPTIONS = EmailOptions
+
+
+def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
+    """`size` distinct requests of a split ("train" or "test"; disjoint whatever the seeds).
+
+    Columns: `prompt`, `recipient`, `keyword`, `ideal` (the perfect reply), and `answer`, the same.
+    """
+    if size < 1:
+        raise ValueError(f"size is {size}; it must be at least 1")
+    source = requests(split, seed)
+    return Dataset.from_list([
+        {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request.text}],
+         "recipient": request.recipient, "keyword": request.keyword, "ideal": request.ideal, "answer": request.ideal}
+        for request in (next(source) for _ in range(size))
+    ])
+
+
+def good_reply(longest_words: int = LONGEST_WORDS) -> Callable[..., list[float]]:
+    """What pays 1 for a reply that meets every criterion but being the ideal one, else 0."""
+    keyword, _, length, recipient, signature = email_rewards(SIGNATURE, longest_words)
+
+    def right(completions: list[Any], **columns: Any) -> list[float]:
+        met = [reward(completions=completions, **columns) for reward in (keyword, recipient, signature, length)]
+        return [float(paid == (1.0, 1.0, 1.0, 0.0)) for paid in zip(*met, strict=True)]
+
+    return right
+
+
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), good_reply(), max_tokens=192, size=128)
+
+
+def run(options: EmailOptions) -> None:
+    """Load, measure, train, measure again, report."""
+    setup = prepare(options, DEFAULTS, PRESETS)
+    teach(setup, Lesson(
+        "email", make_dataset("train", options.train_size, setup.config.seed),
+        email_rewards(SIGNATURE, options.longest_words),
+        make_dataset("test", options.eval_problems, setup.config.seed), good_reply(options.longest_words),
+        note=WRITES_NO_MAIL if setup.is_tiny else "",
+    ))
