@@ -67,6 +67,9 @@ below) are plain functions, passed without a call.
 
 `code_passes_tests()` is a verifier too: the completion's Python passes the row's `tests`, in a sandbox.
 
+`ruler(judge)` and `judged(judge)` are rewards by a language model, a server's or the base model itself: see
+[judge.md](judge.md).
+
 `math_match` needs `pip install math-verify`, `json_match` with a schema `pip install jsonschema`. math-verify compares
 in a process of its own, because an answer like `9^{9^{9}}` keeps it busy for longer than any run lasts: it is ended
 after 2 s of processor time and 4 GiB, and that answer is wrong."""
