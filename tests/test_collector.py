@@ -20,7 +20,7 @@ from lowmem_grpo.collector import Collector
 from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource
 from lowmem_grpo.early_scoring import EarlyScoring
 from lowmem_grpo.objective import GRPOObjective
-from lowmem_grpo.rewards import RewardScorer
+from lowmem_grpo.rewards import Reward, RewardScorer
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.scoring import score_groups, set_baselines
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -43,7 +43,7 @@ class Loop:
     """A collector of four groups of four, without a model: rows come in order, and their kind decides the rewards."""
 
     def __init__(self, *kinds: str, **settings: Any) -> None:
-        self.config = GRPOConfig(num_generations=4, per_device_train_batch_size=16, **settings)
+        self.config = GRPOConfig(**({"num_generations": 4, "per_device_train_batch_size": 16} | settings))
         rows = [{"prompt": f"row {index}", "kind": kind, "index": index} for index, kind in enumerate(kinds)]
         self.source = PromptSource(rows, PromptEncoder(CharTokenizer(), 20), 0, shuffle=False)  # type: ignore[arg-type]
         self.state, self.calls, self.watched = TrainerState(), [], []  # type: ignore[var-annotated]
@@ -91,6 +91,81 @@ def rows_of(groups: list[RolloutGroup]) -> list[int]:
 
 def advantages(groups: list[RolloutGroup]) -> list[list[float]]:
     return [[rollout.advantage for rollout in group.rollouts] for group in groups]
+
+
+# A required function
+
+
+class Judge(Reward):
+    """What REWARDS says, None for the completion "2" of a "mute" row; or another number in each group."""
+
+    required = True
+
+    def __init__(self) -> None:
+        super().__init__("judge", ("kind", "index"))
+
+    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        return [None if (kind, text) == ("mute", "2") else 1e3 if kind == "mute" else REWARDS[kind][int(text)] + index
+                for text, kind, index in zip(texts, columns["kind"], columns["index"], strict=True)]
+
+
+def judged_loop(*kinds: str, weights: list[float] | None = None, **settings: Any) -> Loop:
+    loop = Loop(*kinds, per_device_train_batch_size=4 * min(4, len(kinds)), **settings)
+    loop.config.reward_weights = weights
+    loop.scorer = RewardScorer([Judge(), ones], weights)
+    loop.collector.names = loop.scorer.names
+    return loop
+
+
+def ones(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"scale_rewards": "batch"}, {"advantage_estimator": "rloo"}, {"advantage_estimator": "passk"},
+    {"advantage_estimator": "reinforce++"}, {"advantage_estimator": "reinforce++_baseline"},
+    {"multi_objective_aggregation": "normalize_then_sum"}, {"advantage_estimator": "remax"},
+])
+def test_a_group_that_a_required_function_cannot_judge_moves_itself_or_others(settings: dict[str, Any]) -> None:
+    loop = judged_loop("mixed", "mute", "rare", **settings)
+    groups = loop.step()
+    without = judged_loop("mixed", "rare", **settings)
+    without.source.dataset[1]["index"] = 2
+    expected = without.step()
+    assert advantages([groups[0], groups[2]]) == advantages(expected)
+    assert advantages([groups[1]]) == [[0.0] * 4] and any(advantages(expected)[0])
+    assert [group.unjudged for group in groups] == [False, True, False]
+    assert [rollout.reward for rollout in groups[1].rollouts] == [None] * 4
+    assert [rollout.rewards["judge"] for rollout in groups[1].rollouts] == [1e3, 1e3, None, 1e3]
+    measured = loop.collector.metrics(groups, 1.0)
+    assert measured["rewards/judge/unjudged"] == 1 and "rewards/ones/unjudged" not in measured
+    assert (measured["groups/with_signal"], measured["reward"]) == (2, without.collector.metrics(expected, 1)["reward"])
+
+
+def test_a_required_function_of_weight_0_takes_groups_out() -> None:
+    loop = judged_loop("mute", weights=[0.0, 1.0])
+    groups = loop.step()
+    assert not groups[0].unjudged and [rollout.reward for rollout in groups[0].rollouts] == [1.0] * 4
+    assert "rewards/judge/unjudged" not in loop.collector.metrics(groups, 1.0)
+
+
+def test_dynamic_sampling_keeps_an_unjudged_group_and_counts_of_rounds_are_averaged() -> None:
+    loop = judged_loop("mixed", "mute", "mute", "mixed", "mixed", "rare", "mixed", "mixed", dynamic_sampling_rounds=2)
+    groups = loop.step()
+    assert rows_of(groups) == [0, 4, 5, 3]
+    assert loop.collector.metrics(groups, 1.0)["rewards/judge/unjudged"] == 2
+
+
+def test_a_baseline_that_the_required_function_has_no_part_in_is_used() -> None:
+    class Silent(Judge):
+        def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+            return [None if int(text) == GREEDY else float(text) for text in texts]
+
+    loop = judged_loop("mixed", advantage_estimator="remax")
+    loop.scorer = RewardScorer([Silent(), ones])
+    groups = loop.step()
+    assert groups[0].baseline is None and not groups[0].unjudged
+    assert advantages(groups) == [[0.0] * 4]
 
 
 # Dynamic sampling

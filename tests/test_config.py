@@ -76,6 +76,7 @@ BAD_VALUES = [  # an option, a bad value, and what the message says is allowed
     ("max_steps", 0, "above 0, or -1"), ("max_steps", -2, "above 0, or -1"), ("temperature", 0, "1.0 is usual"),
 ]
 CONTRADICTIONS = [
+    ({"score_while_sampling": "yes"}, "score_while_sampling is 'yes'; allowed are None, True and False"),
     ({"bf16": True, "fp16": True}, "bf16 and fp16 are both set; set one"),
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio and warmup_steps are both set; set one"),
     ({"delta": 1.1}, "delta is 1.1; it must be above 1 + epsilon_high = 1.2"),

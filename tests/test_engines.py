@@ -17,7 +17,7 @@ from lowmem_grpo.engines.stopping import cut_at_stop
 from lowmem_grpo.engines.transformers_engine import Decode, TransformersEngine
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
 EOS = 2
@@ -370,3 +370,39 @@ def test_sampling_params_refuse_what_makes_no_sense(name: str, value: float, rul
 def test_truncation_is_known() -> None:
     assert not SamplingParams(top_k=-1, min_p=0.0).truncates
     assert all(SamplingParams(**options).truncates for options in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))
+
+
+# finished prompts are told of
+
+
+def test_prompts_are_told_of_late_twice_or_with_other_rollouts_than_are_returned(
+    engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    told: list[tuple[int, list[Rollout]]] = []
+    forwards: list[int] = []
+    params = SamplingParams(n=4, max_tokens=40, seed=3)
+    expected = engine.generate(prompts, params)
+    handle = engine.policy.backbone.norm.register_forward_hook(lambda *_: forwards.append(len(told)))
+    try:
+        groups = engine.generate(prompts, params, lambda prompt, rollouts: told.append((prompt, rollouts)))
+    finally:
+        handle.remove()
+    assert groups == expected
+    assert sorted(prompt for prompt, _ in told) == [0, 1, 2]
+    assert all(rollouts is groups[prompt] for prompt, rollouts in told)
+    longest = [max(len(rollout.completion_ids) for rollout in group) for group in groups]
+    assert [longest[prompt] for prompt, _ in told] == sorted(longest) and len(set(longest)) > 1
+    assert [sum(length <= step for length in longest) for step in range(len(forwards))] == forwards
+
+
+def test_what_a_listener_raises_is_swallowed_or_the_model_stays_in_evaluation(
+    engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    def refuses(prompt: int, rollouts: list[Rollout]) -> None:
+        raise KeyError("gold")
+
+    engine.policy.model.train()
+    with pytest.raises(KeyError, match="gold"):
+        engine.generate(prompts, SamplingParams(n=2, max_tokens=10), refuses)
+    assert engine.policy.model.training
+    engine.policy.model.eval()

@@ -474,12 +474,12 @@ def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 
 def generate_failing(
-    engine: TransformersEngine, prompts: list[list[int]], params: SamplingParams, *calls: int
+    engine: TransformersEngine, prompts: list[list[int]], params: SamplingParams, *calls: int, listen: Any = None
 ) -> list[list[Rollout]]:
     hook = Failing(*calls)
     handle = engine.policy.backbone.norm.register_forward_hook(hook)
     try:
-        return engine.generate(prompts, params)
+        return engine.generate(prompts, params, listen)
     finally:
         handle.remove()
         assert hook.raised == len(calls)
@@ -487,6 +487,23 @@ def generate_failing(
 
 def ids_of(groups: list[list[Rollout]]) -> list[list[list[int]]]:
     return [[rollout.completion_ids for rollout in group] for group in groups]
+
+
+@pytest.mark.parametrize("calls", [(0,), (9,), (3, 12), (0, 1)])
+def test_a_prompt_is_told_of_twice_or_not_at_all_where_sampling_ran_out_of_memory(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], calls: tuple[int, ...]
+) -> None:
+    engine = TransformersEngine(Policy(with_adapter(load_model("tiny"))), tokenizer, max_seq_length=256)
+    params = SamplingParams(n=4, temperature=0, max_tokens=20)
+    expected, told = engine.generate(prompts, params), {}
+
+    def listen(prompt: int, rollouts: list[Rollout]) -> None:
+        assert prompt not in told
+        told[prompt] = rollouts
+
+    found = generate_failing(engine, prompts, params, *calls, listen=listen)
+    assert ids_of(found) == ids_of(expected)
+    assert len(told) == 3 and all(told[prompt] is group for prompt, group in enumerate(found))
 
 
 @pytest.mark.parametrize("calls", [(0,), (1,), (9,), (15,), (0, 1), (7, 8, 9), (3, 12), (5, 30)])

@@ -498,6 +498,61 @@ def test_an_engine_that_dies_is_replaced_once_and_the_call_repeated(
     assert distance(policy, prompts, groups) < SAME
 
 
+def test_prompts_are_told_of_late_or_with_other_rollouts_than_are_returned(
+    engine: VLLMEngine, prompts: list[list[int]]
+) -> None:
+    told: list[tuple[int, list[Rollout]]] = []
+    unfinished: list[bool] = []
+
+    def listen(prompt: int, rollouts: list[Rollout]) -> None:
+        told.append((prompt, rollouts))
+        unfinished.append(engine.unfinished)
+
+    params = SamplingParams(n=3, max_tokens=40, seed=4)
+    expected = engine.generate(prompts, params)
+    groups = engine.generate(prompts, params, listen)
+    assert ids_of(groups) == ids_of(expected)
+    assert sorted(prompt for prompt, _ in told) == [0, 1, 2] and unfinished == [True, True, False]
+    assert all(rollouts is groups[prompt] for prompt, rollouts in told)
+    longest = [max(len(rollout.completion_ids) for rollout in group) for group in groups]
+    assert [longest[prompt] for prompt, _ in told] == sorted(longest)
+
+
+def test_what_a_listener_raises_is_taken_for_a_death_of_the_engine(
+    engine: VLLMEngine, prompts: list[list[int]]
+) -> None:
+    told: list[int] = []
+
+    def refuses(prompt: int, rollouts: list[Rollout]) -> None:
+        told.append(prompt)
+        raise RuntimeError("not mine")
+
+    with pytest.raises(RuntimeError, match="not mine"):
+        engine.generate(prompts, GREEDY, refuses)
+    assert len(told) == 1
+    assert len(engine.generate(prompts, GREEDY)) == 3
+
+
+def test_a_restarted_engine_tells_of_a_prompt_twice(
+    engine: VLLMEngine, policy: Policy, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = SamplingParams(n=2, max_tokens=40, seed=4)
+    expected = engine.generate(prompts, lengths)
+    told: list[int] = []
+
+    def listen(prompt: int, rollouts: list[Rollout]) -> None:
+        if not told:
+            dying(monkeypatch, RuntimeError("the device is gone"))
+        told.append(prompt)
+
+    llm = engine.llm
+    groups = engine.generate(prompts, lengths, listen)
+    assert engine.llm is not llm
+    assert sorted(told) == [0, 1, 2]
+    assert ids_of(groups) == ids_of(expected)
+    assert distance(policy, prompts, groups) < SAME
+
+
 def test_a_second_death_is_an_error_and_the_next_call_works(
     engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
