@@ -1,30 +1,141 @@
 """Datasets out of a user's files, or off the hub."""
 
+import codecs
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
+from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled, load_dataset
 from datasets.exceptions import DatasetsError
 
+from lowmem_grpo.hub import find_dataset
+
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+NAMED = 12  # columns that a message lists
+CHUNK = 1 << 20  # bytes of a file that are looked at together
 
 
 def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt") -> Any:
     """A dataset with a column `prompt` from a jsonl, json, csv or parquet file (all its rows), or a split of a dataset
     on the hub. OSError for what is not there, ValueError for a missing column."""
-    path = Path(source)
-    if path.suffix in KINDS or path.exists():
-        if path.suffix not in KINDS or not path.is_file():
-            raise OSError(f"no file {source!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
-        wanted: dict[str, Any] = {"path": KINDS[path.suffix], "data_files": str(path), "split": "train"}
-    else:
-        wanted = {"path": source, "split": split}
-    try:
-        rows = load_dataset(**wanted)
-    except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one for a file without rows
-        why = error.__cause__ or error
-        raise OSError(f"no rows from {source!r}: {(str(why).splitlines() or ['it is empty'])[0]}") from error
+    rows = read_rows(source, split)
     if prompt_column not in rows.column_names:
-        raise ValueError(f"{source} has no column {prompt_column!r}; it has {', '.join(rows.column_names)}. Name the "
+        raise ValueError(f"{source} has no column {prompt_column!r}; it has {listed(rows.column_names)}. Name the "
                          "one with the prompts: --prompt-column NAME")
     return rows if prompt_column == "prompt" else rows.rename_column(prompt_column, "prompt")
+
+
+def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any:
+    """A dataset from a jsonl, json, csv or parquet file (all its rows), or a split of a dataset on the hub, where
+    "OWNER/NAME:CONFIG" names one of several configurations. OSError for what is not there or cannot be read."""
+    path = Path(source)
+    if is_file_name(source):
+        check_file(path)
+        wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train"}
+    else:
+        name, _, config = source.partition(":")
+        wanted = {"path": name, "name": config or None, "split": split, "streaming": streaming}
+    try:
+        with quiet_datasets():
+            rows = load_dataset(**wanted)
+    except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one for a file without rows
+        raise OSError(f"no rows from {source!r}: {reason(path, error)}") from error
+    if any(name.startswith("__index_level_") for name in rows.column_names or []) and path.suffix.lower() == ".csv":
+        raise OSError(f"no rows from {source!r}: its lines have more fields than its first line names; put texts that "
+                      "hold commas into double quotes")
+    return rows
+
+
+def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
+    """The first rows of a source; of a hub's dataset, more are not loaded. OSError as `read_rows`; ValueError for a
+    dataset that the hub does not have."""
+    if is_file_name(source):
+        rows = read_rows(source)
+        return [dict(rows[index]) for index in range(min(count, len(rows)))]
+    find_dataset(source.partition(":")[0])
+    try:
+        with quiet_datasets():
+            found = [dict(row) for row in read_rows(source, split, streaming=True).take(count)]
+    except (DatasetsError, ValueError) as error:
+        raise OSError(f"no rows from {source!r}: {reason(Path(source), error)}") from error
+    if not found:
+        raise OSError(f"no rows from {source!r}: the split {split!r} is empty")
+    return found
+
+
+def is_file_name(source: str) -> bool:
+    """Whether a file is meant, and not a dataset of the hub."""
+    return Path(source).suffix.lower() in KINDS or Path(source).exists()
+
+
+def check_file(path: Path) -> None:
+    """OSError unless this is a file of a known kind and, where it is a text, in UTF-8."""
+    if path.suffix.lower() not in KINDS or not path.is_file():
+        raise OSError(f"no file {str(path)!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
+    if path.suffix.lower() == ".parquet":
+        return
+    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(CHUNK)
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise OSError(f"no rows from {str(path)!r}: it is not UTF-8 (near byte {place + error.start:,}); save "
+                              f"it as UTF-8, for example: iconv -f latin1 -t utf-8 {path.name}") from error
+            if not chunk:
+                return
+            place += len(chunk)
+
+
+def reason(path: Path, error: BaseException) -> str:
+    """Why nothing was read, in one line."""
+    if path.suffix.lower() == ".jsonl" and path.is_file() and (line := broken_line(path)):
+        return line
+    said = str(error.__cause__ or error).splitlines() or ["it is empty"]
+    return "it has no rows" if "corresponds to no data" in said[0] else said[0]
+
+
+def broken_line(path: Path) -> str:
+    """The first line that is no JSON object, and why; empty where each is one."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f"line {number} is no JSON object: {line.strip():.60}"
+            except ValueError as error:
+                return f"line {number} is no JSON: {error}"
+    return ""
+
+
+def cell_text(value: Any) -> str | None:
+    """A cell as text, None for an empty one: 5.0, which a table makes of 5 beside empty cells, is "5"."""
+    if value is None or value != value:  # NaN is an empty cell
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).strip() or None
+
+
+def listed(names: list[str]) -> str:
+    """The first few of the columns' names, and how many more there are."""
+    rest = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Neither bars nor log lines of the library, whose errors are raised as well."""
+    logger, shown = logging.getLogger("datasets"), is_progress_bar_enabled()
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if shown:
+            enable_progress_bars()

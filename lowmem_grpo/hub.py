@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SECONDS = 5.0  # for an answer of the hub
 MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
@@ -52,3 +53,15 @@ def model_folder(path: str, revision: str | None = None) -> Path:
     except (OSError, ValueError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise OSError(f"no model {path!r}: it is no folder, and the hub did not give it ({why})") from error
+
+
+def find_dataset(name: str, api: Any = None) -> None:
+    """ValueError for a dataset that the hub does not have, OSError where the hub cannot be reached: told in seconds,
+    where loading would try for half a minute."""
+    try:
+        (api or huggingface_hub.HfApi()).dataset_info(name, timeout=SECONDS)
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"the hub has no dataset {name!r}, or not for everyone (then: hf auth login)") from error
+    except Exception as error:  # those of the network are another library's in each version
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OSError(f"the hub does not answer ({why})") from error

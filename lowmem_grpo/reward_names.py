@@ -3,6 +3,7 @@
 import difflib
 import importlib.util
 import inspect
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,15 @@ def made(name: str, found: Any) -> Any:
 
 
 def load_file(path: Path) -> Any:
-    """A module of the user's, run."""
+    """A module of the user's, run. It is known as user_file_STEM: dataclasses look their module up by its name, and
+    no installed module is hidden."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 

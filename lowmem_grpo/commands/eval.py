@@ -28,7 +28,8 @@ class Subject:
 @click.argument("target")
 @click.option("--adapter", type=click.Path(path_type=Path),
               help="Folder of a run, a checkpoint or a saved adapter, where TARGET is a model.")
-@click.option("--recipe", help="Take the held-out problems of a recipe, and what it counts as right.")
+@click.option("--recipe", help="Take the held-out problems of a recipe, or of your own ./FILE.py, and what it counts "
+              "as right.")
 @click.option("--dataset", help="A jsonl, json, csv or parquet file, or a dataset of the hub.")
 @click.option("--split", default="test", show_default=True, help="Of a dataset of the hub.")
 @click.option("--prompt-column", default="prompt", show_default=True)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from lowmem_grpo import recipes
+from lowmem_grpo.recipes.recipe_file import file_hint, is_recipe_file, load_recipe
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ class Exam:
 
 
 def find_exam(recipe: str) -> Exam:
-    """The exam of a recipe; ValueError for a recipe that there is not, or that has none."""
+    """The exam of a recipe, or of a file of the user's; ValueError for a recipe that there is not, or that has none."""
     names = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
-    if recipe not in names:
+    own = is_recipe_file(recipe)
+    if recipe not in names and not own:
         close = difflib.get_close_matches(recipe, names, n=2)
-        raise ValueError(f"no recipe {recipe!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
-    exam = getattr(import_module(f"lowmem_grpo.recipes.{recipe}"), "EXAM", None)
+        hint = file_hint(recipe) or (f"; did you mean {' or '.join(close)}?" if close else "")
+        raise ValueError(f"no recipe {recipe!r}{hint}")
+    exam = getattr(load_recipe(recipe) if own else import_module(f"lowmem_grpo.recipes.{recipe}"), "EXAM", None)
     if not isinstance(exam, Exam):
         raise ValueError(f"the recipe {recipe!r} has no EXAM; test it with --dataset FILE --reward NAME")
     return exam

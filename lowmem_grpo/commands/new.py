@@ -1,0 +1,199 @@
+"""`lowmem-grpo new`: a commented recipe for the user's own data, which asks nothing."""
+
+import json
+import keyword
+import pkgutil
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowmem_grpo import recipes
+from lowmem_grpo.commands.terminal import plain_errors
+from lowmem_grpo.recipes.arithmetic_problems import problems
+
+LOOKED = 1000  # rows that are looked at
+LONGEST = 100  # characters of a name
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+EXAMPLES = 256  # rows that are written where there is no data yet
+KINDS = ("number", "marked", "choice", "text", "math", "json", "long")  # new_recipe.kinds.CHOICES, without its imports
+
+
+@click.command()
+@click.argument("name")
+@click.option("--data", metavar="FILE", help="A jsonl, json, csv or parquet file, or a dataset of the hub: OWNER/NAME, "
+              "or OWNER/NAME:CONFIG. Without it, example rows are written too.")
+@click.option("--prompt-column", metavar="COLUMN", help="What the model is asked; guessed where left out.")
+@click.option("--answer-column", metavar="COLUMN", help="What is right; guessed where left out.")
+@click.option("--answers", type=click.Choice(KINDS), help="What answers are; told from the data where left out.")
+@click.option("--split", default="train", show_default=True, help="Of a dataset of the hub.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path(), help="Folder of the recipe; the current one.")
+@click.option("--overwrite", is_flag=True, help="Replace a NAME.py that is there; data is never replaced.")
+def new(name: str, data: str | None, out: Path, overwrite: bool, **chosen: Any) -> None:
+    """Write NAME.py, a short commented recipe for your own data, ready for `lowmem-grpo run ./NAME.py`.
+
+    Looks at the columns and the first rows of --data, and says what it took for what.
+    """
+    with plain_errors():
+        check_name(name, out)
+        recipe = out / f"{name}.py"
+        check_place(recipe, overwrite)
+        if data is None:
+            wanted, rows = example(name, out, chosen)
+        else:
+            wanted, rows = from_data(name, data, out, chosen), ""
+        from lowmem_grpo.new_recipe.writing import recipe_text
+
+        written = recipe_text(wanted)
+        save(recipe, written, out / f"{name}.jsonl", rows)
+    for line in told(wanted, recipe, written, bool(rows)):
+        click.echo(line)
+
+
+def check_name(name: str, out: Path) -> None:
+    """ValueError for what cannot be the name of a Python module, or would hide another one."""
+    plain = re.sub(r"\W", "_", Path(name).name.removesuffix(".py"))
+    if not name.isidentifier() or len(name) > LONGEST:
+        fix = f"; write {plain}" if plain.isidentifier() and len(plain) <= LONGEST else ""
+        place = ", and its folder as --out FOLDER" if Path(name).name != name else ""
+        raise ValueError(f"{name[:LONGEST]!r} cannot be a recipe's name, which has letters, digits and _, and no digit "
+                         f"first{fix}{place}")
+    if keyword.iskeyword(name):
+        raise ValueError(f"{name!r} is a word of Python itself; choose another name, for example my_{name}")
+    if name in [module.name for module in pkgutil.iter_modules(recipes.__path__)]:
+        raise ValueError(f"{name!r} is a recipe of the package, or a part of one; choose another name, for example "
+                         f"my_{name}")
+    if name in sys.stdlib_module_names or is_installed(name, out):
+        raise ValueError(f"{name}.py would hide the Python module {name!r} from your recipe; choose another name, for "
+                         f"example my_{name}")
+
+
+def is_installed(name: str, out: Path) -> bool:
+    """Whether an import finds another module of that name than one in the recipe's folder."""
+    found = find_spec(name)
+    places = [found.origin] if found and found.origin else list(found.submodule_search_locations or []) if found else []
+    return any(not Path(place).resolve().is_relative_to(out.resolve()) for place in places)
+
+
+def check_place(recipe: Path, overwrite: bool) -> None:
+    """ValueError where the recipe cannot be written."""
+    if recipe.parent.exists() and not recipe.parent.is_dir():
+        raise ValueError(f"--out {recipe.parent} is no folder")
+    if recipe.exists() and (not overwrite or not recipe.is_file()):
+        raise ValueError(f"{recipe} is there already; choose another name, or replace it with --overwrite")
+
+
+def example(name: str, out: Path, chosen: dict[str, Any]) -> tuple[Any, str]:
+    """A recipe for example rows that the embedded model can learn, and the rows. ValueError for data of the user's in
+    their place."""
+    if given := next((option for option in ("prompt_column", "answer_column", "answers") if chosen[option]), None):
+        raise ValueError(f"--{given.replace('_', '-')} is about --data FILE, which is not given")
+    from lowmem_grpo.new_recipe.columns import Columns
+    from lowmem_grpo.new_recipe.kinds import EXAMPLE
+    from lowmem_grpo.new_recipe.writing import Wanted
+
+    source = problems("train", seed=0)
+    rows = "".join(json.dumps({"question": problem.question, "answer": problem.answer}) + "\n"
+                   for problem, _ in zip(source, range(EXAMPLES), strict=False))
+    path = out / f"{name}.jsonl"
+    if path.exists() and (not path.is_file() or path.read_bytes() != rows.encode()):
+        raise ValueError(f"{path} is there already, and is not replaced; a recipe for it: lowmem-grpo new {name} "
+                         f"--data {path}")
+    columns = Columns("question", "answer", "what the model is asked", "what is right")
+    return Wanted(name, out, str(path), True, columns, [], EXAMPLE), rows
+
+
+def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
+    """A recipe for the user's data. OSError and ValueError say what is wrong with it."""
+    from lowmem_grpo.data_files import cell_text, is_file_name
+    from lowmem_grpo.new_recipe.columns import Columns, find_columns
+    from lowmem_grpo.new_recipe.kinds import kind_of
+    from lowmem_grpo.new_recipe.writing import Wanted
+
+    is_file = is_file_name(data)
+    if not is_file and not HUB_NAME.fullmatch(data):
+        raise ValueError(f"there is no file {data!r}; --data takes a jsonl, json, csv or parquet file, or a dataset of "
+                         "the hub (OWNER/NAME)")
+    rows, unseen = look(data, chosen["split"], is_file)
+    prompt, answer = chosen["prompt_column"], chosen["answer_column"]
+    if not rows:
+        columns = Columns(prompt or "", answer or "", "named", "named")
+        return Wanted(name, out, data, is_file, columns, [], chosen["answers"] or "text", bool(chosen["answers"]),
+                      split=chosen["split"], unseen=unseen)
+    if len(rows) == 1:
+        raise ValueError(f"{data} has one row, and a recipe needs two or more, to train on and to test with; add rows")
+    columns = find_columns(rows, prompt, answer, data)
+    if columns.answer:
+        answers = [said for row in rows if (said := cell_text(row[columns.answer]))]
+        kind = chosen["answers"] or kind_of(answers)
+    else:
+        kind = chosen["answers"] or ("none" if columns.answer is None else "text")
+    others = [column for column in rows[0] if column not in (columns.prompt, columns.answer)]
+    return Wanted(name, out, data, is_file, columns, others, kind, bool(columns.answer != "" or chosen["answers"]),
+                  split=chosen["split"])
+
+
+def look(data: str, split: str, is_file: bool) -> tuple[list[dict[str, Any]], str]:
+    """The first rows; none of a dataset of the hub that cannot be reached, and why."""
+    from lowmem_grpo.data_files import first_rows
+
+    if is_file:
+        return first_rows(data, split, LOOKED), ""
+    click.echo(f"looking at {data} on the hub ...", err=True)
+    try:
+        return first_rows(data, split, LOOKED), ""
+    except OSError as error:
+        return [], str(error)
+
+
+def save(recipe: Path, written: str, data: Path, rows: str) -> None:
+    """Write the recipe, and the example rows before it. ValueError where the folder does not take them."""
+    try:
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        if rows:
+            data.write_text(rows, "utf-8")
+        recipe.write_text(written, "utf-8")
+    except OSError as error:
+        raise ValueError(f"nothing can be written to {recipe.parent}: {error.strerror or error}; choose another folder "
+                         "with --out FOLDER") from error
+
+
+def told(wanted: Any, recipe: Path, written: str, with_rows: bool) -> list[str]:
+    """What was written, what was guessed and how to change it, what to do next."""
+    from lowmem_grpo.new_recipe.kinds import KINDS as ABOUT
+
+    columns = wanted.columns
+    lines = [f"{recipe}: a recipe of {len(written.splitlines())} lines, made to be read and changed"]
+    if with_rows:
+        lines.append(f"{recipe.with_suffix('.jsonl')}: {EXAMPLES} example rows. For your own: lowmem-grpo new NAME "
+                     "--data FILE")
+    else:
+        lines += looked(columns, wanted, ABOUT[wanted.kind].about)
+    start = recipe if recipe.is_absolute() else f"./{recipe.as_posix()}"
+    if not columns.known:
+        lines.append(f"FILL IN the names of columns in {recipe}; then:")
+    lines += ["", f"  lowmem-grpo run {start} check=true    # what the rewards pay, in seconds",
+              f"  lowmem-grpo run {start}               # train" + (", a minute on a CPU" if with_rows else "")]
+    return lines
+
+
+def looked(columns: Any, wanted: Any, about: str) -> list[str]:
+    """What was taken for what."""
+    lines = []
+    if wanted.unseen:
+        lines.append(f"{wanted.source} could not be looked at: {wanted.unseen}")
+    for option, what, column, why in (("prompt", "prompts", columns.prompt, columns.why_prompt),
+                                      ("answer", "answers", columns.answer, columns.why_answer)):
+        if column:
+            lines.append(f"{what}: column {column!r} ({why}); another: --{option}-column NAME")
+        elif column is None:
+            lines.append(f"{what}: {why}")
+        else:
+            there = f"; it has {', '.join(wanted.others[:12])}" if wanted.others else ""
+            lines.append(f"{what}: it cannot be told which column holds them{there}. Name it: --{option}-column NAME")
+    if columns.answer is not None:
+        lines.append(f"answers are {'' if wanted.sure else 'taken for '}{about}; others: --answers {'|'.join(KINDS)}")
+    return lines

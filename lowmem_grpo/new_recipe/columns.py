@@ -1,0 +1,102 @@
+"""Which column of a user's data holds the prompts and which the answers: by their names, else by what is in them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowmem_grpo.data_files import listed
+
+PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "task", "puzzle", "text", "user",
+           "messages")
+ANSWERS = ("answer", "final_answer", "answers", "solution", "label", "target", "expected", "ground_truth",
+           "correct_answer", "gold", "output", "response", "completion", "result", "ideal", "reference")
+MOST = 100  # columns among which one is looked for
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The two columns, and what made them so."""
+
+    prompt: str = ""
+    """Empty where it cannot be told."""
+    answer: str | None = ""
+    """Empty where it cannot be told, None where no answers are wanted."""
+    why_prompt: str = ""
+    why_answer: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Whether nothing has to be filled in."""
+        return self.prompt != "" and self.answer != ""
+
+
+def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | None, source: str) -> Columns:
+    """The columns that were named, or a guess from their names and the first rows; ValueError where there is none to
+    choose from."""
+    names = list(rows[0])
+    for name in (prompt, answer):
+        if name is not None and name not in names:
+            raise ValueError(f"{source} has no column {name!r}; it has {listed(names)}")
+    if prompt is not None and answer is not None and prompt != answer:
+        return checked(rows, Columns(prompt, answer, "named", "named"), source)
+    if prompt is not None and prompt == answer:
+        raise ValueError(f"prompts and answers cannot both be the column {prompt!r}; name two of {listed(names)}")
+    if len(names) == 1 and prompt is None:
+        raise ValueError(f"{source} has one column, {names[0]!r}{separated(names[0])}; a recipe needs prompts and "
+                         f"answers. Add a column, or write --prompt-column {names[0]!r} for rewards without answers")
+    if len(names) > MOST:
+        raise ValueError(f"{source} has {len(names)} columns, too many to guess from: name two with --prompt-column "
+                         f"and --answer-column. The first are {listed(names)}")
+    return checked(rows, guess(rows, names, prompt, answer), source)
+
+
+def separated(name: str) -> str:
+    """What a name says of a table with another separator than the comma."""
+    for mark, word in ((";", "semicolons"), ("\t", "tabs")):
+        if mark in name:
+            return f" (its fields are separated by {word}: save it with commas)"
+    return ""
+
+
+def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answer: str | None) -> Columns:
+    """By name; of two columns the other one, or that with the longer texts; else not at all."""
+    why_prompt = why_answer = "named"
+    if prompt is None:
+        prompt, why_prompt = by_name(PROMPTS, [name for name in names if name != answer])
+    if answer is None and names == [prompt]:
+        return Columns(prompt, None, why_prompt, "none: there is no other column")
+    if answer is None:
+        answer, why_answer = by_name(ANSWERS, [name for name in names if name != prompt])
+    if len(names) == 2 and not (prompt and answer):
+        if not prompt and not answer:
+            prompt, why_prompt = max(names, key=lambda name: letters(rows, name)), "guessed: its texts are longer"
+        first, second = names
+        if not answer:
+            answer, why_answer = second if prompt == first else first, "guessed: the other one of two columns"
+        else:
+            prompt, why_prompt = second if answer == first else first, "guessed: the other one of two columns"
+    return Columns(prompt, answer, why_prompt, why_answer)
+
+
+def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
+    """The column with the most usual name, and how it was found; empty texts without one."""
+    lower = {name.strip().lower(): name for name in reversed(names)}
+    found = next((lower[name] for name in usual if name in lower), "")
+    return found, "guessed from its name" if found else ""
+
+
+def letters(rows: list[dict[str, Any]], name: str) -> int:
+    """Characters of a column's texts."""
+    return sum(len(row[name]) if isinstance(row[name], str) else 0 for row in rows)
+
+
+def checked(rows: list[dict[str, Any]], found: Columns, source: str) -> Columns:
+    """ValueError where a column is empty throughout, or holds no texts to ask."""
+    for name in (found.prompt, found.answer):
+        if name and all(row[name] in (None, "", []) for row in rows):
+            raise ValueError(f"the column {name!r} of {source} is empty in all of the first {len(rows)} rows; name "
+                             "another one with --prompt-column or --answer-column")
+    asked = [found.prompt] if found.prompt else list(rows[0])
+    if not any(isinstance(row[name], str | list) for row in rows for name in asked):
+        raise ValueError(f"{source} has no texts in {listed(asked)}: prompts are texts, or lists of chat messages; "
+                         "name their column with --prompt-column")
+    return found

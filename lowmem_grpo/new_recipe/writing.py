@@ -1,0 +1,152 @@
+"""The text of a new recipe: the template, and the parts that the user's data decides."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from lowmem_grpo.data_files import listed
+from lowmem_grpo.new_recipe.columns import Columns
+from lowmem_grpo.new_recipe.kinds import EXAMPLE, KINDS, Kind, math_verifier
+
+TEMPLATE = Path(__file__).parents[1] / "assets" / "new_recipe" / "recipe.txt"
+EXAMPLE_CPU = '''    "cpu": Preset("tiny", 128, 16, 32, {  # the embedded model, which errs at just this arithmetic
+        "max_steps": 20, "learning_rate": 3e-3, "max_completion_length": 64, "per_device_train_batch_size": 64,
+        "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "warmup_ratio": 0.0,
+    }),'''
+LOOK_CPU = '''    "cpu": Preset("tiny", 2048, 16, 32, {  # the embedded model: a look at whether all runs
+        "max_steps": 5, "max_completion_length": 64, "gradient_accumulation_steps": 2,
+    }),'''
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a recipe is written for."""
+
+    name: str
+    folder: Path
+    """Where the recipe will lie."""
+    source: str
+    """The user's file, a dataset of the hub, or the example rows, which lie beside the recipe."""
+    is_file: bool
+    columns: Columns
+    others: list[str]
+    """The data's further columns."""
+    kind: str
+    sure: bool = True
+    """Whether the answers were looked at."""
+    split: str = "train"
+    unseen: str = ""
+    """Why the data could not be looked at."""
+
+    @property
+    def example(self) -> bool:
+        """Whether it is for the rows that come with it."""
+        return self.kind == EXAMPLE
+
+
+def recipe_text(wanted: Wanted) -> str:
+    """The recipe's source."""
+    kind = KINDS[wanted.kind]
+    return Template(TEMPLATE.read_text("utf-8")).substitute(
+        name=wanted.name,
+        data_name="your rows in " + shown(wanted.source) if not wanted.example else f"the rows in {wanted.name}.jsonl",
+        how_long="a minute on a CPU, with the embedded tiny model" if wanted.example
+        else "model and settings by the card; a look on a CPU",
+        eval_line=f"    lowmem-grpo eval runs/{wanted.name} --recipe ./{wanted.name}.py   # before and after, on rows "
+        "held out\n" if has_right(kind) else "",
+        imports="".join(f"import {name}\n" for name in kind.uses) + ("from pathlib import Path\n" if wanted.is_file
+                                                                     and not absolute(wanted) else "")
+        + "from typing import Any\n\n",
+        names_of_own_data="" if wanted.example else "KNOWS_ARITHMETIC_ALONE, ",
+        columns=columns_code(wanted), system=system_code(wanted, kind),
+        label=kind.label if wanted.columns.answer is not None else "None",
+        data=f"DATA = OwnData({', '.join(data_arguments(wanted))})",
+        rewards=rewards_code(wanted, kind), cpu=EXAMPLE_CPU if wanted.example else LOOK_CPU,
+        exam="EXAM = DATA.exam(CORRECT, max_tokens=512)  # for `lowmem-grpo eval`\n" if has_right(kind) else "",
+        lesson=lesson_code(wanted, kind),
+    )
+
+
+def has_right(kind: Kind) -> bool:
+    """Whether its answers are right or wrong."""
+    return "CORRECT" in kind.rewards
+
+
+def shown(source: str) -> str:
+    """A source in a docstring: its last part, where that is plain."""
+    name = source if source.count("/") == 1 else Path(source).name
+    return name if name.replace("/", "").isprintable() and not set(name) & set('"\\$') else "a file"
+
+
+def literal(text: str) -> str:
+    """A text as Python source, in double quotes where that needs no escapes."""
+    return f'"{text}"' if text.isprintable() and not set(text) & set('"\\') else repr(text)
+
+
+def columns_code(wanted: Wanted) -> str:
+    """The two constants, with what made them so."""
+    found = wanted.columns
+    lines = [column_line("PROMPT_COLUMN", found.prompt, found.why_prompt)]
+    if found.answer is not None:
+        lines.append(column_line("ANSWER_COLUMN", found.answer, found.why_answer))
+    others = [name for name in wanted.others if name.isprintable()]
+    about = f"# The other columns: {listed(others)}\n" if others else ""
+    return about + "\n".join(lines)
+
+
+def column_line(constant: str, name: str, why: str) -> str:
+    """A constant; one that has to be filled in says so."""
+    return f"{constant} = {literal(name)}  # {why}" if name else f'{constant} = ""  # FILL IN the name of a column'
+
+
+def system_code(wanted: Wanted, kind: Kind) -> str:
+    """The system prompt; the example's rows need none."""
+    if wanted.example:
+        return 'SYSTEM_PROMPT = ""  # none: the embedded tiny model has not met one\n'
+    return f"SYSTEM_PROMPT = {literal(kind.system)}\n"
+
+
+def absolute(wanted: Wanted) -> bool:
+    """Whether a file is named by its whole path: it does not lie beside the recipe, or below it."""
+    return relative(wanted) is None
+
+
+def relative(wanted: Wanted) -> str | None:
+    """A file's path as seen from the recipe's folder; None for one that is not in it."""
+    path = os.path.relpath(Path(wanted.source).resolve(), wanted.folder.resolve())
+    return None if path.startswith("..") or Path(path).is_absolute() else Path(path).as_posix()
+
+
+def data_arguments(wanted: Wanted) -> list[str]:
+    """Of OwnData."""
+    if not wanted.is_file:
+        place = literal(wanted.source)
+    elif (path := relative(wanted)) is not None:
+        place = f"Path(__file__).parent / {literal(path)}"
+    else:
+        place = literal(str(Path(wanted.source).resolve()))
+    split = [f"split={literal(wanted.split)}"] if not wanted.is_file else []
+    needed = ["reads=()"] if wanted.columns.answer is None else []
+    return [place, "make_row", *split, "held_out=0.125", *needed]
+
+
+def rewards_code(wanted: Wanted, kind: Kind) -> str:
+    """The verifier, the user's own function, the list of both."""
+    right, comment = math_verifier() if wanted.kind == "math" else (kind.right, kind.comment)
+    if not wanted.sure:
+        comment += "\n# Nobody has looked at the answers. If they are no short texts: `new` with --answers KIND."
+    comment = comment if comment.startswith("#") else f"# {comment}"
+    if right:
+        ready = f"{comment}\nCORRECT = {right}.reward(right=1.0, wrong=0.0)\n\n"
+        return f"{ready}{kind.own}\n\nREWARDS = {kind.rewards}"
+    chosen = "CORRECT = same_json\n" if has_right(kind) else ""
+    return f"{comment}\n\n{kind.own}\n\n{chosen}REWARDS = {kind.rewards}"
+
+
+def lesson_code(wanted: Wanted, kind: Kind) -> str:
+    """The lines of `run` that make the lesson."""
+    lines = [] if wanted.example else ['    note = KNOWS_ARITHMETIC_ALONE if setup.is_tiny else ""']
+    note = "" if wanted.example else ", note=note"
+    tested = ", DATA.test(options.eval_problems), CORRECT" if has_right(kind) else ""
+    return "\n".join([*lines, f'    lesson = Lesson("{wanted.name}", DATA.train(), REWARDS{tested}{note})'])

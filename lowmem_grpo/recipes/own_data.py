@@ -1,0 +1,165 @@
+"""A user's own rows for a recipe: read, made into prompts and answers, and split so that no test prompt is trained on.
+
+A row belongs to the test by a hash of what the user says in it. So the same prompt never stands on both sides, whatever
+its case and spacing and the system prompt; and rows that are added, removed or put in another order move no other row
+(but in files of a few rows, where one side would be empty).
+"""
+
+import logging
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from lowmem_grpo.data_files import cell_text, listed, read_rows
+from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.options import RecipeOptions
+
+logger = logging.getLogger(__name__)
+
+KNOWS_ARITHMETIC_ALONE = (
+    "the embedded tiny model knows its own arithmetic alone: with other data this shows that all runs, not that "
+    "anything is learnt. A model that can learn it: model=Qwen/Qwen2.5-1.5B-Instruct, or any other of the hub"
+)
+PARTS = 1 << 16  # into which a hash of a prompt divides the rows
+
+MakeRow = Callable[[dict[str, Any]], dict[str, Any]]
+"""From a row of the data to {"prompt": text or chat, "answer": ..., further columns that the rewards read}."""
+
+
+@dataclass
+class OwnOptions(RecipeOptions):
+    """What a recipe for one's own data takes beside the fields of GRPOConfig."""
+
+    check: bool = False
+    """Look at what the rewards pay, and do not train."""
+    eval_problems: int = 128
+    """Held-out problems that are answered before and after training, at most."""
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """Rows of a file (jsonl, json, csv, parquet; a relative path begins where the command runs), or of a hub dataset
+    ("OWNER/NAME" or "OWNER/NAME:CONFIG")."""
+
+    source: str | Path
+    make_row: MakeRow
+    split: str = "train"
+    """Of a dataset on the hub."""
+    held_out: float = 0.125
+    """Share of rows that are never trained on."""
+    reads: tuple[str, ...] = field(default=("answer",))
+    """What a usable row has beside its prompt."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out is {self.held_out}; it is a share of the rows, above 0 and below 1")
+
+    @cached_property
+    def rows(self) -> Dataset:
+        """Every usable row, read once."""
+        return self.read(self.source, self.split)
+
+    def read(self, source: str | Path, split: str) -> Dataset:
+        """The usable rows of a source: those with a prompt and an answer. The others are counted and said.
+
+        ValueError where there are fewer than two, or where `make_row` asks for a column that is not there.
+        """
+        raw = read_rows(str(source), split)
+        made = [tidy(self.made(row, source)) for row in raw]
+        wrong = [flaw(row, self.reads) for row in made]
+        left_out = Counter(reason for reason in wrong if reason)
+        why = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
+        kept = [row for row, reason in zip(made, wrong, strict=True) if not reason]
+        if len(kept) < 2:
+            raise ValueError(f"{source} has {len(kept)} usable rows of {len(made)}, and a recipe needs two or more, to "
+                             f"train on and to test with{': ' + why if why else ''}")
+        if why:
+            logger.warning("%s: %d of %d rows are left out: %s", source, len(made) - len(kept), len(made), why)
+        try:
+            return Dataset.from_list(kept)
+        except (ValueError, TypeError) as error:  # of pyarrow
+            raise ValueError(f"make_row must give one kind of value in each column: {error}") from error
+
+    def made(self, row: dict[str, Any], source: str | Path) -> dict[str, Any]:
+        """What `make_row` makes of a row; ValueError where a column is missing or there is no prompt."""
+        try:
+            found = self.make_row(row)
+        except KeyError as error:
+            if error.args[0] in row:
+                raise
+            asked = f"has no column {error.args[0]!r}" if error.args[0] else "is read by a column without a name"
+            raise ValueError(f"{source} {asked}; its columns are {listed(list(row))}. Change the recipe's make_row, or "
+                             "the names of columns above it") from error
+        if missing := [name for name in ("prompt", *self.reads) if name not in found]:
+            raise ValueError(f"make_row gave {', '.join(found) or 'nothing'}, and no {missing[0]!r}")
+        return found
+
+    def train(self) -> Dataset:
+        """Rows to train on."""
+        return self.rows.select([index for index in range(len(self.rows)) if index not in self.tested])
+
+    def test(self, size: int) -> Dataset:
+        """At most `size` held-out rows, always the same ones."""
+        if size < 1:
+            raise ValueError(f"eval_problems is {size}; it must be at least 1")
+        return self.rows.select(list(self.tested)[:size])
+
+    @cached_property
+    def tested(self) -> dict[int, None]:
+        """Indices of held-out rows, in the order of their hashes: those of the lowest `held_out`, at least those of
+        the lowest one, and never all."""
+        places = [place(row["prompt"]) for row in self.rows]
+        bound = max(min(places), min(int(PARTS * self.held_out), max(places)) - 1)
+        chosen = sorted((place, index) for index, place in enumerate(places) if place <= bound)
+        if len(chosen) == len(places):
+            raise ValueError(f"all rows of {self.source} have the same prompt: none is left to test with")
+        return dict.fromkeys(index for _, index in chosen)
+
+    def problems(self, size: int, seed: int, source: str | None) -> Dataset:
+        """What an exam asks: the held-out rows, or, of another source, any rows."""
+        if source is None:
+            rows = self.test(len(self.rows))
+        else:
+            rows = self.read(source, self.split)
+        return rows.select(range(min(size, len(rows))))
+
+    def exam(self, right: Callable[..., Any], max_tokens: int, size: int = 256) -> Exam:
+        """For `lowmem-grpo eval --recipe FILE.py`: the held-out rows, or those of --dataset."""
+        return Exam(self.problems, right, max_tokens, size, takes_source=True)
+
+
+def tidy(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose prompt is a chat of texts and whose answer is a text, None where it is empty."""
+    return {name: chat(value) if name == "prompt" else cell_text(value) if name == "answer" else value
+            for name, value in row.items()}
+
+
+def chat(prompt: Any) -> list[dict[str, str]]:
+    """Chat messages without empty ones before the last; a text is a user's message."""
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if not all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in messages):
+        raise ValueError(f"make_row gave the prompt {prompt!r:.80}; it is a text, or a list of "
+                         '{"role": ..., "content": ...}')
+    said = [{"role": message["role"], "content": cell_text(message["content"]) or ""} for message in messages]
+    return [message for message in said[:-1] if message["content"]] + said[-1:]
+
+
+def flaw(row: dict[str, Any], reads: tuple[str, ...]) -> str:
+    """Why a row cannot be used; empty where it can."""
+    if not row["prompt"] or not row["prompt"][-1]["content"]:
+        return "no prompt"
+    if row["prompt"][-1]["role"] == "assistant":
+        return "the prompt ends in an answer"
+    return next((f"no {name}" for name in reads if row[name] is None), "")
+
+
+def place(prompt: list[dict[str, str]]) -> int:
+    """Where a prompt lies among PARTS, whatever its case and spacing and its system message."""
+    said = " ".join(message["content"] for message in prompt if message["role"] != "system")
+    return zlib.crc32(" ".join(said.split()).casefold().encode()) % PARTS
