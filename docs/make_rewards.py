@@ -42,6 +42,24 @@ Booleans, tensors and arrays are taken as numbers, which a warning says once; st
 missing column end the run with an error that names the function, what it gave and what was expected. After NaN or
 infinity no step is made on that group.
 
+## While other groups are still sampled
+
+The ready-made rewards look at each group alone. So they are called on the groups that are finished while others still
+decode, and a step waits only for the last of them: `time/reward` is that wait, `time/reward_hidden` what it was spared.
+Scores, records and gradients are those of one call on all of the step's completions, and so are the means of
+`log_metric`, up to 12 digits: each call's value is weighed by the completions that it gave a reward to.
+
+A plain function keeps TRL's contract, one call with all completions after sampling, unless you promise more with
+`GRPOConfig(score_while_sampling=True)`: that it can be called on some groups at a time, in another thread than the one
+that samples, and leaves the model and its tokenizer alone. `False` does without for all. Of early functions, plain ones
+run one after another in one thread, which takes all groups that wait in one call; async ones are called for each group
+at once. `reward_timeout` counts for each call. `trainer_state` is as it was when sampling began.
+
+A class of your own (a subclass of `rewards.Reward`) says more of itself by attributes: `by_group = False` wants the
+whole batch, `after_sampling = True` uses the engine itself, `time_limit` is in seconds and replaces `reward_timeout`,
+and `required = True` (a judge) takes a whole group out of the step where it gives None for one of its completions: its
+advantages are 0, the other groups' are as if it were not there, and `rewards/NAME/unjudged` counts such completions.
+
 ## Before a run: `rewards.check(reward_funcs, dataset, model, args)`
 
 It samples a few groups as the run would and prints what each function paid, for which completions, and what is wrong,

@@ -46,6 +46,10 @@ class Last(Length):
     after_sampling = True
 
 
+class Together(Length):
+    by_group = False
+
+
 def prompts_of(count: int) -> list[Prompt]:
     """The answer's column is missing in the first row."""
     return [Prompt({"prompt": f"p{n}", **({"answer": str(n)} if n else {})}, [n], "") for n in range(count)]
@@ -147,7 +151,7 @@ def plain(completions: list[str], **_: Any) -> list[float]:
 def test_other_functions_than_those_that_the_setting_names_are_called_early(
     chosen: bool | None, early: list[str]
 ) -> None:
-    scorer = RewardScorer([Length(), plain, logs_later, Last(name="last")], while_sampling=chosen)
+    scorer = RewardScorer([Length(), plain, logs_later, Last(name="last"), Together(name="all")], while_sampling=chosen)
     assert scorer.early == early
     scoring = EarlyScoring(scorer, prompts_of(1), None)
     assert (scoring.on_group is None) == (not early)

@@ -60,11 +60,12 @@ def is_async(func: RewardFunction) -> bool:
 
 
 def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
-    """Whether it may be called while other groups decode: `chosen` is GRPOConfig.score_while_sampling."""
+    """Whether it may be called while other groups decode: `chosen` is GRPOConfig.score_while_sampling, which speaks
+    for those that say nothing themselves, and False for all."""
     func = unwrap(func)
     if getattr(func, "after_sampling", False) or chosen is False:
         return False
-    return chosen or bool(getattr(func, "by_group", False))
+    return bool(getattr(func, "by_group", chosen))
 
 
 def own_limit(func: RewardFunction) -> float | None:
