@@ -1,11 +1,13 @@
 """Runs with a judge: what fails costs its group the gradient, and never the run."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from judge_server import by_length, chat, in_turn, serving
+from rich.console import Console
 from small_models import TINY, load_model
 from transformers import AutoTokenizer
 
@@ -73,7 +75,9 @@ def test_a_check_before_the_run_shows_no_failing_judge(model: FastPeftModel) -> 
     config = GRPOConfig(**SETTINGS)
     with serving(in_turn((401, {"error": {"message": "wrong key"}}))) as server:
         funcs = [rewards.ruler(rewards.UrlJudge(server.url, "m", "k", retries=0)), correct_answer]
-        found = rewards.check(funcs, DATA, model, config, groups=2, show=False)
+        console = Console(file=io.StringIO(), width=200)
+        found = rewards.check(funcs, DATA, model, config, groups=2, console=console)
+        assert "wrong key" in console.file.getvalue()  # type: ignore[attr-defined]
     (finding,) = found.of("ruler")
     assert finding.severity == "error" and not found.ok
     assert "None for 8 of 8 completions" in finding.problem and "wrong key" in finding.problem
@@ -81,7 +85,8 @@ def test_a_check_before_the_run_shows_no_failing_judge(model: FastPeftModel) -> 
     with serving(by_length) as server:
         funcs = [rewards.ruler(rewards.UrlJudge(server.url, "m", "k")), rewards.judged(
             rewards.UrlJudge(server.url, "n", "k"))]
-        found = rewards.check(funcs, DATA, model, config, groups=2, show=False)
+        slow_run = GRPOConfig(**(SETTINGS | {"gradient_accumulation_steps": 1000}), reward_timeout=0.5)
+        found = rewards.check(funcs, DATA, model, slow_run, groups=2, show=False)
     assert found.ok and not found.of("ruler") and [len(trial.paid) for trial in found.trials] == [8, 8]
 
 

@@ -107,7 +107,7 @@ def about_the_empty(trial: Trial) -> Iterator[Finding]:
 def slow(trial: Trial, allowed: float, per_step: int) -> Iterator[Finding]:
     """At this pace a step's completions take longer than the run allows."""
     expected = trial.seconds * per_step / max(len(trial.pays), 1)
-    if expected > allowed:
+    if expected > allowed and trial.own_limit is None:
         yield Finding("warning", trial.name, f"{trial.seconds:.1f} s for {len(trial.pays)} completions: the {per_step} "
                       f"of a step may take {expected:.0f} s, and reward_timeout is {allowed:g} s",
                       "make it faster, or async where it waits, or set GRPOConfig(reward_timeout=...)")

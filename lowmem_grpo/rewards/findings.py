@@ -31,6 +31,7 @@ class Trial:
     seconds: float = 0.0  # that the N completions took
     error: Exception | None = None  # why it failed on the samples
     empty_error: Exception | None = None  # why it failed on empty completions alone
+    own_limit: float | None = None  # seconds that it keeps to by itself, whatever the run allows
     trouble: Any = None  # why it paid None where it could not judge: an object with `problem` and `fix`
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.rewards.failures import RewardError
 from lowmem_grpo.rewards.findings import Trial
-from lowmem_grpo.rewards.functions import unwrap
+from lowmem_grpo.rewards.functions import own_limit, unwrap
 from lowmem_grpo.rewards.scorer import RewardScorer
 from lowmem_grpo.rewards.verifier import VerifiedReward
 from lowmem_grpo.scoring import call
@@ -39,7 +39,7 @@ def try_one(trial: Trial, func: Any, groups: list[RolloutGroup], state: TrainerS
         trial.seconds = time.monotonic() - started
     trial.pays, trial.invalid = scores.rewards[trial.name], scores.invalid[trial.name]
     trial.converted = scores.converted.get(trial.name, [])
-    trial.trouble = getattr(unwrap(func), "trouble", None)
+    trial.own_limit, trial.trouble = own_limit(func), getattr(unwrap(func), "trouble", None)
     trial.verdicts = scores.metrics.get(f"verdicts/{getattr(func, '__name__', trial.name)}")
     try:
         trial.empty = call(scorer, [without_text(group) for group in groups], state).rewards[trial.name]
