@@ -11,8 +11,14 @@ import click
 from lowmem_grpo.commands.doctor import doctor
 from lowmem_grpo.commands.eval import evaluate
 from lowmem_grpo.commands.export import export
+from lowmem_grpo.commands.new import new
 from lowmem_grpo.commands.terminal import plain_errors, quiet
+from lowmem_grpo.recipes.recipe_file import file_hint, is_recipe_file, load_recipe, run_module
 
+OWN_RECIPES = (
+    "lowmem-grpo new NAME [--data FILE]       writes one for your own data, NAME.py\n"
+    "lowmem-grpo run ./NAME.py [key=value ...]"
+)
 RECIPES = {
     "arithmetic": "multi-step arithmetic with the embedded tiny model, on a CPU in minutes",
     "gsm8k": "grade-school maths: openai/gsm8k, or dataset=PATH to a jsonl or parquet file; gpu=16|24|48|80",
@@ -36,29 +42,40 @@ def list_recipes() -> str:
 
 
 @main.command(
+    add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    help="Run RECIPE with its own settings, changed by key=value or --key value (any field of GRPOConfig, and model, "
-    "lora_rank, load_in_4bit, resume, ...).\n\n\b\nRecipes:\n" + list_recipes(),
+    help="Run RECIPE, or your own ./FILE.py, with its own settings, changed by key=value or --key value (any field of "
+    "GRPOConfig, and model, lora_rank, load_in_4bit, resume, ...).\n\n\b\nRecipes:\n" + list_recipes(),
 )
 @click.argument("recipe", required=False)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
-def run(recipe: str | None, options: tuple[str, ...]) -> None:
+@click.option("-h", "--help", "help_asked", is_flag=True, help="Of RECIPE: its own options and presets.")
+@click.pass_context
+def run(context: click.Context, recipe: str | None, options: tuple[str, ...], help_asked: bool) -> None:
     """Run a recipe, or list them."""
-    if recipe is None:
-        click.echo(f"Recipes:\n{list_recipes()}\n\nlowmem-grpo run RECIPE [key=value ...]")
+    if help_asked and recipe is None:
+        click.echo(context.get_help())
         return
-    if recipe not in RECIPES:
+    if recipe is None:
+        click.echo(f"Recipes:\n{list_recipes()}\n\nlowmem-grpo run RECIPE [key=value ...]\n{OWN_RECIPES}")
+        return
+    if recipe not in RECIPES and not is_recipe_file(recipe):
         import difflib
 
         close = difflib.get_close_matches(recipe, RECIPES, n=2)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = file_hint(recipe) or (f"; did you mean {' or '.join(close)}?" if close else "")
         raise click.UsageError(f"no recipe {recipe!r}{hint}\n\nRecipes:\n{list_recipes()}")
+    own = is_recipe_file(recipe)
+    if help_asked:
+        from lowmem_grpo.commands.recipe_help import file_of, recipe_help
+
+        with plain_errors():
+            click.echo(recipe_help(Path(recipe) if own else file_of(recipe)))
+        return
     quiet()
     with plain_errors():
-        module = import_module(f"lowmem_grpo.recipes.{recipe}")
-        from lowmem_grpo.recipes.options import fill
-
-        module.run(fill(module.OPTIONS, list(options)))
+        module = load_recipe(recipe) if own else import_module(f"lowmem_grpo.recipes.{recipe}")
+        run_module(module, list(options), recipe)
 
 
 @main.command()
@@ -160,5 +177,5 @@ def config_of(model: str) -> Any:
             raise ValueError(f"{unknown} (the hub did not give a config either: {cause})") from error
 
 
-for command in (doctor, evaluate, export):
+for command in (doctor, evaluate, export, new):
     main.add_command(command)

@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a 
      "pictures",
      "rewards.checking", "rewards.json_answer", "rewards.math_worker", "rewards.pay_table", "rewards.trials"},
     {"trainer", "sft"},
-    {"cli", "commands", "plan_table", "eval_table", "__main__", "recipes", "integrations"},
+    {"cli", "commands", "plan_table", "eval_table", "__main__", "recipes", "integrations", "new_recipe"},
 ]
 LAZY = {"lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES}  # names and their homes
 FREE = ("torch", *sys.stdlib_module_names)  # what layers 0 and 1 may import
@@ -40,10 +40,10 @@ HEAVY = {  # everything else, and the files that may import it
              "model", "policy", "saver"},
     "trl": {"integrations.trl"},
     "packaging": {"doctor", "integrations.trl"},
-    "bitsandbytes": {"base_weights", "optim"},
+    "bitsandbytes": {"base_weights", "export_check", "optim"},
     "datasets": {"data_files", "recipes.arithmetic", "recipes.code", "recipes.countdown", "recipes.email",
-                 "recipes.gsm8k",
-                 "recipes.held_out", "recipes.judge", "recipes.lesson", "recipes.proximity", "recipes.warm_up"},
+                 "recipes.gsm8k", "recipes.held_out", "recipes.judge", "recipes.lesson", "recipes.own_data",
+                 "recipes.proximity", "recipes.warm_up"},
     "plotly": {"pictures", "report"},
     "rich": {"eval_table", "live", "plan_table", "recipes.lesson", "recipes.warm_up", "rewards.checking",
              "rewards.pay_table"},
@@ -56,8 +56,8 @@ HEAVY = {  # everything else, and the files that may import it
     "safetensors": {"base_weights", "checkpoint", "checkpoint_state", "export", "lora_pairs", "merge", "model"},
     "tokenizers": {"recipes.from_scratch"},
     "triton": {"kernels.triton_import"},
-    "click": {"cli", "commands.doctor", "commands.eval", "commands.export", "commands.terminal",
-              "recipes.from_scratch", "recipes.options", "recipes.tiny_model"},
+    "click": {"cli", "commands.doctor", "commands.eval", "commands.export", "commands.new", "commands.terminal",
+              "recipes.from_scratch", "recipes.options", "recipes.recipe_file", "recipes.tiny_model"},
     "pydantic": {"recipes.options"},
 }
 

@@ -1,0 +1,95 @@
+"""`lowmem-grpo run RECIPE --help`: its options and presets, read off its file, which is not run: nothing is loaded."""
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowmem_grpo import recipes
+
+WIDTH, QUOTE = 100, "'"
+PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings")  # arguments of a Preset
+FOOT = "Every field of GRPOConfig can be set too: learning_rate=1e-5, max_steps=50, num_generations=16, ..."
+Option = tuple[str, str, str, str]  # name, type, default, what it is
+
+
+def file_of(recipe: str) -> Path:
+    """The file of a recipe of the package."""
+    return Path(recipes.__path__[0], f"{recipe}.py")
+
+
+def recipe_help(path: Path) -> str:
+    """What a recipe's docstring, options and presets say. ValueError for a file that cannot be read."""
+    tree, common = parsed(path), parsed(file_of("options"))
+    own = list(options_of(tree, named(tree, "OPTIONS")))
+    names = {option[0] for option in own}
+    shared = [option for option in options_of(common, "RecipeOptions") if option[0] not in {*names, "config"}]
+    parts = [ast.get_docstring(tree) or "", listed("Options of this recipe:", own), listed("Of every recipe:", shared),
+             presets_of(tree), FOOT]
+    return "\n\n".join(part for part in parts if part)
+
+
+def parsed(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a recipe: {error}") from error
+
+
+def named(tree: ast.Module, name: str) -> str:
+    """What is assigned to `name` at a file's top level, as it is written there; empty where there is nothing."""
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name]
+    return ast.unparse(values[-1]) if values else ""
+
+
+def options_of(tree: ast.Module, owner: str) -> Iterator[Option]:
+    """The fields of a dataclass, each with the text beneath it."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            for field, below in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign) and field.value is not None:
+                    written = ast.unparse(field.value)
+                    default = (named(tree, written) or written).strip(QUOTE)
+                    yield ast.unparse(field.target), ast.unparse(field.annotation), default, text_of(below)
+
+
+def text_of(node: ast.stmt | None) -> str:
+    """A string that stands by itself; empty for anything else."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return " ".join(node.value.value.split())
+    return ""
+
+
+def listed(title: str, options: list[Option]) -> str:
+    """A title, and a paragraph for each option; empty without any."""
+    paragraphs = [
+        textwrap.fill(f"{name}={default}" + (f"  {text}" if text else f"  ({kind})"), WIDTH,
+                      initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
+        for name, kind, default, text in options
+    ]
+    return "\n".join([title, *paragraphs]) if paragraphs else ""
+
+
+def presets_of(tree: ast.Module) -> str:
+    """A line for each preset that is written out in the file."""
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "PRESETS" else None
+        if isinstance(value, ast.Dict):
+            pairs = zip(value.keys, value.values, strict=True)
+            return "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *(
+                preset_line(str(key.value), made) for key, made in pairs
+                if isinstance(key, ast.Constant) and isinstance(made, ast.Call)
+            )])
+    return ""
+
+
+def preset_line(size: str, made: ast.Call) -> str:
+    """Size, model, context, LoRA and what differs from the recipe's settings."""
+    given = dict(zip(PRESET, made.args, strict=False)) | {word.arg or "": word.value for word in made.keywords}
+    settings = given.pop("settings", None)
+    if isinstance(settings, ast.Dict):
+        pairs = zip(settings.keys, settings.values, strict=True)
+        given |= {str(key.value): value for key, value in pairs if isinstance(key, ast.Constant)}
+    words = ", ".join(f"{name}={ast.unparse(value).strip(QUOTE)}" for name, value in given.items())
+    return textwrap.fill(f"{size:<4}{words}", WIDTH, initial_indent="  ", subsequent_indent=" " * 6,
+                         break_on_hyphens=False)
