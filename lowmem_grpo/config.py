@@ -153,6 +153,9 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, metaclass=Ch
     """Print a sample with each log; completions.jsonl holds them all in any case."""
     disable_tqdm: bool | None = None
     """True turns the live view off."""
+    preflight: bool = True
+    """Not in TRL: look for what a run would stumble over before its first step (docs/preflight.md), and say after the
+    first two how rewards and pace look. False checks nothing and says nothing."""
     save_strategy: str = "steps"
     save_steps: int = 100
     save_total_limit: int | None = 3
@@ -198,11 +201,11 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, metaclass=Ch
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(allowed)}")
+        if self.score_while_sampling not in (None, True, False):
+            raise ValueError(f"score_while_sampling is {self.score_while_sampling!r}; allowed are None, True and False")
         for sink in self.report_to:
             if sink not in SINKS:
                 raise ValueError(f"report_to names {sink!r}; allowed are {', '.join(SINKS)}")
-        if self.score_while_sampling not in (None, True, False):
-            raise ValueError(f"score_while_sampling is {self.score_while_sampling!r}; allowed are None, True and False")
 
     def check_ranges(self) -> None:
         """Each number lies where it makes sense."""

@@ -7,7 +7,6 @@ terminal nor send it control characters.
 
 import math
 import re
-import time
 import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_grpo.accuracy import wilson_interval
+from lowmem_grpo.pace import Pace
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHARES = ("generate", "reward", "train", "idle")
@@ -37,15 +37,14 @@ class LiveView:
         self.title = title
         self.live: Live | None = None
         self.history: dict[str, list[float]] = {}
-        self.step = self.first_step = self.max_steps = 0
-        self.started = time.monotonic()
+        self.step = self.max_steps = 0
+        self.pace = Pace()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
         self.history = {}
-        self.step = self.first_step = state.global_step
-        self.max_steps = state.max_steps
-        self.started = time.monotonic()
+        self.step, self.max_steps = state.global_step, state.max_steps
+        self.pace.begin(self.step)
         if self.draws:
             self.live = Live(self.panel(), console=self.console, auto_refresh=False)
             self.live.start(refresh=True)
@@ -53,6 +52,7 @@ class LiveView:
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = numbers(logs)
         self.step, self.max_steps = state.global_step, state.max_steps
+        self.pace.mark(self.step)
         for key, value in logs.items():
             self.history.setdefault(key, []).append(value)
         if self.live is not None:
@@ -70,11 +70,13 @@ class LiveView:
             live.stop()
 
     def time_left(self) -> str:
-        """At the mean speed of the steps done here; unknown before the first."""
-        done = self.step - self.first_step
-        if done < 1:
-            return "unknown"
-        return clock((time.monotonic() - self.started) / done * max(self.max_steps - self.step, 0))
+        """At the mean speed of the steps done here, the first left out where there are more; unknown before it."""
+        left = self.pace.left(self.max_steps)
+        return "unknown" if left is None else clock(left)
+
+    def say(self, text: str) -> None:
+        """A line above the panel, or between the plain lines."""
+        self.console.print(Text(text), soft_wrap=True)
 
     def panel(self) -> RenderableType:
         """The whole view."""

@@ -112,7 +112,10 @@ def check_room(policy: Policy, found: MemoryPlan) -> None:
 
 
 def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> MemoryPlan | None:
-    """The run's plan, logged; None for a model that plans cannot be made for, which is logged as well."""
+    """The run's plan, logged; None for a model that plans cannot be made for, which is logged as well.
+
+    Where it does not fit the card, preflight says so.
+    """
     try:
         found = plan(model.config, settings, device, model.loaded.name)
     except ValueError as error:
@@ -124,7 +127,4 @@ def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> Mem
         "the host", device.name, found.rollout / gib, found.train / gib, f"{found.settings.max_tokens or 0:,}",
         found.host / gib,
     )
-    if not found.fits:
-        logger.warning("by the plan this run does not fit the %.1f GiB that it may use: %s. It is tried all the same: "
-                       "plans are estimates", device.budget / gib, "; ".join(found.advice))
     return found

@@ -31,6 +31,7 @@ from lowmem_grpo.optim import make_optimizer, make_scheduler
 from lowmem_grpo.out_of_memory import MemoryExhaustedError, RunMemory
 from lowmem_grpo.planned import check_room, plan_run, settings_of, this_card
 from lowmem_grpo.policy import Policy, mixed_dtype
+from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
 from lowmem_grpo.records import RunRecords
 from lowmem_grpo.sft_config import SFTConfig
 from lowmem_grpo.sft_data import Example, ExampleEncoder, as_examples
@@ -78,10 +79,12 @@ class SFTTrainer:
         self.eval_groups = self.encode_all(eval_dataset)
         self.state = TrainerState(max_steps=self.args.total_steps(len(self.source.dataset)))
         self.control, self.interrupt, self.clock = TrainerControl(), Interrupt(), Clock()
-        listeners = [*([] if self.args.disable_tqdm else [SFTView()]), *make_sinks(self.args.report_to)]
-        self.callbacks = Callbacks([*listeners, *(callbacks or [])])
         self.run_dir = Path(self.args.output_dir)
         self.records = RunRecords(self.run_dir)
+        self.view = None if self.args.disable_tqdm else SFTView()
+        listeners = [*filter(None, [self.view]), FirstSteps(self.records, self.view.say if self.view else None),
+                     *make_sinks(self.args.report_to)]
+        self.callbacks = Callbacks([*listeners, *(callbacks or [])])
         self.memory = training_memory(model, self.args, self.policy, self.longest_row())
         self.learner = self.make_learner()
 
@@ -147,8 +150,13 @@ class SFTTrainer:
         self.notify("on_evaluate", metrics=metrics)
         return metrics
 
+    def preflight(self) -> list[Finding]:
+        """What a run would stumble over, errors first: nothing is written."""
+        return preflight(self)
+
     def train(self) -> TrainOutput:
         """Run to `max_steps`; the adapter is saved at the end, and where Ctrl-C or a failing step stops the run."""
+        before_training(self)
         torch.manual_seed(self.args.seed)
         self.control.should_training_stop = False
         self.records.begin(self.args.overwrite_output_dir)

@@ -125,6 +125,8 @@ class SFTConfig(metaclass=CheckedCall):
     report_to: Any = "none"  # str | list[str]; a list once checked
     disable_tqdm: bool | None = None
     """True turns the live view off."""
+    preflight: bool = True
+    """Not in TRL: look for what a run would stumble over before its first step (docs/preflight.md)."""
     nonfinite_steps: int = 3
     """Not in TRL: stop after this many steps in a row that were skipped for NaN or infinity."""
     eval_strategy: str = "no"

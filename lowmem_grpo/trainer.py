@@ -30,6 +30,7 @@ from lowmem_grpo.out_of_memory import MemoryExhaustedError
 from lowmem_grpo.parity import ParityGate
 from lowmem_grpo.planned import plan_memory
 from lowmem_grpo.policy import Policy, mixed_dtype
+from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
 from lowmem_grpo.records import RecordError, RunRecords
 from lowmem_grpo.report import write_report
 from lowmem_grpo.rewards import RewardScorer
@@ -92,9 +93,10 @@ class GRPOTrainer:
         )
         self.state = TrainerState(max_steps=total_steps(self.args, len(self.source.dataset)))
         self.control, self.interrupt, self.clock = TrainerControl(), Interrupt(), Clock()
-        self.callbacks = Callbacks([*self.default_listeners(), *(callbacks or [])])
         self.run_dir = Path(self.args.output_dir)
         self.records = RunRecords(self.run_dir)
+        self.view = None if self.args.disable_tqdm else LiveView()
+        self.callbacks = Callbacks([*self.default_listeners(), *(callbacks or [])])
         self.journal = Journal(self.args, self.state, self.records)
         self.objective = GRPOObjective(self.args, exact=not self.policy.drops)
         self.learner = self.make_learner()
@@ -114,8 +116,9 @@ class GRPOTrainer:
             logger.warning("top_p, top_k or min_p cut tokens off: sampled log-probabilities are not the policy's own")
 
     def default_listeners(self) -> list[Any]:
-        """The live view, and the sinks of `report_to`."""
-        return [*([] if self.args.disable_tqdm else [LiveView()]), *make_sinks(self.args.report_to)]
+        """The live view, what looks at the first steps, and the sinks of `report_to`."""
+        first = FirstSteps(self.records, self.view.say if self.view else None, self.scorer)
+        return [*filter(None, [self.view]), first, *make_sinks(self.args.report_to)]
 
     def make_learner(self) -> Learner:
         optimizer = make_optimizer(self.policy.trainable, self.args)
@@ -223,11 +226,16 @@ class GRPOTrainer:
             scores = None if scoring is None else scoring.scores(groups, self.state)
             return score_groups(self.scorer, groups, self.args, self.state, scores)
 
+    def preflight(self) -> list[Finding]:
+        """What a run would stumble over, errors first: nothing is sampled, called or written."""
+        return preflight(self)
+
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Run to `max_steps`, with records, checkpoints and listeners.
+        """Run to `max_steps`, with records, checkpoints and listeners; PreflightError where that would come to nothing.
 
         `resume_from_checkpoint` is True for the newest good checkpoint of `output_dir`, or a checkpoint's folder.
         """
+        before_training(self)
         self.begin(resume_from_checkpoint)
         self.notify("on_train_begin")
         status = "failed"
@@ -268,7 +276,7 @@ class GRPOTrainer:
             metrics = self.update(groups, self.state.max_steps - before)
         self.log(before, metrics, groups)
         self.saver.mark()
-        self.notify("on_step_end")
+        self.notify("on_step_end", groups=self.collector.sampled)
         if self.due(before, self.args.eval_steps, self.args.eval_strategy):
             with self.saved_before(MemoryExhaustedError):
                 self.records.metrics(self.evaluate())

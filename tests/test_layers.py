@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a 
      "engines", "checkpoint", "checkpoint_state", "planned", "saver", "scoring", "sampler", "collector", "evaluation",
      "early_scoring", "data", "records", "journal", "report", "charts", "live", "sinks", "export", "export_check",
      "export_folder", "merge", "merged_folder", "lora_pairs", "base_weights", "base_record", "run_adapter", "hub",
-     "assessment", "reward_names", "data_files", "doctor", "sft_data", "nonfinite", "judge",
+     "assessment", "reward_names", "data_files", "doctor", "sft_data", "nonfinite", "judge", "pace", "preflight",
      "pictures",
      "rewards.checking", "rewards.json_answer", "rewards.math_worker", "rewards.pay_table", "rewards.trials"},
     {"trainer", "sft"},

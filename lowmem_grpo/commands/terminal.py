@@ -1,6 +1,7 @@
 """What all commands share: errors for people, and quiet libraries."""
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,20 @@ def is_ours(trace: Any) -> bool:
     return Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
 
 
+class CurrentStderr(logging.StreamHandler):
+    """Writes to what sys.stderr is at the moment: while a live view is drawn, to a place above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
 def quiet() -> None:
     """Our own notes on the terminal; libraries speak up for errors alone."""
-    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    logging.basicConfig(format="%(message)s", level=logging.ERROR, handlers=[CurrentStderr()])
     logging.getLogger("lowmem_grpo").setLevel(logging.INFO)
     from transformers.utils import logging as transformers_logging
 

@@ -11,7 +11,7 @@ from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, longest_prompt
 from lowmem_grpo.live import wilson_interval
-from lowmem_grpo.rewards.diagnosis import about_signal, by_severity, differs, findings_of, in_groups
+from lowmem_grpo.rewards.diagnosis import about_length, about_signal, by_severity, differs, findings_of, in_groups
 from lowmem_grpo.rewards.findings import Finding, RewardCheck, Trial
 from lowmem_grpo.rewards.scorer import RewardScorer
 from lowmem_grpo.rewards.trials import try_all
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lowmem_grpo.model import FastGeneration
 
 SECONDS = 10.0  # that one function may take here, unless the run allows it less
-MOSTLY_CUT = 0.5  # share of completions that reached the length limit
 
 
 def check(
@@ -93,12 +92,7 @@ def about_samples(groups: list[RolloutGroup], source: PromptSource) -> list[Find
     found = []
     if source.skipped:
         found.append(Finding("warning", "", f"rows were skipped: {source.skip_summary()}", "mend or remove such rows"))
-    if cut > MOSTLY_CUT:
-        found.append(Finding(
-            "warning", "", f"{cut:.0%} of the completions were cut off at max_completion_length, before any answer at "
-            "their end", "raise max_completion_length, or ask for shorter answers",
-        ))
-    return found
+    return found + about_length(cut)
 
 
 def summed_up(

@@ -7,6 +7,7 @@ from lowmem_grpo.rewards.failures import MissingColumnError, TooLateError
 from lowmem_grpo.rewards.findings import SEVERITIES, Finding, Trial
 
 LOW_SHARE = 0.25  # of groups with signal; below it most of a step's samples teach nothing
+MOSTLY_CUT = 0.5  # share of completions that reached the length limit
 CONTRACT_FIX = "return a list with one float or None for each completion"
 
 
@@ -127,9 +128,19 @@ def about_signal(share: float, with_signal: int, groups: int, failed_functions: 
     if share >= LOW_SHARE:
         return []
     without = f" (without the {failed_functions} functions that failed)" if failed_functions else ""
-    return [Finding("warning", "", f"{with_signal} of {groups} groups carry signal{without}: in the others all "
-                    "completions earn the same", "grade in smaller steps, choose prompts that are sometimes solved, "
-                    "teach the format first, or raise num_generations")]
+    alike = "in the others all completions earn the same" if with_signal else (
+        "the completions of each prompt all earn the same, and there is no gradient")
+    return [Finding("warning", "", f"{with_signal} of {groups} groups carry signal{without}, {alike}",
+                    "choose prompts that are sometimes solved, take a stronger model, teach the format first "
+                    "(SFTTrainer), grade in smaller steps, or raise num_generations")]
+
+
+def about_length(cut: float) -> list[Finding]:
+    """Most completions, a share `cut` of them, reached the longest length."""
+    if cut <= MOSTLY_CUT:
+        return []
+    return [Finding("warning", "", f"{cut:.0%} of the completions were cut off at max_completion_length, before any "
+                    "answer at their end", "raise max_completion_length, or ask for shorter answers")]
 
 
 def differs(pays: list[float | None]) -> bool:

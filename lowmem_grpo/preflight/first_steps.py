@@ -1,0 +1,96 @@
+"""What a run's first steps show, said once: what the rewards made of the first one, and how long the run will take."""
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lowmem_grpo.callbacks import TrainerState
+from lowmem_grpo.live import clock
+from lowmem_grpo.pace import Pace
+from lowmem_grpo.preflight.report import line_of
+from lowmem_grpo.records import RunRecords
+from lowmem_grpo.rewards.diagnosis import about_length, about_signal, by_severity, differs, findings_of, unlike_numbers
+from lowmem_grpo.rewards.findings import Finding, Trial
+from lowmem_grpo.rewards.scorer import RewardScorer
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+ENOUGH_GROUPS = 4  # of which something can be said about each function, and about the share that has signal
+PHASES = {"time/generate": "sampling", "time/reward": "rewards", "time/train": "training"}
+
+
+class FirstSteps:
+    """Listens to a run with the methods of transformers' TrainerCallback."""
+
+    def __init__(
+        self, records: RunRecords, say: Callable[[str], None] | None = None, scorer: RewardScorer | None = None
+    ) -> None:
+        """`scorer` is that of a run with rewards; `say` prints a line, and is None where nobody wants to see one."""
+        self.records, self.say, self.scorer = records, say, scorer
+        self.pace = Pace()
+        self.seen = 0  # updates since `train` was called
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen = 0
+        self.pace.begin(state.global_step)
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, groups: list[RolloutGroup] | None = None, **kwargs: Any
+    ) -> None:
+        """`groups` are those sampled in this step, with rewards."""
+        self.seen += 1
+        self.pace.mark(state.global_step)
+        if self.seen == 1 and groups and self.scorer is not None and args.preflight:
+            for finding in about_rewards(groups, self.scorer):
+                logger.warning("first step: %s", line_of(finding))
+        if self.seen == 2:
+            self.expect(args, state)
+
+    def expect(self, args: Any, state: TrainerState) -> None:
+        """Write down how long the whole run will take, and say it where some of it is left."""
+        left = self.pace.left(state.max_steps) or 0.0
+        self.records.summary({"expected_seconds": state.elapsed + left})
+        if left and self.say is not None and args.preflight:
+            self.say(self.expectation(args, state, left))
+
+    def expectation(self, args: Any, state: TrainerState, left: float) -> str:
+        """One line, of the second step: the first one warms up."""
+        each = self.pace.per_step or 0.0
+        last = (state.unlogged or state.log_history or [{}])[-1]
+        shares = ", ".join(f"{name} {last[key]:.0%}" for key, name in PHASES.items() if key in last)
+        every = args.save_steps if getattr(args, "save_strategy", "no") == "steps" else None
+        pace = f"{each:.2g} s" if each < 10 else f"{each:.0f} s" if each < 100 else clock(each)
+        line = f"{pace} a step{shares and f' ({shares})'}: {clock(left)} to go until step {state.max_steps}"
+        if every is None:
+            return line
+        due = min((state.global_step // every + 1) * every, state.max_steps)
+        return f"{line}; the next checkpoint is due at step {due}, in {clock(each * (due - state.global_step))}"
+
+
+def about_rewards(groups: list[RolloutGroup], scorer: RewardScorer) -> list[Finding]:
+    """What functions really paid for the completions of a step, as `rewards.check` says it of samples.
+
+    Of fewer than ENOUGH_GROUPS groups nothing is said but that none of them has signal, and that values are no numbers.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    trials = [trial_of(name, weight, rollouts) for name, weight in zip(scorer.names, scorer.weights, strict=True)]
+    paying = [trial for trial in trials if trial.weight]
+    with_signal = sum(differs([rollout.reward for rollout in group.rollouts]) for group in groups)
+    cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
+    enough = len(groups) >= ENOUGH_GROUPS
+    found = about_length(cut)
+    if enough and with_signal:
+        found += findings_of(paying, len(groups[0].rollouts), [], math.inf, math.inf, len(rollouts))
+    else:
+        found += [finding for trial in paying for finding in unlike_numbers(trial)]
+    if enough or not with_signal:
+        found += about_signal(with_signal / len(groups), with_signal, len(groups), 0)
+    return by_severity(found)
+
+
+def trial_of(name: str, weight: float, rollouts: list[Rollout]) -> Trial:
+    """What one function paid for each completion."""
+    invalid = sum(name in rollout.invalid_rewards for rollout in rollouts)
+    return Trial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts], invalid=invalid)

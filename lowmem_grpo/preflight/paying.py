@@ -1,0 +1,74 @@
+"""Checks of rewards before anything is sampled: the columns that they read. No function is called."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from lowmem_grpo.preflight.rows import RowSample
+from lowmem_grpo.preflight.subject import Subject
+from lowmem_grpo.rewards.diagnosis import failed
+from lowmem_grpo.rewards.failures import MissingColumnError, RewardError
+from lowmem_grpo.rewards.findings import Finding
+from lowmem_grpo.rewards.functions import NOT_PASSED, RESERVED, RewardFunction, bind, passed_columns
+
+
+def reserved_names(subject: Subject) -> Iterator[Finding]:
+    """A column with the name of an argument."""
+    for which, sample in samples_of(subject):
+        try:
+            passed_columns({name: [] for name in sample.columns})
+        except RewardError as error:
+            problem, _, fix = str(error).removeprefix("dataset ").partition("; ")
+            yield Finding("error", "", f"{which} {problem}", f"{fix} (dataset.rename_column)")
+
+
+def missing_columns(subject: Subject) -> Iterator[Finding]:
+    """A function that requires what no column provides."""
+    seconds = subject.args.reward_timeout
+    for which, sample in samples_of(subject):
+        for name, function in functions_of(subject):
+            try:
+                bind(name, function, arguments_of(sample))
+            except MissingColumnError as error:
+                found = failed(name, error, sample.columns, seconds, seconds)
+                yield Finding("error", name, found.problem.replace("the dataset's", f"the {which}'s"), found.fix)
+
+
+def empty_columns(subject: Subject) -> Iterator[Finding]:
+    """A column that a function names, and that holds None in every row looked at."""
+    sample = subject.sample
+    empty = [name for name in sample.columns if all(looked.row.get(name) is None for looked in sample.usable)]
+    for name, function in functions_of(subject):
+        read = inspect.signature(function).parameters
+        for column in [column for column in empty if column in read and sample.usable]:
+            yield Finding("warning", name, f"it reads the column {column!r}, which is None in "
+                          f"{sample.share(len(sample.usable))}", "fill the column with what the function compares with")
+
+
+def unusable_evaluation(subject: Subject) -> Iterator[Finding]:
+    """An evaluation dataset of which no row can be sampled from."""
+    sample = subject.eval_sample
+    if sample is None or sample.fitting:
+        return
+    first = sample.rows[0]
+    reason = first.reason or str(first.error or f"prompt longer than {sample.limit} tokens")
+    yield Finding("error", "", f"no row of the evaluation dataset can be used; the first one: {reason}",
+                  "mend its column `prompt`, or leave it out")
+
+
+def functions_of(subject: Subject) -> list[tuple[str, RewardFunction]]:
+    """(name, function) of every reward; none in fine-tuning."""
+    scorer = subject.scorer
+    return [] if scorer is None else list(zip(scorer.names, scorer.funcs, strict=True))
+
+
+def samples_of(subject: Subject) -> list[tuple[str, RowSample]]:
+    """The rows of each dataset that rewards are asked about, by its name."""
+    evaluation = [] if subject.eval_sample is None else [("evaluation dataset", subject.eval_sample)]
+    return [("dataset", subject.sample), *evaluation]
+
+
+def arguments_of(sample: RowSample) -> dict[str, Any]:
+    """All that a function may ask for, by name."""
+    columns = [name for name in sample.columns if name not in NOT_PASSED]
+    return {name: [] for name in (*columns, *RESERVED, "completion_ids")}

@@ -1,0 +1,137 @@
+"""Checks of what prompts are made of: rows, their lengths, the chat template."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from lowmem_grpo.preflight.subject import Messages, Subject
+from lowmem_grpo.rewards.findings import Finding
+
+ANSWER = "Forty-two"  # stands for an answer, where a template is looked at
+MANY_ALIKE = 0.1  # share of rows whose prompt another row has too
+NO_GENERATION_FIX = "end the template in {% if add_generation_prompt %}...{% endif %} with that text"
+
+
+def unreadable(subject: Subject) -> Iterator[Finding]:
+    """Rows that end the run where they are drawn: no chat template, one that refuses them, a row that is broken."""
+    failed = Counter(f"{type(looked.error).__name__}\n{looked.error}" for looked in subject.sample.rows if looked.error)
+    for words, count in failed.items():
+        kind, _, message = words.partition("\n")
+        if kind == "DataError":
+            yield Finding("error", "", *split_advice(message))
+        else:
+            why = f"{kind}: {one_line(message)}"
+            yield Finding("error", "", f"{subject.sample.share(count)} cannot be made into a prompt ({why})",
+                          "change these rows, or tokenizer.chat_template (some take no system message, some only user "
+                          "and assistant in turns)")
+
+
+def unusable(subject: Subject) -> Iterator[Finding]:
+    """Rows that will be skipped, for another reason than their length."""
+    reasons = Counter(looked.reason for looked in subject.sample.rows if looked.reason)
+    if not reasons:
+        return
+    listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+    if sum(reasons.values()) == len(subject.sample.rows):
+        yield Finding("error", "", f"no row of the dataset can be used: {listed}", "mend the column `prompt`")
+    else:
+        yield Finding("warning", "", f"{subject.sample.share(sum(reasons.values()))} will be skipped: {listed}",
+                      "mend or remove such rows")
+
+
+def too_long(subject: Subject) -> Iterator[Finding]:
+    """Rows that will be skipped for their length."""
+    sample = subject.sample
+    long = [looked.tokens for looked in sample.usable if looked.tokens > sample.limit]
+    if not long:
+        return
+    none_left = len(long) == len(sample.usable)
+    setting = "max_length" if subject.scorer is None else "max_prompt_length"
+    bound, fix = f"{setting} ({sample.limit})", f"raise {setting}, or shorten the rows"
+    if getattr(subject.args, setting) is None:
+        bound = f"{sample.limit} tokens, all that the context of {subject.context} leaves"
+        fix = "load with a larger max_seq_length, or shorten the rows"
+    which = "no row of the dataset can be used" if none_left else f"{sample.share(len(long))} will be skipped"
+    yield Finding(
+        "error" if none_left else "warning", "", f"{which}: longer than {bound}, the longest has {max(long)} tokens",
+        fix,
+    )
+
+
+def few_rows(subject: Subject) -> Iterator[Finding]:
+    """Fewer rows than one generation draws."""
+    needed = subject.args.prompts_per_generation
+    whole = len(subject.sample.rows) == subject.sample.total
+    rows = len(subject.sample.fitting) if whole else subject.sample.total
+    if 0 < rows < needed:
+        yield Finding("warning", "", f"a generation takes {needed} prompts and the dataset has {rows}: the same ones "
+                      "come several times at once", "lower per_device_train_batch_size, gradient_accumulation_steps or "
+                      "steps_per_generation, or give more rows")
+
+
+def alike(subject: Subject) -> Iterator[Finding]:
+    """Prompts that occur more than once."""
+    texts = Counter(looked.prompt.text for looked in subject.sample.usable if looked.prompt)
+    repeated = sum(texts.values()) - len(texts)
+    if repeated > MANY_ALIKE * max(sum(texts.values()), 1):
+        yield Finding("warning", "", f"{subject.sample.share(repeated)} repeat the prompt of another one",
+                      "remove duplicates; num_train_epochs goes over the rows again")
+
+
+def no_generation_prompt(subject: Subject) -> Iterator[Finding]:
+    """A template that adds nothing for the assistant's turn, though an answer in it has a head."""
+    for looked in subject.chats[:1]:
+        messages = looked.row["prompt"]
+        alone, ready = subject.render(messages, False), subject.render(messages, True)
+        whole = answered(subject, messages)
+        if whole is None or alone != ready or not whole.startswith(ready):
+            continue
+        head = whole[len(ready) :].partition(ANSWER)[0].strip()
+        if head:
+            yield Finding("warning", "", f"the chat template leaves out {head!r} at the end of a prompt, so the model "
+                          "has to write it before each answer", NO_GENERATION_FIX)
+
+
+def left_out(subject: Subject) -> Iterator[Finding]:
+    """Messages that the template drops."""
+    dropped = Counter(
+        message["role"] for looked in subject.chats for message in looked.row["prompt"]
+        if message["role"] in ("system", "user") and looked.prompt and message["content"].strip()
+        not in looked.prompt.text
+    )
+    for role, count in dropped.items():
+        yield Finding("warning", "", f"the chat template leaves out the text of {count} {role} messages in "
+                      f"{len(subject.chats)} prompts looked at", "put it into the first message that the template "
+                      "keeps, or set another tokenizer.chat_template")
+
+
+def two_starts(subject: Subject) -> Iterator[Finding]:
+    """A start token in the text, and another one from the tokenizer."""
+    start = subject.tokenizer.bos_token_id
+    if start is None:
+        return
+    doubled = sum(looked.prompt.ids[:2] == [start, start] for looked in subject.sample.usable if looked.prompt)
+    if doubled:
+        yield Finding("warning", "", f"the prompts of {subject.sample.share(doubled)} begin with two start tokens",
+                      "give chat messages as `prompt`, or take the start token out of the text: the tokenizer adds one")
+
+
+def answered(subject: Subject, messages: Messages) -> str | None:
+    """The template's text of the messages with an answer; None where it takes no answer behind them."""
+    try:
+        return subject.render([*messages, {"role": "assistant", "content": ANSWER}], False)
+    except Exception:  # noqa: BLE001 - templates raise what they like; the prompt alone has been rendered
+        return None
+
+
+def split_advice(message: str) -> tuple[str, str]:
+    """(problem, fix) of a message that ends in ': what to do', or in '; what to do'."""
+    for sign in (": ", "; "):
+        problem, found, fix = message.rpartition(sign)
+        if found:
+            return problem, fix
+    return message, "change the dataset"
+
+
+def one_line(text: str) -> str:
+    """The first line that says something, at most 200 characters."""
+    return (text.strip().splitlines() or ["no message"])[0][:200]

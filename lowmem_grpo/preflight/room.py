@@ -1,0 +1,119 @@
+"""Checks of room: on the disk for what a run writes, on the host for what is kept there, on the card for its plan."""
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lowmem_grpo.checkpoint import list_checkpoints
+from lowmem_grpo.host_room import SPARE, available_host_bytes
+from lowmem_grpo.memory_advice import in_words
+from lowmem_grpo.memory_plan import OPTIMIZER_BYTES
+from lowmem_grpo.model import is_bfloat16_supported
+from lowmem_grpo.optim import steps_per_rollout
+from lowmem_grpo.preflight.subject import Subject
+from lowmem_grpo.rewards.findings import Finding
+
+LINE_BYTES, REWARD_BYTES, TOKEN_BYTES = 300, 40, 5  # of a completion in completions.jsonl; of each reward, each token
+DISK_FIX = "make room, choose another output_dir, or lower save_total_limit"
+
+
+def unwritable(subject: Subject) -> Iterator[Finding]:
+    """A run directory that cannot be made or written to. Nothing is written to find out."""
+    place = existing(subject.run_dir)
+    if not place.is_dir():
+        yield Finding("error", "", f"output_dir is {str(subject.run_dir)!r}, and {place} is a file",
+                      "choose another output_dir")
+    elif not os.access(place, os.W_OK | os.X_OK):
+        yield Finding("error", "", f"output_dir is {str(subject.run_dir)!r}, and {place} may not be written to",
+                      "choose another output_dir, or change the folder's permissions")
+
+
+def full_disk(subject: Subject) -> Iterator[Finding]:
+    """Too little room for one checkpoint, or for all that the run is going to write."""
+    place = existing(subject.run_dir)
+    if not place.is_dir():
+        return
+    free, one = shutil.disk_usage(place).free, checkpoint_bytes(subject)
+    copies, texts = copies_to_come(subject), completion_bytes(subject)
+    needed = copies * one + texts
+    if free < one:
+        yield Finding("error", "", f"{place} has {in_words(free)} free, and one checkpoint takes {in_words(one)}",
+                      DISK_FIX)
+    elif free < needed:
+        yield Finding("warning", "", f"{place} has {in_words(free)} free; {copies} checkpoints take "
+                      f"{in_words(copies * one)}, and completions.jsonl up to {in_words(texts)}", DISK_FIX)
+
+
+def little_host_memory(subject: Subject) -> Iterator[Finding]:
+    """On a card: layer inputs, and the paged states of an optimizer, that may leave the host too little."""
+    paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
+    needed = (0 if subject.plan is None else subject.plan.host) + paged
+    available = available_host_bytes()
+    if not needed or available is None or available - needed >= SPARE:
+        return
+    yield Finding("warning", "", f"the host has {in_words(available)} of memory to spare; layer inputs and optimizer "
+                  f"states may take {in_words(needed)} of it", "lower max_tokens_per_micro_batch, free host memory, or "
+                  'set use_gradient_checkpointing=True or optim="adamw_8bit", which keep them on the card')
+
+
+def over_plan(subject: Subject) -> Iterator[Finding]:
+    """A plan that is larger than the card. The run may still work: plans are estimates."""
+    plan = subject.plan
+    if plan is None or plan.fits:
+        return
+    phase = "train" if plan.train > plan.device.budget else "rollout"
+    settings = subject.memory.advice.settings.get(phase, [])
+    yield Finding("warning", "", f"by the plan this run takes {in_words(plan.peak)} of the card, and may use "
+                  f"{in_words(plan.device.budget)}: {'; '.join(plan.advice)}. It is tried all the same: plans are "
+                  "estimates", f"what would help: {'; '.join(settings) or 'a shorter context'}")
+
+
+def emulated_dtype(subject: Subject) -> Iterator[Finding]:
+    """bfloat16 on a card that does not compute in it."""
+    dtypes = (subject.policy.autocast_dtype, subject.policy.head.weight.dtype)
+    if subject.policy.device.type == "cuda" and torch.bfloat16 in dtypes and not is_bfloat16_supported():
+        yield Finding("warning", "", "the run computes in bfloat16, which this card only emulates", "load the model "
+                      "with dtype=None or torch.float16; its gradients get a loss scale")
+
+
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def optimizer_bytes(subject: Subject) -> int:
+    """The states of the optimizer."""
+    return int(sum(p.numel() for p in subject.policy.trainable) * OPTIMIZER_BYTES[subject.args.optim])
+
+
+def checkpoint_bytes(subject: Subject) -> int:
+    """The adapter and the states of its optimizer; in fine-tuning the adapter alone."""
+    adapter = sum(parameter.nbytes for parameter in subject.policy.trainable)
+    return adapter + (optimizer_bytes(subject) if subject.scorer is not None else 0)
+
+
+def copies_to_come(subject: Subject) -> int:
+    """Checkpoints beside those that are there: a new one is written before the oldest is deleted, the best stays."""
+    if subject.scorer is None or subject.args.save_strategy == "no":
+        return 1
+    left = max(subject.state.max_steps - subject.state.global_step, 0)
+    to_come = math.ceil(left / subject.args.save_steps)
+    if subject.args.save_total_limit is None:
+        return to_come
+    kept = subject.args.save_total_limit + 2 - len(list_checkpoints(subject.run_dir))
+    return max(1, min(to_come, kept))
+
+
+def completion_bytes(subject: Subject) -> int:
+    """What completions.jsonl may grow to, where every completion has its longest length."""
+    if subject.scorer is None:
+        return 0
+    args, prompts = subject.args, [len(looked.prompt.text) for looked in subject.sample.usable if looked.prompt]
+    rollouts = max(subject.state.max_steps - subject.state.global_step, 0) / steps_per_rollout(args)
+    count = math.ceil(rollouts) * args.prompts_per_generation * args.num_generations
+    line = LINE_BYTES + REWARD_BYTES * len(subject.scorer.names) + TOKEN_BYTES * args.max_completion_length
+    return int(count * (line + sum(prompts) / max(len(prompts), 1)))
