@@ -75,7 +75,7 @@ def test_a_reply_with_scores_is_not_read(reply: str) -> None:
     (scores(0.2, 0.4).replace("0.4", "9" * 5000), "no usable JSON"),
     (scores(0.2, 0.4) + scores(1, 1), "not one JSON object"), (scores(0.2, 0.4)[:-3], "not one JSON object"),
     ('{"scores": [{"id": 1, "score": 0, "score": 1}]}', "the same key twice"),
-])
+], ids=lambda value: value[:40])
 def test_a_reply_without_scores_is_read_as_some(reply: str, fault: str) -> None:
     with pytest.raises(BadReplyError) as error:
         read_group(reply, 2, 0, 1)
@@ -248,7 +248,7 @@ def test_a_file_does_not_survive(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     "[]", "1", '{"key": "k"}', '{"key": 1, "ratings": [[1, "r"]]}', '{"key": "k", "ratings": []}', "\xff",
     '{"key": "k", "ratings": [[NaN, "r"]]}', '{"key": "k", "ratings": [["x", "r"]]}', '{"key": "k", "ratings": [1]}',
     '{"key": "k", "ratings": [[1, 2]]}', "[" * 100_000, '{"key": "k", "ratings": [[1' + "0" * 400 + ', "r"]]}',
-])
+], ids=lambda line: line[:40])
 def test_a_damaged_line_ends_the_run(line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "judge.jsonl"
     path.write_text(line + "\n", encoding="latin-1")

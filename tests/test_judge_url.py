@@ -69,10 +69,9 @@ def test_a_file_of_answers_does_not_survive_a_restart(tmp_path: Path) -> None:
 
 
 def test_more_requests_are_open_than_were_allowed() -> None:
-    with serving(slowly(0.05)) as server:
-        began = time.monotonic()
+    with serving(slowly(0.3)) as server:
         assert ruled(judge_of(server, concurrency=3), groups=9) == GOOD * 9
-        assert server.most_open == 3 and 0.15 <= time.monotonic() - began < 0.45 + 2
+        assert server.most_open == 3
 
 
 @pytest.mark.parametrize(("answer", "kind", "said"), [
@@ -143,23 +142,23 @@ def test_a_server_that_is_down_ends_the_run() -> None:
 
 
 def test_a_slow_server_is_waited_for() -> None:
-    with serving(slowly(1.0)) as server:
+    with serving(slowly(5.0)) as server:
         reward = rewards.ruler(judge_of(server, timeout=0.1, retries=0))
         began = time.monotonic()
-        assert score(reward, ["p"] * 4, TEXTS) == [None] * 4 and time.monotonic() - began < 0.9
+        assert score(reward, ["p"] * 4, TEXTS) == [None] * 4 and time.monotonic() - began < 4
         assert reward.trouble.kind == "slow" and "did not answer within 0.1 s" in reward.trouble.problem
 
 
 def test_answers_before_the_deadline_are_lost_with_the_late_ones() -> None:
     def answer(body: dict[str, Any]) -> Any:
-        return slowly(2.0 if "p1" in body["messages"][1]["content"] else 0.0)(body)
+        return slowly(8.0 if "p1" in body["messages"][1]["content"] else 0.0)(body)
 
     with serving(answer) as server:
-        judge = judge_of(server, deadline=0.5)
+        judge = judge_of(server, deadline=2.0, retries=3)
         reward = rewards.ruler(judge)
         began = time.monotonic()
         found = score(reward, [f"p{number}" for number in range(3) for _ in TEXTS], TEXTS * 3)
-        assert found == GOOD + [None] * 4 + GOOD and time.monotonic() - began < 1.5 < reward.time_limit == 5.5
+        assert found == GOOD + [None] * 4 + GOOD and time.monotonic() - began < 6 < reward.time_limit == 7.0
         assert reward.trouble.kind in ("late", "slow") and judge.meter.failed == 1
 
 
@@ -212,8 +211,8 @@ def test_a_judge_without_a_key_is_found_out_in_the_run(monkeypatch: pytest.Monke
 
 
 def test_the_scorer_does_not_know_that_it_waits() -> None:
-    """Two judges of 0.2 s each: side by side, in the scorer's loop."""
-    with serving(slowly(0.2)) as server:
+    """Two rewards of 0.5 s each: side by side, in the scorer's loop."""
+    with serving(slowly(0.5)) as server:
         judge = judge_of(server)
         scorer = rewards.RewardScorer([rewards.ruler(judge), rewards.judged(judge)], timeout=0.01)
         scores = scorer.score(["p"] * 2, ["a", ""], [[1], []], {}, None)
