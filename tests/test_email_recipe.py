@@ -40,6 +40,8 @@ def test_a_test_request_is_trained_on(train_seed: int, test_seed: int) -> None:
     test = {request.text for request in take(2000, "test", test_seed)}
     assert len(test) == 2000
     assert not test & {request.text for request in take(5000, "train", train_seed)}
+    for split in ("train", "test"):
+        assert {request.split for request in take(500, split)} == {split}
 
 
 def test_a_seed_does_not_repeat_its_requests_or_draws_from_the_global_random_state() -> None:

@@ -86,6 +86,8 @@ def test_a_test_problem_is_trained_on(task: Task, train_seed: int, test_seed: in
     assert len(test) == 2000
     assert not test & set(questions(make_dataset("train", 2000, train_seed, task)))
     assert not test & set(questions(make_demonstrations(2000, train_seed, task)))
+    for split in ("train", "test"):
+        assert {problem.split for problem in islice(task.problems(split, 1), 500)} == {split}
 
 
 def test_a_seed_does_not_repeat_its_problems_or_draws_from_the_global_random_state() -> None:

@@ -53,7 +53,7 @@ class Request:
 
 
 def draw_request(rng: random.Random) -> Request:
-    """A random question about a thing, with facts of it in a random order; no two facts have the same number."""
+    """A random question about a thing, with facts of it in a random order; no two facts are of a kind."""
     thing, numbers = rng.choice(THINGS), rng.sample(range(3, 1000), KNOWN)
     drawn = list(zip(rng.sample(KINDS, KNOWN), numbers, strict=True))
     (question, fact, keyword), n = rng.choice(drawn)
