@@ -58,7 +58,9 @@ class JudgeOptions(RecipeOptions):
     """The options of `lowmem-grpo run judge`; 4-bit weights by default, but for the embedded model."""
 
     train_size: int = 2048
+    """Reports to train on."""
     eval_problems: int = 128
+    """Held-out reports, summed up before and after."""
     judge: str = SELF
     """"self": the base model, in the engine that samples; else the address of an OpenAI-compatible server."""
     judge_model: str | None = None
@@ -70,6 +72,7 @@ class JudgeOptions(RecipeOptions):
     price_prompt: float | None = None
     """Of a million prompt tokens, for the meter."""
     price_completion: float | None = None
+    """Of a million completion tokens."""
 
     def url_judge(self) -> UrlJudge | None:
         """The judge at an address; None where the model judges itself. ValueError for options that do not fit."""
