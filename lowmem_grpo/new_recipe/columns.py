@@ -1,5 +1,6 @@
 """Which column of a user's data holds the prompts and which the answers: by their names, else by what is in them."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "ta
            "messages")
 ANSWERS = ("answer", "final_answer", "answers", "solution", "label", "target", "expected", "ground_truth",
            "correct_answer", "gold", "output", "response", "completion", "result", "ideal", "reference")
+NUMBERING = ("", "id", "idx", "index", "row", "number", "no", "nr", "unnamed: 0")  # columns that say nothing
 MOST = 100  # columns among which one is looked for
 
 
@@ -66,6 +68,7 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
         return Columns(prompt, None, why_prompt, "none: there is no other column")
     if answer is None:
         answer, why_answer = by_name(ANSWERS, [name for name in names if name != prompt])
+    names = [name for name in names if name in (prompt, answer) or name.strip().lower() not in NUMBERING]
     if len(names) == 2 and not (prompt and answer):
         if not prompt and not answer:
             prompt, why_prompt = max(names, key=lambda name: letters(rows, name)), "guessed: its texts are longer"
@@ -78,9 +81,12 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """The column with the most usual name, and how it was found; empty texts without one."""
+    """The column with the most usual name, or the only one that has such a word in its name, and how it was found;
+    empty texts without one."""
     lower = {name.strip().lower(): name for name in reversed(names)}
     found = next((lower[name] for name in usual if name in lower), "")
+    if not found and len(part := [name for name in names if set(re.findall(r"[a-z]+", name.lower())) & {*usual}]) == 1:
+        found = part[0]
     return found, "guessed from its name" if found else ""
 
 

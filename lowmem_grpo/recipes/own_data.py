@@ -95,7 +95,7 @@ class OwnData:
                 raise
             asked = f"has no column {error.args[0]!r}" if error.args[0] else "is read by a column without a name"
             raise ValueError(f"{source} {asked}; its columns are {listed(list(row))}. Change the recipe's make_row, or "
-                             "the names of columns above it") from error
+                             "the names of columns above it") from None
         if missing := [name for name in ("prompt", *self.reads) if name not in found]:
             raise ValueError(f"make_row gave {', '.join(found) or 'nothing'}, and no {missing[0]!r}")
         return found
