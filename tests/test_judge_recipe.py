@@ -52,6 +52,7 @@ def test_a_fact_is_found_in_another_word(text: str, share: float) -> None:
 def test_no_test_report_is_trained_on(train_seed: int, test_seed: int) -> None:
     train, tested = set(take(2000, "train", train_seed)), set(take(300, "test", test_seed))
     assert not train & tested and (len(train), len(tested)) == (2000, 300)
+    assert {report.split for report in train} == {"train"} and {report.split for report in tested} == {"test"}
     assert {report.kind for report in tested} == set(range(len(KINDS)))
 
 
