@@ -127,6 +127,26 @@ def test_scores_depend_on_the_order_in_which_groups_are_finished(caplog: pytest.
     assert found.metrics["later"] == 1.5  # the mean of 0, 1, 2 and 3, where a single call logs the first one's
 
 
+def test_a_mean_over_calls_counts_small_calls_as_much_as_large_ones() -> None:
+    with held() as (entered, go_on, work):
+        def first_digits(completions: list[str], log_metric: Any, **_: Any) -> list[float | None]:
+            log_metric("digit", sum(int(text[0]) for text in completions) / len(completions))
+            work(completions)
+            return [None if text[0] == "1" else 1.0 for text in completions]
+
+        prompts = prompts_of(4)
+        groups = groups_of(prompts)
+        with EarlyScoring(RewardScorer(first_digits, while_sampling=True), prompts, None) as scoring:
+            scoring.take_in(3, groups[3].rollouts)
+            assert entered.wait(20)
+            for index in (2, 0, 1):
+                scoring.take_in(index, groups[index].rollouts)
+            go_on.set()
+            scoring.settle(groups)
+            scores = scoring.scores(groups, None)
+    assert scores.metrics == {"digit": pytest.approx((3 * 3 + 6 * 1) / 9, abs=1e-11)}  # 3 and 6 completions are scored
+
+
 def test_an_engine_that_tells_of_nothing_leaves_groups_unscored_or_one_is_scored_twice() -> None:
     reward = Length()
     found, _, _ = early_scores(RewardScorer(reward), order=())
