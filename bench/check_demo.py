@@ -1,4 +1,5 @@
-"""Hold a finished `arithmetic` run to its promises, with plain transformers and peft instead of our own code.
+"""Hold a finished run of the embedded model (`arithmetic` or `proximity`) to its promises, with plain transformers and
+peft instead of our own code.
 
     python bench/check_demo.py runs/arithmetic
 """
@@ -16,7 +17,8 @@ from lowmem_grpo.recipes.arithmetic import correct_answer, make_dataset
 
 FILES = ("summary.json", "metrics.jsonl", "completions.jsonl", "report.html", "adapter/adapter_model.safetensors")
 SUMMARY = ("accuracy_before", "accuracy_after", "train_seconds", "steps", "seed")
-NOISE = 0.05  # of an accuracy over 512 sampled problems, two standard errors and a bit
+LIMITS = {"arithmetic": (0.45, 0.90), "proximity": (0.55, 0.80)}  # the most before, the least after
+NOISE = 0.05  # of an accuracy over 256 sampled problems or more, two standard errors and a bit
 
 
 def plain_accuracy(run: Path, seed: int, problems: int) -> float:
@@ -41,8 +43,10 @@ def main() -> None:
     assert not missing, f"{run} lacks {missing}"
     summary = json.loads((run / "summary.json").read_text())
     assert not [name for name in SUMMARY if summary.get(name) is None], summary
-    assert summary["accuracy_before"] <= 0.45, summary["accuracy_before"]
-    assert summary["accuracy_after"] >= 0.90, summary["accuracy_after"]
+    most, least = LIMITS[summary["recipe"]]
+    assert summary["accuracy_before"] <= most, summary["accuracy_before"]
+    assert summary["accuracy_after"] >= least, summary["accuracy_after"]
+    assert summary.get("taught_format_after", 1.0) >= 0.9, summary
     plain = plain_accuracy(run, summary["seed"], summary["eval_problems"])
     assert abs(plain - summary["accuracy_after"]) <= NOISE, (plain, summary["accuracy_after"])
     print(
