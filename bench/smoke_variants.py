@@ -20,6 +20,7 @@ class Variant:
 PLAIN: dict[str, Any] = {"use_gradient_checkpointing": True}
 OFFLOAD: dict[str, Any] = {"use_gradient_checkpointing": "offload"}
 PACKED: dict[str, Any] = {"max_tokens_per_micro_batch": 192}  # a few sequences: several micro-batches a step
+EARLY: dict[str, Any] = {"score_while_sampling": True}
 HALF: dict[str, Any] = {"dtype": "float16"}
 FP16 = "gradients in fp16 are scaled for a card"
 PAGED = "paged states need a card's memory"
@@ -35,9 +36,11 @@ VARIANTS = {
     "fused optimizer": Variant(lora=PLAIN, config={"optim": "adamw_torch_fused"}),
     "fp16": Variant(HALF, PLAIN, {"fp16": True}, FP16),
     "KL and two passes": Variant(lora=PLAIN, config={"beta": 0.04, "num_iterations": 2}),
+    "rewards while sampling": Variant(lora=PLAIN, config=EARLY),
     "untied host embedding": Variant({"offload_embedding": True}, PLAIN),
     "vllm": Variant({"fast_inference": "vllm"}, PLAIN),
     "vllm eager": Variant({"fast_inference": "vllm", "enforce_eager": True}, PLAIN),
+    "vllm, rewards while sampling": Variant({"fast_inference": "vllm"}, PLAIN, EARLY),
     "vllm 16-bit": Variant({"fast_inference": "vllm", "load_in_4bit": False}, PLAIN),
     "vllm fp16": Variant({"fast_inference": "vllm", **HALF}, PLAIN, {"fp16": True}, FP16),
     "vllm, all that saves memory": Variant(

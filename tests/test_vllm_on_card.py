@@ -132,6 +132,16 @@ def test_an_optimizer_step_is_not_seen_by_the_next_sample_or_moves_a_tensor(
     assert_borrowed(engine, policy)
 
 
+def test_a_finished_prompt_is_told_of_late_twice_or_with_other_completions(
+    engine: VLLMEngine, prompts: list[list[int]]
+) -> None:
+    told: list[tuple[int, Any]] = []
+    found = engine.generate(prompts, SAMPLED, lambda prompt, rollouts: told.append((prompt, rollouts)))
+    assert sorted(prompt for prompt, _ in told) == list(range(len(prompts)))
+    assert all(rollouts is found[prompt] for prompt, rollouts in told)
+    assert ids_of(found) == ids_of(engine.generate(prompts, SAMPLED))
+
+
 def test_the_base_model_is_sampled_with_the_adapter_or_the_other_way_round(
     engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
 ) -> None:
