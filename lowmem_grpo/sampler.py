@@ -1,6 +1,10 @@
 """From prompts to groups of rollouts, by the run's engine."""
 
+import inspect
+import logging
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +16,8 @@ from lowmem_grpo.out_of_memory import RunMemory
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 
 class Sampler:
@@ -25,6 +31,7 @@ class Sampler:
         self.model, self.policy, self.tokenizer = model, policy, tokenizer
         self.memory, self.state = memory, state
         self.engine, self.given = engine, given
+        self.said = False  # that the engine tells of no group
 
     def renew(self) -> None:
         """Take the model's engine again: another model may have sampled since, and a process has one of vLLM."""
@@ -43,11 +50,29 @@ class Sampler:
         prompt while others are sampled."""
         self.renew()
         self.engine.wake()
-        told = {} if on_group is None else {"on_group": on_group}
+        told = {"on_group": on_group} if on_group is not None and self.tells() else {}
         completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
         self.engine.sleep()
         pairs = zip(prompts, completions, strict=True)
         return [RolloutGroup(prompt.row, prompt.ids, rollouts, row_index=prompt.index) for prompt, rollouts in pairs]
+
+    def tells(self) -> bool:
+        """Whether the engine can tell of groups that are finished; where it cannot, says so once."""
+        if not self.given or takes(self.engine.generate, "on_group"):
+            return True
+        if not self.said:
+            logger.warning(
+                "the engine %s tells of no finished group (its generate takes no on_group), so all rewards are "
+                "computed after sampling; score_while_sampling=False does so without this word", self.engine.name,
+            )
+            self.said = True
+        return False
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be called with this keyword."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def greedy(params: SamplingParams) -> SamplingParams:

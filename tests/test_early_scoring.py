@@ -19,7 +19,8 @@ from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.data import Prompt
 from lowmem_grpo.early_scoring import EarlyScoring
 from lowmem_grpo.records import read_lines
-from lowmem_grpo.rewards import Reward, RewardError, RewardScorer, Scores, number_match
+from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Scores, number_match
+from lowmem_grpo.rewards.early import covered
 from lowmem_grpo.rewards.failures import MissingColumnError, TooLateError
 from lowmem_grpo.scoring import call
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -127,24 +128,41 @@ def test_scores_depend_on_the_order_in_which_groups_are_finished(caplog: pytest.
     assert found.metrics["later"] == 1.5  # the mean of 0, 1, 2 and 3, where a single call logs the first one's
 
 
-def test_a_mean_over_calls_counts_small_calls_as_much_as_large_ones() -> None:
+def judges(completions: list[str], log_metric: Any) -> list[float | None]:
+    """No reward for the group 1. Logs a mean over completions, a value for each, and a share of some."""
+    judged = [text for text in completions if text[0] != "1"]
+    log_metric("failed", 1 - len(judged) / len(completions))
+    for text in completions:
+        log_metric("digit", int(text[0]))
+    if judged:
+        log_metric("threes", MeanOf(sum(text[0] == "3" for text in judged) / len(judged), len(judged)))
+    return [None if text[0] == "1" else 1.0 for text in completions]
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_what_is_logged_depends_on_how_a_batch_was_cut_into_calls(first: int) -> None:
     with held() as (entered, go_on, work):
-        def first_digits(completions: list[str], log_metric: Any, **_: Any) -> list[float | None]:
-            log_metric("digit", sum(int(text[0]) for text in completions) / len(completions))
+        def function(completions: list[str], log_metric: Any, **_: Any) -> list[float | None]:
             work(completions)
-            return [None if text[0] == "1" else 1.0 for text in completions]
+            return judges(completions, log_metric)
 
         prompts = prompts_of(4)
         groups = groups_of(prompts)
-        with EarlyScoring(RewardScorer(first_digits, while_sampling=True), prompts, None) as scoring:
-            scoring.take_in(3, groups[3].rollouts)
+        with EarlyScoring(RewardScorer(function, while_sampling=True), prompts, None) as scoring:
+            scoring.take_in(first, groups[first].rollouts)
             assert entered.wait(20)
-            for index in (2, 0, 1):
-                scoring.take_in(index, groups[index].rollouts)
             go_on.set()
             scoring.settle(groups)
-            scores = scoring.scores(groups, None)
-    assert scores.metrics == {"digit": pytest.approx((3 * 3 + 6 * 1) / 9, abs=1e-11)}  # 3 and 6 completions are scored
+            found = scoring.scores(groups, None).metrics
+            cut = [len(one.completions) for one in scoring.calls]
+    whole = call(RewardScorer(judges), groups, TrainerState()).metrics
+    assert cut == [3, 9] and found == {name: pytest.approx(value, abs=1e-11) for name, value in whole.items()}
+    assert whole == {"failed": 0.25, "digit": 1.5, "threes": pytest.approx(1 / 3)}
+
+
+def test_a_mean_of_nothing_is_logged() -> None:
+    with pytest.raises(ValueError, match="log nothing where there is none"):
+        MeanOf(0.0, 0)
 
 
 def test_an_engine_that_tells_of_nothing_leaves_groups_unscored_or_one_is_scored_twice() -> None:
@@ -322,6 +340,50 @@ def test_a_function_that_never_returns_holds_the_step_up(kind: str, timeout: flo
     assert time.monotonic() - started < 3
 
 
+def test_calls_that_a_failure_stopped_are_blamed_for_it() -> None:
+    with pytest.raises(RewardError, match="fails raised KeyError: 'gold'"):
+        early_scores(RewardScorer([waits, fails], while_sampling=True), pause=0.05)
+
+
+def test_after_an_async_failure_other_calls_begin() -> None:
+    begun = []
+
+    async def fails_at_once(completions: list[str], **_: Any) -> list[float]:
+        begun.append(completions)
+        raise KeyError("gold")
+
+    with pytest.raises(RewardError, match="fails_at_once raised"):
+        early_scores(RewardScorer(fails_at_once, while_sampling=True), pause=0.2)
+    assert len(begun) == 1
+
+
+def test_a_call_that_took_too_long_passes_where_nobody_waited_for_it() -> None:
+    prompts = prompts_of(1)
+    groups = groups_of(prompts)
+    reward = Slow(lambda texts: time.sleep(0.25))
+    with EarlyScoring(RewardScorer(reward), prompts, None) as scoring:
+        scoring.take_in(0, groups[0].rollouts)
+        time.sleep(0.6)
+        with pytest.raises(TooLateError, match=r"length did not return within 0\.2 s"):
+            scoring.settle(groups)
+
+
+def test_seconds_of_calls_side_by_side_are_counted_for_each() -> None:
+    async def half(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0.3)
+        return [0.0] * len(completions)
+
+    prompts = prompts_of(4)
+    groups = groups_of(prompts)
+    with EarlyScoring(RewardScorer(half, while_sampling=True), prompts, None) as scoring:
+        started = time.monotonic()
+        for index, group in enumerate(groups):
+            scoring.take_in(index, group.rollouts)
+        time.sleep(0.5)
+        assert 0.25 < scoring.settle(groups) <= time.monotonic() - started
+    assert covered([(2.0, 3.0), (0.0, 1.0), (0.5, 0.75), (0.5, 1.5)]) == 2.5
+
+
 def test_a_functions_own_time_limit_counts_in_a_whole_batch_too() -> None:
     with held() as (_, _, work), pytest.raises(TooLateError, match=r"within 0\.2 s; raise the limit with its time_lim"):
         RewardScorer(Slow(work)).score(["p"], ["c"], [[1]], {}, None)
@@ -393,3 +455,28 @@ def test_a_run_that_scores_early_is_another_one_than_a_run_that_does_not(tmp_pat
     assert same(early[0], whole[0]) and early[1] == whole[1]
     assert all(early[2]) and not any(whole[2])
     assert [len(texts) for texts in whole[3]] == [16, 16] and len(early[3]) > 4
+
+
+class TwoArguments:
+    """An engine of before there was `on_group`, around another one."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.name = engine, "mine"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def generate(self, prompts: list[list[int]], params: Any) -> Any:
+        return self.engine.generate(prompts, params)
+
+
+def test_an_engine_that_takes_no_on_group_ends_the_run_or_says_so_each_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = Digits()
+    trainer = make(tmp_path, reward)
+    trainer.sampler.engine, trainer.sampler.given = TwoArguments(trainer.engine), True
+    for _ in range(2):
+        trainer.rollout()
+    assert sum("takes no on_group" in record.message for record in caplog.records) == 1
+    assert len(reward.calls) == 2  # whole batches, after sampling

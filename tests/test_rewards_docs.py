@@ -13,7 +13,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
 NAMES = {name: getattr(rewards, name) for name in rewards.__all__}
 NOT_IN_TABLES = {  # places and code are in words below the tables; the rest is what calls, checks and carries
-    "Finding", "Reward", "RewardCheck", "RewardError", "RewardScorer", "SYSTEM_PROMPT", "Scores", "SelfJudge",
+    "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "SYSTEM_PROMPT", "Scores", "SelfJudge",
     "UrlJudge", "Verifier", "after", "boxed", "check", "code_passes_tests", "email_rewards", "extract_hash_answer",
     "extract_xml_answer", "in_tag", "judged", "last_line", "last_number", "ruler", "whole",
 }

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lowmem_grpo.rewards.lengths import length_near, too_long
     from lowmem_grpo.rewards.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
     from lowmem_grpo.rewards.math_answer import math_match
+    from lowmem_grpo.rewards.means import MeanOf
     from lowmem_grpo.rewards.number_rewards import number_equal, number_present, proximity
     from lowmem_grpo.rewards.overlong import soft_overlong_penalty
     from lowmem_grpo.rewards.reading import after, boxed, in_tag, last_line, last_number, whole
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from lowmem_grpo.rewards.verifier import Verifier
 
 __all__ = [
-    "SYSTEM_PROMPT", "Finding", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores", "SelfJudge",
-    "UrlJudge", "Verifier", "after", "answer_match", "boxed", "boxed_match", "check", "code_passes_tests",
+    "SYSTEM_PROMPT", "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores",
+    "SelfJudge", "UrlJudge", "Verifier", "after", "answer_match", "boxed", "boxed_match", "check", "code_passes_tests",
     "correctness_reward_func", "email_rewards", "extract_hash_answer", "extract_xml_answer", "format_kept",
     "format_match", "ideal_answer", "in_tag", "int_reward_func", "json_match", "judged", "keyword_present",
     "last_line", "last_number", "length_near", "math_match", "number_equal", "number_match", "number_present",
@@ -60,6 +61,7 @@ NAMES = {
     "lengths": ("length_near", "too_long"),
     "mail": ("email_rewards", "ideal_answer", "keyword_present", "recipient_named", "signed"),
     "math_answer": ("math_match",),
+    "means": ("MeanOf",),
     "number_rewards": ("number_equal", "number_present", "proximity"),
     "overlong": ("soft_overlong_penalty",),
     "reading": ("after", "boxed", "in_tag", "last_line", "last_number", "whole"),

@@ -13,6 +13,7 @@ from typing import Any
 
 from lowmem_grpo.rewards.failures import RewardError, TooLateError
 from lowmem_grpo.rewards.functions import RewardFunction, bind, own_limit
+from lowmem_grpo.rewards.means import MeanOf
 from lowmem_grpo.rewards.returned import as_list, as_number
 
 POLL_SECONDS = 0.1  # between looks for failures, and for Ctrl-C, which some systems deliver only between waits
@@ -39,7 +40,14 @@ class Recorder:
         """Keep one number towards the mean of `name`."""
         if (number := as_number(value)) is None:
             raise RewardError(f"log_metric({name!r}) got None, expected a number")
-        self.values[name].append(number)
+        self.values[name].append(MeanOf(number, value.count) if isinstance(value, MeanOf) else number)
+
+    def weighted(self, name: str) -> list[tuple[float, float]]:
+        """(value, weight) of all that was logged under a name: the number of values that each is the mean of. Plain
+        numbers share all completions between them: one is a mean over these, and as many are one for each."""
+        values = self.values[name]
+        return [(value, value.count if isinstance(value, MeanOf) else (self.num_completions or 1) / len(values))
+                for value in values]
 
 
 class Call:
@@ -90,9 +98,15 @@ class Call:
         self.ended = time.monotonic()
 
     @property
-    def seconds(self) -> float:
-        """That it has run so far."""
-        return (self.ended or time.monotonic()) - self.began if self.began else 0.0
+    def interval(self) -> tuple[float, float]:
+        """From when to when it has run so far, on the monotonic clock."""
+        return self.began, self.ended or time.monotonic()
+
+    @property
+    def late(self) -> bool:
+        """Whether it took longer than its time limit, or has by now."""
+        began, ended = self.interval
+        return bool(began) and ended - began >= self.limit
 
     @property
     def seconds_left(self) -> float:
@@ -167,8 +181,8 @@ def pause(calls: list[Call]) -> float:
 
 
 def raise_late(calls: list[Call]) -> None:
-    """Raises TooLateError where calls are not over and their time is."""
-    late = [call for call in calls if not call.future.done() and call.seconds_left <= 0]
+    """Raises TooLateError where calls took longer than their time limits, whether anyone waited for them or not."""
+    late = [call for call in calls if call.late]
     for own in (True, False):
         if names := list(dict.fromkeys(call.name for call in late if (call.own_limit is not None) == own)):
             limit = max(call.limit for call in late if call.name in names)

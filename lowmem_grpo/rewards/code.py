@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from lowmem_grpo.rewards.means import MeanOf
 from lowmem_grpo.rewards.reading import Place, in_tag
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.rewards.side_by_side import run_side_by_side
@@ -149,7 +150,7 @@ class CodeReward(VerifiedReward):
         outcomes = Counter(test.outcome for tests in judged for test in tests or [])
         if outcomes and callable(log := call.get("log_metric")):
             for outcome in OUTCOMES:
-                log(f"tests/{outcome}", outcomes[outcome] / outcomes.total())
+                log(f"tests/{outcome}", MeanOf(outcomes[outcome] / outcomes.total(), outcomes.total()))
         if callable(log := call.get("log_extra")):
             log("code_verdict", [first_fault(tests) for tests in judged])
         return super().pay(texts, columns, call)

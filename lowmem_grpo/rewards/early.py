@@ -2,8 +2,9 @@
 
 Groups come in from the thread that samples. Plain functions have one worker thread between them: whenever it is free
 it takes all groups that wait and calls one function after the other on them, so that, as in scoring a whole batch, no
-two plain functions ever run side by side, and functions that share state stay right. Async functions are called for
-each group at once. Nothing is raised before `wait`; after `close` no further call begins.
+two plain functions run side by side, and functions that share state stay right. That holds within a batch: nothing can
+stop a thread, so a call of a batch that failed may still run while the next one is scored. Async functions are called
+for each group at once. Nothing is raised before `wait`; after a failure and after `close` no further call begins.
 """
 
 import copy
@@ -34,6 +35,7 @@ class EarlyCalls:
         self.known: set[int] = set()  # groups that came in
         self.waiting: list[tuple[int, Lists]] = []  # for the worker
         self.working = self.hurry = self.closed = False
+        self.failed: Call | None = None  # the first one; others were stopped because of it
         self.broken: BaseException | None = None  # what ended the worker, beside what functions raise
         self.changed = threading.Condition()  # guards all of the above
 
@@ -63,7 +65,7 @@ class EarlyCalls:
                 return
             self.calls.append(call)
             call.run_in_loop(self.scorer.loop)
-        call.future.add_done_callback(lambda _: self.tell())
+        call.future.add_done_callback(lambda _: self.over(call))
 
     def give_to_worker(self, group: int, lists: Lists) -> None:
         with self.changed:
@@ -74,10 +76,15 @@ class EarlyCalls:
         if free:
             start_thread("early rewards", self.work)
 
-    def tell(self) -> None:
-        """Wake whoever waits for a change."""
+    def over(self, call: Call) -> None:
+        """A call is over: wake whoever waits for that. After the first failure no call begins."""
         with self.changed:
+            first = failure(call.future) is not None and not self.closed
+            if first:
+                self.failed, self.closed = call, True
             self.changed.notify_all()
+        if first:
+            self.close()
 
     # The worker
 
@@ -93,12 +100,10 @@ class EarlyCalls:
                 self.changed.notify_all()
 
     def run(self, call: Call) -> None:
-        """One call; after a failure none follows."""
+        """One call, where none failed before."""
         if not self.closed:
             call.run()
-            if failure(call.future) is not None:
-                self.close()
-            self.tell()
+            self.over(call)
 
     def take(self) -> list[Call]:
         """The next calls, on all groups that wait; none where there is nothing to do, and the worker ends."""
@@ -119,15 +124,16 @@ class EarlyCalls:
     # The thread that samples, afterwards
 
     def wait(self) -> float:
-        """Return when every group that came in is scored: the seconds of calls that nobody has waited for, which are
-        those that others decoded in. RewardError where a call failed, or its time is over and it is not."""
+        """Return when every group that came in is scored: the seconds in which calls ran before anyone waited for them,
+        which are those that others decoded in; those of calls side by side count once. RewardError where a call failed,
+        or took longer than its time limit."""
         with self.changed:
-            hidden = sum(call.seconds for call in self.calls)
+            hidden = covered([call.interval for call in self.calls if call.began])
             self.hurry = True
             self.changed.notify_all()
             while True:
                 begun = [call for call in self.calls if call.began]
-                check(begun)
+                check(begun if self.failed is None else [self.failed])
                 if self.broken is not None:
                     raise RewardError("reward functions could not be called") from self.broken
                 if not self.working and all(call.future.done() for call in begun):
@@ -140,3 +146,12 @@ class EarlyCalls:
             self.closed, self.waiting = True, []
             self.changed.notify_all()
         stop([call for call in self.calls if call.began])
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -39,11 +39,6 @@ class Part:
         places = list(range(count)) if spans is None else [place for group in call.groups for place in spans[group]]
         return cls(call, places, as_rewards(call.name, call.future.result(), count))
 
-    @property
-    def weight(self) -> int:
-        """In a mean over calls: the completions that it scored, as a share of verdicts is of those."""
-        return sum(reward is not None for reward in self.rewards) or len(self.rewards) or 1
-
 
 def put_together(whole: list[Call], early: list[Call], names: list[str], spans: list[range]) -> Scores:
     """Scores of a batch with groups at the places `spans`: calls of the whole of it, and of some of its groups.
@@ -86,8 +81,8 @@ def extras_of(parts: list[Part], count: int) -> dict[str, list[Any]]:
 
 
 def means_of(functions: list[list[Part]]) -> dict[str, float]:
-    """Means of the values passed to log_metric. Those of a function's calls are weighed so that together they count as
-    those of a single call on the whole batch would."""
+    """Means of the values passed to log_metric. Those of a function's calls are weighed so that together they give what
+    a single call on the whole batch would."""
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     cut = set()
     for parts in functions:
@@ -100,13 +95,14 @@ def means_of(functions: list[list[Part]]) -> dict[str, float]:
 
 
 def weighed(parts: list[Part]) -> Iterator[tuple[str, float, float]]:
-    """(metric, value, weight) of all that one function logged."""
-    for name in dict.fromkeys(name for part in parts for name in part.call.recorder.values):
-        logged = [part for part in parts if name in part.call.recorder.values]
-        total = sum(part.weight for part in logged)
-        for part in logged:
-            for value in part.call.recorder.values[name]:
-                yield name, value, part.weight / total
+    """(metric, value, weight) of all that one function logged. What a single call logged counts as one value each, as
+    in TRL; what several logged, as one value together."""
+    recorders = [part.call.recorder for part in parts]
+    for name in dict.fromkeys(name for recorder in recorders for name in recorder.values):
+        logged = [pair for recorder in recorders if name in recorder.values for pair in recorder.weighted(name)]
+        total = sum(weight for _, weight in logged)
+        for value, weight in logged:
+            yield name, value, weight / total if len(parts) > 1 else 1.0
 
 
 def kinds_of(parts: list[Part]) -> set[str]:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from lowmem_grpo.rewards.means import MeanOf
 from lowmem_grpo.rewards.reward import Reward
 
 Verdict = bool | None  # None: it cannot be said, for example because the label is no number
@@ -64,5 +65,5 @@ class VerifiedReward(Reward):
         verdicts = self.verifier.verdicts(texts, **needed)
         said = [verdict for verdict in verdicts if verdict is not None]
         if said and callable(log := call.get("log_metric")):
-            log(f"verdicts/{self.__name__}", sum(said) / len(said))
+            log(f"verdicts/{self.__name__}", MeanOf(sum(said) / len(said), len(said)))
         return [None if verdict is None else self.right if verdict else self.wrong for verdict in verdicts]
