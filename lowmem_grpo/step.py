@@ -101,8 +101,9 @@ class Learner:
         self.prepare_again = fill if fields else None
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups with those rollouts alone that can move the policy."""
-        return [replace(group, rollouts=self.objective.with_gradient(group.rollouts)) for group in groups]
+        """The groups with those rollouts alone that can move the policy; of an unjudged group, none."""
+        return [replace(group, rollouts=[] if group.unjudged else self.objective.with_gradient(group.rollouts))
+                for group in groups]
 
     def counted_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """The groups with those rollouts alone whose tokens count."""

@@ -13,6 +13,8 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, rewards
 from lowmem_grpo.data import DataError
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import answer_line, correct_answer, make_dataset
+from lowmem_grpo.rewards.findings import Trial
+from lowmem_grpo.rewards.pay_table import print_check
 
 ARGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 48}
 DATA = make_dataset("train", 16)
@@ -199,9 +201,36 @@ def test_what_is_printed_lacks_pay_signal_or_a_fix_or_obeys_the_models_text(mode
     assert "\x1b" not in printed and len(result.trials) == 2
 
 
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_narrow_terminal_splits_the_names_of_functions(width: int) -> None:
+    names = ["number_match", "code_passes_tests", "shared_words"]
+    trials = [Trial(name, "verifier", -0.25, [0.123, -0.333], [0.0], verdicts=0.5, seconds=12.5) for name in names]
+    result = rewards.RewardCheck([], trials, ["prompt " * 50], ["text " * 80] * 2, [0.1, -0.3], 1, 1, 1.0, (0.0, 1.0),
+                                 0.0)
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    print_check(result, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(len(line) for line in lines if "groups with signal" not in line) <= width
+    assert all(sum(name in line for line in lines) == 3 for name in names)  # in the table, and beside two completions
+    assert any("function" in line and "mean" in line and "right" in line for line in lines)
+
+
 def test_the_check_takes_longer_than_half_a_minute_with_default_settings() -> None:
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=768, load_in_4bit=False)
     started = time.monotonic()
     result = rewards.check([correct_answer, answer_line], DATA, bare, show=False)
     assert time.monotonic() - started < 30  # measured: 2 s
     assert result.seconds < 30 and len(result.completions) == 64
+
+
+def test_a_group_that_a_required_function_cannot_judge_has_signal(model: FastPeftModel) -> None:
+    class Judge(rewards.Reward):
+        required = True
+
+        def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+            return [None if number == 1 else float(number) for number in range(len(texts))]
+
+    judge = Judge("judge")
+    assert check(model, judge).groups_with_signal == 3
+    judge.required = False
+    assert check(model, judge).groups_with_signal == 4

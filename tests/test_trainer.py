@@ -9,6 +9,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,19 @@ def test_groups_without_signal_cost_a_forward_pass_or_change_the_gradient(
         assert sum(seen) == metrics["completions/trained"] <= 4
         assert metrics["completions/total"] == 8
         assert relative(gradients(trainer, groups), naive_gradients(plain, groups, loss_type)) < 1e-4
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_an_unjudged_group_is_moved_by_its_kl_term_or_moves_what_the_others_are_worth(
+    sampled: Any, loss_type: str
+) -> None:
+    trainer, _, groups = sampled
+    first, second = (replace(group, unjudged=True) for group in groups)
+    with settings_of(trainer, loss_type=loss_type, beta=0.1):
+        whole = gradients(trainer, groups)
+        parts = gradients(trainer, [groups[0], second]), gradients(trainer, [first, groups[1]])
+        assert relative({name: parts[0][name] + parts[1][name] for name in whole}, whole) < 1e-5
+        assert not any(gradient.any() for gradient in gradients(trainer, [first, second]).values())
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -57,7 +57,7 @@ def check(
         trials, args.num_generations, columns, limit, args.reward_timeout,
         args.prompts_per_generation * args.num_generations,
     )
-    result = summed_up(trials, found + about_samples(sampled, source), prompts, sampled)
+    result = summed_up(trials, found + about_samples(sampled, source), prompts, sampled, scorer.required)
     result.columns, result.seconds = columns, time.monotonic() - started
     if show:
         from lowmem_grpo.rewards.pay_table import print_check
@@ -96,12 +96,19 @@ def about_samples(groups: list[RolloutGroup], source: PromptSource) -> list[Find
 
 
 def summed_up(
-    trials: list[Trial], findings: list[Finding], prompts: list[Prompt], groups: list[RolloutGroup]
+    trials: list[Trial], findings: list[Finding], prompts: list[Prompt], groups: list[RolloutGroup],
+    required: list[str],
 ) -> RewardCheck:
-    """Weighted sums of what the functions paid, and the share of groups in which they differ."""
+    """Weighted sums of what the functions paid, and the share of groups in which they differ; a group in which one of
+    those `required` paid None has no signal."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    totals = weighted_sums([trial for trial in trials if trial.error is None], len(rollouts))
-    with_signal = sum(map(differs, in_groups(totals, len(groups[0].rollouts))))
+    size, worked = len(groups[0].rollouts), [trial for trial in trials if trial.error is None]
+    totals = weighted_sums(worked, len(rollouts))
+    judges = [in_groups(trial.pays, size) for trial in worked if trial.name in required]
+    with_signal = sum(
+        differs(sums) and not any(None in pays[number] for pays in judges)
+        for number, sums in enumerate(in_groups(totals, size))
+    )
     share = with_signal / len(groups)
     failed = sum(trial.error is not None for trial in trials)
     return RewardCheck(
