@@ -44,21 +44,28 @@ infinity no step is made on that group.
 
 ## While other groups are still sampled
 
-The ready-made rewards look at each group alone. So they are called on the groups that are finished while others still
-decode, and a step waits only for the last of them: `time/reward` is that wait, `time/reward_hidden` what it was spared.
-Scores, records and gradients are those of one call on all of the step's completions, and so are the means of
-`log_metric`, up to 12 digits: each call's value is weighed by the completions that it gave a reward to.
+The ready-made rewards below, all but GSM8K's five plain functions, look at each group alone. So they are called on the
+groups that are finished while others still decode, and a step waits only for the last of them: `time/reward` is that
+wait, `time/reward_hidden` what it was spared (calls side by side count once). Scores, records and gradients are those
+of one call on all of the step's completions, and so are the means of `log_metric`, up to 12 digits: the values that a
+call logs under a name share its completions between them, so log one mean over all of them or a value for each. A
+share of some completions alone says of how many: `log_metric("solved", rewards.MeanOf(solved / tried, tried))`.
 
 A plain function keeps TRL's contract, one call with all completions after sampling, unless you promise more with
 `GRPOConfig(score_while_sampling=True)`: that it can be called on some groups at a time, in another thread than the one
 that samples, and leaves the model and its tokenizer alone. `False` does without for all. Of early functions, plain ones
 run one after another in one thread, which takes all groups that wait in one call; async ones are called for each group
-at once. `reward_timeout` counts for each call. `trainer_state` is as it was when sampling began.
+at once. `reward_timeout` counts for each call, also for one that is over before the step waits for it. After a call
+that failed no other begins. `trainer_state` is as it was when sampling began. A function that draws random numbers
+needs a generator of its own (`random.Random(0)`): vLLM's engine puts back the random states of the process after
+sampling, so that of `random` would give the same numbers in every step. An engine of your own whose `generate` takes no
+`on_group` is used as it is: all rewards then come after sampling, which a warning says once.
 
 A class of your own (a subclass of `rewards.Reward`) says more of itself by attributes: `by_group = False` wants the
 whole batch, `after_sampling = True` uses the engine itself, `time_limit` is in seconds and replaces `reward_timeout`,
-and `required = True` (a judge) takes a whole group out of the step where it gives None for one of its completions: its
-advantages are 0, the other groups' are as if it were not there, and `rewards/NAME/unjudged` counts such completions.
+and `required = True` (a judge) takes a whole group out of the step where it gives None for one of its completions:
+nothing of it moves the policy, no KL term and no entropy bonus either, the other groups' advantages are as if it were
+not there, and `rewards/NAME/unjudged` counts such completions.
 
 ## Before a run: `rewards.check(reward_funcs, dataset, model, args)`
 

@@ -170,9 +170,10 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, metaclass=Ch
     gets at once while others are sampled."""
     score_while_sampling: bool | None = None
     """Not in TRL: which reward functions are called on finished groups while other groups are still sampled. None:
-    those that say of themselves that they look at each group alone (the ready-made ones do). True: plain functions
-    too, which is a promise that they can be called on some groups of a step at a time, in another thread than the one
-    that samples. False: none; each is called once, on all of a step's completions, as in TRL."""
+    those that say of themselves that they look at each group alone (`rewards.Reward` objects, as the ready-made ones
+    are, but not GSM8K's five, which are plain functions). True: plain functions too, which is a promise that they can
+    be called on some groups of a step at a time, in another thread than the one that samples. False: none; each is
+    called once, on all of a step's completions, as in TRL."""
     nothing_to_learn_steps: int = 10
     """Not in TRL: warn after this many steps in a row in which no group had any spread of rewards."""
     nonfinite_steps: int = 3

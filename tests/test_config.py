@@ -17,7 +17,7 @@ OWN = {field.name: field.default for field in fields(GRPOConfig)}
 ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_sampling_params",  # Unsloth, older TRL
              "max_tokens_per_micro_batch", "logits_chunk", "reward_timeout", "nothing_to_learn_steps",
              "score_while_sampling", "parity_steps", "parity_bound", "nonfinite_steps", "kl_estimator",
-             "advantage_estimator", "pass_at_k",
+             "advantage_estimator", "pass_at_k", "preflight",
              "dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "replay_max_age"}
 TRL_DEFAULTS = {
     "run_name": None, "seed": 42, "shuffle_dataset": True, "chat_template_kwargs": None, "max_steps": -1,
