@@ -13,21 +13,13 @@ from lowmem_grpo.commands.eval import evaluate
 from lowmem_grpo.commands.export import export
 from lowmem_grpo.commands.new import new
 from lowmem_grpo.commands.terminal import plain_errors, quiet
+from lowmem_grpo.recipes import RECIPES as RECIPES
 from lowmem_grpo.recipes.recipe_file import file_hint, is_recipe_file, load_recipe, run_module
 
 OWN_RECIPES = (
     "lowmem-grpo new NAME [--data FILE]       writes one for your own data, NAME.py\n"
     "lowmem-grpo run ./NAME.py [key=value ...]"
 )
-RECIPES = {
-    "arithmetic": "multi-step arithmetic with the embedded tiny model, on a CPU in minutes",
-    "gsm8k": "grade-school maths: openai/gsm8k, or dataset=PATH to a jsonl or parquet file; gpu=16|24|48|80",
-    "countdown": "make a target from given numbers: generated puzzles, any model, max_numbers=3|4 and more",
-    "proximity": "a new answer format by fine-tuning, then GRPO in which closer answers earn more: sft_steps=N",
-    "email": "replies to e-mails: keyword, recipient, length and signature paid one by one, longest_words=N",
-    "code": "small Python functions that must pass their tests in a sandbox: isolation=bubblewrap|nsjail|process",
-    "judge": "summaries scored side by side by a judge (RULER): judge=self, or judge=URL judge_model=NAME",
-}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

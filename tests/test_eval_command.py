@@ -21,12 +21,14 @@ from lowmem_grpo.accuracy import (
 )
 from lowmem_grpo.assessment import Answers, answer, compared, described, rows_of
 from lowmem_grpo.cli import main
-from lowmem_grpo.commands.eval import Subject, find_subject, load
+from lowmem_grpo.commands.eval import Subject, find_subject, load, problems
 from lowmem_grpo.data import DataError
 from lowmem_grpo.data_files import read_dataset
 from lowmem_grpo.eval_table import show_result
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.recipes.exam import Exam, find_exam
+from lowmem_grpo.recipes.proximity import STEPS, WORDS, Task
+from lowmem_grpo.recipes.proximity import make_dataset as proximity_problems
 from lowmem_grpo.reward_names import find_function
 from lowmem_grpo.rewards import RewardError, Verifier
 
@@ -174,7 +176,7 @@ def test_an_adapter_of_an_older_revision_is_not_put_on_the_newest(
 
     monkeypatch.setattr(FastLanguageModel, "from_pretrained", from_pretrained)
     with pytest.raises(OSError, match="seen enough"):
-        load(subject, {"engine": "transformers", "max_seq_length": 64})
+        load(subject, {"engine": "transformers"}, 64)
     assert (seen[0]["name"], seen[0]["revision"]) == (subject.model, revision)
 
 
@@ -230,8 +232,8 @@ def test_the_table_shows_answers_side_by_side(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["tiny"], 2, "name the problems: --recipe NAME, or --dataset FILE"),
     (["tiny", "--dataset", "x.jsonl"], 2, "--dataset needs --reward NAME"),
-    (["tiny", "--recipe", "arithmetik"], 1, "no recipe 'arithmetik'; did you mean arithmetic"),
-    (["tiny", "--recipe", "options"], 1, "the recipe 'options' has no EXAM"),
+    (["tiny", "--recipe", "arithmatic"], 1, "no recipe 'arithmatic'; did you mean arithmetic?"),
+    (["tiny", "--recipe", "options"], 1, "no recipe 'options'"),
     (["tiny", "--recipe", "arithmetic", "--k", "4"], 2, "--k 4 needs at least as many answers: --samples 4"),
     (["tiny", "--recipe", "arithmetic", "--limit", "0"], 2, "0 is not in the range"),
     (["tiny", "--recipe", "arithmetic", "--limit", "1", "--max-tokens", "0"], 2, "0 is not in the range"),
@@ -289,6 +291,49 @@ def test_every_exam_has_problems_that_its_own_answer_solves() -> None:
     assert rows.to_list() == make_dataset("test", 5, 0).to_list()
     assert exam.right(completions=[f"Answer: {row['answer']}" for row in rows], answer=rows["answer"]) == [1.0] * 5
     assert isinstance(find_exam("gsm8k"), Exam)
+
+
+def asked(**changed: Any) -> dict[str, Any]:
+    """What the command was given."""
+    return {"recipe": "proximity", "dataset": None, "rewards": (), "limit": 3, "seed": 1, "max_tokens": None,
+            "split": "test", "prompt_column": "prompt", **changed}
+
+
+@pytest.mark.parametrize(("model", "task"), [("tiny", STEPS), ("org/model", WORDS)])
+def test_a_model_is_asked_another_task_than_it_was_trained_on(model: str, task: Task, tmp_path: Path) -> None:
+    rows, _, tokens = problems(Subject(model, None, False, tmp_path), asked())
+    assert rows == proximity_problems("test", 3, 1, task).to_list()
+    assert tokens == 512
+
+
+@pytest.mark.parametrize("source", ["recipe", "file"])
+def test_answers_are_cut_shorter_than_they_were_trained(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n')
+    of = {} if source == "recipe" else {"recipe": None, "dataset": str(tmp_path / "x.jsonl")}
+    trained = Subject("org/model", tmp_path / "run" / "checkpoint-5", False, tmp_path)
+    assert problems(trained, asked(**of))[2] == 512
+    assert capsys.readouterr().err == ""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('{"config": {"max_completion_length": 3072}}')
+    assert problems(trained, asked(**of))[2] == 3072
+    assert "answers of up to 3072 tokens, as the run was trained; --max-tokens" in capsys.readouterr().err
+    assert problems(trained, asked(max_tokens=7, **of))[2] == 7
+    assert problems(Subject("org/model", None, False, tmp_path / "run"), asked(**of))[2] == 512
+
+
+def test_the_context_is_too_small_for_the_answers(tmp_path: Path, monkeypatch: Any) -> None:
+    seen: list[int] = []
+
+    def from_pretrained(name: str, max_seq_length: int, **options: Any) -> Any:
+        seen.append(max_seq_length)
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr(FastLanguageModel, "from_pretrained", from_pretrained)
+    for words in (["--max-tokens", 3072], ["--max-tokens", 64], ["--max-seq-length", 99]):
+        invoke("tiny", "--recipe", "arithmetic", "--limit", 1, "--out", tmp_path, *words)
+    assert seen == [4096, 2048, 99]
 
 
 def test_a_verifier_without_a_verdict_counts_as_wrong_and_is_reported() -> None:

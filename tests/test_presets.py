@@ -24,6 +24,13 @@ ON_A_CARD = [(name, size) for name, size in EVERY if size != "cpu"]
 GIB = 2**30
 
 
+
+
+@pytest.fixture
+def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def setup_of(name: str, size: str) -> Setup:
     module = MODULES[name]
     return prepare(module.OPTIONS(gpu=size, engine="transformers"), module.DEFAULTS, module.PRESETS)
@@ -39,7 +46,8 @@ def test_a_preset_has_settings_that_are_refused_or_do_not_fit_its_context(name: 
 
 
 @pytest.mark.parametrize(("name", "size"), ON_A_CARD)
-def test_a_preset_does_not_fit_the_card_that_it_is_for(name: str, size: str) -> None:
+def test_a_preset_does_not_fit_the_card_that_it_is_for(name: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # without one its optimizer is another one
     setup = setup_of(name, size)
     config = setup.config
     shape = setup.model.partition("/")[2].replace("-Coder", "")  # the same layers under another name
@@ -94,6 +102,43 @@ def test_another_model_on_a_cpu_gets_the_look_that_the_tiny_one_has() -> None:
     setup = prepared(gpu="cpu", model="some/hub-name")
     assert (setup.max_seq_length, setup.config.max_steps, setup.load_in_4bit) == (512, 2, True)
     assert prepared(gpu="cpu", model="tiny").max_seq_length == 64
+
+
+PAGED: Presets = {"cpu": PRESETS["cpu"], "16": Preset("some/small", 512, 8, 16, {"optim": "paged_adamw_8bit"})}
+
+
+@pytest.mark.usefixtures("no_card")
+@pytest.mark.parametrize(("options", "model"), [
+    ({"gpu": "16"}, "some/small"), ({"model": "a/model"}, "a/model"), ({"gpu": "cpu", "model": "a/model"}, "a/model"),
+])
+def test_a_cards_preset_is_taken_for_a_cpu_without_a_word(
+    options: dict[str, Any], model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = prepare(RecipeOptions(engine="transformers", **options), {}, PAGED)
+    assert (setup.model, setup.config.optim, setup.load_in_4bit) == (model, "adamw_8bit", True)
+    (said,) = caplog.messages
+    assert said == (
+        f"no card here: the CPU takes the settings of a card's preset (for some/small), with {model}, 4-bit weights "
+        "and optim=adamw_8bit in place of paged_adamw_8bit; that can be slow"
+    )
+
+
+@pytest.mark.usefixtures("no_card")
+def test_an_optimizer_that_was_asked_for_is_changed(caplog: pytest.LogCaptureFixture) -> None:
+    options = RecipeOptions(engine="transformers", gpu="16", config={"optim": "paged_adamw_8bit"})
+    assert prepare(options, {}, PAGED).config.optim == "paged_adamw_8bit"
+    assert "no card here" in caplog.text and "in place of" not in caplog.text
+
+
+def test_a_preset_that_fits_the_machine_is_spoken_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    prepare(RecipeOptions(engine="transformers"), {}, PAGED)
+    prepare(RecipeOptions(engine="transformers", model="a/model"), {}, {"cpu": PRESETS["cpu"]})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert prepare(RecipeOptions(engine="transformers", gpu="16"), {}, PAGED).config.optim == "paged_adamw_8bit"
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(("gib", "size"), [(14.7, "some/small"), (22.0, "some/small"), (79.2, "some/large")])

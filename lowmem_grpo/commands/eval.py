@@ -10,6 +10,7 @@ import click
 from lowmem_grpo.commands.terminal import plain_errors, quiet
 
 FILE = "eval.json"
+MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,10 @@ class Subject:
 @click.option("--limit", type=click.IntRange(1), help="Prompts; the recipe's number, or the whole dataset.")
 @click.option("--k", "ks", multiple=True, type=click.IntRange(1), help="Of pass@k; 1, 2, 4 ... up to --samples.")
 @click.option("--temperature", default=1.0, show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), help="Of an answer; the recipe's, or 512.")
-@click.option("--max-seq-length", default=2048, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1), help="Of an answer; as the run was trained, the recipe's, or "
+              f"{MAX_TOKENS}.")
+@click.option("--max-seq-length", type=click.IntRange(1), help=f"Tokens of prompt and answer; {CONTEXT}, or "
+              f"{PROMPT_ROOM} more than an answer.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None, help="As the adapter was trained, else 16 bit.")
 @click.option("--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto", show_default=True)
@@ -79,8 +82,19 @@ def check_source(chosen: dict[str, Any]) -> None:
         raise click.UsageError("name the problems: --recipe NAME, or --dataset FILE with --reward NAME")
     if not chosen["recipe"] and not chosen["rewards"]:
         raise click.UsageError("--dataset needs --reward NAME: the function that says what a right answer is")
+    if chosen["recipe"]:
+        refuse_beside_recipe()
     if too_large := [k for k in chosen["ks"] if k > chosen["samples"]]:
         raise click.UsageError(f"--k {too_large[0]} needs at least as many answers: --samples {too_large[0]}")
+
+
+def refuse_beside_recipe() -> None:
+    """click.UsageError for an option that says how --dataset is read, where a recipe reads it in its own way."""
+    for name in ("split", "prompt_column"):
+        if click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} has no effect beside --recipe, which reads splits and "
+                                   "columns in its own way; leave it out, or write --dataset FILE --reward NAME "
+                                   "without --recipe")
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Subject:
@@ -120,11 +134,11 @@ def run(subject: Subject, chosen: dict[str, Any]) -> dict[str, Any]:
     from lowmem_grpo.assessment import answer, answered_rows, compared, described
     from lowmem_grpo.sampling import SamplingParams
 
-    rows, functions, max_tokens = problems(chosen)
+    rows, functions, max_tokens = problems(subject, chosen)
     params = SamplingParams(
         n=chosen["samples"], temperature=chosen["temperature"], max_tokens=max_tokens, seed=chosen["seed"]
     )
-    model, request = load(subject, chosen)
+    model, request = load(subject, chosen, chosen["max_seq_length"] or max(CONTEXT, max_tokens + PROMPT_ROOM))
     found = {"base": answer(model, rows, functions, params)}
     if request is not None:
         found["adapter"] = answer(model, rows, functions, params, request)
@@ -140,7 +154,21 @@ def run(subject: Subject, chosen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def problems(chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int]:
+def tokens_of_run(subject: Subject) -> int | None:
+    """What the longest answer had in the run that left the adapter; None where that is not known. It is said."""
+    if subject.adapter is None:
+        return None
+    from lowmem_grpo.run_adapter import read_summary
+
+    config = read_summary(subject.adapter.absolute().parent).get("config")
+    longest = config.get("max_completion_length") if isinstance(config, dict) else None
+    if not isinstance(longest, int):
+        return None
+    click.echo(f"answers of up to {longest} tokens, as the run was trained; --max-tokens changes it", err=True)
+    return longest
+
+
+def problems(subject: Subject, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int]:
     """Rows, the functions that judge, and tokens of an answer."""
     from lowmem_grpo.assessment import rows_of
     from lowmem_grpo.reward_names import find_function
@@ -150,18 +178,19 @@ def problems(chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], i
         from lowmem_grpo.data_files import read_dataset
 
         dataset = read_dataset(chosen["dataset"], chosen["split"], chosen["prompt_column"])
-        return rows_of(dataset, chosen["limit"]), functions, chosen["max_tokens"] or 512
+        rows = rows_of(dataset, chosen["limit"])
+        return rows, functions, chosen["max_tokens"] or tokens_of_run(subject) or MAX_TOKENS
     from lowmem_grpo.recipes.exam import find_exam
 
     exam = find_exam(chosen["recipe"])
     if chosen["dataset"] and not exam.takes_source:
         raise ValueError(f"the recipe {chosen['recipe']!r} makes its own problems; leave --dataset out, or --recipe")
     size = chosen["limit"] or exam.size
-    dataset = exam.problems(size, chosen["seed"], chosen["dataset"])
-    return rows_of(dataset, size), [exam.right, *functions], chosen["max_tokens"] or exam.max_tokens
+    rows = rows_of(exam.problems_of(subject.model)(size, chosen["seed"], chosen["dataset"]), size)
+    return rows, [exam.right, *functions], chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens
 
 
-def load(subject: Subject, chosen: dict[str, Any]) -> tuple[Any, Any]:
+def load(subject: Subject, chosen: dict[str, Any], context: int) -> tuple[Any, Any]:
     """The model, and what makes it answer with its adapter (None without one)."""
     from torch import cuda
 
@@ -174,7 +203,7 @@ def load(subject: Subject, chosen: dict[str, Any]) -> tuple[Any, Any]:
 
         adapter = read_pairs(subject.adapter)  # one that is broken is refused before anything is loaded
     model, _ = FastLanguageModel.from_pretrained(
-        subject.model, max_seq_length=chosen["max_seq_length"], load_in_4bit=subject.load_in_4bit,
+        subject.model, max_seq_length=context, load_in_4bit=subject.load_in_4bit,
         revision=subject.revision, fast_inference=engine if engine != "auto" else cuda.is_available() or "transformers",
         max_lora_rank=max(64, *(len(pair.a) for pair in (adapter or {}).values()), 0),
     )

@@ -1,13 +1,13 @@
 """What a recipe says of how it is tested, for `lowmem-grpo eval --recipe`: its module has an attribute EXAM."""
 
 import difflib
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from lowmem_grpo import recipes
+from lowmem_grpo.recipes import RECIPES
+from lowmem_grpo.recipes.options import TINY
 from lowmem_grpo.recipes.recipe_file import file_hint, is_recipe_file, load_recipe
 
 
@@ -24,14 +24,19 @@ class Exam:
     """Problems where nothing else is asked for."""
     takes_source: bool = False
     """Whether problems can come from a file or a dataset of the hub."""
+    of_tiny: Callable[[int, int, str | None], Any] | None = None
+    """The problems of the embedded model, where it is trained on others."""
+
+    def problems_of(self, model: str) -> Callable[[int, int, str | None], Any]:
+        """What a model is asked, by its name."""
+        return self.of_tiny if self.of_tiny is not None and model == TINY else self.problems
 
 
 def find_exam(recipe: str) -> Exam:
     """The exam of a recipe, or of a file of the user's; ValueError for a recipe that there is not, or that has none."""
-    names = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
     own = is_recipe_file(recipe)
-    if recipe not in names and not own:
-        close = difflib.get_close_matches(recipe, names, n=2)
+    if recipe not in RECIPES and not own:
+        close = difflib.get_close_matches(recipe, RECIPES, n=2)
         hint = file_hint(recipe) or (f"; did you mean {' or '.join(close)}?" if close else "")
         raise ValueError(f"no recipe {recipe!r}{hint}")
     exam = getattr(load_recipe(recipe) if own else import_module(f"lowmem_grpo.recipes.{recipe}"), "EXAM", None)

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lowmem_grpo.config import GRPOConfig
 
+TINY = "tiny"  # the model that ships with the package, which a CPU trains in minutes
 NONE_IS_A_CHOICE = ("scale_rewards",)
 
 

@@ -1,18 +1,19 @@
 """What a recipe takes on a card of a size: model, context, LoRA and settings that fit. The CPU has a preset too."""
 
+import logging
 import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.recipes.options import TINY, RecipeOptions
 
 CPU = "cpu"
 SIZES = ("16", "24", "48", "80")  # GiB
 FULL = 0.9  # of its nominal size a card reports at least
-TINY = "tiny"  # the model that ships with the package, which a CPU trains in minutes
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,35 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
     if size == CPU and name != preset.model:
         preset = smallest(presets)  # the CPU's is for a look with the tiny model: another model gets a real run's
     rank = either(options.lora_rank, preset.lora_rank)
+    four_bit = either(options.load_in_4bit, name != TINY)
+    settings = defaults | preset.settings | options.config
+    if preset is not presets.get(CPU):
+        settings |= without_card(preset, name, four_bit, settings, options)
     return Setup(
         name, either(options.max_seq_length, preset.max_seq_length), rank,
-        either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank),
-        either(options.load_in_4bit, name != TINY), options.fast_inference, options.checkpointing, options.resume,
-        GRPOConfig(**(defaults | preset.settings | options.config)),
+        either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank), four_bit, options.fast_inference,
+        options.checkpointing, options.resume, GRPOConfig(**settings),
     )
+
+
+def without_card(
+    preset: Preset, model: str, four_bit: bool, settings: dict[str, Any], options: RecipeOptions
+) -> dict[str, Any]:
+    """What changes where a card's preset is taken and there is no card, which is said: a paged optimizer, unless it was
+    asked for by name, has nothing to page out of."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    optim = str(settings.get("optim", ""))
+    plain = {"optim": optim.removeprefix("paged_")} if optim.startswith("paged_") and "optim" not in options.config \
+        else {}
+    logger.warning(
+        "no card here: the CPU takes the settings of a card's preset (for %s), with %s, %s weights%s; that can be slow",
+        preset.model, model, "4-bit" if four_bit else "16-bit",
+        f" and optim={plain['optim']} in place of {optim}" if plain else "",
+    )
+    return plain
 
 
 def either(asked: T | None, default: T) -> T:

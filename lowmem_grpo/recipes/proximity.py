@@ -137,7 +137,10 @@ def rewards(task: Task) -> list[Reward]:
 
 
 RIGHT = number_match().reward()  # the last number, in the format or not: the share of answers in it is told apart
-EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), RIGHT, max_tokens=512)
+EXAM = Exam(
+    lambda size, seed, source: make_dataset("test", size, seed), RIGHT, max_tokens=512,
+    of_tiny=lambda size, seed, source: make_dataset("test", size, seed, STEPS),
+)
 
 
 def run(options: ProximityOptions) -> None:
