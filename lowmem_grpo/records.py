@@ -25,17 +25,22 @@ class RunRecords:
 
     def begin(self, overwrite: bool) -> None:
         """Make the directory ready for a new run; RecordError if it holds another one, unless `overwrite`."""
+        for name in [*self.held(overwrite), REPORT]:
+            path = self.run_dir / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+
+    def held(self, overwrite: bool) -> list[str]:
+        """What the directory holds of another run; RecordError if it holds any, unless `overwrite`."""
         held = [name for name in (METRICS, COMPLETIONS, SUMMARY) if (self.run_dir / name).exists()]
         held += sorted(path.name for path in self.run_dir.glob("checkpoint-*"))
         if held and not overwrite:
             raise RecordError(
                 f"{self.run_dir} already holds a run ({', '.join(held[:4])}). Choose another output_dir, go on with it "
-                "(trainer.train(resume_from_checkpoint=True)), or allow its loss (overwrite_output_dir=True)"
+                "(resume=true on the command line, trainer.train(resume_from_checkpoint=True) in Python), or allow its "
+                "loss (overwrite_output_dir=true on the command line, overwrite_output_dir=True in Python)"
             )
-        for name in [*held, REPORT]:
-            path = self.run_dir / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        return held
 
     def rewind(self, step: int) -> None:
         """Drop the lines of steps after `step`, and a half-written last line: they will be made again."""
@@ -121,8 +126,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def to_line(record: dict[str, Any]) -> str:
-    """One line of JSON, NaN and infinities as null."""
-    return json.dumps(finite(record), ensure_ascii=False) + "\n"
+    """One line of JSON, NaN and infinities as null, a question mark for each lone surrogate (no UTF-8 has it)."""
+    line = json.dumps(finite(record), ensure_ascii=False) + "\n"
+    return line.encode(errors="replace").decode()
 
 
 def finite(value: Any) -> Any:

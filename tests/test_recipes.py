@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo.cli import main
 from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.recipes import arithmetic_problems, gsm8k, tiny_model
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset
 from lowmem_grpo.recipes.gsm8k import Gsm8kOptions
@@ -246,7 +247,7 @@ def test_every_real_gsm8k_row_has_a_number_as_its_label() -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["dataset=nowhere.jsonl"], "no file 'nowhere.jsonl'; dataset takes a jsonl or parquet file"),
+    (["dataset=nowhere.jsonl"], "no file 'nowhere.jsonl' that can be read; allowed are .jsonl"),
     (["gpu=99"], "gpu is '99'; allowed are auto, cpu, 16, 24, 48, 80"),
     (["gradient_checkpointing_mode=disk"], "allowed: none, device, offload"),
     (["loss_type=ppo"], "loss_type is 'ppo'; allowed are"),
@@ -256,6 +257,47 @@ def test_gsm8k_names_what_it_cannot_use(words: list[str], message: str, tmp_path
     assert result.exit_code == 1
     assert message in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_rows_without_a_label_are_not_left_out(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / f"rows.{kind}"
+    table = Dataset.from_list([
+        {"question": "1 + 1?", "answer": "#### 1,002"}, {"question": None, "answer": "#### 3"},
+        {"question": "2 + 2?", "answer": None}, {"question": "3 + 3?", "answer": "6"},
+        {"question": "4 + 4?", "answer": "#### "},
+    ])
+    {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[kind](str(path))
+    (row,) = gsm8k.make_dataset(str(path))
+    assert (row["question"], row["answer"], row["prompt"][1]["content"]) == ("1 + 1?", "1002", "1 + 1?")
+    assert "4 of 5 rows have no question, or no label after ####" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [7, None, "seven"])
+def test_a_run_without_any_label_trains_to_the_end(answer: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": 5, "answer": answer}) + "\n")
+    with pytest.raises(ValueError, match=r"1 of 1 rows have no question, or no label after ####.*lowmem-grpo new"):
+        gsm8k.make_dataset(str(tmp_path / "rows.jsonl"))
+
+
+def test_a_folder_is_taken_for_a_name_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"no file .* that can be read; allowed are .*\.csv"):
+        gsm8k.make_dataset(str(tmp_path))
+
+
+@pytest.mark.parametrize(("source", "name"), [
+    ("openai/gsm8k", "main"), ("openai/gsm8k:socratic", "socratic"), ("org/mine", None),
+])
+def test_another_configuration_of_the_hub_is_read(source: str, name: str | None, monkeypatch: Any) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def load_dataset(**wanted: Any) -> Dataset:
+        seen.append(wanted)
+        return Dataset.from_list(rows(1))
+
+    monkeypatch.setattr("lowmem_grpo.data_files.load_dataset", load_dataset)
+    assert gsm8k.make_dataset(source, "test")["answer"][0] == "0"
+    assert (seen[0]["path"], seen[0]["name"], seen[0]["split"]) == (source.partition(":")[0], name, "test")
 
 
 @pytest.mark.parametrize("content", ["", '{"question": "1 + 1?", "answer": "#### 2"}\nnot json\n'])
@@ -291,11 +333,37 @@ def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path:
     assert summary["train_seconds"] > 0
     assert len(summary["samples"]) == SHOWN
     assert set(summary["samples"][0]) == {"prompt", "answer", "before", "after"}
-    assert "accuracy before" in result.output
+    assert "accuracy before" in result.output and "\n1 step in " in result.output
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
     again = invoke("run", "arithmetic", "max_steps=1", f"output_dir={tmp_path / 'run'}", "eval_problems=8")
     assert again.exit_code == 1
-    assert "already holds a run" in again.output
+    assert "already holds a run" in again.output and "accuracy" not in again.output
+    over = invoke("run", "arithmetic", "max_steps=1", f"output_dir={tmp_path / 'run'}", "eval_problems=8",
+                  "train_size=16", "num_generations=2", "per_device_train_batch_size=4",
+                  "gradient_accumulation_steps=1", "resume=true")
+    assert over.exit_code == 0, over.output
+    assert "is finished: 1 step; a larger max_steps goes on" in over.output and "accuracy" not in over.output
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+
+
+@pytest.mark.parametrize(("name", "words", "message"), [
+    ("arithmetic", ["output_dir=a_file"], "output_dir is 'a_file', and "),
+    ("arithmetic", ["output_dir=held"], "held already holds a run (summary.json)"),
+    ("proximity", ["output_dir=warmed"], "sft already holds a run (metrics.jsonl)"),
+])
+def test_minutes_of_sampling_go_before_a_refusal(
+    name: str, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("a_file", "held/summary.json", "warmed/sft/metrics.jsonl"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("{}\n")
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    monkeypatch.setattr(FastPeftModel, "fast_generate", lambda *args: pytest.fail("it samples"))
+    result = invoke("run", name, "train_size=16", "eval_problems=2", *words)
+    assert result.exit_code == 1, result.output
+    assert message in result.output
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
 def test_another_algorithm_does_not_run_from_the_command_line(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_another_run_is_never_overwritten_unasked(tmp_path: Path, held: str) -> 
         (tmp_path / held).mkdir()
     else:
         (tmp_path / held).write_text("{}\n")
-    with pytest.raises(RecordError, match=rf"already holds a run \({held}\).*resume_from_checkpoint=True.*overwrite"):
+    with pytest.raises(RecordError, match=rf"already holds a run \({held}\).*resume=true.*overwrite_output_dir=true"):
         RunRecords(tmp_path).begin(overwrite=False)
     assert (tmp_path / held).exists()
 

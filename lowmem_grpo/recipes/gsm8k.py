@@ -6,14 +6,14 @@
 The embedded tiny model, which is what a CPU takes, knows no words: three steps show that all runs.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
+from datasets import Dataset
 
+from lowmem_grpo.data_files import cell_text, listed, read_rows
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
@@ -28,6 +28,9 @@ from lowmem_grpo.rewards import (
     xmlcount_reward_func,
 )
 
+logger = logging.getLogger(__name__)
+
+HUB = "openai/gsm8k"  # its configuration `main`
 REWARDS: list[Callable[..., Any]] = [
     xmlcount_reward_func, soft_format_reward_func, strict_format_reward_func, int_reward_func, correctness_reward_func,
 ]
@@ -58,43 +61,44 @@ PRESETS: Presets = {
 class Gsm8kOptions(RecipeOptions):
     """The options of `lowmem-grpo run gsm8k`."""
 
-    dataset: str = "openai/gsm8k"
-    """A name on the hub, or a jsonl or parquet file with the columns `question` and `answer`."""
+    dataset: str = HUB
+    """A name on the hub (or NAME:CONFIG), or a jsonl, json, csv or parquet file: `question`, and `answer` with a label
+    after ####."""
 
 
 OPTIONS = Gsm8kOptions
 
 
-def make_dataset(source: str = "openai/gsm8k", split: str = "train") -> Dataset:
+def make_dataset(source: str = HUB, split: str = "train") -> Dataset:
     """Chat prompts and labels of GSM8K rows (columns `question` and `answer`): a split of the hub's dataset, or all of
-    a local file."""
-    path = Path(source)
-    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-    if path.suffix in kinds:
-        if not path.is_file():
-            raise OSError(f"no file {source!r}; dataset takes a jsonl or parquet file, or a name on the hub")
-        wanted: dict[str, Any] = {"path": kinds[path.suffix], "data_files": str(path)}
-    else:
-        wanted = {"path": source, "name": "main"}
-    try:
-        rows = load_dataset(**wanted, split="train" if "data_files" in wanted else split)
-    except (OSError, DatasetsError, StopIteration) as error:  # datasets gives the last one for a file without rows
-        why = error.__cause__ or error
-        raise OSError(f"no rows from {source!r}: {str(why) or 'it is empty'}") from error
+    a local file. Rows without a label are left out and counted; ValueError where none is left."""
+    rows = read_rows(f"{source}:main" if source == HUB else source, split)
     missing = sorted({"question", "answer"} - set(rows.column_names))
     if missing:
-        raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {', '.join(rows.column_names)}")
-    return rows.map(
-        lambda row: {
-            "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}],
-            "answer": extract_hash_answer(row["answer"]),
-        }
-    )
+        raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {listed(rows.column_names)}")
+    made = [with_prompt(row) for row in rows]
+    kept = [row for row in made if row["question"] and row["answer"]]
+    lacking = f"{len(made) - len(kept)} of {len(made)} rows have no question, or no label after #### in their answer"
+    if not kept:
+        raise ValueError(f"{source}: {lacking}: write answers as `... #### 42`; for answers of another form, "
+                         "lowmem-grpo new NAME --data FILE writes a recipe")
+    if len(kept) < len(made):
+        logger.warning("%s: %s, and are left out", source, lacking)
+    return Dataset.from_list(kept)
+
+
+def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its chat prompt, and its label as `answer`; None in place of a question or label that is not there."""
+    question = cell_text(row["question"])
+    return row | {
+        "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}],
+        "question": question, "answer": extract_hash_answer(cell_text(row["answer"]) or "") or None,
+    }
 
 
 def held_out(size: int, seed: int, source: str | None) -> Dataset:
     """At most `size` rows that the recipe does not train on, in a seeded order: of the hub's test split, or a file."""
-    rows = make_dataset(source or "openai/gsm8k", "test").shuffle(seed)
+    rows = make_dataset(source or HUB, "test").shuffle(seed)
     return rows.select(range(min(size, len(rows))))
 
 

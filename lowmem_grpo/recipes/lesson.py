@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -10,10 +11,14 @@ from rich.console import Console
 from lowmem_grpo import FastLanguageModel, GRPOTrainer
 from lowmem_grpo.live import print_accuracy, print_samples
 from lowmem_grpo.model import FastPeftModel, LoraRequest
+from lowmem_grpo.preflight import PreflightError
+from lowmem_grpo.preflight.report import report
 from lowmem_grpo.recipes.held_out import Answers, measure, side_by_side
 from lowmem_grpo.recipes.presets import Setup
-from lowmem_grpo.recipes.warm_up import WarmUp
+from lowmem_grpo.recipes.warm_up import SFT, WarmUp
+from lowmem_grpo.records import RunRecords
 from lowmem_grpo.rewards import RewardCheck, check
+from lowmem_grpo.run_adapter import FINAL, read_summary
 
 RewardFunctions = list[Any]  # callables; `Any`, since lists of one kind of them are no list[Callable]
 
@@ -48,7 +53,14 @@ def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOT
     console = console or Console()
     if lesson.note:
         console.print(lesson.note, soft_wrap=True, markup=False, highlight=False)
+    if not setup.resume:
+        check_folders(setup, lesson)
     model, trainer = load(setup, lesson)
+    check_run(trainer)
+    if setup.resume and is_done(trainer, lesson):
+        console.print(f"{trainer.run_dir} is finished: {steps(trainer.state.max_steps)}; a larger max_steps goes on",
+                      soft_wrap=True, markup=False, highlight=False)
+        return trainer
     before = measured(model, setup, lesson, None)
     found: dict[str, Any] = {"recipe": lesson.name, **lesson.facts}
     if before is not None:
@@ -70,8 +82,36 @@ def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOT
     if before is not None and after is not None:
         found |= compared(lesson, before, after, console)
     trainer.finish(found)
-    console.print(f"{result.global_step} steps in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html")
+    took = f"{steps(result.global_step)} in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html"
+    console.print(took)
     return trainer
+
+
+def steps(number: int) -> str:
+    """In words."""
+    return f"{number} step{'s' if number != 1 else ''}"
+
+
+def check_folders(setup: Setup, lesson: Lesson) -> None:
+    """RecordError where a fresh run would lie over another one: before minutes go into held-out answers."""
+    folder = Path(setup.config.output_dir)
+    for place in [folder, *([folder / SFT] if lesson.warm_up else [])]:
+        RunRecords(place).held(setup.config.overwrite_output_dir)
+
+
+def check_run(trainer: GRPOTrainer) -> None:
+    """PreflightError for what training would be refused for, before anything is sampled; the rest `train()` says."""
+    found = [finding for finding in trainer.preflight() if finding.severity != "note"] if trainer.args.preflight else []
+    if any(finding.severity == "error" for finding in found):
+        raise PreflightError(report(found))
+
+
+def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
+    """Whether the run in the folder has made every step and was measured: nothing is left to do."""
+    known = read_summary(trainer.run_dir)
+    measured = lesson.test is None or ("accuracy_after" in known and known.get("eval_problems") == len(lesson.test))
+    return measured and known.get("status") == "finished" and known.get("steps") == trainer.state.max_steps \
+        and (trainer.run_dir / FINAL).is_dir()
 
 
 def try_rewards(setup: Setup, lesson: Lesson, console: Console | None = None) -> RewardCheck:

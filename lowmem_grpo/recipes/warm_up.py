@@ -14,6 +14,7 @@ from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.recipes.held_out import Answers
 from lowmem_grpo.recipes.presets import Setup
 
+SFT = "sft"  # the warm-up's folder in that of the run
 SHARED = ("seed", "optim", "bf16", "fp16", "max_tokens_per_micro_batch", "logits_chunk", "disable_tqdm")
 
 
@@ -47,7 +48,7 @@ class WarmUp:
         config = setup.config
         shared = {name: getattr(config, name) for name in SHARED}
         settings = SFTConfig(**(shared | self.settings | {
-            "output_dir": f"{config.output_dir}/sft", "max_steps": self.steps,
+            "output_dir": f"{config.output_dir}/{SFT}", "max_steps": self.steps,
             "overwrite_output_dir": config.overwrite_output_dir or setup.resume,
         }))
         rows = self.demonstrations(self.steps * settings.rows_per_step, config.seed)
