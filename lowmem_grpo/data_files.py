@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
     path = Path(source)
     if is_file_name(source):
         check_file(path)
+        if path.suffix.lower() == ".json":
+            check_rows(path)
         wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train"}
     else:
         name, _, config = source.partition(":")
@@ -69,6 +72,23 @@ def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
 def is_file_name(source: str) -> bool:
     """Whether a file is meant, and not a dataset of the hub."""
     return Path(source).suffix.lower() in KINDS or Path(source).exists()
+
+
+def check_rows(path: Path) -> None:
+    """OSError for a .json file that is one object with a list of rows in it: the library makes one row of it."""
+    with path.open(encoding="utf-8") as file:
+        first, second = [*islice((line for line in file if line.strip()), 2), "", ""][:2]
+        if not first.lstrip("\ufeff \t").startswith("{") or (second and first.rstrip().endswith("}")):
+            return
+        file.seek(0)
+        try:
+            found = json.loads(file.read().lstrip("\ufeff"))
+        except ValueError:
+            return  # what is wrong with it, the library says
+    for name, held in found.items():
+        if isinstance(held, list) and held and isinstance(held[0], dict) and "role" not in held[0]:
+            raise OSError(f"no rows from {str(path)!r}: the file is one object, and its rows are the list in {name!r}; "
+                          "expected is the list itself, or a .jsonl file with one object a line")
 
 
 def check_file(path: Path) -> None:

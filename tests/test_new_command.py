@@ -15,6 +15,7 @@ from lowmem_grpo import hub
 from lowmem_grpo.cli import main
 from lowmem_grpo.commands import new as command
 from lowmem_grpo.new_recipe.kinds import CHOICES, kind_of
+from lowmem_grpo.recipes.recipe_file import load_recipe
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["max_steps=1", "num_generations=2", "per_device_train_batch_size=2", "gradient_accumulation_steps=1",
@@ -166,6 +167,36 @@ def test_columns_are_guessed_aloud_or_left_to_be_filled_in(
         assert "is read by a column without a name; its columns are alpha, beta, gamma" in said(refused)
 
 
+@pytest.mark.parametrize(("row", "asked", "printed"), [
+    ({"instruction": "Add.", "input": "1 and {i}", "output": 3, "source": "x"}, "Add.\n\n1 and 4",
+     "asked with the prompts: input; change that in make_row not used: source"),
+    ({"question": "Which {i}?", "choices": ["w", "x"], "answer": "B"}, "Which 4?\n\nA. w\nB. x",
+     "asked with the prompts: choices; "),
+    ({"question": "Which {i}?", "choices": ["w", "x"], "answer": 0}, "Which 4?\n\n0. w\n1. x", "answers are numbers"),
+    ({"question": "Which {i}?", "choices": {"text": ["w", "x"], "label": ["P", "Q"]}, "answer": "Q"},
+     "Which 4?\n\nP. w\nQ. x", "letters of a choice"),
+    ({"question": "Which {i}?", "options": ["w", "x"], "passage": "It is {i}.", "answer": "w of all"},
+     "Which 4?\n\nIt is 4.\n\n- w\n- x", "passage, options"),
+])
+def test_a_prompt_lacks_the_columns_that_it_needs(
+    row: dict[str, Any], asked: str, printed: str, folder: Path
+) -> None:
+    rows = [{name: part.format(i=i) if isinstance(part, str) else part for name, part in row.items()}
+            for i in range(9)]
+    Path("rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    done = invoke("new", "mine", "--data", "rows.jsonl")
+    assert printed in said(done)
+    is_clean(folder / "mine.py")
+    assert load_recipe("./mine.py").DATA.rows[4]["prompt"][-1]["content"] == asked
+
+
+@pytest.mark.parametrize("option", ["--split", "--prompt-column"])
+def test_an_option_that_a_recipe_does_not_heed_is_taken(option: str) -> None:
+    done = invoke("eval", "tiny", "--recipe", "./mine.py", "--dataset", "OWNER/NAME", option, "test")
+    assert done.exit_code == 2
+    assert f"{option} has no effect beside --recipe" in said(done)
+
+
 def test_columns_with_any_names_in_any_place_make_a_recipe_that_runs(folder: Path) -> None:
     names = ('what "is" \\ asked\n$name', "it's {right}")
     (folder / "da ta").mkdir()
@@ -256,6 +287,9 @@ BAD: dict[str, tuple[bytes, str]] = {
     "header.csv": (b"question,answer\n", "it has no rows"),
     "broken.jsonl": (b'{"question": "a", "answer": 1}\n{"question": "b", "ans', "line 2 is no JSON"),
     "scalar.jsonl": (b"1\n2\n", "line 1 is no JSON object: 1"),
+    "object.json": (json.dumps({"version": 1, "data": [{"question": "a", "answer": 1}] * 3}).encode(),
+                    "the file is one object, and its rows are the list in 'data'; expected is the list itself"),
+    "pretty.json": (json.dumps({"data": [{"question": "a", "answer": 1}] * 3}, indent=1).encode(), "list in 'data'"),
     "torn.parquet": (b"PAR1 hello", "no rows from 'torn.parquet'"),
     "latin.csv": ("question,answer\ncafé?,1\nthé?,2\n".encode("latin-1"), "it is not UTF-8"),
     "latin.jsonl": ('{"question": "café", "answer": "1"}\n'.encode("latin-1"), "save it as UTF-8"),

@@ -73,6 +73,18 @@ def test_a_few_rows_leave_something_on_both_sides(count: int, tmp_path: Path) ->
         assert not train & test
 
 
+def test_a_source_that_is_trained_on_is_asked_for_rows_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "rows.jsonl", some(100))
+    data = OwnData(path, make_row)
+    monkeypatch.chdir(tmp_path)
+    for source in (str(path), "rows.jsonl", "./rows.jsonl"):
+        assert not {*asked(data.problems(1000, 0, source))} & {*asked(data.train())}
+    other = write(tmp_path / "other.jsonl", some(9))
+    assert len(data.problems(1000, 0, str(other))) == 9
+
+
 def test_the_test_is_the_same_each_time_and_a_smaller_one_is_its_beginning(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", some(200))
     whole = asked(OwnData(path, make_row).test(100))

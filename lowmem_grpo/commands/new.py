@@ -110,7 +110,7 @@ def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
     """A recipe for the user's data. OSError and ValueError say what is wrong with it."""
     from lowmem_grpo.data_files import cell_text, is_file_name
     from lowmem_grpo.new_recipe.columns import Columns, find_columns
-    from lowmem_grpo.new_recipe.kinds import kind_of
+    from lowmem_grpo.new_recipe.kinds import kind_of, marks_of
     from lowmem_grpo.new_recipe.writing import Wanted
 
     is_file = is_file_name(data)
@@ -129,11 +129,13 @@ def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
     if columns.answer:
         answers = [said for row in rows if (said := cell_text(row[columns.answer]))]
         kind = chosen["answers"] or kind_of(answers)
+        marks = marks_of(kind, answers)
     else:
+        marks = ""
         kind = chosen["answers"] or ("none" if columns.answer is None else "text")
-    others = [column for column in rows[0] if column not in (columns.prompt, columns.answer)]
+    others = [column for column in rows[0] if column not in (columns.prompt, columns.answer, *columns.more)]
     return Wanted(name, out, data, is_file, columns, others, kind, bool(columns.answer != "" or chosen["answers"]),
-                  split=chosen["split"])
+                  marks, split=chosen["split"])
 
 
 def look(data: str, split: str, is_file: bool) -> tuple[list[dict[str, Any]], str]:
@@ -194,6 +196,10 @@ def looked(columns: Any, wanted: Any, about: str) -> list[str]:
         else:
             there = f"; it has {', '.join(wanted.others[:12])}" if wanted.others else ""
             lines.append(f"{what}: it cannot be told which column holds them{there}. Name it: --{option}-column NAME")
+    if columns.more:
+        lines.append(f"asked with the prompts: {', '.join(columns.more)}; change that in make_row")
+    if wanted.others and columns.known:
+        lines.append(f"not used: {', '.join(wanted.others[:12])}" + (" ..." if wanted.others[12:] else ""))
     if columns.answer is not None:
         lines.append(f"answers are {'' if wanted.sure else 'taken for '}{about}; others: --answers {'|'.join(KINDS)}")
     return lines

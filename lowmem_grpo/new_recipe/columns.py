@@ -1,7 +1,7 @@
 """Which column of a user's data holds the prompts and which the answers: by their names, else by what is in them."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowmem_grpo.data_files import listed
@@ -10,6 +10,8 @@ PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "ta
            "messages")
 ANSWERS = ("answer", "final_answer", "answers", "solution", "label", "target", "expected", "ground_truth",
            "correct_answer", "gold", "output", "response", "completion", "result", "ideal", "reference")
+CHOICES = ("choices", "options")
+BELONGING = ("context", "passage", "input", *CHOICES)  # columns that a prompt needs as well
 NUMBERING = ("", "id", "idx", "index", "row", "number", "no", "nr", "unnamed: 0")  # columns that say nothing
 MOST = 100  # columns among which one is looked for
 
@@ -25,6 +27,9 @@ class Columns:
     why_prompt: str = ""
     why_answer: str = ""
 
+    more: tuple[str, ...] = ()
+    """Columns that are asked together with the prompt's."""
+
     @property
     def known(self) -> bool:
         """Whether nothing has to be filled in."""
@@ -39,7 +44,7 @@ def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | N
         if name is not None and name not in names:
             raise ValueError(f"{source} has no column {name!r}; it has {listed(names)}")
     if prompt is not None and answer is not None and prompt != answer:
-        return checked(rows, Columns(prompt, answer, "named", "named"), source)
+        return with_more(rows, checked(rows, Columns(prompt, answer, "named", "named"), source))
     if prompt is not None and prompt == answer:
         raise ValueError(f"prompts and answers cannot both be the column {prompt!r}; name two of {listed(names)}")
     if len(names) == 1 and prompt is None:
@@ -48,7 +53,15 @@ def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | N
     if len(names) > MOST:
         raise ValueError(f"{source} has {len(names)} columns, too many to guess from: name two with --prompt-column "
                          f"and --answer-column. The first are {listed(names)}")
-    return checked(rows, guess(rows, names, prompt, answer), source)
+    return with_more(rows, checked(rows, guess(rows, names, prompt, answer), source))
+
+
+def with_more(rows: list[dict[str, Any]], found: Columns) -> Columns:
+    """The columns with those that belong to the prompt, where that is a text: without them it cannot be answered."""
+    if not found.prompt or not all(isinstance(row[found.prompt], str | None) for row in rows):
+        return found
+    names = {name.strip().lower(): name for name in rows[0] if name not in (found.prompt, found.answer)}
+    return replace(found, more=tuple(names[name] for name in BELONGING if name in names))
 
 
 def separated(name: str) -> str:

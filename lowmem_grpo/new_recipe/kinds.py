@@ -165,6 +165,15 @@ def kind_of(answers: list[str]) -> str:
     return found or ("text" if short else "long")
 
 
+def marks_of(kind: str, answers: list[str]) -> str:
+    """What stands before each of several choices: that by which answers name them; empty where they name none."""
+    if kind == "choice":
+        return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    if kind == "number" and set(answers) <= set("0123456789"):
+        return "0123456789" if "0" in answers else "123456789"
+    return ""
+
+
 def mostly(answers: list[str], suits: Callable[[str], bool], share: float = MOSTLY) -> bool:
     """Whether a share of the answers suits."""
     return sum(map(suits, answers)) >= share * len(answers)

@@ -6,7 +6,7 @@ from pathlib import Path
 from string import Template
 
 from lowmem_grpo.data_files import listed
-from lowmem_grpo.new_recipe.columns import Columns
+from lowmem_grpo.new_recipe.columns import CHOICES, Columns
 from lowmem_grpo.new_recipe.kinds import EXAMPLE, KINDS, Kind, math_verifier
 
 TEMPLATE = Path(__file__).parents[1] / "assets" / "new_recipe" / "recipe.txt"
@@ -35,6 +35,8 @@ class Wanted:
     kind: str
     sure: bool = True
     """Whether the answers were looked at."""
+    marks: str = ""
+    """Before each of several choices."""
     split: str = "train"
     unseen: str = ""
     """Why the data could not be looked at."""
@@ -59,7 +61,8 @@ def recipe_text(wanted: Wanted) -> str:
                                                                      and not absolute(wanted) else "")
         + "from typing import Any\n\n",
         names_of_own_data="" if wanted.example else "KNOWS_ARITHMETIC_ALONE, ",
-        columns=columns_code(wanted), system=system_code(wanted, kind),
+        question_text="from lowmem_grpo.recipes.question_text import question_text\n" if wanted.columns.more else "",
+        asked=asked_code(wanted), columns=columns_code(wanted), system=system_code(wanted, kind),
         label=kind.label if wanted.columns.answer is not None else "None",
         data=f"DATA = OwnData({', '.join(data_arguments(wanted))})",
         rewards=rewards_code(wanted, kind), cpu=EXAMPLE_CPU if wanted.example else LOOK_CPU,
@@ -90,9 +93,27 @@ def columns_code(wanted: Wanted) -> str:
     lines = [column_line("PROMPT_COLUMN", found.prompt, found.why_prompt)]
     if found.answer is not None:
         lines.append(column_line("ANSWER_COLUMN", found.answer, found.why_answer))
+    if found.more:
+        lines.append(f"MORE_COLUMNS = ({', '.join(map(literal, found.more))},)  # asked with it, guessed from "
+                     f"{'its name' if len(found.more) == 1 else 'their names'}")
+        if marked(wanted):
+            lines.append(f"MARKS = {literal(wanted.marks)}  # before each of several choices")
     others = [name for name in wanted.others if name.isprintable()]
     about = f"# The other columns: {listed(others)}\n" if others else ""
     return about + "\n".join(lines)
+
+
+def asked_code(wanted: Wanted) -> str:
+    """What the user says."""
+    if not wanted.columns.more:
+        return "row[PROMPT_COLUMN]"
+    return ("question_text(row[PROMPT_COLUMN], *(row[name] for name in MORE_COLUMNS)"
+            + (", marks=MARKS)" if marked(wanted) else ")"))
+
+
+def marked(wanted: Wanted) -> bool:
+    """Whether there are choices, and answers that name them by a mark."""
+    return bool(wanted.marks) and any(name.strip().lower() in CHOICES for name in wanted.columns.more)
 
 
 def column_line(constant: str, name: str, why: str) -> str:

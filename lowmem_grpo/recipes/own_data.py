@@ -122,8 +122,9 @@ class OwnData:
         return dict.fromkeys(index for _, index in chosen)
 
     def problems(self, size: int, seed: int, source: str | None) -> Dataset:
-        """What an exam asks: the held-out rows, or, of another source, any rows."""
-        if source is None:
+        """What an exam asks: the held-out rows, also where the source is named that is trained on; of another source
+        any rows."""
+        if source is None or same_source(source, self.source):
             rows = self.test(len(self.rows))
         else:
             rows = self.read(source, self.split)
@@ -132,6 +133,11 @@ class OwnData:
     def exam(self, right: Callable[..., Any], max_tokens: int, size: int = 256) -> Exam:
         """For `lowmem-grpo eval --recipe FILE.py`: the held-out rows, or those of --dataset."""
         return Exam(self.problems, right, max_tokens, size, takes_source=True)
+
+
+def same_source(one: str | Path, other: str | Path) -> bool:
+    """Whether both name the same file, or the same dataset of the hub."""
+    return str(one) == str(other) or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())
 
 
 def tidy(row: dict[str, Any]) -> dict[str, Any]:
