@@ -55,6 +55,19 @@ def test_a_file_of_the_users_is_run_or_told_wrong(tmp_path: Path) -> None:
     assert "24  model=my/model, max_seq_length=512, lora_rank=8, lora_alpha=16, beta=0.1" in text
 
 
+@pytest.mark.parametrize("options", ["OwnOptions", "Mine"])
+def test_options_of_a_class_of_the_package_are_left_out(options: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from lowmem_grpo.recipes.own_data import OwnData, OwnOptions\n"
+        "class Mine(OwnOptions):\n    eval_problems: int = 7\n    rows: int = 3\n"
+        f"OPTIONS = {options}\n"
+    )
+    own, _, shared = recipe_help(tmp_path / "mine.py").partition("Of every recipe:")
+    assert own.count("\n  check=False  Look at what the rewards pay, and do not train.") == 1
+    assert own.count("eval_problems=") == 1 and f"eval_problems={7 if options == 'Mine' else 128}  " in own
+    assert ("rows=3" in own) == (options == "Mine") and "  model=" in shared and "  model=" not in own
+
+
 @pytest.mark.parametrize("words", [
     ["email", "--help"], ["email", "-h"], ["--help", "email"], ["email", "seed=1", "-h"],
 ])

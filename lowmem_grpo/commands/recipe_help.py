@@ -43,14 +43,28 @@ def named(tree: ast.Module, name: str) -> str:
 
 
 def options_of(tree: ast.Module, owner: str) -> Iterator[Option]:
-    """The fields of a dataclass, each with the text beneath it."""
+    """The fields of a dataclass, each with the text beneath it: after those that it has from a class of the package."""
     for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and owner != "RecipeOptions":
+            yield from imported(node, owner)
         if isinstance(node, ast.ClassDef) and node.name == owner:
+            mine = {ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)}
+            for base in node.bases:
+                yield from (option for option in options_of(tree, ast.unparse(base)) if option[0] not in mine)
             for field, below in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(field, ast.AnnAssign) and field.value is not None:
                     written = ast.unparse(field.value)
                     default = (named(tree, written) or written).strip(QUOTE)
                     yield ast.unparse(field.target), ast.unparse(field.annotation), default, text_of(below)
+
+
+def imported(node: ast.ImportFrom, owner: str) -> Iterator[Option]:
+    """The fields of a class that a `from ... import` takes from a file of the package."""
+    inside = (node.module or "").split(".")
+    path = Path(recipes.__path__[0]).parents[1].joinpath(*inside).with_suffix(".py")
+    for name in node.names:
+        if (name.asname or name.name) == owner and inside[0] == "lowmem_grpo" and path.is_file():
+            yield from options_of(parsed(path), name.name)
 
 
 def text_of(node: ast.stmt | None) -> str:
