@@ -23,7 +23,7 @@ from lowmem_grpo.commands.terminal import CurrentStderr
 from lowmem_grpo.data import PromptEncoder
 from lowmem_grpo.pace import Pace
 from lowmem_grpo.planned import plan_run, settings_of
-from lowmem_grpo.preflight import CHECKS, FirstSteps, PreflightError, room, rows
+from lowmem_grpo.preflight import CHECKS, FirstSteps, PreflightError, repeats, room, rows
 from lowmem_grpo.preflight.first_steps import about_rewards
 from lowmem_grpo.preflight.report import line_of
 from lowmem_grpo.preflight.subject import Subject
@@ -212,6 +212,12 @@ def repeated_rows(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make([*ROWS, *ROWS[:3]])
 
 
+@case("duplicates", "warning", r"^1600 of 2000 rows repeat the prompt of another one: remove")
+def copies_side_by_side(make: Any, tokenizer: Any, patch: Any) -> Any:
+    patch.setattr(repeats, "SECONDS", 60)
+    return make([{"prompt": f"How much is {i}?"} for i in range(400) for _ in range(5)])
+
+
 @case("generation prompt", "warning", r"leaves out '<\|im_start\|>assistant' at the end of a prompt")
 def no_header(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.chat_template = NO_HEADER
@@ -323,7 +329,13 @@ def with_free(patch: Any, free: int) -> None:
 @case("disk", "error", r"0\.1 MiB free, and one checkpoint takes 0\.\d MiB: make room")
 def no_room(make: Any, tokenizer: Any, patch: Any) -> Any:
     with_free(patch, 100_000)
-    return make()
+    return make(save_strategy="steps")
+
+
+@case("disk", "error", r"0\.0 MiB free, and the adapter takes 0\.\d MiB: make room, or choose")
+def no_room_for_the_adapter(make: Any, tokenizer: Any, patch: Any) -> Any:
+    with_free(patch, 100)
+    return make(save_strategy="no")
 
 
 @case("disk", "warning", r"2\.0 MiB free; 5 checkpoints take \d\.\d MiB, and completions.jsonl up to ")
@@ -517,6 +529,40 @@ def test_what_the_first_step_shows_is_not_said(groups: list[RolloutGroup], said:
     lines = [line_of(one) for one in about_rewards(groups, RewardScorer(pays))]
     assert len(lines) == (said is not None)
     assert said is None or re.search(said, lines[0])
+
+
+def test_a_disk_without_room_for_checkpoints_stops_a_run_that_writes_none(
+    tmp_path: Path, shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path, model=shared, save_strategy="no")
+    subject = room.Subject.of(trainer)
+    whole = room.checkpoint_bytes(replace(subject, args=replace(trainer.args, save_strategy="steps")))
+    with_free(monkeypatch, whole - 1)
+    assert not [line for line in found(trainer, "error") if "adapter" in line]
+    assert room.checkpoint_bytes(subject) < whole
+
+
+def test_copies_are_looked_for_longer_than_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "SECONDS", 0.0)
+    slow = Slow(10**6, 0)
+    assert repeats.count_repeats(slow) == (0, repeats.BLOCK)
+    assert slow.seen == list(range(repeats.BLOCK))
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_labels_that_no_function_can_read_are_not_named(count: int) -> None:
+    lines = [line_of(one) for one in about_rewards(groups_of(*[[None] * 4] * count), RewardScorer(pays))]
+    assert f"pays: None for all {4 * count} completions: see that its column holds labels" in "".join(lines)
+
+
+def test_what_all_earn_beside_a_function_that_tells_is_a_warning() -> None:
+    groups = groups_of(*[[1, 0]] * 4)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.rewards["pays_2"] = 0.1
+    assert [one.severity for one in about_rewards(groups, RewardScorer([pays, pays]))] == ["note"]
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.rewards["pays_2"] = 0.0
+    assert [one.severity for one in about_rewards(groups, RewardScorer([pays, pays]))] == ["warning"]
 
 
 def test_a_constant_function_is_not_named_or_a_metric_is() -> None:

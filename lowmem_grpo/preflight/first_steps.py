@@ -10,7 +10,15 @@ from lowmem_grpo.live import clock
 from lowmem_grpo.pace import Pace
 from lowmem_grpo.preflight.report import line_of
 from lowmem_grpo.records import RunRecords
-from lowmem_grpo.rewards.diagnosis import about_length, about_signal, by_severity, differs, findings_of, unlike_numbers
+from lowmem_grpo.rewards.diagnosis import (
+    about_length,
+    about_signal,
+    by_severity,
+    differs,
+    findings_of,
+    silent,
+    unlike_numbers,
+)
 from lowmem_grpo.rewards.findings import Finding, Trial
 from lowmem_grpo.rewards.scorer import RewardScorer
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -44,7 +52,8 @@ class FirstSteps:
         self.pace.mark(state.global_step)
         if self.seen == 1 and groups and self.scorer is not None and args.preflight:
             for finding in about_rewards(groups, self.scorer):
-                logger.warning("first step: %s", line_of(finding))
+                if finding.severity != "note":
+                    logger.warning("first step: %s", line_of(finding))
         if self.seen == 2:
             self.expect(args, state)
 
@@ -72,7 +81,8 @@ class FirstSteps:
 def about_rewards(groups: list[RolloutGroup], scorer: RewardScorer) -> list[Finding]:
     """What functions really paid for the completions of a step, as `rewards.check` says it of samples.
 
-    Of fewer than ENOUGH_GROUPS groups nothing is said but that none of them has signal, and that values are no numbers.
+    Of fewer than ENOUGH_GROUPS groups nothing is said but that none of them has signal, that values are no numbers, and
+    that no function had anything to say. Where no group has signal, a function that pays all alike is one of many.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     trials = [trial_of(name, weight, rollouts) for name, weight in zip(scorer.names, scorer.weights, strict=True)]
@@ -84,6 +94,8 @@ def about_rewards(groups: list[RolloutGroup], scorer: RewardScorer) -> list[Find
     if enough and with_signal:
         found += findings_of(paying, len(groups[0].rollouts), [], math.inf, math.inf, len(rollouts))
     else:
+        mute = paying if enough or not any(trial.paid for trial in paying) else []
+        found += [finding for trial in mute for finding in silent(trial)]
         found += [finding for trial in paying for finding in unlike_numbers(trial)]
     if enough or not with_signal:
         found += about_signal(with_signal / len(groups), with_signal, len(groups), 0)

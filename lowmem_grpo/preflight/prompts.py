@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from lowmem_grpo.preflight.repeats import count_repeats
 from lowmem_grpo.preflight.subject import Messages, Subject
 from lowmem_grpo.rewards.findings import Finding
 
@@ -69,11 +70,11 @@ def few_rows(subject: Subject) -> Iterator[Finding]:
 
 
 def alike(subject: Subject) -> Iterator[Finding]:
-    """Prompts that occur more than once."""
-    texts = Counter(looked.prompt.text for looked in subject.sample.usable if looked.prompt)
-    repeated = sum(texts.values()) - len(texts)
-    if repeated > MANY_ALIKE * max(sum(texts.values()), 1):
-        yield Finding("warning", "", f"{subject.sample.share(repeated)} repeat the prompt of another one",
+    """Prompts that occur more than once, among those compared: the rows looked at may lie too far apart to show it."""
+    repeated, seen = count_repeats(subject.sample.dataset)
+    if repeated > MANY_ALIKE * max(seen, 1):
+        rows = f"{seen} rows" + (" compared" if seen < subject.sample.total else "")
+        yield Finding("warning", "", f"{repeated} of {rows} repeat the prompt of another one",
                       "remove duplicates; num_train_epochs goes over the rows again")
 
 

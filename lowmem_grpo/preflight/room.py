@@ -18,7 +18,7 @@ from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards.findings import Finding
 
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES = 300, 40, 5  # of a completion in completions.jsonl; of each reward, each token
-DISK_FIX = "make room, choose another output_dir, or lower save_total_limit"
+DISK_FIX = "make room, or choose another output_dir"
 
 
 def unwritable(subject: Subject) -> Iterator[Finding]:
@@ -39,13 +39,15 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
         return
     free, one = shutil.disk_usage(place).free, checkpoint_bytes(subject)
     copies, texts = copies_to_come(subject), completion_bytes(subject)
-    needed = copies * one + texts
+    needed, name = copies * one + texts, "one checkpoint" if keeps_checkpoints(subject) else "the adapter"
+    fix = DISK_FIX + (", or lower save_total_limit" if keeps_checkpoints(subject) else "")
     if free < one:
-        yield Finding("error", "", f"{place} has {in_words(free)} free, and one checkpoint takes {in_words(one)}",
-                      DISK_FIX)
+        yield Finding("error", "", f"{place} has {in_words(free)} free, and {name} takes {in_words(one)}",
+                      fix)
     elif free < needed:
-        yield Finding("warning", "", f"{place} has {in_words(free)} free; {copies} checkpoints take "
-                      f"{in_words(copies * one)}, and completions.jsonl up to {in_words(texts)}", DISK_FIX)
+        yield Finding("warning", "", f"{place} has {in_words(free)} free; "
+                      f"{f'{copies} checkpoints take' if keeps_checkpoints(subject) else 'the adapter takes'} "
+                      f"{in_words(copies * one)}, and completions.jsonl up to {in_words(texts)}", fix)
 
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
@@ -91,14 +93,19 @@ def optimizer_bytes(subject: Subject) -> int:
 
 
 def checkpoint_bytes(subject: Subject) -> int:
-    """The adapter and the states of its optimizer; in fine-tuning the adapter alone."""
+    """The adapter and the states of its optimizer; the adapter alone where no checkpoint is written."""
     adapter = sum(parameter.nbytes for parameter in subject.policy.trainable)
-    return adapter + (optimizer_bytes(subject) if subject.scorer is not None else 0)
+    return adapter + (optimizer_bytes(subject) if keeps_checkpoints(subject) else 0)
+
+
+def keeps_checkpoints(subject: Subject) -> bool:
+    """Whether the run writes more than its adapter at the end: fine-tuning does not."""
+    return subject.scorer is not None and subject.args.save_strategy != "no"
 
 
 def copies_to_come(subject: Subject) -> int:
     """Checkpoints beside those that are there: a new one is written before the oldest is deleted, the best stays."""
-    if subject.scorer is None or subject.args.save_strategy == "no":
+    if not keeps_checkpoints(subject):
         return 1
     left = max(subject.state.max_steps - subject.state.global_step, 0)
     to_come = math.ceil(left / subject.args.save_steps)

@@ -38,6 +38,7 @@ class RowSample:
     columns: list[str]
     encoder: PromptEncoder  # without a bound on the length
     limit: int  # tokens that a row may have
+    dataset: Any = ()  # that they are of
 
     @property
     def usable(self) -> list[LookedAt]:
@@ -66,7 +67,7 @@ def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
         rows.append(look_at(dataset, place * len(dataset) // count, unbounded))
         if len(rows) >= LEAST_ROWS and time.monotonic() - began > SECONDS:
             break
-    return RowSample(rows, len(dataset), columns_of(dataset, rows), unbounded, encoder.max_prompt_length)
+    return RowSample(rows, len(dataset), columns_of(dataset, rows), unbounded, encoder.max_prompt_length, dataset)
 
 
 def spread(count: int) -> list[int]:

@@ -17,13 +17,14 @@ def findings_of(
     """Findings about functions, errors first. `limit` seconds were given here, `allowed` are in the run, for its
     `per_step` completions at a time."""
     found: list[Finding] = []
+    telling = any(trial.weight and any(map(differs, in_groups(trial.pays, group_size))) for trial in trials)
     for trial in trials:
         if trial.error is not None:
             found.append(failed(trial.name, trial.error, columns, limit, allowed))
             continue
         found += unlike_numbers(trial)
         found += without_judgement(trial)
-        found += no_difference(trial, group_size)
+        found += no_difference(trial, group_size, telling)
         found += about_the_empty(trial)
         found += slow(trial, allowed, per_step)
     found += equal_ones([trial for trial in trials if len(set(trial.paid)) > 1])
@@ -78,12 +79,21 @@ def without_judgement(trial: Trial) -> Iterator[Finding]:
                       trial.trouble.fix)
 
 
-def no_difference(trial: Trial, group_size: int) -> Iterator[Finding]:
-    """A function that pays all alike, or all of a group alike, moves nothing."""
+def silent(trial: Trial) -> Iterator[Finding]:
+    """A function that has no opinion on anything, and does not say why."""
+    if not trial.paid and not trial.invalid and trial.trouble is None:
+        yield Finding("warning", trial.name, f"None for all {len(trial.pays)} completions",
+                      "see that its column holds labels that it can read")
+
+
+def no_difference(trial: Trial, group_size: int, telling: bool = False) -> Iterator[Finding]:
+    """A function that pays all alike, or all of a group alike, moves nothing. Where others tell completions apart
+    (`telling`), one that all earn, as for a format that all keep, is no mistake."""
     if not trial.paid:
-        if not trial.invalid and trial.trouble is None:
-            yield Finding("warning", trial.name, f"None for all {len(trial.pays)} completions",
-                          "see that its column holds labels that it can read")
+        yield from silent(trial)
+    elif len(set(trial.paid)) == 1 and trial.paid[0] * trial.weight > 0 and telling:
+        yield Finding("note", trial.name, f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions: all earn "
+                      "it", "nothing, where that is meant; if it was to tell them apart, grade in smaller steps")
     elif len(set(trial.paid)) == 1:
         yield Finding("warning", trial.name, f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions",
                       "grade in smaller steps, choose easier prompts, or teach the format first (SFT warm-up)")

@@ -12,14 +12,16 @@ from lowmem_grpo.rewards.findings import RewardCheck, Trial
 
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 PROMPTS = 2  # whose best and worst completions are shown
+AMOUNTS = ("weight", "mean", "lowest", "highest", "none", "empty", "right", "seconds")
+DROPPED = ("seconds", "kind", "none", "empty", "lowest", "weight")  # columns that a narrow terminal goes without
 LONGEST = 300  # characters of a prompt or completion, its beginning and its end
 
 
 def print_check(result: RewardCheck, console: Console | None = None) -> None:
     """What each function paid, a few completions with their pay, the signal, and the findings with their fixes."""
     console = console or Console()
-    console.print(functions_table(result))
-    console.print(samples_table(result))
+    console.print(fitting_table(result, console))
+    console.print(samples_table(result, console.width))
     low, high = result.signal_interval
     console.print(Text(
         f"groups with signal: {result.groups_with_signal} of {result.groups}, {result.signal_share:.0%} (95% interval "
@@ -34,15 +36,24 @@ def print_check(result: RewardCheck, console: Console | None = None) -> None:
         console.print(Text("nothing to complain about"))
 
 
-def functions_table(result: RewardCheck) -> Table:
-    """One line for each function."""
+def fitting_table(result: RewardCheck, console: Console) -> Table:
+    """The table of functions, without columns for which the terminal has no room beside the whole names."""
+    tables = (functions_table(result, DROPPED[:count]) for count in range(len(DROPPED)))
+    fits = (table for table in tables if console.measure(table).maximum < console.width)
+    return next(fits, functions_table(result, DROPPED))
+
+
+def functions_table(result: RewardCheck, without: tuple[str, ...] = ()) -> Table:
+    """One line for each function, without some of the columns."""
     table = Table(title="What the reward functions pay", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("function", overflow="fold")
-    table.add_column("kind", no_wrap=True)
-    for name in ("weight", "mean", "lowest", "highest", "none", "empty", "right", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("kind", *AMOUNTS):
+        if name not in without:
+            table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
     for trial in result.trials:
-        table.add_row(plain(trial.name), trial.kind, f"{trial.weight:g}", *amounts(trial), f"{trial.seconds:.3f}")
+        cells = [trial.kind, f"{trial.weight:g}", *amounts(trial), f"{trial.seconds:.3f}"]
+        pairs = zip(("kind", *AMOUNTS), cells, strict=True)
+        table.add_row(plain(trial.name), *(cell for name, cell in pairs if name not in without))
     return table
 
 
@@ -61,11 +72,14 @@ def number(value: float | None) -> str:
     return "None" if value is None else f"{value:.3g}"
 
 
-def samples_table(result: RewardCheck) -> Table:
-    """The best and the worst completion of the first prompts, with what each function paid for them."""
+def samples_table(result: RewardCheck, width: int) -> Table:
+    """The best and the worst completion of the first prompts, with what each function paid for them; names of functions
+    are whole where half of `width` characters has room for them."""
     table = Table(title="What they pay for what", title_justify="left", box=SIMPLE, show_lines=True)
-    for name in ("prompt", "completion", "pay"):
-        table.add_column(name, ratio=3 if name != "pay" else 2, overflow="fold")
+    for name in ("prompt", "completion"):
+        table.add_column(name, ratio=1, overflow="fold")
+    longest = max((len(trial.name) for trial in result.trials), default=0) + len(" -0.333")
+    table.add_column("pay", min_width=min(longest, width // 2), overflow="fold")
     size = len(result.completions) // result.groups
     for place, prompt in enumerate(result.prompts[:PROMPTS]):
         ranked = sorted(range(place * size, (place + 1) * size), key=lambda index: result.totals[index] or 0.0)
