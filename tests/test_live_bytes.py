@@ -40,6 +40,13 @@ def test_what_was_there_before_counts_once_however_often_it_is_named() -> None:
     assert live.peak == 4 * (100 + len(made))
 
 
+def test_empty_tensors_hide_each_other_or_what_comes_after_them() -> None:
+    with LiveBytes([torch.zeros(0)]) as live:
+        empty = torch.zeros(0)
+        kept = [torch.ones(5), *torch.zeros(6).sort()]
+    assert (live.now, len(kept), len(empty)) == (4 * 5 + 4 * 6 + 8 * 6, 3, 0)
+
+
 def loaded(checkpointing: bool, four_bit: bool = False) -> FastPeftModel:
     model, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=four_bit, dtype="bfloat16")
     return FastLanguageModel.get_peft_model(
