@@ -226,7 +226,7 @@ def draw(row: dict[str, Any], path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(7.2, 3.0))
     steps = range(1, len(row["rewards"]) + 1)
     axis.plot(steps, row["rewards"], color="#3b82c4", linewidth=1.8, label="mean reward")
-    axis.plot(steps, row["groups_with_signal"], color="#c9773b", linewidth=1.2, label="groups with signal")
+    axis.plot(steps, row["groups_with_signal"], color="#c9773b", linewidth=1.2, label="share of groups with signal")
     where = row["gpu"] or "CPU"
     axis.set_title(f"{row['recipe']}: {row['model']}, {where}", fontsize=10, loc="left")
     axis.set_xlabel("optimizer step", fontsize=9)
