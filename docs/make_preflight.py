@@ -34,7 +34,8 @@ masks come from lengths, never from comparing ids. fp16 always has a loss scale.
 After the first step, one line for each of these: no group carries signal (or, of four groups and more, under a quarter
 of them), most completions were cut off, a function paid NaN, or None throughout, as for labels that it cannot read; of
 four groups and more, a function that paid all completions alike, or exactly what another one paid. Pay that all earn,
-as for a format that all keep, is fine beside a function that tells completions apart. It reads the step's own rewards and costs nothing.
+as for a format that all keep, is fine beside a function that tells completions apart. It reads the step's own rewards
+and costs nothing.
 
 After the second, one line says how long a step takes (the first one warms up, and does not count), what share of it
 went into sampling, rewards and training, how long the run will take, and when the next checkpoint is due.
