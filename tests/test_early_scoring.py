@@ -151,6 +151,8 @@ def test_what_is_logged_depends_on_how_a_batch_was_cut_into_calls(first: int) ->
         with EarlyScoring(RewardScorer(function, while_sampling=True), prompts, None) as scoring:
             scoring.take_in(first, groups[first].rollouts)
             assert entered.wait(20)
+            for index, group in enumerate(groups):
+                scoring.take_in(index, group.rollouts)
             go_on.set()
             scoring.settle(groups)
             found = scoring.scores(groups, None).metrics
@@ -346,15 +348,16 @@ def test_calls_that_a_failure_stopped_are_blamed_for_it() -> None:
 
 
 def test_after_an_async_failure_other_calls_begin() -> None:
-    begun = []
-
-    async def fails_at_once(completions: list[str], **_: Any) -> list[float]:
-        begun.append(completions)
-        raise KeyError("gold")
-
-    with pytest.raises(RewardError, match="fails_at_once raised"):
-        early_scores(RewardScorer(fails_at_once, while_sampling=True), pause=0.2)
-    assert len(begun) == 1
+    prompts = prompts_of(2)
+    groups = groups_of(prompts)
+    with EarlyScoring(RewardScorer(fails_later, while_sampling=True), prompts, None) as scoring:
+        scoring.take_in(0, groups[0].rollouts)
+        deadline = time.monotonic() + 2
+        while not scoring.closed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(RewardError, match="fails_later raised"):
+            scoring.settle(groups)
+    assert len(scoring.calls) == 1
 
 
 def test_a_call_that_took_too_long_passes_where_nobody_waited_for_it() -> None:
