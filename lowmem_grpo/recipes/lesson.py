@@ -109,8 +109,8 @@ def check_run(trainer: GRPOTrainer) -> None:
 def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
     """Whether the run in the folder has made every step and was measured: nothing is left to do."""
     known = read_summary(trainer.run_dir)
-    measured = lesson.test is None or ("accuracy_after" in known and known.get("eval_problems") == len(lesson.test))
-    return measured and known.get("status") == "finished" and known.get("steps") == trainer.state.max_steps \
+    tested = lesson.test is None or ("accuracy_after" in known and known.get("eval_problems") == len(lesson.test))
+    return tested and known.get("status") == "finished" and known.get("steps") == trainer.state.max_steps \
         and (trainer.run_dir / FINAL).is_dir()
 
 
