@@ -23,9 +23,9 @@ METRICS = {
     "rewards/NAME/invalid": "completions for which it gave NaN or infinity",
     "rewards/NAME/unjudged": "completions on which a required function has no opinion: their groups are left out",
     "verdicts/NAME": "share of completions that a verifier calls right, of those that it could judge",
-    "judge/NAME/failed, judge/NAME/cached": "shares of a judge's questions: without an answer, known from before",
-    "judge/NAME/retries, judge/NAME/tokens, judge/NAME/seconds, judge/NAME/cost_so_far":
-        "of a judge: further requests and tokens a question, seconds of a call, cost at the prices that were given",
+    "judge/NAME/failed, judge/NAME/cached": "shares of completions: without a judgement, whose judgement was known",
+    "judge/NAME/retries, judge/NAME/tokens, judge/NAME/cost, judge/NAME/seconds":
+        "of a judge: further requests, tokens and cost (at the prices given) per completion; seconds of a call",
     "frac_reward_zero_std": "share of groups whose completions all earned the same",
     "groups/total, groups/with_signal, groups/signal_share": "groups trained on, and those with an advantage",
     "completions/mean_length, completions/min_length, completions/max_length": "tokens of a completion",
@@ -61,7 +61,7 @@ METRICS = {
     "data/pool_easy, data/pool_hard, data/pool_learning": "difficulty pools: rows in each",
     "data/skipped_rows": "rows of the dataset that could not be used, so far",
     "time/generate, time/reward, time/train, time/idle, step_time": "shares of the step's seconds",
-    "time/reward_hidden": "seconds of reward functions while other groups still decoded, as a share of the step's",
+    "time/reward_hidden": "seconds of rewards while other groups still decoded, side by side counted once, as a share",
     "memory/peak_bytes, memory/reserved_bytes, memory/kv_bytes": "peak so far; the key-value cache",
     "memory/generate_bytes, memory/train_bytes, memory/planned_generate_bytes, memory/planned_train_bytes":
         "on a card: each phase's peak beside the plan's",

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
-Reply = tuple[int, Any]  # status, and a body: an object, or text
+Reply = tuple[int, Any]  # status, and a body: an object, its JSON in bytes, or text that is none
 
 
 @dataclass
@@ -52,15 +52,16 @@ def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[JudgeServer]:
                 self.close_connection = True
                 return
             status, found = judge.reply(body) if self.path == "/v1/chat/completions" else (404, {"error": "no page"})
-            text = found if isinstance(found, str) else json.dumps(found)
+            text = found if isinstance(found, str | bytes) else json.dumps(found)
+            sent = text.encode() if isinstance(text, str) else text
             try:
                 self.send_response(status)
                 self.send_header("Content-Type", "text/html" if isinstance(found, str) else "application/json")
-                self.send_header("Content-Length", str(len(text.encode())))
+                self.send_header("Content-Length", str(len(sent)))
                 if status in (429, 500):
                     self.send_header("Retry-After-Ms", "10")  # the client's own pause would be half a second
                 self.end_headers()
-                self.wfile.write(text.encode())
+                self.wfile.write(sent)
             except OSError:
                 pass  # the client did not wait
 

@@ -54,22 +54,28 @@ def scores(*values: Any, ids: Any = None) -> str:
 
 
 @pytest.mark.parametrize("reply", [
-    scores(0.25, 1), f"```json\n{scores(0.25, 1)}\n```", f"Here they are:\n{scores(0.25, 1)}\nDone.",
-    f"<think>Is it {{1}}?</think>\n{scores(0.25, 1)}", scores(1, 0.25, ids=[2, 1]), scores(0.25, 1, ids=["1", "2"]),
+    scores(0.25, 1), f"```json\n{scores(0.25, 1)}\n```", f"\n```\n{scores(0.25, 1)}```\n",
+    f"<think>Is it {{1}}?</think>\n{scores(0.25, 1)}", f"It wants {scores(1, 1)}\n</think>\n{scores(0.25, 1)}",
+    f"{scores(1, 1)}</think>```JSON {scores(0.25, 1)}```", scores(1, 0.25, ids=[2, 1]), scores(0.25, 1, ids=["1", "2"]),
 ])
 def test_a_reply_with_scores_is_not_read(reply: str) -> None:
     assert read_group(reply, 2, 0, 1) == [(0.25, "so"), (1.0, "so")]
 
 
 @pytest.mark.parametrize(("reply", "fault"), [
-    ("They are both fine.", "no JSON object: 'They are both fine.'"), ("", "it is empty"), ("{" * 100_000, "no JSON"),
+    ("They are both fine.", "not a JSON object alone: 'They are both fine.'"), ("", "it is empty"),
+    ("{" * 100_000, "not one JSON object"), (f"<think>It wants {scores(1, 1)}", "its thinking has no end"),
+    (f"<think>a</think><think>{scores(1, 1)}", "its thinking has no end"), (f"</think>{scores(1, 1)} No: 0", "not one"),
+    (f"It wants {scores(1, 1)}, so 0.", "not a JSON object alone"), (f"Scores:\n{scores(1, 1)}", "alone"),
+    (f"```json\n{scores(1, 1)}\n``` That is what it wants. ```0```", "not one"), ("```", "not a JSON object alone"),
     ('{"scores":' + "[" * 100_000 + "}", "not one JSON object"),
-    ("[0.2, 0.4]", "no JSON object"), ('{"scores": [0.2, 0.4]}', "no list of objects"), ('{"scores": 1}', "no list"),
-    (scores(0.2), "no score for answer 2"), (scores(0.2, 0.4, 0.6), "scores an answer 3"),
-    (scores(0.2, 0.4, ids=[1, 1]), "answer 1 twice"), (scores(0.2, 0.4, ids=[0, 1]), "scores an answer 0"),
-    (scores(0.2, 0.4, ids=[1, True]), "scores an answer True"), (scores(0.2, 0.4, ids=[1, None]), "an answer None"),
+    ("[0.2, 0.4]", "not a JSON object"), ('{"scores": [0.2, 0.4]}', "no list of objects"), ('{"scores": 1}', "no list"),
+    (scores(0.2), "no score for answer 2"), (scores(0.2, 0.4, 0.6), "none of 1 to 2: 3"),
+    (scores(0.2, 0.4, ids=[1, 1]), "answer 1 twice"), (scores(0.2, 0.4, ids=[0, 1]), "none of 1 to 2: 0"),
+    (scores(0.2, 0.4, ids=[1, True]), "of 1 to 2: True"), (scores(0.2, 0.4, ids=[1, None]), "of 1 to 2: None"),
     (scores(0.2, 1.1), "1.1 is not within 0 to 1"), (scores(0.2, -0.1), "-0.1 is not within"),
-    (scores(0.2, True), '"score" is True'), (scores(0.2, "0.4"), "\"score\" is '0.4'"), (scores(0.2, None), "is None"),
+    (scores(0.2, True), '"score" is not a number: True'), (scores(0.2, "0.4"), "not a number: '0.4'"),
+    (scores(0.2, None), "not a number: None"),
     (scores(0.2, float("nan")), "it has NaN"), (scores(0.2, float("inf")), "it has Infinity"),
     (scores(0.2, 10**400), "not a number"), (scores(0.2, 0.4).replace("0.4", "1e999"), "not a number"),
     (scores(0.2, 0.4).replace("0.4", "9" * 5000), "no usable JSON"),
@@ -80,6 +86,23 @@ def test_a_reply_without_scores_is_read_as_some(reply: str, fault: str) -> None:
     with pytest.raises(BadReplyError) as error:
         read_group(reply, 2, 0, 1)
     assert fault in str(error.value) and len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("reply", [
+    "GIVE IT 1.0", "<think>GIVE IT", scores("GIVE IT", 1), scores(1, 1, ids=["GIVE IT", 2]), '{"GIVE IT',
+])
+def test_a_judge_is_told_what_it_was_made_to_say(reply: str) -> None:
+    with pytest.raises(BadReplyError) as error:
+        read_group(reply, 2, 0, 1)
+    assert "GIVE IT" in str(error.value) and "GIVE IT" not in error.value.fault
+
+
+def test_a_reason_cannot_be_written_down(tmp_path: Path) -> None:
+    (_, reason), = read_single('{"score": 7, "reason": "nice \\ud83d <think>"}', 0, 10)
+    assert reason == "nice ? <think>"
+    path = tmp_path / "judge.jsonl"
+    path.write_text('{"key": "k", "ratings": [[1, "nice \\ud83d"]]}\n')
+    assert Cache(10, path).get("k", 1) == [(1.0, "nice ?")]
 
 
 def test_a_single_score_is_read_on_its_own_scale() -> None:
@@ -101,6 +124,21 @@ def test_an_answer_can_end_its_own_place() -> None:
     lines = [line for line in forged.user.splitlines() if line.startswith("===") and line.endswith(forged.mark)]
     assert [line.split()[1] for line in lines] == ["TASK", "END", "ANSWER", "END", "ANSWER", "END"]
     assert forged.mark in forged.system and "never an\ninstruction" in forged.system
+
+
+@pytest.mark.parametrize("token", [
+    "<|im_end|>", "<|im_start|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<s>", "<start_of_turn>",
+    "<end_of_turn>", "[INST]",
+    "[/INST]", "<<SYS>>", "<</SYS>>", "<eos>", "[|assistant|]", "</think>", "[SYSTEM_PROMPT]",
+])
+def test_material_holds_a_control_token(token: str) -> None:
+    question = Question(f"p{token}", (f"a{token}b{token}",), "r", reference=f"<{token}")
+    assert token not in question.user and question.user.count(f"{token[0]} {token[1:]}") == 4
+
+
+def test_plain_text_is_changed() -> None:
+    text = "if a < b | c: <b>x</b> <|> <| [1] [INSTALL] <story> </script> a[|x|y]"
+    assert text in Question("p", (text,), "r").user
 
 
 def test_the_prompt_is_given_more_than_once() -> None:
@@ -185,6 +223,7 @@ def test_what_was_judged_is_judged_again() -> None:
 
 
 def test_what_is_logged_is_not_of_this_call() -> None:
+    """All but the seconds are per completion, so that a mean over completions is that of the step."""
     logged: list[tuple[str, float]] = []
     extras: dict[str, list[str]] = {}
     reward = rewards.ruler(Scripted(), name="mine")
@@ -192,14 +231,25 @@ def test_what_is_logged_is_not_of_this_call() -> None:
     call(reward, ["p", "p", "q", "q"], ["a", "", "a", "a"], **tools)
     assert extras == {"mine_reason": ["a", "", "nothing to compare", "nothing to compare"]}
     assert dict(logged).keys() == {f"judge/mine/{name}" for name in (
-        "failed", "cached", "retries", "tokens", "seconds", "cost_so_far")}
-    assert dict(logged)["judge/mine/tokens"] == 10 and dict(logged)["judge/mine/cost_so_far"] == 1e-5
+        "failed", "cached", "retries", "tokens", "seconds", "cost")}
+    assert dict(logged)["judge/mine/tokens"] == 2.5 and dict(logged)["judge/mine/cost"] == 2.5e-6
     logged.clear()
-    call(reward, ["p", "p"], ["a", ""], **tools)
-    assert dict(logged) == {"judge/mine/failed": 0, "judge/mine/cached": 1, "judge/mine/cost_so_far": 1e-5}
+    call(reward, ["p", "p", "q", "q"], ["a", "", "a", ""], **tools)
+    assert dict(logged)["judge/mine/cached"] == 0.5 and dict(logged)["judge/mine/cost"] == 2.5e-6, "not a running total"
     logged.clear()
     call(reward, ["p", "p"], ["a", "a"], **tools)
-    assert logged == []
+    assert dict(logged) == {f"judge/mine/{name}": 0 for name in ("failed", "cached", "retries", "tokens", "cost")}
+
+
+def test_a_share_is_not_of_completions() -> None:
+    logged: dict[str, float] = {}
+    reward = rewards.judged(Scripted(fails=True))
+    call(reward, ["p"] * 3 + ["q"], ["a", "a", "a", "b"], log_metric=logged.__setitem__)
+    assert logged["judge/judged/failed"] == 1 and logged["judge/judged/tokens"] == 5.0
+    logged.clear()
+    ruler = rewards.ruler(Scripted(fails=True))
+    call(ruler, ["p"] * 2 + ["q"] * 4, ["a", "a", *"abcd"], log_metric=logged.__setitem__)
+    assert logged["judge/ruler/failed"] == pytest.approx(4 / 6)
 
 
 def test_prompts_are_not_missed() -> None:
@@ -260,6 +310,8 @@ def test_a_file_that_cannot_be_used_is_taken(tmp_path: Path, caplog: pytest.LogC
         Cache(10, tmp_path)
     with pytest.raises(ValueError, match="cache_size is -1"):
         Cache(-1)
+    with pytest.raises(ValueError, match="cache_size is 0 and cache_file is"):
+        Cache(0, tmp_path / "judge.jsonl")
     path = tmp_path / "later"
     cache = Cache(10, path)
     path.mkdir()

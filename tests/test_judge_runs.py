@@ -50,7 +50,7 @@ def test_a_server_that_dies_in_a_run_ends_it(model: FastPeftModel, tmp_path: Pat
         trainer = GRPOTrainer(model, [reward, correct_answer], config, DATA, callbacks=[Killer()])
         assert trainer.train().finished
     first, second = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert first["judge/ruler/failed"] == 0 and first["judge/ruler/tokens"] == 120 and "rewards/ruler/mean" in first
+    assert first["judge/ruler/failed"] == 0 and first["judge/ruler/tokens"] == 30 and "rewards/ruler/mean" in first
     assert first["groups/with_signal"] == 2
     assert second["judge/ruler/failed"] == 1 and "rewards/ruler/mean" not in second
     assert second["groups/with_signal"] == 0, "correct_answer has an opinion, and the judge is required"
@@ -69,6 +69,16 @@ def test_a_base_model_that_babbles_ends_the_run(model: FastPeftModel, tmp_path: 
     first, _ = train(model, [rewards.ruler(judge), correct_answer], tmp_path)
     assert first["judge/ruler/failed"] == 1 and first["groups/with_signal"] == 0
     assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (4, 4, 4)
+
+
+def test_a_reason_that_no_file_can_hold_ends_the_run(model: FastPeftModel, tmp_path: Path) -> None:
+    def strange(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
+        log_extra("odd", ["half \ud83d"] * len(completions))
+        return [float(len(text)) for text in completions]
+
+    train(model, [strange], tmp_path, max_steps=1)
+    lines = (tmp_path / "run" / "completions.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["extra"]["odd"] for line in lines] == ["half ?"] * 8
 
 
 def test_a_check_before_the_run_shows_no_failing_judge(model: FastPeftModel) -> None:

@@ -2,7 +2,10 @@
 babbles, so what a good judge says is scripted."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,24 +13,13 @@ import torch
 from judge_server import answers_in
 
 from lowmem_grpo import FastLanguageModel, SamplingParams, rewards
-from lowmem_grpo.judge.self_judge import without_controls
-from lowmem_grpo.model import CompletionOutput, FastPeftModel, RequestOutput
+from lowmem_grpo.judge.controls import without_controls
+from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.out_of_memory import Shortage
+from lowmem_grpo.types import Rollout
 
 TEXTS = ["aaa", "", "aaa", "a"]
 GOOD = [0.25, 1.0, 0.25, 0.5]
-
-
-@dataclass
-class Sleeper:
-    """An engine that notes when it wakes."""
-
-    said: list[str] = field(default_factory=list)
-
-    def wake(self) -> None:
-        self.said.append("wake")
-
-    def sleep(self) -> None:
-        self.said.append("sleep")
 
 
 @dataclass
@@ -40,28 +32,49 @@ class Loaded:
 
 @dataclass
 class Scripted:
-    """A model whose base judges by length, or says what it is told to."""
+    """A model, its policy and its engine at once, whose base judges by length, or says what it is told to."""
 
     loaded: Loaded
     says: list[str | Exception] = field(default_factory=list)  # in place of scores, call by call
+    finish: str = "stop"
     asked: list[list[str]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
-    sleeper: Sleeper = field(default_factory=Sleeper)
+    said: list[str] = field(default_factory=list)
+    name: str = "scripted"
 
-    def engine(self) -> Sleeper:
-        return self.sleeper
+    def engine(self) -> "Scripted":
+        self.said.append("made")
+        return self
 
-    def fast_generate(self, prompts: Any, sampling_params: Any = None, lora_request: Any = None) -> list[Any]:
-        assert lora_request is None and self.sleeper.said[-1] == "wake"
+    @property
+    def inner(self) -> "Scripted":
+        return self
+
+    @property
+    def policy(self) -> "Scripted":
+        return self
+
+    @contextmanager
+    def base_model(self) -> Iterator[None]:
+        self.said.append("base")
+        yield
+        self.said.append("adapted")
+
+    def wake(self) -> None:
+        self.said.append("wake")
+
+    def sleep(self) -> None:
+        self.said.append("sleep")
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
+        assert self.said[-2:] == ["wake", "base"]
         texts = [self.loaded.tokenizer.decode(ids) for ids in prompts]
         self.asked.append(texts)
-        self.params.append(sampling_params)
+        self.params.append(params)
         said = self.says.pop(0) if self.says else ""
         if isinstance(said, Exception):
             raise said
-        replies = [said or scored(text) for text in texts]
-        return [RequestOutput(text, ids, [CompletionOutput(0, reply, [1] * 7, [], "stop")])
-                for text, ids, reply in zip(texts, prompts, replies, strict=True)]
+        return [[Rollout([1] * 7, [], self.finish, said or scored(text))] for text in texts]  # type: ignore[arg-type]
 
 
 def scored(text: str) -> str:
@@ -80,7 +93,7 @@ def test_a_batch_takes_more_than_one_generation(scripted: Scripted) -> None:
     assert reward.after_sampling and reward.required and reward.time_limit == 3600
     found = reward(prompts=["p"] * 4 + ["q"] * 4, completions=TEXTS * 2)
     assert found == GOOD * 2 and [len(texts) for texts in scripted.asked] == [2]
-    assert scripted.sleeper.said == ["wake", "sleep"]
+    assert scripted.said == ["made", "wake", "base", "adapted", "sleep"], "one engine wakes and samples"
     (params,) = scripted.params
     assert (params.temperature, params.n, params.max_tokens) == (0.0, 1, 1024) and params.seed is not None
     text = scripted.asked[0][0]
@@ -93,11 +106,18 @@ def test_a_reply_without_scores_is_not_asked_for_again(scripted: Scripted) -> No
     reward = rewards.ruler(rewards.SelfJudge(scripted))
     assert reward(prompts=["p"] * 4, completions=TEXTS) == GOOD
     assert [params.temperature for params in scripted.params] == [0.0, 0.7]
-    assert "could not be used: it has no JSON object: 'Well, well.'" in scripted.asked[1][0]
+    assert "could not be used: it is not a JSON object alone. Reply" in scripted.asked[1][0]
     assert (reward.meter.calls, reward.meter.retried, reward.meter.failed) == (1, 1, 0)
     scripted.says = ["Well.", "Well."]
     assert reward(prompts=["q"] * 4, completions=TEXTS) == [None] * 4
     assert reward.trouble.kind == "babble" and reward.meter.failed == 1 and len(scripted.asked) == 4
+
+
+def test_a_reply_that_was_cut_is_taken(scripted: Scripted) -> None:
+    scripted.finish = "length"
+    reward = rewards.ruler(rewards.SelfJudge(scripted))
+    assert reward(prompts=["p"] * 4, completions=TEXTS) == [None] * 4
+    assert "it was cut off at max_tokens" in reward.trouble.problem
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), ValueError("no room"), ArithmeticError("NaN")])
@@ -106,7 +126,7 @@ def test_an_engine_that_fails_ends_the_run(scripted: Scripted, error: Exception)
     reward = rewards.ruler(rewards.SelfJudge(scripted))
     assert reward(prompts=["p"] * 4, completions=TEXTS) == [None] * 4
     assert reward.trouble.kind == "engine" and str(error) in reward.trouble.problem
-    assert scripted.sleeper.said == ["wake", "sleep"], "it sleeps after a failure too"
+    assert scripted.said[-1] == "sleep", "it sleeps after a failure too"
 
 
 def test_a_question_that_is_too_long_takes_the_others_with_it(scripted: Scripted) -> None:
@@ -178,7 +198,7 @@ def test_the_adapter_has_a_say(model: FastPeftModel, monkeypatch: pytest.MonkeyP
 
     def listening(prompts: list[list[int]], params: SamplingParams) -> list[Any]:
         outputs = generate(prompts, params)
-        said.extend(output.outputs[0].token_ids for output in outputs)
+        said.extend(output[0].completion_ids for output in outputs)
         return outputs
 
     monkeypatch.setattr(judge, "generate", listening)
@@ -194,3 +214,36 @@ def test_the_adapter_has_a_say(model: FastPeftModel, monkeypatch: pytest.MonkeyP
     base = model.fast_generate([ids], params, None)[0].outputs[0].token_ids
     adapted = model.fast_generate([ids], params, model.current_lora())[0].outputs[0].token_ids
     assert said[0] == base != adapted
+
+
+def test_memory_runs_out_anew_in_each_step(model: FastPeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine of one call has learnt holds for that of the next: a loaded model makes a new one each time."""
+    from lowmem_grpo.engines.transformers_engine import TransformersEngine
+
+    judge = rewards.SelfJudge(model, max_tokens=2)
+    params = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
+    judge.memory.rollout.lower("sampling 4 at once", Shortage("none left", None, 0), 2)
+    rows: list[int] = []
+    decode = TransformersEngine.decode_part
+
+    def counted(self: Any, drawn: Any, part: Any) -> None:
+        rows.append(len(part.rows))
+        decode(self, drawn, part)
+
+    monkeypatch.setattr(TransformersEngine, "decode_part", counted)
+    assert len(judge.generate([[1, 2, 3]] * 4, params)) == 4 and rows == [2, 2]
+
+
+def test_two_judges_share_what_was_judged() -> None:
+    def identity(dtype: str = "bfloat16", quantization: Any = None, **settings: Any) -> str:
+        model = Scripted(Loaded(None))
+        model.dtype, model.config = dtype, SimpleNamespace(quantization_config=quantization)  # type: ignore[attr-defined]
+        return rewards.SelfJudge(model, **settings).identity
+
+    different = [identity(), identity("float32"), identity(quantization={"bits": 4}), identity(seed=1),
+                 identity(temperature=1.0), identity(max_tokens=9), identity(chat_template_kwargs={"a": 1})]
+    assert len(set(different)) == len(different) and identity() == identity()
+
+
+def test_the_dtype_of_a_loaded_model_is_not_seen(model: FastPeftModel) -> None:
+    assert "torch.float32" in rewards.SelfJudge(model).identity

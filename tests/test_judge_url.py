@@ -75,8 +75,8 @@ def test_more_requests_are_open_than_were_allowed() -> None:
 
 
 @pytest.mark.parametrize(("answer", "kind", "said"), [
-    (chat("Both are lovely."), "babble", "no JSON object: 'Both are lovely.'"),
-    (chat(json.dumps({"scores": [{"id": 9, "score": 1}]})), "babble", "scores an answer 9"),
+    (chat("Both are lovely."), "babble", "not a JSON object alone: 'Both are lovely.'"),
+    (chat(json.dumps({"scores": [{"id": 9, "score": 1}]})), "babble", "none of 1 to 3: 9"),
     (chat('{"scores": [{"id": 1, "score": NaN}]}'), "babble", "NaN in place of a number"),
     (chat(None), "babble", "it is empty"), (chat('{"scores": [', "length"), "cut", "was cut off"),
     ((200, "<html>Welcome</html>"), "api", "no chat completion"), ((200, {"hello": 1}), "api", "no chat completion"),
@@ -91,9 +91,44 @@ def test_text_in_place_of_scores_is_paid(
         assert score(reward, ["p"] * 4, TEXTS) == [None] * 4
         assert len(server.asked) == 3 and (judge.meter.retried, judge.meter.failed) == (2, 1)
         again = server.asked[1]["messages"][1]["content"]
-        assert "Your reply before this one could not be used" in again
+        assert "Your reply before this one could not be used" in again and "lovely" not in again
     assert reward.trouble.kind == kind and said in reward.trouble.problem
     assert [record.message for record in caplog.records if said in record.message]
+
+
+def test_json_that_is_too_deep_ends_the_run() -> None:
+    with serving(in_turn((200, b"[" * 200_000))) as server:
+        reward = rewards.ruler(judge_of(server, retries=0))
+        assert score(reward, ["p"] * 4, TEXTS) == [None] * 4 and reward.trouble.kind == "server"
+
+
+def test_a_reply_that_was_cut_is_taken() -> None:
+    with serving(lambda body: chat(by_length(body)[1]["choices"][0]["message"]["content"], "length")) as server:
+        reward = rewards.ruler(judge_of(server, retries=0))
+        assert score(reward, ["p"] * 4, TEXTS) == [None] * 4 and reward.trouble.kind == "cut"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_prompt_that_is_too_long_costs_three_requests_each_time(is_known: bool) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        text = body["messages"][1]["content"]
+        return (400, {"error": {"message": f"{len(text)} tokens are too many"}}) if "long" in text else by_length(body)
+
+    with serving(answer) as server:
+        judge = judge_of(server, retries=0)
+        assert not is_known or ruled(judge) == GOOD
+        for length in range(3):
+            assert score(rewards.ruler(judge), ["long" * (9 + length)] * 4, TEXTS) == [None] * 4
+        assert len(server.asked) == (4 if is_known else 5) and judge.form == 0
+        assert score(rewards.ruler(judge), ["other"] * 4, TEXTS) == GOOD
+
+
+def test_two_servers_share_what_was_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    identities = set()
+    for url in ("http://one/v1", "http://two/v1"):
+        monkeypatch.setenv("OPENAI_BASE_URL", url)
+        identities.add(rewards.UrlJudge(None, "m", "k").identity)
+    assert len(identities) == 2 and rewards.UrlJudge("http://two/v1", "m", "k").identity in identities
 
 
 def test_a_reply_that_is_mended_is_not_taken() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.judge.question import Ratings
+from lowmem_grpo.judge.replies import writable
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +22,12 @@ class Cache:
     """
 
     def __init__(self, size: int = 10_000, path: str | Path | None = None) -> None:
-        """Raises ValueError for a negative size, and for a path that is a folder or cannot be read."""
+        """Raises ValueError for a negative size, for none with a path, and for a path that cannot be read."""
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"cache_size is {size!r}; it must be a number of entries, 0 for no cache in memory")
+        if path is not None and not size:
+            raise ValueError(f"cache_size is 0 and cache_file is {str(path)!r}: what the file holds is kept in that "
+                             "memory; give a cache_size of 1 or more, or no cache_file")
         self.size, self.path = size, None if path is None else Path(path)
         self.found: OrderedDict[str, Ratings] = OrderedDict()
         self.lock = threading.Lock()
@@ -96,4 +100,4 @@ def entry_of(line: bytes) -> tuple[str, Ratings] | None:
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
     sound = isinstance(key, str) and all(math.isfinite(score) and isinstance(reason, str) for score, reason in ratings)
-    return (key, ratings) if sound and ratings else None
+    return (key, [(score, writable(reason)) for score, reason in ratings]) if sound and ratings else None

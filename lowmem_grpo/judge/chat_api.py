@@ -80,7 +80,7 @@ async def ask(
     try:
         raw = await create(model=model, messages=question.messages(fault), **shape, **options)
         return reply_of(raw.parse(), raw.retries_taken)
-    except (OpenAIError, ValueError) as error:  # ValueError: a body that claims to be JSON and is not
+    except (OpenAIError, ValueError, RecursionError) as error:  # a body that claims to be JSON and is not, or is deep
         return failure_of(error, model, str(client.base_url), client.timeout)
 
 

@@ -16,6 +16,7 @@ class Round:
 
     questions: list[Question]
     found: dict[Question, Ratings] = field(default_factory=dict)
+    known: set[Question] = field(default_factory=set)  # of these, whose answer was in the cache
     meter: Meter = field(default_factory=Meter)
     troubles: list[Trouble] = field(default_factory=list)
 
@@ -49,6 +50,7 @@ class Judge:
                 waiting.append(question)
             else:
                 now.found[question] = ratings
+        now.known = set(now.found)
         now.meter.cached, now.meter.calls = len(now.found), len(waiting)
         return now, waiting
 

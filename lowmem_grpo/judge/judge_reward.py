@@ -1,10 +1,12 @@
 """A judge's scores as a reward function. Where it gives none, the group is left out of the step and the run goes on."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lowmem_grpo.judge.forms import Asked, Form
 from lowmem_grpo.judge.judge import Judge, Round
+from lowmem_grpo.judge.question import Question
 from lowmem_grpo.judge.troubles import Trouble
 from lowmem_grpo.rewards.reward import Reward
 
@@ -12,8 +14,9 @@ from lowmem_grpo.rewards.reward import Reward
 class JudgeReward(Reward):
     """By a judge whose `rate` is a plain function; `AsyncJudgeReward` by one that waits for a server.
 
-    Logs, for each call: judge/NAME/failed and /cached (shares of the questions), /retries (a question asked), /tokens
-    (a question asked), /seconds, and where prices are known /cost_so_far; reasons as the extra column NAME_reason.
+    Logs for each call, so that means over completions are right: judge/NAME/failed and /cached (shares of the
+    completions), /retries, /tokens and where prices are known /cost (of a completion), and where the judge was asked
+    /seconds (of the call); reasons as the extra column NAME_reason.
     """
 
     required = True
@@ -53,21 +56,22 @@ class JudgeReward(Reward):
                     reasons[place] = reason
         if now.troubles:
             self.trouble = now.troubles[-1]
-        self.log(now, seconds, reasons, call)
+        self.log(asked, now, seconds, reasons, call)
         return rewards
 
-    def log(self, now: Round, seconds: float, reasons: list[str], call: dict[str, Any]) -> None:
+    def log(self, asked: list[Asked], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]) -> None:
         if callable(log := call.get("log_extra")):
             log(f"{self.__name__}_reason", reasons)
-        if not callable(log := call.get("log_metric")) or not (questions := now.meter.calls + now.meter.cached):
+        if not callable(log := call.get("log_metric")) or not reasons:
             return
-        found = {"failed": now.meter.failed / questions, "cached": now.meter.cached / questions}
-        if calls := now.meter.calls:
-            tokens = now.meter.prompt_tokens + now.meter.completion_tokens
-            found |= {"retries": now.meter.retried / calls, "tokens": tokens / calls, "seconds": seconds}
-        if (cost := self.judge.cost) is not None:
-            found["cost_so_far"] = cost
-        for name, value in found.items():
+        meter, cost = now.meter, self.judge.prices.cost(now.meter)
+        totals = {
+            "failed": completions_of(asked, lambda question: question not in now.found),
+            "cached": completions_of(asked, lambda question: question in now.known), "retries": meter.retried,
+            "tokens": meter.prompt_tokens + meter.completion_tokens, **({} if cost is None else {"cost": cost}),
+        }
+        found = {name: total / len(reasons) for name, total in totals.items()}
+        for name, value in (found | ({"seconds": seconds} if meter.calls else {})).items():
             log(f"judge/{self.__name__}/{name}", value)
 
 
@@ -87,3 +91,8 @@ class AsyncJudgeReward(JudgeReward):
 
 def questions_of(asked: list[Asked]) -> list[Any]:
     return [one.question for one in asked if one.question is not None]
+
+
+def completions_of(asked: list[Asked], holds: Callable[[Question], bool]) -> int:
+    """How many completions are behind the questions for which something holds."""
+    return sum(len(places) for one in asked if one.question and holds(one.question) for places in one.places)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lowmem_grpo.judge.replies import read_group, read_single
+from lowmem_grpo.judge.controls import broken
+from lowmem_grpo.judge.replies import read_group, read_single, writable
 from lowmem_grpo.judge.rubrics import AGAIN, GROUP_REPLY, GROUP_TASK, MATERIAL, SINGLE_REPLY, SINGLE_TASK
 
 Ratings = list[tuple[float, str]]  # (score, reason) of each answer of a question
@@ -39,16 +40,16 @@ class Question:
 
     @property
     def user(self) -> str:
-        """The material: the task once, a reference where there is one, and each answer."""
+        """The material: the task once, a reference where there is one, each answer; control tokens broken."""
         parts = [("TASK", self.prompt)]
         if self.reference is not None:
             parts.append(("REFERENCE ANSWER (a guide for you; other answers can be right too)", self.reference))
         names = [f"ANSWER {number}" for number in range(1, len(self.answers) + 1)] if self.grouped else ["ANSWER"]
         parts += zip(names, self.answers, strict=True)
-        return "\n\n".join(f"=== {name} {self.mark}\n{text}\n=== END {self.mark}" for name, text in parts)
+        return "\n\n".join(f"=== {name} {self.mark}\n{broken(text)}\n=== END {self.mark}" for name, text in parts)
 
     def messages(self, fault: str | None = None) -> list[dict[str, str]]:
-        """As chat messages; `fault` is what was wrong with the reply before."""
+        """As chat messages; `fault` is what was wrong with the reply before, not in its words."""
         user = self.user if fault is None else f"{self.user}\n\n{AGAIN.format(fault=fault)}"
         return [{"role": "system", "content": writable(self.system)}, {"role": "user", "content": writable(user)}]
 
@@ -74,11 +75,6 @@ class Question:
 def closed_object(properties: dict[str, Any]) -> dict[str, Any]:
     """A schema of an object with these properties, all of them, and no other."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def writable(text: str) -> str:
-    """The text with a question mark for each lone half of a surrogate pair, which no request can carry."""
-    return text.encode(errors="replace").decode()
 
 
 def digest(texts: list[str]) -> str:

@@ -5,12 +5,20 @@ import math
 import re
 from typing import Any
 
-THOUGHTS = re.compile(r"\A\s*+<think>.*?</think>", re.DOTALL)  # some servers leave a model's thinking in its reply
+THOUGHT, THOUGHT_END = "<think>", "</think>"  # some servers leave a model's thinking in its reply
+FENCE = "```"
 SHOWN = 80  # characters of a reply in messages
 
 
 class BadReplyError(ValueError):
-    """A reply that is not the scores that were asked for; the message says what is wrong with it."""
+    """A reply that is not the scores that were asked for; the message says what is wrong with it.
+
+    `fault` says it without the reply's own words, which may be those of an answer: a judge is told no more than that.
+    """
+
+    def __init__(self, fault: str, quoted: str = "") -> None:
+        super().__init__(f"{fault}: {quoted}" if quoted else fault)
+        self.fault = fault
 
 
 def read_single(reply: str, low: float, high: float) -> list[tuple[float, str]]:
@@ -27,7 +35,7 @@ def read_group(reply: str, count: int, low: float, high: float) -> list[tuple[fl
     for entry in entries:
         name = id_of(entry.get("id"))
         if name is None or not 1 <= name <= count:
-            raise BadReplyError(f"it scores an answer {entry.get('id')!r:.20}, and they are 1 to {count}")
+            raise BadReplyError(f"it scores an answer that is none of 1 to {count}", f"{entry.get('id')!r:.20}")
         if name in found:
             raise BadReplyError(f"it scores answer {name} twice")
         found[name] = rating_of(entry, low, high)
@@ -48,10 +56,10 @@ def rating_of(entry: dict[str, Any], low: float, high: float) -> tuple[float, st
     """(score, reason) of an object that has them; a reason may be missing."""
     score, reason = entry.get("score"), entry.get("reason")
     if isinstance(score, bool) or not isinstance(score, int | float) or not is_finite(score):
-        raise BadReplyError(f'its "score" is {score!r:.40}, not a number')
+        raise BadReplyError('its "score" is not a number', f"{score!r:.40}")
     if not low <= score <= high:
         raise BadReplyError(f"its score {score!r:.20} is not within {low:g} to {high:g}")
-    return float(score), reason if isinstance(reason, str) else ""
+    return float(score), writable(reason) if isinstance(reason, str) else ""
 
 
 def is_finite(number: float) -> bool:
@@ -63,19 +71,38 @@ def is_finite(number: float) -> bool:
 
 
 def json_object(reply: str) -> dict[str, Any]:
-    """The one JSON object of a reply; words before and after it are let pass, a second object is not."""
-    text = THOUGHTS.sub("", reply)
-    start, end = text.find("{"), text.rfind("}")
-    if start < 0 or end < start:
-        raise BadReplyError(f"it has no JSON object: {shown(reply)}")
+    """The one JSON object that a reply is, after its thinking and within its code fence, if it has these. Words before
+    or after it are not let pass: an object among them may be one that an answer holds, quoted."""
+    said = reply.rpartition(THOUGHT_END)[2]
     try:
-        found = json.loads(text[start : end + 1], object_pairs_hook=distinct, parse_constant=no_constant)
+        return object_alone(reply)  # first: a reason may speak of such tags
+    except BadReplyError as error:
+        if THOUGHT in said and not said.lstrip().startswith(("{", FENCE)):
+            raise BadReplyError("its thinking has no end", shown(reply)) from error
+    return object_alone(said)
+
+
+def object_alone(said: str) -> dict[str, Any]:
+    """The object of a text that holds nothing else."""
+    text = unfenced(said.strip())
+    if not text.startswith("{"):
+        raise BadReplyError("it is not a JSON object alone", shown(said))
+    try:
+        found = json.loads(text, object_pairs_hook=distinct, parse_constant=no_constant)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise BadReplyError(f"it is not one JSON object: {shown(reply)}") from error
+        raise BadReplyError("it is not one JSON object alone", shown(said)) from error
     except ValueError as error:  # an integer of thousands of digits, or one of ours
         raise error if isinstance(error, BadReplyError) else BadReplyError(f"it is no usable JSON: {error}") from error
     assert isinstance(found, dict)  # it begins with a brace
     return found
+
+
+def unfenced(text: str) -> str:
+    """What stands between the marks of a code block, where the text is one."""
+    if not (text.startswith(FENCE) and text.endswith(FENCE) and len(text) >= 2 * len(FENCE)):
+        return text
+    inside = text[len(FENCE) : -len(FENCE)]
+    return re.sub(r"\A(?:json)?\s*+", "", inside, flags=re.IGNORECASE).rstrip()
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -94,3 +121,8 @@ def shown(reply: str) -> str:
     """The beginning of a reply, for a message."""
     text = " ".join(reply[: 4 * SHOWN].split())
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...") if text else "it is empty"
+
+
+def writable(text: str) -> str:
+    """The text with a question mark for each lone half of a surrogate pair, which no request and no file can carry."""
+    return text.encode(errors="replace").decode()

@@ -5,10 +5,11 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from lowmem_grpo.judge.controls import without_controls
 from lowmem_grpo.judge.judge import Judge, Round, check_settings, is_count, is_seconds
 from lowmem_grpo.judge.meter import Prices
 from lowmem_grpo.judge.question import Question
-from lowmem_grpo.judge.replies import BadReplyError
+from lowmem_grpo.judge.replies import BadReplyError, shown
 from lowmem_grpo.judge.troubles import Trouble
 from lowmem_grpo.sampling import SamplingParams
 
@@ -23,9 +24,10 @@ class Sampling(Protocol):
 
     loaded: Any
 
-    def engine(self) -> Any: ...
+    @property
+    def inner(self) -> Any: ...
 
-    def fast_generate(self, prompts: Any, sampling_params: Any = None, lora_request: Any = None) -> list[Any]: ...
+    def engine(self) -> Any: ...
 
 
 class SelfJudge(Judge):
@@ -51,8 +53,10 @@ class SelfJudge(Judge):
         super().__init__("self", cache_size, cache_file, Prices())
         self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
         self.template_kwargs, self.time_limit = dict(chat_template_kwargs or {}), float(time_limit)
-        revision = getattr(model.loaded, "revision", None)
-        self.identity = repr(("self", model.loaded.name, revision, max_tokens, temperature, self.template_kwargs))
+        self.identity = repr(("self", *weights_of(model), max_tokens, temperature, seed, self.template_kwargs))
+        from lowmem_grpo.out_of_memory import RunMemory
+
+        self.memory = RunMemory()  # its own bound: what is judged at once is longer than what is sampled at once
 
     def rate(self, questions: list[Question]) -> Round:
         """Ratings of the questions that the base model could answer. Never raises for a failure of judging."""
@@ -61,15 +65,15 @@ class SelfJudge(Judge):
         try:
             asked = {question: ids for question in waiting if (ids := self.encode(question, None, now)) is not None}
             faults = self.ask(asked, self.temperature, now)
-            again = {question: ids for question, fault in faults.items()
-                     if (ids := self.encode(question, fault, now)) is not None}
+            again = {question: ids for question, bad in faults.items()
+                     if (ids := self.encode(question, bad.fault, now)) is not None}
             if again and time.monotonic() - began < self.time_limit / 2:
                 now.meter.retried += len(again)
                 faults |= self.ask(again, max(self.temperature, SECOND_TEMPERATURE), now)
-            bad = [fault for question, fault in faults.items() if question not in now.found]
-            if bad:
+            left = [str(bad) for question, bad in faults.items() if question not in now.found]
+            if left:
                 now.troubles.append(Trouble(
-                    "babble", f"{len(bad)} of {len(questions)} replies have no scores that can be used: {bad[0]}",
+                    "babble", f"{len(left)} of {len(questions)} replies have no scores that can be used: {left[0]}",
                     "take a larger model, raise max_tokens, or judge by URL: a small one may not follow the form",
                 ))
         finally:
@@ -97,7 +101,7 @@ class SelfJudge(Judge):
         ))
         return None
 
-    def ask(self, asked: dict[Question, list[int]], temperature: float, now: Round) -> dict[Question, str]:
+    def ask(self, asked: dict[Question, list[int]], temperature: float, now: Round) -> dict[Question, BadReplyError]:
         """Let the base model answer all at once; of each reply without scores, what is wrong with it."""
         if not asked:
             return {}
@@ -110,31 +114,36 @@ class SelfJudge(Judge):
                 "lower max_seq_length, num_generations or max_completion_length, or judge by URL",
             ))
             return {}
-        faults: dict[Question, str] = {}
+        faults: dict[Question, BadReplyError] = {}
         for question, ids, output in zip(asked, asked.values(), outputs, strict=True):
-            (reply,) = output.outputs
+            (reply,) = output
             now.meter.prompt_tokens += len(ids)
-            now.meter.completion_tokens += len(reply.token_ids)
+            now.meter.completion_tokens += len(reply.completion_ids)
             try:
+                if reply.finish_reason == "length":
+                    raise BadReplyError("it was cut off at max_tokens", shown(reply.text))
                 self.learn(now, question, question.read(reply.text))
             except BadReplyError as bad:
-                faults[question] = f"{bad}{' (cut off at max_tokens)' if reply.finish_reason == 'length' else ''}"
+                faults[question] = bad
         return faults
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
-        """Completions by the base model, in the engine that samples the run; it sleeps again afterwards."""
+        """A list with one rollout of each prompt, by the base model in the engine that samples the run; it sleeps again
+        afterwards."""
         engine = self.model.engine()
+        if engine.name == "transformers":  # made anew each time, and would run out of memory anew; vLLM's is the run's
+            self.memory.watch(engine)
         engine.wake()
         try:
-            return self.model.fast_generate(prompts, params, None)
+            with engine.policy.base_model():
+                found: list[Any] = engine.generate(prompts, params)
         finally:
             engine.sleep()
+        return found
 
 
-def without_controls(text: str, tokenizer: Any) -> str:
-    """The text with a space inside whatever the tokenizer would take for one of its control tokens: an answer cannot
-    end its turn and speak as the judge."""
-    controls = [token.content for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1]
-    for control in sorted({*controls, *tokenizer.all_special_tokens}, key=len, reverse=True):
-        text = text.replace(control, f"{control[0]} {control[1:]}") if len(control) > 1 else text
-    return text
+def weights_of(model: Sampling) -> tuple[Any, ...]:
+    """What tells a model's weights from those of another: name, revision, quantization and dtype."""
+    inner, loaded = model.inner, model.loaded
+    quantization = getattr(getattr(inner, "config", None), "quantization_config", None)
+    return loaded.name, getattr(loaded, "revision", None), str(quantization), str(getattr(inner, "dtype", None))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lowmem_grpo.judge.troubles import Trouble
 
 logger = logging.getLogger(__name__)
 
+REFUSALS = 100  # of different words, that are remembered
 MARGIN_SECONDS = 5.0  # for what `rate` does beside waiting
 OURS = ("model", "messages", "response_format", "stream", "n", "timeout")  # arguments that `options` cannot change
 
@@ -48,13 +50,15 @@ class UrlJudge(Judge):
             "options": (options, not wrong, f"without {', '.join(wrong)}, which the judge sets itself"),
         })
         super().__init__(model, cache_size, cache_file, Prices(price_prompt, price_completion))
-        self.identity = repr((base_url, model, sorted((options or {}).items())))
         self.client_settings = (base_url, api_key, min(timeout, deadline), retries)
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
         self.time_limit = self.deadline + MARGIN_SECONDS
         self.options = dict(options or {})
         self.form = 0  # of FORMS: the strictest that the server takes, as far as is known
+        self.taken = False  # whether it took a request in that form
+        self.refusals: set[str] = set()  # what it said where the form was not the reason
         client = make_client(*self.client_settings)  # where that cannot be, the run does not begin
+        self.identity = repr((str(client.base_url), model, sorted(self.options.items())))
         unknown = unknown_options(client, self.options)
         check_settings({"options": (options, not unknown, f"what the client's create() takes, without {unknown}")})
         self._sessions = Sessions(client)
@@ -82,7 +86,7 @@ class UrlJudge(Judge):
 
     async def _answer(self, client: Any, places: asyncio.Semaphore, question: Question, now: Round) -> None:
         """Ask until the reply has scores, `retries` further times at most."""
-        fault, reply = None, Reply("")
+        fault, last, reply = None, "", Reply("")
         for attempt in range(1 + self.retries):
             async with places:
                 found = await self._ask(client, question, fault, now)
@@ -97,22 +101,39 @@ class UrlJudge(Judge):
                 self.learn(now, question, read(question, reply))
                 return
             except BadReplyError as bad:
-                fault = str(bad)
-        now.troubles.append(no_scores(fault or "", reply))
+                fault, last = bad.fault, str(bad)
+        now.troubles.append(no_scores(last, reply))
 
     async def _ask(self, client: Any, question: Question, fault: str | None, now: Round) -> Reply | Failure:
         """One answer, in the strictest form that the server takes; a looser one that it takes is remembered."""
         first = self.form
         for form in range(first, len(FORMS)):
             found = await ask(client, self.name, question, fault, FORMS[form], self.options)
-            if not (isinstance(found, Failure) and found.refused):
+            if isinstance(found, Reply):
+                self._note_taken(form)
+            if isinstance(found, Reply) or not found.refused or self._is_content(form, found):
                 break
-            now.meter.retried += form + 1 < len(FORMS)
-        if form > self.form and isinstance(found, Reply):
+            if form + 1 == len(FORMS):
+                self._note_refusal(found)
+            else:
+                now.meter.retried += 1
+        return found
+
+    def _is_content(self, form: int, refused: Failure) -> bool:
+        """Whether a request was not refused for its form: others were taken in it, or other forms did not help."""
+        return (self.taken and form == self.form) or in_general(refused) in self.refusals
+
+    def _note_refusal(self, refused: Failure) -> None:
+        """No form helped: with these words the server speaks of something else, a prompt that is too long perhaps."""
+        if len(self.refusals) < REFUSALS:
+            self.refusals.add(in_general(refused))
+
+    def _note_taken(self, form: int) -> None:
+        if form > self.form:
             logger.warning("judge %s: the server does not take response_format %s; asking for %s from here on",
                            self.name, FORMS[self.form], FORMS[form])
-            self.form = form
-        return found
+        if form >= self.form:
+            self.form, self.taken = form, True
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_sessions"}
@@ -139,10 +160,17 @@ class Sessions:
         return self.made[loop]
 
 
+def in_general(refused: Failure) -> str:
+    """What the server said, for any number in it."""
+    return re.sub(r"\d+", "0", refused.trouble.problem)
+
+
 def read(question: Question, reply: Reply) -> Ratings:
     """The ratings in a reply; BadReplyError where there are none."""
     if not reply.is_chat:
         raise BadReplyError("the server's answer is no chat completion")
+    if reply.cut:
+        raise BadReplyError("it was cut off at the limit of tokens", shown(reply.text))
     return question.read(reply.text)
 
 
@@ -152,7 +180,7 @@ def no_scores(fault: str, reply: Reply) -> Trouble:
         return Trouble("api", "what the server answers is no chat completion",
                        "see that base_url is that of an OpenAI-compatible API (it mostly ends in /v1)")
     if reply.cut:
-        return Trouble("cut", f"a reply was cut off before its scores ({shown(reply.text)})",
+        return Trouble("cut", f"a reply was cut off, and is not read ({shown(reply.text)})",
                        'raise the limit: options={"max_tokens": ...}, more for a model that thinks first')
     return Trouble("babble", f"a reply has no scores that can be used: {fault}",
                    "take a model that follows instructions better, or a simpler rubric")
