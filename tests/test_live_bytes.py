@@ -40,7 +40,7 @@ def test_what_was_there_before_counts_once_however_often_it_is_named() -> None:
     assert live.peak == 4 * (100 + len(made))
 
 
-def test_empty_tensors_hide_each_other_or_what_comes_after_them() -> None:
+def test_several_tensors_of_one_operation_count_each_and_empty_ones_not_at_all() -> None:
     with LiveBytes([torch.zeros(0)]) as live:
         empty = torch.zeros(0)
         kept = [torch.ones(5), *torch.zeros(6).sort()]
