@@ -65,12 +65,13 @@ def measured(folder: Path) -> dict[str, Any]:
     """What a finished run's files say."""
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "reward" in line]
-    groups = [1.0 - line["frac_reward_zero_std"] for line in steps if "frac_reward_zero_std" in line]
+    steps = [line for line in lines if "step_time" in line]  # the others are of evaluations
+    groups = [line.get("groups/signal_share", 0.0) for line in steps]
     peaks = [line["memory/peak_bytes"] for line in steps if line.get("memory/peak_bytes")]  # the card's, or resident
     return {
         **{name: summary[name] for name in SUMMARY if name in summary},
-        "rewards": [line["reward"] for line in steps], "groups_with_signal": groups,
+        "rewards": [line.get("reward") for line in steps],  # None where nothing was paid, as by a judge that failed
+        "groups_with_signal": groups,
         "step_seconds": [line["step_time"] for line in steps], "peak_bytes": max(peaks, default=0),
     }
 

@@ -9,6 +9,7 @@ measured figures from the rows of bench/recipe_runs.py.
 import ast
 import inspect
 import json
+import math
 import textwrap
 import tomllib
 from dataclasses import MISSING, fields
@@ -103,10 +104,13 @@ def share(row: dict[str, Any], when: str) -> str:
     return f"{found:.1%} ({low:.1%} to {high:.1%})"
 
 
-def ends(rewards: list[float]) -> str:
-    """Means of the first and the last five steps, or fewer."""
-    count = max(1, min(5, len(rewards) // 2))
-    first, last = rewards[:count], rewards[-count:]
+def ends(rewards: list[float | None]) -> str:
+    """Means of the first and the last five steps that paid anything, or fewer."""
+    paid = [reward for reward in rewards if reward is not None]
+    if not paid:
+        return "nothing was judged"
+    count = max(1, min(5, len(paid) // 2))
+    first, last = paid[:count], paid[-count:]
     return f"{sum(first) / len(first):.2f} to {sum(last) / len(last):.2f}"
 
 
@@ -225,7 +229,8 @@ def draw(row: dict[str, Any], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = row["recipe"]  # the same rows give the same file
     figure, axis = pyplot.subplots(figsize=(7.2, 3.0))
     steps = range(1, len(row["rewards"]) + 1)
-    axis.plot(steps, row["rewards"], color="#3b82c4", linewidth=1.8, label="mean reward")
+    paid = [math.nan if reward is None else reward for reward in row["rewards"]]
+    axis.plot(steps, paid, color="#3b82c4", linewidth=1.8, label="mean reward")
     axis.plot(steps, row["groups_with_signal"], color="#c9773b", linewidth=1.2, label="share of groups with signal")
     where = row["gpu"] or "CPU"
     axis.set_title(f"{row['recipe']}: {row['model']}, {where}", fontsize=10, loc="left")
