@@ -143,6 +143,7 @@ def test_a_file_of_prompts_alone_gets_rewards_that_need_no_answer(folder: Path) 
 @pytest.mark.parametrize(("columns", "prompt", "answer", "why"), [
     ({"Question": "What?", "Label": "4"}, "Question", "Label", "guessed from its name"),
     ({"b": "4", "a": "a long text to ask"}, "a", "b", "guessed: its texts are longer"),
+    ({"country": "Peru", "capital": "Lima is"}, "country", "capital", "guessed: the first of two columns"),
     ({"task": "What?", "b": "4"}, "task", "b", "guessed: the other one of two columns"),
     ({"id": "1", "input": "What?", "solution": "long", "answer": "4"}, "input", "answer", "guessed from its name"),
     ({"id": "1", "alpha": "What is it?", "beta": "4"}, "alpha", "beta", "guessed: its texts are longer"),

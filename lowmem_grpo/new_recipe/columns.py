@@ -12,6 +12,7 @@ ANSWERS = ("answer", "final_answer", "answers", "solution", "label", "target", "
            "correct_answer", "gold", "output", "response", "completion", "result", "ideal", "reference")
 CHOICES = ("choices", "options")
 BELONGING = ("context", "passage", "input", *CHOICES)  # columns that a prompt needs as well
+CLEARLY = 2.0  # so many times the letters of the other column
 NUMBERING = ("", "id", "idx", "index", "row", "number", "no", "nr", "unnamed: 0")  # columns that say nothing
 MOST = 100  # columns among which one is looked for
 
@@ -73,7 +74,7 @@ def separated(name: str) -> str:
 
 
 def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answer: str | None) -> Columns:
-    """By name; of two columns the other one, or that with the longer texts; else not at all."""
+    """By name; of two columns the other one, that with clearly longer texts, or the first; else not at all."""
     why_prompt = why_answer = "named"
     if prompt is None:
         prompt, why_prompt = by_name(PROMPTS, [name for name in names if name != answer])
@@ -84,13 +85,21 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
     names = [name for name in names if name in (prompt, answer) or name.strip().lower() not in NUMBERING]
     if len(names) == 2 and not (prompt and answer):
         if not prompt and not answer:
-            prompt, why_prompt = max(names, key=lambda name: letters(rows, name)), "guessed: its texts are longer"
+            prompt, why_prompt = longer_or_first(rows, names)
         first, second = names
         if not answer:
             answer, why_answer = second if prompt == first else first, "guessed: the other one of two columns"
         else:
             prompt, why_prompt = second if answer == first else first, "guessed: the other one of two columns"
     return Columns(prompt, answer, why_prompt, why_answer)
+
+
+def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, str]:
+    """Of two columns the one with clearly longer texts, else the first; and how it was found."""
+    longer, shorter = sorted(names, key=lambda name: letters(rows, name), reverse=True)
+    if letters(rows, longer) > CLEARLY * letters(rows, shorter):
+        return longer, "guessed: its texts are longer"
+    return names[0], "guessed: the first of two columns"
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
