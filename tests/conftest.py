@@ -1,6 +1,7 @@
 """What all tests share: the environment, the embedded model's tokenizer, policies of every family."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -19,6 +20,9 @@ from small_models import FAMILIES, TINY, load_model, with_adapter
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lowmem_grpo.policy import Policy
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C is tested, here and in what tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
