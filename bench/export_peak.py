@@ -124,6 +124,7 @@ def resident(pid: int) -> dict[str, int]:
 @click.option("--rank", default=16, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(shape: str, folder: Path | None, rank: int, output: Path) -> None:
+    where = machine()  # the code that runs is what is there now: another commit may be there at the end
     with tempfile.TemporaryDirectory(prefix="export_", dir=folder) as name:
         base, adapter, out = (Path(name) / part for part in ("base", "adapter", "merged"))
         config = make_base(base, shape)
@@ -137,7 +138,7 @@ def main(shape: str, folder: Path | None, rank: int, output: Path) -> None:
         size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     row = {"shape": shape, "rank": rank, "seconds": seconds, "own_bytes": peaks["RssAnon"],
            "with_files_bytes": peaks["VmRSS"], "written_bytes": size, "threads": torch.get_num_threads()}
-    append_row(output, row | machine())
+    append_row(output, row | where)
     click.echo(f"{shape}: {size / GIB:.2f} GiB written in {seconds:.0f} s; {peaks['RssAnon'] / GIB:.2f} GiB of its own "
                f"memory at the peak, {peaks['VmRSS'] / GIB:.2f} with pages of files")
     click.echo(said.strip()[-600:])

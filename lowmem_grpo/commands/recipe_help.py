@@ -30,6 +30,7 @@ def recipe_help(path: Path) -> str:
 
 
 def parsed(path: Path) -> ast.Module:
+    """The file's syntax tree; the file is not run."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, SyntaxError, ValueError) as error:

@@ -62,6 +62,7 @@ def unknown_options(client: "AsyncOpenAI", options: dict[str, Any]) -> list[str]
 
 
 def is_json(value: Any) -> bool:
+    """Whether a request can carry it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -85,6 +86,7 @@ async def ask(
 
 
 def response_format(question: Question, form: str) -> dict[str, Any]:
+    """What the request says of the reply's form: any JSON, or the question's own schema."""
     if form == "json_object":
         return {"type": form}
     return {"type": form, "json_schema": {"name": "scores", "strict": True, "schema": question.schema}}
@@ -103,6 +105,7 @@ def reply_of(answer: Any, retries: int) -> Reply:
 
 
 def count_of(value: Any) -> int:
+    """A count of tokens as a server gave it; 0 where it gave none, or something else."""
     return value if isinstance(value, int) and value > 0 else 0
 
 

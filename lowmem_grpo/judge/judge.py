@@ -85,8 +85,10 @@ def check_settings(rules: dict[str, tuple[object, bool, str]]) -> None:
 
 
 def is_seconds(value: object) -> bool:
+    """Whether it is a finite time above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def is_count(value: object, least: int) -> bool:
+    """Whether it is a whole number, True and False aside, of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -90,6 +90,7 @@ class AsyncJudgeReward(JudgeReward):
 
 
 def questions_of(asked: list[Asked]) -> list[Any]:
+    """Those that a judge has to be asked: groups whose completions are all alike have none."""
     return [one.question for one in asked if one.question is not None]
 
 
