@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import lowmem_grpo
+
 BENCH = Path(__file__).parents[1] / "bench"
 STAGES = ["naive", "+ no logits", "+ packing", "+ 8-bit optimizer", "+ host embedding"]
 CONTEXT = 512
@@ -38,6 +40,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [json.loads(line) for line in printed.splitlines()] == written
     return written
+
+
+def test_code_is_told_by_the_folder_of_its_package_and_not_by_a_path_that_contains_its_name() -> None:
+    files = ["/home/me/lowmem_grpo/bench/weighing/weigh.py", "/home/me/peft/run.py", lowmem_grpo.__file__]
+    code = f"import sys; sys.path.insert(0, 'weighing'); import live_bytes; print(*map(live_bytes.owner, {files!r}))"
+    assert bench("-c", code).split() == ["None", "None", "lowmem_grpo"]
 
 
 @pytest.mark.slow

@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PLACES = ("lowmem_grpo", "peft", "transformers", "bitsandbytes")  # whose code a storage is named by
+OURS = "lowmem_grpo"
+PLACES = (OURS, "peft", "transformers", "bitsandbytes")  # whose code a storage is named by
 WORTH_NAMING = 2**20  # bytes; what is smaller goes by its operation alone
 CPU_FORMS = (  # (file, function) and the operations by which only the CPU's form of a kernel holds more than a card's
     ("matmul.py", "matmul_fp32", ("aten::_to_copy",)),  # upcasts; a card's product reads 16 bits and writes 32
@@ -142,10 +146,25 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
+@cache
+def folder(package: str) -> Path | None:
+    """Where a package really lies; None where it is not installed. A path that only contains its name will not do: a
+    clone of this repository has the package's name too, and would make the benches' own frames the package's."""
+    spec = find_spec(package)
+    return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
+
+
+@cache
+def owner(filename: str) -> str | None:
+    """The package of `PLACES` that a source file belongs to; None for all other code."""
+    path = Path(filename).resolve()
+    return next((name for name in PLACES if (root := folder(name)) and path.is_relative_to(root)), None)
+
+
 def cpu_form(operation: str) -> bool:
     """Whether the innermost code of this package makes what a card would not."""
     frame: Any = sys._getframe(2)
-    while frame is not None and "/lowmem_grpo/" not in frame.f_code.co_filename:
+    while frame is not None and owner(frame.f_code.co_filename) != OURS:
         frame = frame.f_back
     if frame is None:
         return False
@@ -159,7 +178,7 @@ def place() -> str:
     found: list[str] = []
     while frame is not None and len(found) < 2:
         path = frame.f_code.co_filename
-        if any(f"/{name}/" in path for name in PLACES) and (not found or "modeling" in path):
+        if owner(path) and (not found or "modeling" in path):
             found.append(f"{path.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(found)
