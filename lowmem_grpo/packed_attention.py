@@ -1,8 +1,8 @@
 """Causal attention over packed sequences: side by side in one call, or each prompt once and then its completions.
 
 No mask of tokens by tokens is ever made. What is right of a sequence's end is never attended to by the sequence, so
-sequences side by side need none. A sliding window takes blocks of queries against the keys within their reach, and one
-mask of a block serves all of them and all layers. `token_rows` says when prompts are computed once.
+sequences side by side need none. A sliding window takes blocks of queries against the keys within their reach; the mask
+of a block serves all blocks and all layers. `token_rows` says when prompts are computed once, and how large blocks are.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from lowmem_grpo.kernels.spread import gather, spread
-from lowmem_grpo.token_rows import prompts_once
+from lowmem_grpo.token_rows import ALIGNED, prompts_once, window_block, window_reach
 from lowmem_grpo.types import MicroBatch
-
-BLOCK = 1024  # queries that meet a window's mask at a time
 
 Masks = dict[tuple[Any, ...], Tensor]
 
@@ -64,7 +62,7 @@ def packed_attention(
     sliding_window: int | None,
 ) -> Tensor:
     """Causal attention within each packed sequence, (1, H, T, K) to (1, T, H, K)."""
-    causal = Causal(scaling, dropout, sliding_window, layout.masks)
+    causal = Causal(scaling, dropout, sliding_window, layout.width, layout.masks)
     if layout.once:
         return each_prompt_once(query, key, value, layout.prompts, causal)
     return layout.gather(causal(*layout.spread(query, key, value)))
@@ -77,37 +75,51 @@ class Causal:
     scaling: float | None
     dropout: float
     window: int | None
+    width: int  # tokens of the longest sequence, W
     masks: Masks
+
+    @property
+    def reach(self) -> int:
+        """Keys before a query, at most, that it may have to be shown."""
+        return self.width if self.window is None else window_reach(self.window, self.width)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (S, H, Q, K), key and value (S, H_kv, L, K), result (S, H, Q, K)."""
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:
-            return self.windowed(query, key, value, self.window)
+            return self.windowed(query, key, value)
         if queries in (1, keys):  # the last token sees all
             return self.fused(query, key, value, None, is_causal=queries > 1)
         query, key, value = as_autocast(query, key, value)
         return self.fused(query, key, value, lower_right(queries, keys, query), is_causal=False)
 
-    def windowed(self, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Blocks of queries, each against the keys within its reach; one block where that is hardly less."""
-        queries, keys = query.shape[2], key.shape[2]
-        block = BLOCK if keys > window + BLOCK else queries
-        ends = [min(keys, keys - queries + start + block) for start in range(0, queries, block)]
-        blocks = tokens_split(query, block)
-        reach = [(max(0, end - one.shape[2] - window + 1), end) for one, end in zip(blocks, ends, strict=True)]
+    def windowed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Blocks of queries, each against the keys within its reach."""
+        before, blocks = key.shape[2] - query.shape[2], tokens_split(query, window_block(self.width))
+        near = []
+        for one in blocks:
+            near.append((max(0, before - self.reach), before + one.shape[2]))
+            before += one.shape[2]
         found = [
-            self.fused(one, *near, self.window_bias(one.shape[2], near[0].shape[2], window, query), is_causal=False)
-            for one, *near in zip(blocks, parts(key, reach), parts(value, reach), strict=True)
+            self.fused(one, *shown, self.window_bias(one.shape[2], shown[0].shape[2], one), is_causal=False)
+            for one, *shown in zip(blocks, parts(key, near), parts(value, near), strict=True)
         ]
         return tokens_cat(found)
 
-    def window_bias(self, queries: int, keys: int, window: int, like: Tensor) -> Tensor:
-        """(Q, L) in the dtype of `like`: what is added to the scores; made once for all blocks and layers alike."""
-        name = (queries, keys, window, like.dtype)
+    def window_bias(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        """(Q, L) in the dtype of `like`, what is added to the scores: cut out of the one mask for all blocks."""
+        shift = self.reach - (keys - queries)
+        cut = self.window_mask(like)[:queries, shift : shift + keys]
+        return cut if shift % ALIGNED == 0 else F.pad(cut, (0, -keys % ALIGNED))[:, :keys]
+
+    def window_mask(self, like: Tensor) -> Tensor:
+        """Of a whole block and all keys before it within its reach; made once for all layers."""
+        name = (self.window, like.dtype)
         if name not in self.masks:
-            hidden = ~window_mask(queries, keys, window, like.device)
-            self.masks[name] = like.new_zeros(queries, keys).masked_fill_(hidden, -torch.inf)
+            block = window_block(self.width)
+            hidden = ~window_mask(block, self.reach + block, self.window or self.width, like.device)
+            made = like.new_zeros(block, -(-hidden.shape[1] // ALIGNED) * ALIGNED)
+            self.masks[name] = made[:, : hidden.shape[1]].masked_fill_(hidden, -torch.inf)
         return self.masks[name]
 
     def fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -134,8 +146,7 @@ def each_prompt_once(
         values: tuple[Tensor, ...] = ()
         if own:
             asked, key, value = next(pieces)
-            reach = own if causal.window is None else min(own, causal.window - 1)
-            ranges = [(0, own), *[(own - reach, own)] * len(others)]
+            ranges = [(0, own), *[(max(0, own - causal.reach), own)] * len(others)]
             (key, *keys), (value, *values) = parts(key, ranges), parts(value, ranges)
             found.append(causal(asked, key, value))
         for number in range(len(others)):
@@ -192,7 +203,7 @@ def lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
     """The mask of the last Q of L tokens: on a card none in memory, its fused forms know it; on the CPU (Q, L)."""
     if like.device.type == "cuda":
         return causal_lower_right(queries, keys)
-    return window_mask(queries, keys, keys, like.device)
+    return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:

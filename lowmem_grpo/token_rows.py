@@ -1,17 +1,20 @@
-"""How attention takes the sequences of a micro-batch, decided from their lengths alone, and what it lays side by side.
+"""How attention takes the sequences of a micro-batch, decided from their lengths alone, and what it holds for that.
 
     side by side   all sequences in one call, (S, W): each with a copy of its prompt, and as wide as the longest
     prompts once   a call for each prompt and one for each of its completions, whose keys are the prompt's and its own:
                    P^2 instead of G P^2 pairs of a query and a key, and no padding, but more launches
 
 `prompts` are those of a micro-batch: for each the places of its own, P - 1, and those of each of its completions.
+A sliding window takes blocks of queries, each against the keys before it that are within its reach.
 """
 
 from collections.abc import Sequence
 
 Prompts = Sequence[Sequence[int]]
 PAIRS_A_CALL = 2**20  # of a query and a key, whose work takes a card longer than the launches of one more call
-KEY_SHARE = 1 / 4  # of a token's queries, keys, values and outputs: keys and values, where 4 queries or so share a key
+KEY_SHARE = 1 / 2  # of a row, at most: keys and values only, and as many heads of them as of queries
+BLOCK = 1024  # queries that meet a window's mask at a time
+ALIGNED = 16  # numbers: rows of masks begin at multiples, as fused attention wants them
 
 
 def prompts_once(prompts: Prompts) -> bool:
@@ -55,3 +58,21 @@ def pairs_once(prompts: Prompts) -> int:
 def calls_once(prompts: Prompts) -> int:
     """Calls of attention where prompts are computed once; a completion without others goes with its prompt."""
     return sum(len(others) + (own > 0 and len(others) > 1) for own, *others in prompts)
+
+
+def window_block(width: int) -> int:
+    """Queries of a block where the longest sequence has `width` tokens."""
+    return min(BLOCK, width)
+
+
+def window_reach(window: int, width: int) -> int:
+    """Keys before a block that it is shown: those of its window, and a few more, which the mask hides."""
+    return -(-min(window - 1, width) // ALIGNED) * ALIGNED
+
+
+def mask_numbers(window: int | None, width: int) -> int:
+    """Numbers of the one mask that all blocks and layers with a window share; 0 where there is no window."""
+    if window is None or window >= width:
+        return 0
+    block = window_block(width)
+    return block * -(-(window_reach(window, width) + block) // ALIGNED) * ALIGNED
