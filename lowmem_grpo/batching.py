@@ -86,6 +86,7 @@ def pieces(sequences: list[Sequence]) -> Iterator[Piece]:
 def collate(sequences: list[Sequence]) -> MicroBatch:
     """The packed tensors of some sequences, in their order; neighbours of one group share their prompt."""
     packed = list(pieces(sequences))
+    prompts = prompt_lengths(packed)
     rollouts = [rollout for _, rollout in sequences]
     lengths = torch.tensor([sequence_length(sequence) for sequence in sequences])
     width = int(lengths.max())
@@ -105,6 +106,8 @@ def collate(sequences: list[Sequence]) -> MicroBatch:
         max_seqlen=width,
         sources=find_sources(packed, width),
         places=sequence_ids * width + position_ids,
+        copies=count_copies(prompts),
+        prompts=tuple(prompts),
         loss_mask=loss_mask,
         trained=loss_mask.nonzero()[:, 0],
         sequence_ids=sequence_ids,
@@ -130,6 +133,22 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
             filler = own[:1].expand(width - len(prompt) - len(own))
             rows.append(torch.cat([prompt, own, filler]))
     return torch.cat(rows)
+
+
+def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
+    """Of each prompt its own places, and those of each of its completions."""
+    found: list[list[int]] = []
+    for piece in packed:
+        if piece.rollout is None:
+            found.append([])
+        found[-1].append(len(piece.ids))
+    return [tuple(lengths) for lengths in found]
+
+
+def count_copies(prompts: list[tuple[int, ...]]) -> Tensor:
+    """(T,): of how many sequences each place is; a prompt's own places are of all its completions."""
+    counts = [count for own, *others in prompts for count in (len(others), *[1] * len(others))]
+    return torch.tensor(counts).repeat_interleave(torch.tensor([length for lengths in prompts for length in lengths]))
 
 
 def all_or_none(rollouts: list[Rollout], name: str) -> bool:

@@ -55,6 +55,7 @@ class ModelShape:
     context: int | None  # the longest that the model was made for
     model_type: str = ""
     attention_bias: bool = False
+    window: int | None = None  # tokens that a layer with a sliding window sees
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -72,6 +73,7 @@ class ModelShape:
             fields.get("num_key_value_heads") or heads, fields.get("head_dim") or fields["hidden_size"] // heads,
             fields["vocab_size"], bool(fields.get("tie_word_embeddings", False)),
             fields.get("max_position_embeddings"), kind, kind in WITH_BIAS or bool(fields.get("attention_bias")),
+            fields.get("sliding_window") if fields.get("use_sliding_window", True) else None,
         )
 
     @property

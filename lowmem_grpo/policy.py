@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lowmem_grpo import attention
 from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.packed_attention import PackedLayout
 from lowmem_grpo.types import MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has counts
@@ -108,7 +109,7 @@ class Policy:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """The backbone's last hidden states (T, D) of a packed batch."""
-        layout = attention.PackedLayout.of(batch)
+        layout = PackedLayout.of(batch)
         unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers does not build a (T, T) one
         with self.autocast():
             out = self.backbone(

@@ -9,6 +9,7 @@ against it by tests that weigh a real step.
 from dataclasses import dataclass
 
 from lowmem_grpo.model_shape import FUSED, WITH_QK_NORM, ModelShape
+from lowmem_grpo.token_rows import mask_numbers
 
 WORD = 2  # bytes of a number in 16 bits
 BAND_BYTES = 64 * 2**20  # of dequantized weights at a time
@@ -56,8 +57,8 @@ class StepShape:
 
     @property
     def angles(self) -> int:
-        """Bytes of the cosines and sines (T, K) of the positions, which all layers share."""
-        return 2 * WORD * self.tokens * self.model.head_size
+        """Bytes of what all layers share: cosines and sines (T, K) of the positions, and the mask of a window."""
+        return WORD * (2 * self.tokens * self.model.head_size + mask_numbers(self.model.window, self.tokens))
 
     def moments(self) -> dict[str, Moment]:
         """Each moment at which a step may hold most."""
@@ -82,6 +83,8 @@ class StepShape:
         kept = self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.tokens * self.model.heads  # and log-sums
         if self.sequences > 1:
             kept += self.queries  # the output side by side, and packed again
+        if mask_numbers(self.model.window, self.tokens):
+            kept += self.queries  # the output of blocks of queries, and put together
         if self.model.model_type in WITH_QK_NORM:
             kept += self.queries + self.keys + 4 * self.tokens * (self.model.heads + self.model.kv_heads)
         if self.model.model_type in FUSED:

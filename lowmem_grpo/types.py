@@ -66,6 +66,8 @@ class MicroBatch:
     max_seqlen: int
     sources: Tensor  # (S * W,) int64, index into T
     places: Tensor  # (T,) int64, index into S * W; of a shared place, that in the first sequence
+    copies: Tensor  # (T,) int64, of how many sequences the place is, which are neighbours: 1 where it is not shared
+    prompts: tuple[tuple[int, ...], ...]  # of each prompt: places of its own (P - 1), and of each of its completions
     loss_mask: Tensor  # (T,) bool, completion tokens
     trained: Tensor  # (N,) int64, where loss_mask is True: found on the host, as a card would have to be waited for
     sequence_ids: Tensor  # (T,) int64, 0 .. S - 1; of a shared place, the first sequence

@@ -9,7 +9,7 @@ from live_storage import LiveStorage
 from small_models import FAMILIES, load_model, random_model, with_adapter
 from torch import Tensor
 
-from lowmem_grpo import attention
+from lowmem_grpo import attention, packed_attention
 from lowmem_grpo.batching import collate, pack
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
@@ -177,9 +177,10 @@ def test_soft_capped_attention_is_refused_not_ignored() -> None:
 
 @pytest.mark.parametrize("window", [1, 3, 7, 8, 100])
 def test_a_window_counts_oneself(window: int) -> None:
-    mask = attention.window_mask(8, window, torch.device("cpu"))
     expected = [[0 <= i - j < window for j in range(8)] for i in range(8)]
-    assert mask.tolist() == expected
+    for queries in (8, 3, 1):  # the last of them
+        mask = packed_attention.window_mask(queries, 8, window, torch.device("cpu"))
+        assert mask.tolist() == expected[8 - queries :]
 
 
 def test_a_trainable_or_wrapped_head_is_refused() -> None:
@@ -213,9 +214,9 @@ def test_shared_prompts_give_the_logprobs_and_gradients_of_prompts_held_apart(
 
 
 def test_a_sequence_alone_is_laid_out_without_a_copy() -> None:
-    layout = attention.PackedLayout.of(collate(sequences([(3, 4)])))
+    layout = packed_attention.PackedLayout.of(collate(sequences([(3, 4)])))
     packed = torch.randn(1, 2, 6, 8)
-    side_by_side = layout.spread(packed)
+    (side_by_side,) = layout.spread(packed)
     assert side_by_side.data_ptr() == packed.data_ptr()
     assert torch.equal(layout.gather(side_by_side), packed.transpose(1, 2))
     assert layout.sources.tolist() == layout.places.tolist() == list(range(6))
@@ -229,7 +230,7 @@ def test_no_card_is_given_shared_key_heads_that_its_fused_attention_refuses(
     capability: tuple[int, int], dtype: torch.dtype, masked: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert attention.shares_key_heads(torch.device("cuda"), dtype, masked) is shared
+    assert packed_attention.shares_key_heads(torch.device("cuda"), dtype, masked) is shared
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -258,7 +259,7 @@ def test_repeated_key_heads_give_what_shared_ones_give(monkeypatch: pytest.Monke
     policy = Policy(with_adapter(random_model("Llama")))
     batch = collate(sequences([(3, 9), (5, 4)]))
     shared = policy.hidden(batch)
-    monkeypatch.setattr(attention, "shares_key_heads", lambda *arguments: False)
+    monkeypatch.setattr(packed_attention, "shares_key_heads", lambda *arguments: False)
     torch.testing.assert_close(policy.hidden(batch), shared)
 
 

@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a 
      "rewards", "sandbox", "sampling", "sampling_like", "fused_weights", "host_embedding", "host_memory", "callbacks",
      "offload", "host_room", "host_store", "pinned_pool", "out_of_memory", "memory_advice", "packer", "rewind",
      "accuracy", "gguf", "planner", "memory_plan", "plan_rows", "step_memory", "model_shape", "cards", "alarms",
-     "sft_config", "sandbox_check", "live_bytes"},
+     "sft_config", "sandbox_check", "live_bytes", "token_rows", "packed_attention"},
     {"attention", "lora_layers", "lean_modules", "policy", "parity", "step", "optim", "model", "loader", "pretrained",
      "engines", "checkpoint", "checkpoint_state", "planned", "saver", "scoring", "sampler", "collector", "evaluation",
      "early_scoring", "data", "records", "journal", "report", "charts", "live", "sinks", "export", "export_check",

@@ -96,6 +96,21 @@ def test_a_random_shape_holds_what_was_planned_for_it_within_five_percent(seed: 
     assert math.isclose(planned_bytes(config, settings_of(context)), measured.device, rel_tol=NEAR)
 
 
+@pytest.mark.parametrize("window", [1024, 4096])
+def test_a_window_makes_no_matrix_of_tokens_and_its_mask_is_planned_for(window: int, weighing: Any) -> None:
+    config = {
+        "model_type": "mistral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 32_000, "max_position_embeddings": 131072,
+        "pad_token_id": 0, "sliding_window": window,
+    }
+    context = 8192
+    measured = weighing.weigh(config, [context])
+    assert math.isclose(planned_bytes(config, settings_of(context)), measured.device, rel_tol=NEAR)
+    assert measured.device < planned_bytes(config | {"sliding_window": None}, settings_of(context)) + context**2
+    free = config | {"model_type": "qwen2", "use_sliding_window": False}
+    assert (ModelShape.of(config).window, ModelShape.of(free).window) == (window, None)
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_layer_inputs_kept_on_the_device_are_planned_for(checkpointing: bool, weighing: Any) -> None:
     config = shallow(named_config("qwen3-4b"), 8)

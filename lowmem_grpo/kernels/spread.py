@@ -1,0 +1,271 @@
+"""Packed tokens laid side by side, one row a sequence, and back: sequences that share a prompt each get a copy of it.
+
+    spread   y[s, w] = x[sources[s W + w]]      backward: grad_x[t] = sum_{j < copies[t]} grad_y at places[t] + j W
+    gather   x[t] = y at places[t]              backward: grad_y at places[t] = grad_x[t], and 0 elsewhere
+
+x (T, H, K) packed; y (S, H, W, K), in which place s W + w is w of sequence s; sources (S W,), places (T,) and copies
+(T,) int64. Of the sequences that share a token, which are neighbours, `places` names the first, and `copies` is how
+many there are. Sums are taken in float32 in the order of the sequences, so that they are the same each time:
+`index_select` adds its gradients up in 16 bits and, on a card, by atomics in any order. What lies in y right of a
+sequence's end must get no gradient.
+
+Queries, keys and values go together, in one launch each way; they differ in their number of heads.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, next_power_of_2
+from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+TILE = 4096  # numbers of one program
+
+
+def spread_ref(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
+    """Each x (T, H, K) as y (S, H, W, K), by autograd's own backward."""
+    rows = [one.index_select(0, sources) for one in packed]
+    return [one.view(-1, width, *one.shape[1:]).transpose(1, 2) for one in rows]
+
+
+def gather_ref(side_by_side: Tensor, places: Tensor) -> Tensor:
+    """y (S, H, W, K) as x (T, H, K), by autograd's own backward."""
+    return by_place(side_by_side).index_select(0, places)
+
+
+def by_place(side_by_side: Tensor) -> Tensor:
+    """y (S, H, W, K) as (S W, H, K), copied only where it lies otherwise in memory."""
+    return side_by_side.transpose(1, 2).flatten(0, 1)
+
+
+def sum_copies_ref(
+    grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int
+) -> list[Tensor]:
+    """grad_x (T, H, K) of each grad_y (S, H, W, K): on the CPU `index_add_` has one order, that of `sources`."""
+    return [sum_rows(by_place(grad), sources, len(places)) for grad in grads]
+
+
+def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """(count, H, K), each row the sum of those rows (N, H, K) that `places` (N,) sends there; in float32, rounded
+    once."""
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return wide.new_zeros(count, *rows.shape[1:]).index_add_(0, places, wide).to(rows.dtype)
+
+
+def spread_once_ref(packed: Tensor, sources: Tensor, places: Tensor, width: int) -> Tensor:
+    """y (S, H, W, K) with x (T, H, K) at `places`, and 0 elsewhere: nothing of a prompt is in its later sequences."""
+    return sum_rows(packed, places, len(sources)).view(-1, width, *packed.shape[1:]).transpose(1, 2)
+
+
+def launch_rule(head_size: int) -> Launch:
+    """Whole heads of several tokens a program."""
+    block = max(16, next_power_of_2(head_size))
+    return Launch({"BLOCK_N": max(1, TILE // block), "BLOCK_K": block}, num_stages=1)
+
+
+@triton.jit
+def copy_rows(x_ptr, y_ptr, row, source, inside, kept, head, heads, x_token, x_head, K, BLOCK_K: tl.constexpr):
+    """One head of some tokens, from any strides to (N, heads, K)."""
+    column = tl.arange(0, BLOCK_K)[None, :]
+    numbers = inside[:, None] & (column < K)
+    start = x_ptr + source[:, None] * x_token + head * x_head
+    values = tl.load(start + column, mask=numbers & kept[:, None], other=0.0)
+    tl.store(y_ptr + (row[:, None] * heads + head) * K + column, values, mask=numbers)
+
+
+@triton.jit
+def spread_kernel(
+    q_ptr, k_ptr, v_ptr, q_rows_ptr, k_rows_ptr, v_rows_ptr, sources_ptr, places_ptr, N, K, q_heads, k_heads, v_heads,
+    q_token, q_head, k_token, k_head, v_token, v_head, ONCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < N
+    source = tl.load(sources_ptr + row, mask=inside, other=0)
+    kept = inside
+    if ONCE:
+        kept = inside & (tl.load(places_ptr + source, mask=inside, other=-1) == row)
+    head = tl.program_id(1).to(tl.int64)
+    if head < q_heads:
+        copy_rows(q_ptr, q_rows_ptr, row, source, inside, kept, head, q_heads, q_token, q_head, K, BLOCK_K)
+    elif head < q_heads + k_heads:
+        head -= q_heads
+        copy_rows(k_ptr, k_rows_ptr, row, source, inside, kept, head, k_heads, k_token, k_head, K, BLOCK_K)
+    else:
+        head -= q_heads + k_heads
+        copy_rows(v_ptr, v_rows_ptr, row, source, inside, kept, head, v_heads, v_token, v_head, K, BLOCK_K)
+
+
+@triton.jit
+def add_copies(
+    grad_ptr, sum_ptr, token, place, copies, width, inside, head, heads, sequence_stride, head_stride, token_stride, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """One head of some tokens: the sum over the sequences that share them, in float32 and in their order."""
+    column = tl.arange(0, BLOCK_K)[None, :]
+    start = (place // width) * sequence_stride + (place % width) * token_stride + head * head_stride
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for number in range(0, tl.max(copies, 0)):
+        there = (inside & (number < copies))[:, None] & (column < K)
+        total += tl.load(grad_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)
+        start += sequence_stride
+    numbers = inside[:, None] & (column < K)
+    tl.store(sum_ptr + (token[:, None] * heads + head) * K + column, total.to(sum_ptr.dtype.element_ty), mask=numbers)
+
+
+@triton.jit
+def sum_copies_kernel(
+    q_ptr, k_ptr, v_ptr, q_sum_ptr, k_sum_ptr, v_sum_ptr, places_ptr, copies_ptr, T, K, width,
+    q_heads, k_heads, v_heads, q_sequence, q_head, q_token, k_sequence, k_head, k_token, v_sequence, v_head, v_token,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = token < T
+    place = tl.load(places_ptr + token, mask=inside, other=0)
+    copies = tl.load(copies_ptr + token, mask=inside, other=0)
+    head = tl.program_id(1).to(tl.int64)
+    if head < q_heads:
+        add_copies(q_ptr, q_sum_ptr, token, place, copies, width, inside, head, q_heads, q_sequence, q_head, q_token, K,
+                   BLOCK_N, BLOCK_K)
+    elif head < q_heads + k_heads:
+        head -= q_heads
+        add_copies(k_ptr, k_sum_ptr, token, place, copies, width, inside, head, k_heads, k_sequence, k_head, k_token, K,
+                   BLOCK_N, BLOCK_K)
+    else:
+        head -= q_heads + k_heads
+        add_copies(v_ptr, v_sum_ptr, token, place, copies, width, inside, head, v_heads, v_sequence, v_head, v_token, K,
+                   BLOCK_N, BLOCK_K)
+
+
+def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Three tensors whose last dimension is adjacent in memory, and their heads; those that are missing have none."""
+    near = [one if one.stride(-1) == 1 else one.contiguous() for one in tensors]
+    return near + near[:1] * (3 - len(near)), [one.shape[1] for one in near] + [0] * (3 - len(near))
+
+
+def spread_triton(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
+    """Launches the forward kernel on up to three tensors (T, H, K) of any strides."""
+    return launch_spread(packed, sources, None, width)
+
+
+def spread_once_triton(packed: Tensor, sources: Tensor, places: Tensor, width: int) -> Tensor:
+    """Launches the same for the backward pass of `gather`."""
+    return launch_spread([packed], sources, places, width)[0]
+
+
+def launch_spread(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
+    """The results of `spread_kernel`; with `places` each token goes to its own place only."""
+    rows = [one.new_empty(len(sources), *one.shape[1:]) for one in packed]
+    given, heads = three(packed)
+    launch, size = launch_rule(packed[0].shape[2]), packed[0].shape[2]
+    strides = [stride for one in given for stride in one.stride()[:2]]
+    spread_kernel[(-(-len(sources) // launch.constexprs["BLOCK_N"]), sum(heads))](
+        *given, *rows, *rows[:1] * (3 - len(rows)), sources, sources if places is None else places, len(sources), size,
+        *heads, *strides, ONCE=places is not None, **launch.options,
+    )
+    return [one.view(-1, width, *one.shape[1:]).transpose(1, 2) for one in rows]
+
+
+def sum_copies_triton(
+    grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int
+) -> list[Tensor]:
+    """Launches the backward kernel on up to three tensors (S, H, W, K) of any strides."""
+    sums = [one.new_empty(len(places), one.shape[1], one.shape[3]) for one in grads]
+    given, heads = three(grads)
+    launch, size = launch_rule(grads[0].shape[3]), grads[0].shape[3]
+    strides = [stride for one in given for stride in one.stride()[:3]]
+    sum_copies_kernel[(-(-len(places) // launch.constexprs["BLOCK_N"]), sum(heads))](
+        *given, *sums, *sums[:1] * (3 - len(sums)), places, copies, len(places), size, width, *heads, *strides,
+        **launch.options,
+    )
+    return sums
+
+
+def new_rows(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
+    """Uninitialised y (S, H, W, K) for each x (T, H, K)."""
+    shape = len(sources) // width, width
+    return [one.new_empty(*shape, *one.shape[1:]).transpose(1, 2) for one in packed]
+
+
+spread_op = opaque("spread", spread_ref, spread_triton, fake=new_rows)
+spread_once = opaque(
+    "spread_once", spread_once_ref, spread_once_triton,
+    fake=lambda packed, sources, places, width: new_rows([packed], sources, width)[0],
+)
+sum_copies = opaque(
+    "sum_copies", sum_copies_ref, sum_copies_triton,
+    fake=lambda grads, sources, places, copies, width: [
+        one.new_empty(len(places), one.shape[1], one.shape[3]) for one in grads
+    ],
+)
+
+
+class SpreadFunction(torch.autograd.Function):
+    """(S, H, W, K) of each packed tensor (T, H, K)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sources: Tensor, places: Tensor, copies: Tensor, width: int, *packed: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(sources, places, copies)
+        ctx.width = width
+        ctx.set_materialize_grads(False)
+        return tuple(spread_op(list(packed), sources, width))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [grad for grad in grads if grad is not None]
+        sums = iter(sum_copies(given, *ctx.saved_tensors, ctx.width) if given else [])
+        return (None,) * 4 + tuple(None if grad is None else next(sums) for grad in grads)
+
+
+class GatherFunction(torch.autograd.Function):
+    """(T, H, K) of (S, H, W, K)."""
+
+    @staticmethod
+    def forward(ctx: Any, sources: Tensor, places: Tensor, side_by_side: Tensor) -> Tensor:
+        ctx.save_for_backward(sources, places)
+        ctx.width = side_by_side.shape[2]
+        return gather_ref(side_by_side, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, spread_once(grad, *ctx.saved_tensors, ctx.width)
+
+
+def spread(packed: Sequence[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> tuple[Tensor, ...]:
+    """One to three packed tensors (T, H, K) as (S, H, W, K), with one dtype and one K."""
+    found: tuple[Tensor, ...] = SpreadFunction.apply(sources, places, copies, width, *packed)
+    return found
+
+
+def gather(side_by_side: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+    """(S, H, W, K) as packed (T, H, K), each place from the first sequence that has it."""
+    found: Tensor = GatherFunction.apply(sources, places, side_by_side)
+    return found
+
+
+def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """Every configuration of the kernels for tensors of `dtype`."""
+    kind, letters = f"*{TRITON_TYPES[dtype]}", ("q", "k", "v")
+    heads = dict.fromkeys((f"{letter}_heads" for letter in letters), "i32")
+    forward = dict.fromkeys((f"{letter}{end}" for end in ("_ptr", "_rows_ptr") for letter in letters), kind)
+    forward |= dict.fromkeys(("sources_ptr", "places_ptr"), "*i64") | dict.fromkeys(("N", "K"), "i32") | heads
+    forward |= dict.fromkeys((f"{letter}_{way}" for letter in letters for way in ("token", "head")), "i32")
+    backward = dict.fromkeys((f"{letter}{end}" for end in ("_ptr", "_sum_ptr") for letter in letters), kind)
+    backward |= dict.fromkeys(("places_ptr", "copies_ptr"), "*i64") | dict.fromkeys(("T", "K", "width"), "i32") | heads
+    ways = ("sequence", "head", "token")
+    backward |= dict.fromkeys((f"{letter}_{way}" for letter in letters for way in ways), "i32")
+    found = []
+    for size, once in product((16, 32, 64, 128, 256), (False, True)):
+        launch = launch_rule(size)
+        found.append(Variant(f"spread {size} {once}", spread_kernel, forward, launch, {"ONCE": once}))
+        if not once:
+            found.append(Variant(f"sum_copies {size}", sum_copies_kernel, backward, launch))
+    return found

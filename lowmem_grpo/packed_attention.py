@@ -1,0 +1,229 @@
+"""Causal attention over packed sequences: side by side in one call, or each prompt once and then its completions.
+
+No mask of tokens by tokens is ever made. What is right of a sequence's end is never attended to by the sequence, so
+sequences side by side need none. A sliding window takes blocks of queries against the keys within their reach; the mask
+of a block serves all blocks and all layers. `token_rows` says when prompts are computed once, and how large blocks are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+
+from lowmem_grpo.kernels.spread import gather, spread
+from lowmem_grpo.token_rows import ALIGNED, prompts_once, window_block, window_reach
+from lowmem_grpo.types import MicroBatch
+
+Masks = dict[tuple[Any, ...], Tensor]
+
+
+@dataclass
+class PackedLayout:
+    """Where packed tokens lie when S sequences are laid side by side in width W = max_seqlen, and if they are."""
+
+    sources: Tensor  # (S * W,) int64, index into T
+    places: Tensor  # (T,) int64, index into S * W
+    copies: Tensor  # (T,) int64, sequences that share the place
+    prompts: tuple[tuple[int, ...], ...]  # places of each prompt's own, and of each of its completions
+    num_sequences: int
+    width: int
+    once: bool  # each prompt is computed once
+    calls: int = 0  # of attention with this layout, as many as there are layers after a forward pass
+    masks: Masks = field(default_factory=dict)  # of windows, for all layers
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> "PackedLayout":
+        sequences = len(batch.cu_seqlens) - 1
+        once = sequences > 1 and prompts_once(batch.prompts)
+        return cls(batch.sources, batch.places, batch.copies, batch.prompts, sequences, batch.max_seqlen, once)
+
+    def spread(self, *packed: Tensor) -> tuple[Tensor, ...]:
+        """Each (1, H, T, K) as (S, H, W, K); right of a sequence's end stands any of its tokens."""
+        if self.num_sequences == 1:  # it lies as it should
+            return packed
+        rows = [one[0].transpose(0, 1) for one in packed]
+        alike = [rows] if len({one.shape[2] for one in rows}) == 1 else [[one] for one in rows]
+        return tuple(one for some in alike for one in spread(some, self.sources, self.places, self.copies, self.width))
+
+    def gather(self, side_by_side: Tensor) -> Tensor:
+        """(S, H, W, K) to (1, T, H, K)."""
+        if self.num_sequences == 1:
+            return side_by_side.transpose(1, 2)
+        return gather(side_by_side, self.sources, self.places)[None]
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Causal attention within each packed sequence, (1, H, T, K) to (1, T, H, K)."""
+    causal = Causal(scaling, dropout, sliding_window, layout.width, layout.masks)
+    if layout.once:
+        return each_prompt_once(query, key, value, layout.prompts, causal)
+    return layout.gather(causal(*layout.spread(query, key, value)))
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Causal attention of the last Q of L tokens, within a window where there is one."""
+
+    scaling: float | None
+    dropout: float
+    window: int | None
+    width: int  # tokens of the longest sequence, W
+    masks: Masks
+
+    @property
+    def reach(self) -> int:
+        """Keys before a query, at most, that it may have to be shown."""
+        return self.width if self.window is None else window_reach(self.window, self.width)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (S, H, Q, K), key and value (S, H_kv, L, K), result (S, H, Q, K)."""
+        queries, keys = query.shape[2], key.shape[2]
+        if self.window is not None and self.window < keys:
+            return self.windowed(query, key, value)
+        if queries in (1, keys):  # the last token sees all
+            return self.fused(query, key, value, None, is_causal=queries > 1)
+        query, key, value = as_autocast(query, key, value)
+        return self.fused(query, key, value, lower_right(queries, keys, query), is_causal=False)
+
+    def windowed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Blocks of queries, each against the keys within its reach."""
+        before, blocks = key.shape[2] - query.shape[2], tokens_split(query, window_block(self.width))
+        near = []
+        for one in blocks:
+            near.append((max(0, before - self.reach), before + one.shape[2]))
+            before += one.shape[2]
+        found = [
+            self.fused(one, *shown, self.window_bias(one.shape[2], shown[0].shape[2], one), is_causal=False)
+            for one, *shown in zip(blocks, parts(key, near), parts(value, near), strict=True)
+        ]
+        return tokens_cat(found)
+
+    def window_bias(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        """(Q, L) in the dtype of `like`, what is added to the scores: cut out of the one mask for all blocks."""
+        shift = self.reach - (keys - queries)
+        cut = self.window_mask(like)[:queries, shift : shift + keys]
+        return cut if shift % ALIGNED == 0 else F.pad(cut, (0, -keys % ALIGNED))[:, :keys]
+
+    def window_mask(self, like: Tensor) -> Tensor:
+        """Of a whole block and all keys before it within its reach; made once for all layers."""
+        name = (self.window, like.dtype)
+        if name not in self.masks:
+            block = window_block(self.width)
+            hidden = ~window_mask(block, self.reach + block, self.window or self.width, like.device)
+            made = like.new_zeros(block, -(-hidden.shape[1] // ALIGNED) * ALIGNED)
+            self.masks[name] = made[:, : hidden.shape[1]].masked_fill_(hidden, -torch.inf)
+        return self.masks[name]
+
+    def fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """One call of torch's attention."""
+        groups, masked = query.shape[1] // key.shape[1], mask is not None and not isinstance(mask, CausalBias)
+        if groups > 1 and not shares_key_heads(query.device, query.dtype, masked):
+            key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, dropout_p=self.dropout, scale=self.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+
+def each_prompt_once(
+    query: Tensor, key: Tensor, value: Tensor, prompts: Sequence[Sequence[int]], causal: Causal
+) -> Tensor:
+    """A call for each prompt, and one for each of its completions, whose keys are the prompt's and its own."""
+    families = [(0, own + others[0]) if len(others) == 1 else (own, *others) for own, *others in prompts]
+    sizes = [length for lengths in families for length in lengths if length]
+    pieces = zip(*(tokens_split(one, sizes) for one in (query, key, value)), strict=True)
+    found = []
+    for own, *others in families:
+        keys: tuple[Tensor, ...] = ()
+        values: tuple[Tensor, ...] = ()
+        if own:
+            asked, key, value = next(pieces)
+            ranges = [(0, own), *[(max(0, own - causal.reach), own)] * len(others)]
+            (key, *keys), (value, *values) = parts(key, ranges), parts(value, ranges)
+            found.append(causal(asked, key, value))
+        for number in range(len(others)):
+            asked, key, value = next(pieces)
+            if own:
+                key, value = tokens_cat([keys[number], key]), tokens_cat([values[number], value])
+            found.append(causal(asked, key, value))
+    return tokens_cat(found).transpose(1, 2)
+
+
+def tokens_split(heads: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
+    """Parts of (S, H, T, K) along T; their gradients are put together as tokens lie, (S, T, H, K)."""
+    pieces = heads.transpose(1, 2).split(sizes if isinstance(sizes, int) else list(sizes), 1)
+    return [one.transpose(1, 2) for one in pieces]
+
+
+def tokens_cat(heads: Sequence[Tensor]) -> Tensor:
+    """(S, H, T, K) from its parts along T, in memory as tokens lie, (S, T, H, K)."""
+    return heads[0] if len(heads) == 1 else torch.cat([one.transpose(1, 2) for one in heads], 1).transpose(1, 2)
+
+
+class PartsFunction(torch.autograd.Function):
+    """Ranges of (S, H, T, K) along T, which may overlap: views, whose gradients are added up in float32 in order."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        ctx.ranges, ctx.shape = ranges, whole.shape
+        ctx.set_materialize_grads(False)
+        return tuple(whole[:, :, start:end] for start, end in ranges)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        given = [(grad, part) for grad, part in zip(grads, ctx.ranges, strict=True) if grad is not None]
+        if not given:
+            return None, None
+        rows, heads, tokens, size = ctx.shape
+        dtype = given[0][0].dtype
+        total = given[0][0].new_zeros(rows, tokens, heads, size, dtype=torch.promote_types(dtype, torch.float32))
+        for grad, (start, end) in given:
+            total[:, start:end] += grad.transpose(1, 2)
+        return total.transpose(1, 2).to(dtype), None
+
+
+def parts(whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """Views (S, H, end - start, K) of (S, H, T, K), one for each range."""
+    if ranges == [(0, whole.shape[2])]:
+        return (whole,)
+    found: tuple[Tensor, ...] = PartsFunction.apply(whole, ranges)
+    return found
+
+
+def lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
+    """The mask of the last Q of L tokens: on a card none in memory, its fused forms know it; on the CPU (Q, L)."""
+    if like.device.type == "cuda":
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
+
+
+def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """(Q, L) bool, what each of the last Q of L tokens sees: at most `window` tokens back, oneself included."""
+    seen = torch.arange(keys, device=device, dtype=torch.int32)
+    behind = seen[keys - queries :, None]
+    return (seen <= behind) & (seen > behind - window)
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of mixed precision where that is on, as torch's attention would make them."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(one.to(torch.get_autocast_dtype(kind)) for one in tensors)
+
+
+def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
+    """Whether a fused form of torch's attention takes fewer key heads than query heads. The flash form does; on a card
+    it needs sm_80, 16 bits and no mask. The other fused form does not: torch would make the (T, T) scores instead."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0) and dtype != torch.float32 and not masked

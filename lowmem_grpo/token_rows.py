@@ -1,0 +1,78 @@
+"""How attention takes the sequences of a micro-batch, decided from their lengths alone, and what it holds for that.
+
+    side by side   all sequences in one call, (S, W): each with a copy of its prompt, and as wide as the longest
+    prompts once   a call for each prompt and one for each of its completions, whose keys are the prompt's and its own:
+                   P^2 instead of G P^2 pairs of a query and a key, and no padding, but more launches
+
+`prompts` are those of a micro-batch: for each the places of its own, P - 1, and those of each of its completions.
+A sliding window takes blocks of queries, each against the keys before it that are within its reach.
+"""
+
+from collections.abc import Sequence
+
+Prompts = Sequence[Sequence[int]]
+PAIRS_A_CALL = 2**20  # of a query and a key, whose work takes a card longer than the launches of one more call
+KEY_SHARE = 1 / 2  # of a row, at most: keys and values only, and as many heads of them as of queries
+BLOCK = 1024  # queries that meet a window's mask at a time
+ALIGNED = 16  # numbers: rows of masks begin at multiples, as fused attention wants them
+
+
+def prompts_once(prompts: Prompts) -> bool:
+    """Whether prompts are computed once, because the pairs that this saves are worth its calls."""
+    return pairs_side_by_side(prompts) - pairs_once(prompts) > PAIRS_A_CALL * (calls_once(prompts) - 1)
+
+
+def token_rows(prompts: Prompts) -> int:
+    """Rows (queries, keys, values and outputs of a token) that attention holds beside the packed ones.
+
+    Where prompts are computed once, keys and values only are copied, and count as a part of a row.
+    """
+    if count_sequences(prompts) == 1:
+        return 0
+    if not prompts_once(prompts):
+        return count_sequences(prompts) * widest(prompts)
+    copied = sum(own + length for own, *others in prompts if own and len(others) > 1 for length in others)
+    return sum(map(sum, prompts)) + int(KEY_SHARE * copied)
+
+
+def count_sequences(prompts: Prompts) -> int:
+    """S."""
+    return sum(len(others) for _, *others in prompts)
+
+
+def widest(prompts: Prompts) -> int:
+    """W, places of the longest sequence."""
+    return max(own + max(others) for own, *others in prompts)
+
+
+def pairs_side_by_side(prompts: Prompts) -> int:
+    """Pairs of a query and a key, all sequences as wide as the longest."""
+    return count_sequences(prompts) * widest(prompts) ** 2 // 2
+
+
+def pairs_once(prompts: Prompts) -> int:
+    """Pairs of a query and a key, each prompt computed once."""
+    return sum(own**2 // 2 + sum(length * (own + length // 2) for length in others) for own, *others in prompts)
+
+
+def calls_once(prompts: Prompts) -> int:
+    """Calls of attention where prompts are computed once; a completion without others goes with its prompt."""
+    return sum(len(others) + (own > 0 and len(others) > 1) for own, *others in prompts)
+
+
+def window_block(width: int) -> int:
+    """Queries of a block where the longest sequence has `width` tokens."""
+    return min(BLOCK, width)
+
+
+def window_reach(window: int, width: int) -> int:
+    """Keys before a block that it is shown: those of its window, and a few more, which the mask hides."""
+    return -(-min(window - 1, width) // ALIGNED) * ALIGNED
+
+
+def mask_numbers(window: int | None, width: int) -> int:
+    """Numbers of the one mask that all blocks and layers with a window share; 0 where there is no window."""
+    if window is None or window >= width:
+        return 0
+    block = window_block(width)
+    return block * -(-(window_reach(window, width) + block) // ALIGNED) * ALIGNED

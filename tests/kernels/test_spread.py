@@ -1,0 +1,247 @@
+"""Packed tokens side by side and back: sums over copies against float64 truth, in one order, in one launch."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_as_accurate, interpreted
+from card import gpu
+from live_storage import LiveStorage
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowmem_grpo.batching import collate
+from lowmem_grpo.kernels.spread import gather, gather_ref, spread, spread_ref
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+
+module = importlib.import_module("lowmem_grpo.kernels.spread")
+ROUNDING = {torch.float32: 2e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of a sum, once, when stored
+HEADS = [(4, 2, 2), (3, 1, 1), (1, 1, 1), (5,), (4, 2)]
+SIZES = [16, 7, 80]  # of a head
+PACKS = {  # (prompt, completions) of each group
+    "one group": [(9, [5, 12, 1, 12])], "three groups": [(4, [3, 2]), (33, [40, 7, 1]), (2, [6])],
+    "no shared places": [(1, [5, 3]), (3, [4])], "many copies": [(30, [2] * 40)],
+}
+
+
+def packed_batch(name: str) -> MicroBatch:
+    pairs = []
+    for prompt, completions in PACKS[name]:
+        group = RolloutGroup({}, [1] * prompt, [])
+        pairs += [(group, Rollout([2] * length, [0.0] * length, "stop")) for length in completions]
+    return collate(pairs)
+
+
+def problem(
+    batch: MicroBatch, heads: tuple[int, ...], size: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Packed tensors (T, H, K) as attention gets them, and gradients (S, H, W, K) that end where a sequence does."""
+    generator = torch.Generator().manual_seed(len(batch.input_ids) + size)
+    count, width = len(batch.cu_seqlens) - 1, batch.max_seqlen
+    ends = torch.arange(width) < batch.cu_seqlens.diff()[:, None]
+    packed = [torch.randn(len(batch.input_ids), one, size, generator=generator) for one in heads]
+    grads = [torch.randn(count, width, one, size, generator=generator) * ends[:, :, None, None] for one in heads]
+    return ([one.to(device, dtype).requires_grad_() for one in packed],
+            [one.to(device, dtype).transpose(1, 2) for one in grads])
+
+
+def tables(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, int]:
+    return batch.sources, batch.places, batch.copies, batch.max_seqlen
+
+
+def assert_spread_accurate(batch: MicroBatch, packed: list[Tensor], grads: list[Tensor], sums: list[Tensor]) -> None:
+    """`sums` are the gradients of spreading, as near to float64 as those of torch's own operations."""
+    found = []
+    for dtype in (packed[0].dtype, torch.float64):
+        given = [one.detach().to(dtype).requires_grad_() for one in packed]
+        results = spread_ref(given, batch.sources, batch.max_seqlen)
+        found.append(torch.autograd.grad(results, given, [grad.to(dtype) for grad in grads]))
+    for number, (ours, reference, truth) in enumerate(zip(sums, *found, strict=True)):
+        assert ours.dtype == packed[0].dtype
+        assert_as_accurate(f"tensor {number}", ours, reference, truth, ROUNDING[ours.dtype])
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_copies_are_exact_and_their_gradients_add_up_as_well_as_in_float64(
+    name: str, heads: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    batch = packed_batch(name)
+    packed, grads = problem(batch, heads, 16, dtype)
+    results = spread(packed, *tables(batch))
+    for ours, reference in zip(results, spread_ref(packed, batch.sources, batch.max_seqlen), strict=True):
+        assert torch.equal(ours, reference)
+    assert_spread_accurate(batch, packed, grads, list(torch.autograd.grad(results, packed, grads)))
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("name", PACKS)
+def test_gathering_takes_each_place_once_and_its_gradient_goes_back_there(name: str, dtype: torch.dtype) -> None:
+    batch = packed_batch(name)
+    packed, (side_by_side,) = problem(batch, (3,), 16, dtype)
+    side_by_side = side_by_side.requires_grad_()
+    ours = gather(side_by_side, batch.sources, batch.places)
+    reference = gather_ref(side_by_side, batch.places)
+    assert torch.equal(ours, reference)
+    grads = [torch.autograd.grad(one, side_by_side, packed[0].detach())[0] for one in (ours, reference)]
+    assert torch.equal(*grads)
+
+
+def test_a_shared_prompts_gradient_in_bf16_is_rounded_once() -> None:
+    batch = packed_batch("many copies")
+    packed, grads = problem(batch, (2,), 16, torch.bfloat16)
+    (sums,) = torch.autograd.grad(spread(packed, *tables(batch)), packed, grads)
+    exact = torch.autograd.grad(spread_ref(packed, batch.sources, batch.max_seqlen), packed,
+                                [torch.zeros_like(grads[0])])[0].double()
+    for number, one in enumerate(grads[0].double().transpose(1, 2)):
+        exact[: 29] += one[:29]
+        own = batch.sources.view(-1, batch.max_seqlen)[number, 29:]
+        exact[own] += one[29 : 29 + len(own)]
+    assert torch.equal(sums, exact.to(torch.bfloat16))
+
+
+@interpreted
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_kernels_give_what_the_references_give(name: str, heads: tuple[int, ...], size: int) -> None:
+    batch = packed_batch(name)
+    packed, grads = problem(batch, heads, size, torch.float32)
+    given = [one.detach() for one in packed]
+    results = module.spread_triton(given, batch.sources, batch.max_seqlen)
+    for ours, reference in zip(results, spread_ref(given, batch.sources, batch.max_seqlen), strict=True):
+        assert torch.equal(ours, reference)
+    assert_spread_accurate(batch, packed, grads, module.sum_copies_triton(grads, *tables(batch)))
+    once = [run(given[0], batch.sources, batch.places, batch.max_seqlen)
+            for run in (module.spread_once_triton, module.spread_once_ref)]
+    assert torch.equal(*once)
+
+
+@interpreted
+def test_the_kernels_read_tensors_by_their_strides() -> None:
+    batch = packed_batch("three groups")
+    packed, grads = problem(batch, (4, 2, 2), 16, torch.float32)
+    given = [one.detach() for one in packed]
+    for change in (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: torch.cat((x, x), -1)[..., 16:],
+                   lambda x: torch.stack((x, x), -1)[..., 0]):
+        strided, reference = [change(one) for one in given], module.spread_triton(given, batch.sources, 72)
+        for ours, expected in zip(module.spread_triton(strided, batch.sources, 72), reference, strict=True):
+            assert torch.equal(ours, expected)
+        sums = module.sum_copies_triton(grads, *tables(batch))
+        changed = module.sum_copies_triton([change(grad) for grad in grads], *tables(batch))
+        assert all(torch.equal(ours, expected) for ours, expected in zip(changed, sums, strict=True))
+
+
+@interpreted
+def test_what_lies_right_of_a_sequences_end_gets_no_gradient_through_the_kernel() -> None:
+    batch = packed_batch("three groups")
+    _, grads = problem(batch, (2,), 16, torch.float32)
+    ends = torch.arange(batch.max_seqlen) < batch.cu_seqlens.diff()[:, None]
+    dirty = torch.where(ends[:, None, :, None], grads[0], torch.nan)
+    clean, unread = (module.sum_copies_triton([one], *tables(batch))[0] for one in (grads[0], dirty))
+    assert torch.equal(clean, unread)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.parametrize("size", [*SIZES, 128, 256])
+def test_gradients_on_a_card_are_as_accurate_and_the_same_each_time(name: str, size: int, dtype: torch.dtype) -> None:
+    batch = packed_batch(name).to("cuda")
+    packed, grads = problem(packed_batch(name), (4, 2, 2), size, dtype, "cuda")
+    runs = [torch.autograd.grad(spread(packed, *tables(batch)), packed, grads) for _ in range(3)]
+    assert_spread_accurate(batch, packed, grads, list(runs[0]))
+    assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(run, runs[0], strict=True))
+
+
+def test_gradients_are_the_derivatives() -> None:
+    batch = packed_batch("three groups")
+    packed, _ = problem(batch, (2, 1, 1), 3, torch.float32)
+    given = [one.detach().double().requires_grad_() for one in packed]
+    side_by_side = spread_ref(given, batch.sources, batch.max_seqlen)[0].detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *x: spread(x, *tables(batch)), given)
+    assert torch.autograd.gradcheck(lambda y: gather(y, batch.sources, batch.places), side_by_side)
+
+
+class Counted(TorchDispatchMode):
+    """The operations run inside, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+VIEWS = ("aten::transpose", "aten::view", "aten::detach", "aten::flatten", "aten::reshape", "aten::_unsafe_view",
+         "aten::clone")
+
+
+def test_queries_keys_and_values_go_in_one_launch_each_way() -> None:
+    batch = packed_batch("one group")
+    packed, grads = problem(batch, (4, 2, 2), 16, torch.float32)
+    with Counted() as counted:
+        results = spread(packed, *tables(batch))
+        torch.autograd.grad(results, packed, grads)
+    assert [name for name in counted.names if name not in VIEWS] == ["lowmem_grpo::spread", "lowmem_grpo::sum_copies"]
+
+
+def test_gathering_takes_one_launch_each_way() -> None:
+    batch = packed_batch("one group")
+    packed, (side_by_side,) = problem(batch, (3,), 16, torch.float32)
+    side_by_side = side_by_side.requires_grad_()
+    with Counted() as counted:
+        torch.autograd.grad(gather(side_by_side, batch.sources, batch.places), side_by_side, packed[0])
+    launched = [name for name in counted.names if name not in VIEWS]
+    assert launched == ["aten::index_select", "lowmem_grpo::spread_once"]
+
+
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_gradients_of_some_of_the_tensors_are_enough(used: int) -> None:
+    batch = packed_batch("three groups")
+    packed, grads = problem(batch, (4, 2, 2), 16, torch.float32)
+    ours, reference = (
+        torch.autograd.grad(results[used], packed, grads[used], allow_unused=True)
+        for results in (spread(packed, *tables(batch)), spread_ref(packed, batch.sources, batch.max_seqlen))
+    )
+    for one, other in zip(ours, reference, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other)
+
+
+def test_fake_tensors_pass_through_and_nothing_but_the_tables_is_kept() -> None:
+    batch = packed_batch("one group")
+    with FakeTensorMode() as mode:
+        tensors = [mode.from_tensor(one) for one in tables(batch)[:3]]
+        packed = [torch.empty(len(batch.input_ids), heads, 128, dtype=torch.bfloat16, requires_grad=True)
+                  for heads in (32, 8, 8)]
+        with LiveStorage() as storage:
+            results = spread(packed, *tensors, batch.max_seqlen)
+        assert storage.peak == sum(one.nbytes for one in results)
+        sums = torch.autograd.grad(results, packed, results)
+        back = gather(results[0], *tensors[:2])
+    assert [one.shape for one in sums] == [one.shape for one in packed]
+    assert results[0].shape == (4, 32, batch.max_seqlen, 128) and back.shape == packed[0].shape
+
+
+def test_ops_are_registered_right() -> None:
+    batch = packed_batch("three groups")
+    packed, grads = problem(batch, (2, 1, 1), 16, torch.bfloat16)
+    given = [one.detach() for one in packed]
+    torch.library.opcheck(module.spread_op, (given, batch.sources, batch.max_seqlen))
+    torch.library.opcheck(module.spread_once, (given[0], batch.sources, batch.places, batch.max_seqlen))
+    torch.library.opcheck(module.sum_copies, (grads, *tables(batch)))
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    batch = packed_batch("one group")
+    packed, _ = problem(batch, (2,), 4, torch.float32)
+    (first,) = torch.autograd.grad(spread(packed, *tables(batch))[0].square().sum(), packed[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
