@@ -3,8 +3,8 @@
     python bench/calibrate_time.py
 
 prints what `CALIBRATION` in lowmem_grpo/time_costs.py is to hold. Rows of results/loop.jsonl count that a card made
-whose data sheet is known and that have planned seconds; there is none yet. A row that was planned with factors that
-are not 1 has to be divided by them first: they are in the row.
+whose data sheet is known and that have planned seconds; there is none yet. A row's planned seconds are those before
+calibration, so that no factor is counted twice.
 """
 
 import json
@@ -34,8 +34,7 @@ def factors(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
             continue
         for phase, parts in PHASES.items():
             measured = sum(row["phases"].get(part, 0.0) for part in parts)
-            used = row.get("calibration", {}).get(phase, 1.0)
-            ratios[card][phase].append(measured / planned[phase] * used)
+            ratios[card][phase].append(measured / planned[phase])
     return {card: {phase: round(median(values), 2) for phase, values in phases.items()}
             for card, phases in ratios.items()}
 

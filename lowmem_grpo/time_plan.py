@@ -69,7 +69,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs 
     if not plan.fits:
         return TimePlan(work, card, why=f"the plan does not fit {plan.device.name}")
     sampling = sampling_of(plan, shape, SPEEDS[card], costs, work)
-    training = Training(shape, plan.settings, SPEEDS[card], costs)
+    training = Training(shape, plan.settings, SPEEDS[card], costs, micro_batches(plan, work, costs))
     forward, backward = training.forward(work), training.backward(work)
     seconds = {
         "prefill": sampling.prefill(work, plan.settings.load_in_4bit), "decode": sampling.decode(work),
@@ -81,7 +81,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs 
         "engine": ENGINE_SECONDS,
     }
     return TimePlan(
-        work, card, calibrated(seconds, card), None, training.micro_batches(work),
+        work, card, calibrated(seconds, card), None, training.micro_batches,
         min(sampling.together, work.sequences), sampling.steps(work), 4 if sampling.four_bit else 16,
         {"forward": forward.bound, "backward": backward.bound},
     )
@@ -89,8 +89,8 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs 
 
 def unknown(name: str) -> str:
     """Why nothing is estimated for a device without a data sheet, and what to do."""
-    return (f"no data sheet is known of {name!r}, so no speed; name a card to see a step's time: --gpu "
-            f"{', '.join(SPEEDS)}")
+    return (f"no data sheet is known of {name!r}, so no speed; name a card, such as t4, rtx4090 or h200 "
+            f"({len(SPEEDS)} are known, in lowmem_grpo/card_speeds.py)")
 
 
 def calibrated(seconds: dict[str, float], card: str) -> dict[str, float]:
@@ -100,19 +100,19 @@ def calibrated(seconds: dict[str, float], card: str) -> dict[str, float]:
             for part, value in seconds.items()}
 
 
-# What follows reads the memory plan: how it is sampled under it.
+# What follows reads the memory plan: how a step is sampled and cut under it.
 
 
 def sampling_of(plan: MemoryPlan, shape: ModelShape, speed: CardSpeed, costs: Costs, work: Workload) -> Sampling:
     """How a step is sampled under a plan."""
     settings = plan.settings
-    four_bit = settings.load_in_4bit and not samples_in_16_bit(plan, shape)
+    four_bit = settings.load_in_4bit and not samples_in_16_bit(plan)
     return Sampling(shape, settings.lora_rank, speed, costs, settings.engine, four_bit, together(plan, shape, work))
 
 
-def samples_in_16_bit(plan: MemoryPlan, shape: ModelShape) -> bool:
-    """Whether 4-bit weights are dequantized once for a whole sampling phase. No plan does so today."""
-    return False
+def samples_in_16_bit(plan: MemoryPlan) -> bool:
+    """Whether 4-bit weights are dequantized once for a whole sampling phase."""
+    return getattr(plan.settings, "sampling_weights", None) == "16bit"
 
 
 def together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
@@ -120,3 +120,16 @@ def together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
     longest = shape.kv_bytes(round(work.prompt_length) + work.longest)
     room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
     return max(1, plan.concurrent_sequences, min(MAX_TOGETHER, room // longest))
+
+
+def micro_batches(plan: MemoryPlan, work: Workload, costs: Costs) -> int:
+    """How many micro-batches hold a step: whole sequences, a prompt once for those of its group beside each other."""
+    limit, most = plan.settings.max_tokens or float("inf"), costs.sequences_per_micro_batch or float("inf")
+    count, taken, held, prompt = 1, 0.0, 0, work.prompt_length - 1
+    for _ in range(work.prompts):
+        taken += prompt
+        for length in work.lengths():
+            if held and (taken + length > limit or held == most):
+                count, taken, held = count + 1, prompt, 0
+            taken, held = taken + length, held + 1
+    return count

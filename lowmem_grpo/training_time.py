@@ -57,16 +57,11 @@ class Training:
     settings: RunSettings
     speed: CardSpeed
     costs: Costs
-
-    def micro_batches(self, work: Workload) -> int:
-        """How many hold all places, where each is filled up to the plan's bound."""
-        found = ceil(work.places / self.settings.max_tokens) if self.settings.max_tokens else 1
-        most = self.costs.sequences_per_micro_batch
-        return min(work.sequences, max(found, ceil(work.sequences / most) if most else 1))
+    micro_batches: int  # of a pass over all completions; taken to be of one size
 
     def forward(self, work: Workload) -> Pass:
         """All micro-batches of one pass."""
-        count = self.micro_batches(work)
+        count = self.micro_batches
         device = self.products(self.weights() + self.lora(), work)
         device += work.places * self.elementwise() / self.speed.memory
         device += self.attention(work) + count * self.dequantize(self.reads_forward(work.places / count))
@@ -76,7 +71,7 @@ class Training:
 
     def backward(self, work: Workload) -> Pass:
         """All micro-batches of one pass, what is recomputed included."""
-        count, again = self.micro_batches(work), bool(self.settings.checkpointing)
+        count, again = self.micro_batches, bool(self.settings.checkpointing)
         device = self.products(self.weights() + 2 * self.lora(), work)
         device += self.products(self.weights(self.recomputed()) + self.lora(), work) if again else 0.0
         device += work.places * (BACKWARD_ELEMENTWISE + again) * self.elementwise() / self.speed.memory
@@ -110,7 +105,7 @@ class Training:
 
     def products(self, numbers: int, work: Workload) -> float:
         """Seconds of every micro-batch's tokens times so many weights."""
-        count = self.micro_batches(work)
+        count = self.micro_batches
         return count * product_seconds(numbers, work.places / count, self.speed)
 
     def attention(self, work: Workload) -> float:

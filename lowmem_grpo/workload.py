@@ -63,6 +63,14 @@ class Workload:
         """Tokens of all micro-batches: each prompt once, up to its last token, and each completion."""
         return self.prompts * (self.prompt_length - 1) + self.trained
 
+    def lengths(self) -> list[float]:
+        """Of the completions of one prompt, longest first: quantiles of the law that `squared_length` names."""
+        shorter = self.longest - self.completion_length
+        if not shorter:
+            return [float(self.longest)] * self.generations
+        shares = [(number + 0.5) / self.generations for number in range(self.generations)]
+        return [self.longest * (1 - share ** (self.completion_length / shorter)) for share in shares]
+
     @property
     def squared_length(self) -> float:
         """The mean of (prompt + completion)^2, which attention costs.

@@ -16,7 +16,7 @@ from lowmem_grpo.model_shape import ModelShape, named_config
 from lowmem_grpo.planner import plan
 from lowmem_grpo.sampling_time import Sampling, dequantize_seconds, product_seconds
 from lowmem_grpo.time_costs import CALIBRATION, COSTS, Costs, calibration
-from lowmem_grpo.time_plan import TimePlan, plan_time, sampling_of
+from lowmem_grpo.time_plan import TimePlan, micro_batches, plan_time, sampling_of
 from lowmem_grpo.training_time import Training
 from lowmem_grpo.workload import Workload
 
@@ -135,21 +135,21 @@ def test_a_pass_that_waits_for_launches_takes_what_the_host_takes() -> None:
 
 def test_tiles_dequantize_the_mlp_again_and_recomputation_costs_a_forward_pass() -> None:
     settings = replace(planned(max_tokens=16384).settings, mlp_tile=512)
-    tiled = Training(SHAPE, settings, H200, COSTS)
+    tiled = Training(SHAPE, settings, H200, COSTS, 1)
     assert tiled.tiles(13_000) == 26
-    once = Training(SHAPE, replace(settings, mlp_tile=4096), H200, COSTS)
-    kept = Training(SHAPE, replace(settings, mlp_tile=0, checkpointing=False), H200, COSTS)
+    once = Training(SHAPE, replace(settings, mlp_tile=4096), H200, COSTS, 1)
+    kept = Training(SHAPE, replace(settings, mlp_tile=0, checkpointing=False), H200, COSTS, 1)
     assert tiled.forward(GSM8K).device > once.forward(GSM8K).device
     assert once.backward(GSM8K).device > 1.3 * kept.backward(GSM8K).device
     assert kept.backward(GSM8K).host < once.backward(GSM8K).host
 
 
 def test_layer_inputs_cost_only_what_the_link_takes_longer_than_the_pass() -> None:
-    training = Training(SHAPE, planned().settings, H200, COSTS)
+    training = Training(SHAPE, planned().settings, H200, COSTS, 1)
     assert training.copies(GSM8K, 1.0, 1.0) == 0.0
     link = 2 * GSM8K.places * 2048 * 36 / H200.pcie
     assert training.copies(GSM8K, 0.0, link / 2) == pytest.approx(1.5 * link)
-    on_card = Training(SHAPE, replace(planned().settings, checkpointing=True), H200, COSTS)
+    on_card = Training(SHAPE, replace(planned().settings, checkpointing=True), H200, COSTS, 1)
     assert on_card.copies(GSM8K, 0.0, 0.0) == 0.0
 
 
@@ -176,6 +176,26 @@ def test_lengths_follow_their_mean_and_their_longest() -> None:
     spread = replace(GSM8K, longest=10**9).squared_length
     assert spread == pytest.approx(100**2 + 2 * 100 * 200 + 2 * 200**2)
     assert GSM8K.places == 8 * (99 + 8 * 200)
+
+
+def test_lengths_of_a_group_have_their_mean_and_none_is_longer_than_the_longest() -> None:
+    many = replace(GSM8K, generations=1000).lengths()
+    assert sum(many) / 1000 == pytest.approx(200, rel=0.01)
+    assert many == sorted(many, reverse=True)
+    assert 500 < max(many) <= 512
+    assert replace(GSM8K, completion_length=512).lengths() == pytest.approx([512.0] * 8)
+
+
+@pytest.mark.parametrize(("tokens", "most", "expected"), [
+    (16384, None, 1), (13600, None, 1), (6800, None, 2), (5120, None, 3), (640, None, 32), (1, None, 64),
+    (None, None, 1), (None, 8, 8), (16384, 7, 10),
+])
+def test_micro_batches_hold_whole_sequences_up_to_the_bound(
+    tokens: int | None, most: int | None, expected: int
+) -> None:
+    found = replace(planned(), settings=RunSettings(640, max_tokens=tokens))
+    costs = replace(COSTS, sequences_per_micro_batch=most)
+    assert micro_batches(found, GSM8K, costs) == expected
 
 
 def test_every_card_has_a_speed() -> None:
@@ -206,7 +226,7 @@ def test_a_t4_without_bfloat16_is_estimated_at_its_rate_of_float16() -> None:
 def test_a_size_has_no_speed_and_says_how_to_name_a_card() -> None:
     found = seconds(card="16GiB")
     assert found.step_seconds is None and found.seconds == {}
-    assert found.why is not None and "'16GiB'" in found.why and "--gpu t4" in found.why
+    assert found.why is not None and "'16GiB'" in found.why and "name a card, such as t4" in found.why
 
 
 def test_a_plan_that_does_not_fit_has_no_time() -> None:
