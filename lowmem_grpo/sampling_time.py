@@ -17,12 +17,12 @@ from math import ceil
 
 from lowmem_grpo.card_speeds import CardSpeed
 from lowmem_grpo.model_shape import Linear, ModelShape
+from lowmem_grpo.plan_rows import PREFILL
 from lowmem_grpo.time_costs import (
     DECODE_INSTRUCTIONS,
     DECODE_INSTRUCTIONS_BEFORE,
     DECODE_SHARE,
     EAGER_LAYER_US,
-    MAX_PASS,
     SAMPLER_LAUNCHES,
     SAMPLER_PASSES,
     Costs,
@@ -78,9 +78,8 @@ class Sampling:
         instructions = decode_instructions(rows, self.speed)
         if instructions is None:
             return plain + dequantize_seconds(one, self.speed)
-        block = 64 if one.rows >= WIDE and rows <= 32 else 32
         bound = max(
-            one.nf4_bytes / self.speed.memory, 2 * rows * one.weights / block / self.speed.l2,
+            one.nf4_bytes / self.speed.memory, 2 * rows * one.weights / block_outputs(one.rows, rows) / self.speed.l2,
             instructions * one.weights / self.speed.lanes,
         )
         return bound / DECODE_SHARE
@@ -96,7 +95,7 @@ class Sampling:
         """Seconds of reading each prompt once. `quantized` weights are dequantized: for each pass, or once where token
         steps multiply with 16 bits."""
         shape, speed, tokens = self.shape, self.speed, work.prompts * work.prompt_length
-        passes = ceil(tokens / MAX_PASS)
+        passes = ceil(tokens / PREFILL)
         weights = sum(one.weights for one in shape.linears())
         layer = product_seconds(weights, tokens / passes, speed)
         device = passes * layer + 2 * shape.queries * work.prompts * work.prompt_length**2 / speed.attention
@@ -114,6 +113,11 @@ def product_seconds(weights: float, rows: float, speed: CardSpeed) -> float:
 def dequantize_seconds(one: Linear, speed: CardSpeed) -> float:
     """Of a weight from 4 bits to 16: bytes read and written."""
     return (one.nf4_bytes + WORD * one.weights) / speed.memory
+
+
+def block_outputs(outputs: int, rows: int) -> int:
+    """Outputs of one block of the decode kernel, all of which read the same of x (`nf4_decode.decode_launch`)."""
+    return 64 if outputs >= WIDE and rows <= 32 else 32
 
 
 def decode_instructions(rows: int, speed: CardSpeed) -> float | None:

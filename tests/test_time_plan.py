@@ -11,11 +11,19 @@ import pytest
 
 from lowmem_grpo.card_speeds import SPEEDS, card_of
 from lowmem_grpo.cards import CARDS, device
+from lowmem_grpo.kernels.nf4_decode import decode_launch, max_rows
 from lowmem_grpo.memory_plan import MemoryPlan, RunSettings
 from lowmem_grpo.model_shape import ModelShape, named_config
 from lowmem_grpo.planner import plan
-from lowmem_grpo.sampling_time import Sampling, dequantize_seconds, product_seconds
-from lowmem_grpo.time_costs import CALIBRATION, COSTS, Costs, calibration
+from lowmem_grpo.sampling_time import Sampling, block_outputs, dequantize_seconds, product_seconds
+from lowmem_grpo.time_costs import (
+    CALIBRATION,
+    COSTS,
+    DECODE_INSTRUCTIONS,
+    DECODE_INSTRUCTIONS_BEFORE,
+    Costs,
+    calibration,
+)
 from lowmem_grpo.time_plan import TimePlan, micro_batches, plan_time, sampling_of
 from lowmem_grpo.training_time import Training
 from lowmem_grpo.workload import Workload
@@ -90,6 +98,24 @@ def test_the_4_bit_kernel_takes_what_its_instructions_and_cache_reads_take() -> 
     decode = {rows: Sampling(llama, 32, H200, COSTS, "vllm", True, rows).product(down, rows) for rows in (8, 64)}
     assert decode[8] == pytest.approx(10e-6 / 0.82, rel=0.1)  # 10 us of instructions
     assert decode[64] == pytest.approx(43e-6 / 0.82, rel=0.1)  # 235 MB through the L2 cache
+
+
+def test_the_4_bit_kernel_is_planned_as_it_is_launched() -> None:
+    for capability, table in ((90, DECODE_INSTRUCTIONS), (75, DECODE_INSTRUCTIONS_BEFORE)):
+        assert max(table) == max_rows(capability)
+    for rows in (1, 8, 16, 17, 32, 33, 64):
+        for outputs in (4096, 8191, 8192, 28672):
+            assert block_outputs(outputs, rows) == decode_launch(rows, outputs, 90).constexprs["BLOCK_N"]
+
+
+def test_the_plan_counts_no_fewer_launches_than_the_code_makes() -> None:
+    script = BENCH / "launches.py"
+    if not script.is_file():
+        pytest.skip("bench/launches.py counts the launches, and is not there")
+    done = subprocess.run([sys.executable, script, "--json"], capture_output=True, text=True, timeout=300, check=True)
+    counted = json.loads(done.stdout)
+    for name in ("launches_forward", "launches_backward", "launches_decode"):
+        assert counted[name] <= getattr(COSTS, name), f"raise {name} in lowmem_grpo/time_costs.py"
 
 
 def test_16_bit_weights_are_faster_than_4_bits_at_many_rows_and_slower_at_one() -> None:
