@@ -10,11 +10,13 @@ import pytest
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.cards import device
+from lowmem_grpo.charts import figures
 from lowmem_grpo.memory_plan import RunSettings
 from lowmem_grpo.model_shape import ModelShape, named_config
 from lowmem_grpo.planned import plan_run, settings_of
 from lowmem_grpo.planned_time import PlannedTime, workload_of
 from lowmem_grpo.planner import plan
+from lowmem_grpo.preflight import before_training
 from lowmem_grpo.preflight.how_long import how_long
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.time_plan import plan_time
@@ -117,13 +119,17 @@ def test_a_run_on_a_known_card_logs_planned_beside_measured_seconds(trainer: Any
         assert line["step_time"] > 0
 
 
+def test_the_report_draws_measured_beside_estimated_seconds() -> None:
+    rows = [{"step": step, "step_time": 2.5, "time/planned_step_s": 2.3} for step in (1, 2)]
+    (chart,) = [chart for chart in figures(rows) if chart["title"] == "Seconds of a step"]
+    assert {trace["name"]: trace["y"] for trace in chart["traces"]} == {"measured": [2.5, 2.5], "estimated": [2.3, 2.3]}
+
+
 def test_preflight_says_how_long_a_run_should_take_and_that_it_is_an_estimate(trainer: Any) -> None:
     said: list[str] = []
     on_card(trainer, "Tesla T4")
     trainer.view = SimpleNamespace(say=said.append)
     trainer.args.preflight = True
-    from lowmem_grpo.preflight import before_training
-
     before_training(trainer)
     (line,) = [text for text in said if "estimated" in text]
     assert line.startswith("estimated, not measured: ")
