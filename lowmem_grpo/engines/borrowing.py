@@ -1,5 +1,6 @@
 """What one engine borrows of the trainer's model, from its start to its end."""
 
+import logging
 from collections.abc import Hashable
 from typing import Any
 
@@ -9,20 +10,27 @@ from torch import Tensor, nn
 from lowmem_grpo.engines import adapters
 from lowmem_grpo.engines.adapters import AdapterCopy, Loras, lora_of
 from lowmem_grpo.engines.borrowed import ADVICE, OTHER_ENGINE, BorrowedLinear, BorrowError, same_tensors
+from lowmem_grpo.engines.sampling_weights import Room, SamplingWeights
 from lowmem_grpo.kernels.lora import LoRA
+from lowmem_grpo.out_of_memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 
 class Borrowing:
     """The trainer's frozen tensors under the engine's names, and a copy of the adapter that is sampled with.
 
     base: the trainer's transformers model, with peft's layers in place. adapter: the name of the one to sample with;
-    None takes the active one. copy: the slots to sample from, if they shall outlive this; None makes one slot.
+    None takes the active one. copy: the slots to sample from, if they shall outlive this; None makes one slot. room:
+    where 4-bit weights lie dequantized while the engine samples; None computes with the 4-bit ones.
     """
 
     def __init__(
-        self, base: Any, device: torch.device, adapter: str | None = None, copy: AdapterCopy | None = None
+        self, base: Any, device: torch.device, adapter: str | None = None, copy: AdapterCopy | None = None,
+        room: Room | None = None,
     ) -> None:
-        self.base = base
+        self.base, self.device, self.room = base, device, room
+        self.wide: SamplingWeights | None = None
         self.dtype = base.get_input_embeddings().weight.dtype  # that the engine computes in
         self.adapter = adapter or active_adapter(base)
         self.copy = copy or AdapterCopy(loras_of(base, self.adapter), self.dtype, device)
@@ -77,6 +85,20 @@ class Borrowing:
             raise BorrowError(f"{type(self.base).__name__} has weights that the engine's model has no place for: "
                               f"{left[:5]}. {OTHER_ENGINE}")
 
+    def widen(self) -> None:
+        """Dequantize 4-bit weights once for all layers, which are known now, where there is room for that."""
+        if self.room is not None:
+            products = [product for linear in self.linears.values() for product in linear.products]
+            self.wide = SamplingWeights(products, self.dtype, self.device, self.room)
+            try:
+                self.wide.fill()
+            except (RuntimeError, MemoryError, BorrowError) as error:
+                if not (isinstance(error, BorrowError) or is_out_of_memory(error)):
+                    raise
+                self.drop_weights()
+                self.wide = None
+                logger.warning("sampling with 4-bit weights: there is no room to dequantize them (%s)", error)
+
     # While it lives.
 
     def check(self) -> None:
@@ -99,6 +121,16 @@ class Borrowing:
             adapters.check_same(self.copy.sampled, live, str(self.adapter))
             self.copy.publish(live, version)
 
+    def fill_weights(self) -> None:
+        """Dequantize what sleeping threw away."""
+        if self.wide is not None:
+            self.wide.fill()
+
+    def drop_weights(self) -> None:
+        """Let go of dequantized weights, before training or sleep."""
+        if self.wide is not None:
+            self.wide.drop()
+
     def loras(self, name: str | None) -> Loras:
         """The trainer's own LoRAs of that name."""
         return {prefix: [lora_of(path, module, name) for path, module in linear.modules.items()]
@@ -120,7 +152,9 @@ class Borrowing:
         return {path: module for linear in self.linears.values() for path, module in linear.modules.items()}
 
     def close(self) -> None:
-        """Let go of the trainer's tensors."""
+        """Let go of the trainer's tensors, and of the room for dequantized ones."""
+        self.drop_weights()
+        self.wide = self.room = None
         for linear in self.linears.values():
             linear.close()
         self.linears.clear()
