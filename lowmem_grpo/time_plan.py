@@ -112,7 +112,7 @@ def sampling_of(plan: MemoryPlan, shape: ModelShape, speed: CardSpeed, costs: Co
 
 def samples_in_16_bit(plan: MemoryPlan) -> bool:
     """Whether 4-bit weights are dequantized once for a whole sampling phase."""
-    return getattr(plan.settings, "sampling_weights", None) == "16bit"
+    return plan.settings.sampling_weights == "16bit"
 
 
 def together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
