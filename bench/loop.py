@@ -103,6 +103,9 @@ def medians(steps: list[dict[str, dict[str, float]]], measure: str, combine: Cal
     return {name: combine(step[measure].get(name, 0) for step in steps) for name in names}
 
 
+KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # of what a provider gives, as it is
+
+
 def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
     """What is recorded of one provider: seconds, shares, tokens a second, peaks; or why it is missing."""
     row = {"provider": provider, **common, "versions": common["versions"] | found.get("versions", {})}
@@ -119,7 +122,7 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
         "shares": {name: round(value / sum(phases.values()), 4) for name, value in phases.items()},
         "warm_up": found["warm_up"], "tokens": median(found["tokens"]), **speeds(found, common, phases, median(whole)),
         **{name: value for name, value in peaks.items() if value},
-        **{name: found[name] for name in ("planned", "offload_bytes", "trained", "config") if name in found},
+        **{name: found[name] for name in KEPT if name in found},
     }
 
 

@@ -61,6 +61,8 @@ METRICS = {
     "data/pool_easy, data/pool_hard, data/pool_learning": "difficulty pools: rows in each",
     "data/skipped_rows": "rows of the dataset that could not be used, so far",
     "time/generate, time/reward, time/train, time/idle, step_time": "shares of the step's seconds",
+    "time/planned_generate_s, time/planned_train_s, time/planned_step_s":
+        "on a card whose data sheet is known: seconds that a step of these lengths should take, estimated",
     "time/reward_hidden": "seconds of rewards while other groups still decoded, side by side counted once, as a share",
     "memory/peak_bytes, memory/reserved_bytes, memory/kv_bytes": "peak so far; the key-value cache",
     "memory/generate_bytes, memory/train_bytes, memory/planned_generate_bytes, memory/planned_train_bytes":

@@ -37,6 +37,10 @@ four groups and more, a function that paid all completions alike, or exactly wha
 as for a format that all keep, is fine beside a function that tells completions apart. It reads the step's own rewards
 and costs nothing.
 
+On a card whose data sheet is known (`card_speeds.py`), one line before the first step says how long a step and the run
+should take. It is estimated and says so: prompts have the length of the rows looked at, completions are taken to have
+40% of `max_completion_length`. On the CPU nothing is estimated.
+
 After the second, one line says how long a step takes (the first one warms up, and does not count), what share of it
 went into sampling, rewards and training, how long the run will take, and when the next checkpoint is due.
 `expected_seconds` in summary.json is the whole run's, beside which `train_seconds` stands at the end."""

@@ -40,6 +40,8 @@ CHARTS = (
     Chart("Where the time goes", "share of each step",
           {"time/generate": "generate", "time/reward": "reward", "time/train": "train", "time/idle": "idle"},
           format=".0%", stacked=True),
+    Chart("Seconds of a step", "beside the estimate from the card's data sheet, where there is one",
+          {"step_time": "measured", "time/planned_step_s": "estimated"}, from_zero=True),
     Chart("Tokens per second", "completion tokens, while generating", {"tokens_per_second": "tokens/s"},
           from_zero=True),
     Chart("Peak memory", "GiB", {"memory/peak_bytes": "peak"}, scale=1 / GIB),

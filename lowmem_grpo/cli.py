@@ -123,30 +123,44 @@ def generate(prompt: str, model: str, adapter: Path | None, as_json: bool, load_
 @click.option("--max-tokens", type=int, help="Of a training micro-batch; chosen where left out.")
 @click.option("--mlp-tile", type=int, help="Tokens that an MLP takes at a time; chosen where left out.")
 @click.option("--optim", help="As in GRPOConfig; chosen where left out.")
+@click.option("--prompts", type=int, help="Prompts of a step.  [default: 8]")
+@click.option("--prompt-length", type=int, help="Tokens of a prompt, on average.  [default: a fifth of the context]")
+@click.option("--completion-length", type=int, help="Tokens of a completion, on average.  [default: 40% of the most]")
+@click.option("--max-completion-length", type=int, help="Tokens of the longest.  [default: what prompts leave]")
 @click.option("--max-context", is_flag=True, help="Find the longest context that fits.")
 @click.option("--json", "as_json", is_flag=True, help="The plan as JSON, in bytes.")
 def plan(
     model: str, gpu: str, gpu_memory_utilization: float | None, checkpointing: str, max_context: bool, as_json: bool,
+    prompts: int | None, prompt_length: int | None, completion_length: int | None, max_completion_length: int | None,
     **settings: Any,
 ) -> None:
-    """Say what a run will hold in memory, and choose settings that fit: no card and no weights are needed."""
+    """Say what a run will hold in memory, choose settings that fit, and estimate what a step takes.
+
+    No card and no weights are needed. Prompts and lengths decide the estimate of time; they change no byte.
+    """
     with plain_errors():
         from lowmem_grpo import planner
         from lowmem_grpo.cards import device
         from lowmem_grpo.memory_plan import RunSettings
+        from lowmem_grpo.model_shape import ModelShape
+        from lowmem_grpo.time_plan import plan_time
+        from lowmem_grpo.workload import Workload
 
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         modes: dict[str, bool | str] = {"true": True, "false": False}
         asked = RunSettings(checkpointing=modes.get(checkpointing, checkpointing), **settings)
         longest = planner.max_context(config, asked, card) if max_context else None
         found = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
+        work = Workload.within(found.settings.context, prompts, found.settings.num_generations, prompt_length,
+                               completion_length, max_completion_length)
+        time = plan_time(found, ModelShape.of(config), work)
         if as_json:
             extra = {"max_context": longest} if max_context else {}
-            click.echo(json.dumps(found.to_dict() | extra, indent=2))
+            click.echo(json.dumps(found.to_dict() | {"time": time.to_dict()} | extra, indent=2))
         else:
             from lowmem_grpo.plan_table import show
 
-            show(found, longest)
+            show(found, longest, time=time)
     if not found.fits:
         raise SystemExit(1)
 

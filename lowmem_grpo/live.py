@@ -101,7 +101,8 @@ class LiveView:
             if key in self.history:
                 table.add_row(Text(label), Text(shown(key, self.history[key][-1])), Text(sparkline(self.history[key])))
         now = {key: values[-1] for key, values in self.history.items()}
-        for label, value in (("time", shares(now)), ("groups with signal", signal_share(now))):
+        rest = (("time", shares(now)), ("step", beside_plan(now)), ("groups with signal", signal_share(now)))
+        for label, value in rest:
             if value:
                 table.add_row(Text(label), Text(""), Text(value))
         return table
@@ -122,7 +123,7 @@ class LiveView:
         names += [("eval_reward", "eval_reward"), ("completions/mean_length", "length"), ("entropy", "entropy")]
         names += [("kl", "kl"), ("tokens_per_second", "tokens/s"), ("memory/peak_bytes", "memory")]
         parts += [f"{name} {shown(key, logs[key])}" for key, name in names if key in logs]
-        rest = (("time:", shares(logs)), ("groups with signal", signal_share(logs)))
+        rest = (("time:", shares(logs)), ("step", beside_plan(logs)), ("groups with signal", signal_share(logs)))
         parts += [f"{label} {value}" for label, value in rest if value]
         return "  ".join([*parts, f"left {self.time_left()}"])
 
@@ -153,6 +154,13 @@ def shown(key: str, value: float) -> str:
 def shares(logs: dict[str, float]) -> str:
     """Where the step's time went, empty where it was not measured."""
     return " ".join(f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs)
+
+
+def beside_plan(logs: dict[str, float]) -> str:
+    """Measured seconds of a step beside the estimated ones, empty where there are none."""
+    if "step_time" not in logs or "time/planned_step_s" not in logs:
+        return ""
+    return f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
 
 
 def signal_share(logs: dict[str, float]) -> str:

@@ -12,6 +12,7 @@ OPTIMIZER_BYTES = {  # of a trained number; the states that stay on the device
 KV_CACHE = "KV cache"
 ENGINES = ("vllm", "transformers")
 CHECKPOINTING = (True, False, "offload")
+SAMPLING_WEIGHTS = ("4bit", "16bit")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class RunSettings:
     kv_bytes: int | None = None
     host_embedding: bool | None = None
     optim: str | None = None
+    sampling_weights: str | None = None  # of a 4-bit model: "16bit" dequantizes them once for each phase of sampling
 
     def __post_init__(self) -> None:
         for name in ("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes"):
@@ -45,6 +47,12 @@ class RunSettings:
         if self.host_embedding and self.engine == "vllm":
             raise ValueError("host_embedding is True and engine is 'vllm', which looks the embedding up on the card; "
                              "use engine='transformers', or leave it out")
+        if self.sampling_weights not in (*SAMPLING_WEIGHTS, None):
+            raise ValueError(f"sampling_weights is {self.sampling_weights!r}; allowed are "
+                             f"{', '.join(SAMPLING_WEIGHTS)} and None")
+        if self.sampling_weights == "16bit" and not (self.load_in_4bit and self.engine == "vllm"):
+            raise ValueError("sampling_weights is '16bit', which vLLM does with 4-bit weights; leave it out, or set "
+                             "load_in_4bit=True and engine='vllm'")
         if self.optim is not None and self.optim not in OPTIMIZER_BYTES:
             raise ValueError(f"optim is {self.optim!r}; allowed are {', '.join(OPTIMIZER_BYTES)}")
 

@@ -102,6 +102,11 @@ class ModelShape:
             yield Linear("up_proj", self.inner, self.hidden)
         yield Linear("down_proj", self.hidden, self.inner)
 
+    @property
+    def linear_weights(self) -> int:
+        """Numbers in the linear layers of all decoder layers, biases aside."""
+        return self.layers * sum(one.weights for one in self.linears())
+
     def weight_bytes(self, nf4: bool) -> int:
         """Of all layers and norms; embedding and head are apart."""
         linears = sum(one.nf4_bytes if nf4 else 2 * one.weights for one in self.linears())

@@ -42,12 +42,13 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     engine = Row("engine workspace", engine_workspace(shape, settings) + graphs, graphs, card_only=True,
                  note="prefill and sampling" + ("; CUDA graphs, which stay" if graphs else "") + " (estimated)")
     driver = driver_rows(engine.rollout, sum(row.train for row in working))
-    taken = sum(row.rollout for row in (*fixed, engine, *driver))
+    sampler = sampler_rows(shape, settings)
+    taken = sum(row.rollout for row in (*fixed, *sampler, engine, *driver))
     one = shape.kv_bytes(settings.context)
     kv_bytes = settings.kv_bytes or max(one, min(settings.num_generations * one, device.budget - taken))
     cache = Row(KV_CACHE, kv_bytes, note="16 bits; freed while training")
     concurrent = min(settings.num_generations, kv_bytes // one)
-    rows = (*fixed, cache, engine, *working, *host_rows(shape, settings), *driver)
+    rows = (*fixed, *sampler, cache, engine, *working, *host_rows(shape, settings), *driver)
     return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
 
 
@@ -67,6 +68,18 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
         Row("gradients", 0, adapters, note="of the adapters, float32"),
         Row("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
     ]
+
+
+def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
+    """What vLLM computes with beside the trainer's tensors."""
+    if settings.engine != "vllm":
+        return []
+    copied = WORD * shape.lora_weights(settings.lora_rank)
+    rows = [Row("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
+    if settings.sampling_weights == "16bit":
+        rows.append(Row("sampling weights", WORD * shape.linear_weights, card_only=True,
+                        note="weights in 16 bits while sampling; freed while training"))
+    return rows
 
 
 def step_shape(shape: ModelShape, settings: RunSettings) -> StepShape:

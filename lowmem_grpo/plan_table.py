@@ -1,25 +1,33 @@
-"""A memory plan on the terminal."""
+"""A plan on the terminal: bytes of both phases, and the seconds of a step."""
 
 from rich.console import Console
 from rich.table import Table
 
 from lowmem_grpo.cards import GIB, MIB
 from lowmem_grpo.memory_plan import Choice, MemoryPlan
+from lowmem_grpo.time_plan import TimePlan
 
 BYTES = ("kv_bytes",)  # choices whose value is one
 
 
-def show(plan: MemoryPlan, longest: int | None = None, width: int | None = None) -> None:
-    """Print rows, choices and the verdict; `longest` is the longest context that fits, where it was asked for."""
+def show(
+    plan: MemoryPlan, longest: int | None = None, width: int | None = None, time: TimePlan | None = None
+) -> None:
+    """Print rows, choices, a step's time and the verdict; `longest` is the longest context that fits, where it was
+    asked for."""
     console = Console(width=width, highlight=False)
     console.print(rows_table(plan))
     if plan.choices:
         console.print(choices_table(plan))
+    if time is not None and time.why is None:
+        console.print(time_table(time))
     if longest is not None:
         console.print(f"Longest context that fits: {longest:,} tokens" if longest else "No context fits.")
     console.print(verdict(plan))
     for line in plan.advice:
         console.print(f"  {line}")
+    if time is not None and time.why is not None:
+        console.print(f"A step's time is not estimated: {time.why}")
 
 
 def rows_table(plan: MemoryPlan) -> Table:
@@ -43,6 +51,36 @@ def choices_table(plan: MemoryPlan) -> Table:
     for choice in plan.choices:
         table.add_row(choice.name, value_of(choice), size(choice.saved), choice.why)
     return table
+
+
+def time_table(time: TimePlan) -> Table:
+    """Each part's seconds, and what they are spent on."""
+    title = "A step's time (estimated, not measured)"
+    table = Table(title=title, title_justify="left", show_footer=True)
+    table.add_column("part", footer="together")
+    table.add_column("seconds", footer=f"{time.step_seconds or 0.0:.2f}", justify="right")
+    table.add_column("what", overflow="fold", footer="from data sheet, counted FLOP, bytes and launches")
+    for part, seconds in time.seconds.items():
+        table.add_row(part, f"{seconds:.2f}", told(part, time))
+    return table
+
+
+def told(part: str, time: TimePlan) -> str:
+    """What a part of a step is."""
+    work = time.workload
+    waits = {name: f"; waits for the {bound}" if bound == "card" else "; waits for the host's launches"
+             for name, bound in time.bound.items()}
+    batches = f"{time.micro_batches:,} micro-batch" + ("es" if time.micro_batches > 1 else "")
+    return {
+        "prefill": f"{work.prompts:,} prompts of {work.prompt_length:,.0f} tokens, each read once",
+        "decode": f"{time.token_steps:,} token steps of {time.sampled_together:,} sequences, weights in "
+                  f"{time.sampling_bits} bits",
+        "forward": f"{batches}, {work.places:,.0f} tokens" + waits.get("forward", ""),
+        "backward": "the same again, and what is recomputed" + waits.get("backward", ""),
+        "optimizer": "one step on the adapters",
+        "copies": "layer inputs to the host and back, where no computation hides them",
+        "engine": "it falls asleep and wakes, quick rewards (an assumption)",
+    }[part]
 
 
 def value_of(choice: Choice) -> str:

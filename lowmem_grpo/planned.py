@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ def plan_memory(
     memory.watch(engine)
     if policy.device.type != "cuda":
         return memory, PhasePeaks(policy.device)
-    settings = settings_of(model, config, engine.name, context)
+    settings = replace(settings_of(model, config, engine.name, context),
+                       sampling_weights=getattr(engine, "sampling_weights", "4bit"))  # as it samples already
     memory.advice.plan = found = plan_run(settings, model, this_card(policy.device))
     if found is not None:
         memory.train.planned = found.settings.max_tokens

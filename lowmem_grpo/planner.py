@@ -18,6 +18,7 @@ CHUNKS = (1024, 256, 64)  # tokens whose logits may exist at a time
 MAX_PACKED = 16_384  # tokens in a micro-batch beyond which more sequences gain no speed
 CONTEXT_STEP = 128  # tokens
 FAR = 2**20  # tokens: the longest context looked for, where the config names none
+WIDE = "4-bit weights are dequantized once for each phase of sampling: there is room beside the whole cache"
 FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
 
 
@@ -51,7 +52,19 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
         saved = max((needed(now, phase) - needed(then, phase) for phase in now.short_of()), default=0)
         if saved > 0:
             now, choices = then, [*choices, Choice(name, value, saved, why)]
-    return replace(now, choices=(*merged(choices), *chosen_for_rollout(now, asked)))
+    choices = [*merged(choices), *chosen_for_rollout(now, asked)]
+    wide = widened(now, shape)
+    if wide is None or asked.sampling_weights is not None:
+        return replace(now, choices=tuple(choices))
+    return replace(wide, choices=(*choices, Choice("sampling_weights", "16bit", 0, WIDE)))
+
+
+def widened(found: MemoryPlan, shape: ModelShape) -> MemoryPlan | None:
+    """The plan with 4-bit weights dequantized while sampling, where the cache is as large beside them; else None."""
+    if not found.settings.load_in_4bit or found.settings.engine != "vllm":
+        return None
+    wide = build(shape, replace(found.settings, sampling_weights="16bit"), found.device)
+    return wide if wide.fits and wide.kv_bytes == found.kv_bytes else None
 
 
 def needed(found: MemoryPlan, phase: str) -> int:

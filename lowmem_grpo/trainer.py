@@ -29,6 +29,7 @@ from lowmem_grpo.optim import make_optimizer, make_scheduler, steps_per_rollout,
 from lowmem_grpo.out_of_memory import MemoryExhaustedError
 from lowmem_grpo.parity import ParityGate
 from lowmem_grpo.planned import plan_memory
+from lowmem_grpo.planned_time import PlannedTime
 from lowmem_grpo.policy import Policy, mixed_dtype
 from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
 from lowmem_grpo.records import RecordError, RunRecords
@@ -84,6 +85,7 @@ class GRPOTrainer:
         longest, completion = self.args.max_prompt_length, self.args.max_completion_length
         longest = longest_prompt(longest, completion, model.loaded.max_seq_length)
         self.memory, self.peaks = plan_memory(model, self.args, self.policy, first, longest + completion)
+        self.planned_time = PlannedTime(self.peaks.plan, model.config)
         self.parity = ParityGate(self.policy, self.args, self.memory.train)
         encoder = PromptEncoder(self.tokenizer, longest, self.args.chat_template_kwargs)
         pools = DifficultyPools() if self.args.difficulty_pools else None
@@ -307,12 +309,19 @@ class GRPOTrainer:
         line = {
             "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
             **metrics, **self.collector.metrics(groups, self.clock.seconds["generate"]), **timing,
+            **self.planned_seconds(before, groups),
             **peak_memory(self.policy.device), **self.peaks.metrics(), "memory/kv_bytes": self.engine.kv_bytes,
             **self.memory.metrics(), "policy_version": self.state.policy_version,
         }
         logged = self.journal.write(before, line, groups)
         if logged is not None:
             self.notify("on_log", logs=logged)
+
+    def planned_seconds(self, before: int, groups: list[RolloutGroup]) -> dict[str, float]:
+        """What the step just made should have taken by its plan, on a card."""
+        updates = self.state.global_step - before
+        fields = self.objective.needed_before(updates)
+        return self.planned_time.metrics(self.collector.sampled, groups, updates, self.args.num_iterations, fields)
 
     def evaluate(self) -> dict[str, float]:
         """Mean rewards on the evaluation dataset, sampled as in training; metrics named eval_*."""

@@ -335,6 +335,7 @@ def test_our_row_says_what_was_planned_and_that_all_completions_were_trained_on(
     row = measured["lowmem_grpo_transformers"]
     assert row["trained"] == [row["sequences"]] * 2  # the step that warms up too
     assert 0 < row["planned"]["allocated_bytes"] <= row["planned"]["train_bytes"]
+    assert row["planned_seconds"] == {}  # of the CPU there is no data sheet
     assert row["config"]["weights"] == "nf4" and row["config"]["out_of_memory"]["memory/oom_train"] == 0
     assert measured["unsloth"]["missing"] == "ModuleNotFoundError: No module named 'unsloth'"
 

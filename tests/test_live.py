@@ -50,6 +50,16 @@ def test_piped_output_has_one_plain_line_a_log_with_the_key_numbers() -> None:
     assert first.isascii() and "\x1b" not in first
 
 
+def test_a_step_stands_beside_its_estimate_where_there_is_one() -> None:
+    piped, drawn = console(terminal=False), console(terminal=True)
+    run(LiveView(piped), LOGS | {"step_time": 2.513}, LOGS | {"step_time": 2.513, "time/planned_step_s": 2.3})
+    run(LiveView(drawn), LOGS | {"step_time": 2.513, "time/planned_step_s": 2.3})
+    first, second = written(piped).splitlines()
+    assert "estimated" not in first
+    assert "step 2.51 s, estimated 2.30 s" in second
+    assert "2.51 s, estimated 2.30 s" in written(drawn)
+
+
 def test_logs_without_numbers_print_no_line() -> None:
     piped = console(terminal=False)
     run(LiveView(piped), {}, {"loss": float("nan"), "note": "text"})

@@ -67,7 +67,47 @@ def test_settings_reach_the_plan() -> None:
     assert (settings["engine"], found["device"]["budget"]) == ("transformers", 40 * GIB)
 
 
+CASE = ("--model", "qwen2.5-3b", "--gpu", "h200", "--context", 640)
+GSM8K = ("--prompts", 8, "--prompt-length", 100, "--completion-length", 200, "--max-completion-length", 512)
+
+
+def test_the_time_of_a_step_is_given_by_part_and_marked_as_estimated() -> None:
+    found = json.loads(plan(*CASE, *GSM8K, "--json").output)["time"]
+    assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+    assert {"prefill", "decode", "forward", "backward", "optimizer", "copies"} <= found["seconds"].keys()
+    assert (found["card"], found["why"], found["estimated"]) == ("h200", None, True)
+    work = found["workload"]
+    assert [work[name] for name in ("prompts", "generations", "prompt_length", "completion_length", "longest")] == [
+        8, 8, 100, 200, 512
+    ]
+
+
+def test_the_table_of_time_says_that_it_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in ("80", "120"):
+        monkeypatch.setenv("COLUMNS", width)
+        shown = plan(*CASE, *GSM8K).output
+        assert "A step's time (estimated, not measured)" in shown
+        assert "512 token steps of 64 sequences" in shown
+        assert max(map(len, shown.splitlines())) <= int(width)
+
+
+def test_more_prompts_take_longer_and_change_no_byte() -> None:
+    few, many = (json.loads(plan(*CASE, "--prompts", count, "--json").output) for count in (8, 16))
+    assert many["time"]["step_seconds"] > few["time"]["step_seconds"]
+    assert many["rows"] == few["rows"]
+
+
+def test_a_size_in_place_of_a_card_has_no_time_and_says_why() -> None:
+    words = ("--model", "qwen2.5-3b", "--gpu", "16GiB", "--context", 640)
+    found = json.loads(plan(*words, "--json").output)["time"]
+    assert found["step_seconds"] is None and "no data sheet is known of '16GiB'" in found["why"]
+    assert "A step's time is not estimated: no data sheet is known of '16GiB'" in plan(*words).output
+
+
 @pytest.mark.parametrize(("words", "message"), [
+    (["--model", "qwen3-8b", "--gpu", "t4", "--prompts", "0"], "prompts is 0; it must be at least 1"),
+    (["--model", "qwen3-8b", "--gpu", "t4", "--prompt-length", "2048"], "do not fit a context of 2048"),
+    (["--model", "qwen3-8b", "--gpu", "t4", "--completion-length", "1900"], "give a mean of at most"),
     (["--model", "lama-3.1-8b", "--gpu", "t4"], "did you mean llama-3.1-8b"),
     (["--model", "qwen3-4b", "--gpu", "4900"], "no card '4900'; did you mean"),
     (["--model", "qwen3-8b", "--gpu", "t4", "--context", "99999"], "this model's is 40960 at most"),

@@ -287,3 +287,54 @@ def test_planning_needs_neither_torch_nor_transformers() -> None:
 def test_a_plan_says_which_phase_wants_more() -> None:
     found: MemoryPlan = build(ModelShape.of(named_config("llama-3.1-8b")), settings_of(20480), Device("x", GIB, GIB))
     assert found.short_of() == ["train", "rollout"]
+
+
+# what the sampler holds
+
+
+def test_the_samplers_copy_of_the_adapter_is_planned_in_both_phases_at_2_bytes_a_number() -> None:
+    shape = ModelShape.of(named_config("qwen2.5-3b"))
+    rows = {row.name: row for row in build(shape, settings_of(640), device("24GiB")).rows}
+    copied = rows["adapter copy"]
+    assert (copied.rollout, copied.train) == (2 * shape.lora_weights(32), 2 * shape.lora_weights(32))
+    assert "adapter copy" not in {row.name for row in
+                                  build(shape, settings_of(640, engine="transformers"), device("24GiB")).rows}
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-3b", "llama-3.1-8b"])
+@pytest.mark.parametrize("context", [640, 20480])
+def test_weights_are_dequantized_while_sampling_only_where_the_whole_cache_has_room_beside_them(
+    name: str, context: int
+) -> None:
+    shape, config, wider = ModelShape.of(named_config(name)), named_config(name), 0
+    for gib in (12, 16, 24, 40, 80, 141):
+        asked = RunSettings(context)
+        found = plan(config, asked, device(f"{gib}GiB"))
+        narrow = plan(config, replace(asked, sampling_weights="4bit"), device(f"{gib}GiB"))
+        assert (found.concurrent_sequences, found.kv_bytes, found.fits) == (
+            narrow.concurrent_sequences, narrow.kv_bytes, narrow.fits)
+        assert found.train == narrow.train
+        rows = {row.name: row for row in found.rows}
+        if found.settings.sampling_weights == "16bit":
+            wider += 1
+            assert found.concurrent_sequences == asked.num_generations
+            assert rows["sampling weights"].rollout == 2 * shape.linear_weights
+            assert rows["sampling weights"].train == 0
+            assert found.rollout <= found.device.budget
+            assert "sampling_weights" in {choice.name for choice in found.choices}
+        else:
+            assert "sampling weights" not in rows
+    assert 1 <= wider < 6 or (name, context) == ("qwen2.5-3b", 640)
+
+
+@pytest.mark.parametrize("changes", [{"load_in_4bit": False}, {"engine": "transformers"}])
+def test_weights_that_are_not_4_bit_or_not_vllms_are_never_planned_twice(changes: dict[str, Any]) -> None:
+    found = plan(named_config("qwen2.5-3b"), RunSettings(640, **changes), device("141GiB"))
+    assert found.settings.sampling_weights is None
+    with pytest.raises(ValueError, match="sampling_weights is '16bit', which vLLM does with 4-bit weights"):
+        RunSettings(640, sampling_weights="16bit", **changes)
+
+
+def test_a_form_of_weights_that_there_is_none_of_is_refused() -> None:
+    with pytest.raises(ValueError, match="sampling_weights is '8bit'; allowed are 4bit, 16bit and None"):
+        RunSettings(640, sampling_weights="8bit")

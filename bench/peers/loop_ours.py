@@ -8,12 +8,14 @@ from phase_watch import PhaseWatch
 from rollout_shapes import LORA_RANK, Shape
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
+from lowmem_grpo.card_speeds import card_of
 from lowmem_grpo.cards import Device
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.offload import ActivationOffload
 from lowmem_grpo.planned import settings_of
 from lowmem_grpo.planner import plan
+from lowmem_grpo.time_costs import calibration
 from lowmem_grpo.types import Rollout
 
 ENDLESS = 1024 * GIB  # of a card on which everything fits
@@ -103,6 +105,15 @@ def planned(trainer: GRPOTrainer, gib: float | None) -> dict[str, int]:
             "allocated_bytes": found.train_allocated}
 
 
+def planned_seconds(trainer: GRPOTrainer) -> dict[str, float]:
+    """What the last step should have taken by its plan, before calibration; nothing on the CPU."""
+    groups = trainer.collector.sampled
+    found, plan = trainer.planned_time.metrics(groups, groups), trainer.planned_time.plan
+    card = card_of(plan.device.name) if plan is not None else None
+    return {phase: found[f"time/planned_{phase}_s"] / calibration(card, phase)
+            for phase in ("generate", "train") if found and card is not None}
+
+
 def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str, Any]:
     """All steps, and what is known of them beside the watch's measures."""
     size, reward = options.size, ByPlace(options.size.n)
@@ -118,6 +129,7 @@ def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str,
     offload = trainer.learner.offload
     return {
         "tokens": reward.tokens, "trained": trained, "planned": planned(trainer, options.gib),
+        "planned_seconds": planned_seconds(trainer),
         "offload_bytes": offload.host_bytes_peak if isinstance(offload, ActivationOffload) else 0,
         "config": {"weights": "nf4", "engine": trainer.engine.name, "optim": args.optim, "loss_type": args.loss_type,
                    "parity_steps": args.parity_steps, "kv_cache_bytes": size.kv_bytes,

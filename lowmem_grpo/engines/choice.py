@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.borrowed import BorrowError
+from lowmem_grpo.engines.sampling_weights import FOUR, SIXTEEN
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm_engine import VLLMEngine
 from lowmem_grpo.engines.vllm_import import (
@@ -49,6 +50,7 @@ class EngineSettings:
     kv_cache_bytes: int | None = None  # of the key-value cache, in place of gpu_memory_utilization
     max_num_seqs: int = 256  # sequences that are decoded together
     enforce_eager: bool | None = None  # True: no CUDA graphs. None: graphs on a card
+    sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: where there is room
 
     def __post_init__(self) -> None:
         checks = {
@@ -56,6 +58,7 @@ class EngineSettings:
             "kv_cache_bytes": (self.kv_cache_bytes is None or is_count(self.kv_cache_bytes), "a positive int, or None"),
             "max_num_seqs": (is_count(self.max_num_seqs), "a positive int"),
             "enforce_eager": (self.enforce_eager in (True, False, None), "True, False or None"),
+            "sampling_weights": (self.sampling_weights in (FOUR, SIXTEEN, None), f'"{FOUR}", "{SIXTEEN}" or None'),
         }
         for name, (allowed, rule) in checks.items():
             if not allowed:
@@ -154,7 +157,7 @@ class EngineKeeper:
             self.kept = VLLMEngine(
                 policy, tokenizer, self.max_seq_length, gpu_memory_utilization=settings.gpu_memory_utilization,
                 kv_cache_bytes=settings.kv_cache_bytes, max_num_seqs=settings.max_num_seqs,
-                enforce_eager=settings.enforce_eager,
+                enforce_eager=settings.enforce_eager, sampling_weights=settings.sampling_weights,
             )
         EngineKeeper.holder = weakref.ref(self)
         return self.kept

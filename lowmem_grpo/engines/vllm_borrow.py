@@ -2,8 +2,8 @@
 
 vLLM asks the quantization config for a method for each linear layer, embedding and head; ours makes no weights and
 computes with the trainer's. Then it asks the loader for the rest; ours points each remaining parameter (norms) at the
-trainer's storage. Nothing is copied and nothing of vLLM is changed. Both registries are public and are the same in the
-versions of `vllm_import.py`.
+trainer's storage. No weight is copied and nothing of vLLM is changed. Both registries are public and are the same in
+the versions of `vllm_import.py`.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,11 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from lowmem_grpo.engines.borrowed import OTHER_ENGINE, BorrowedLinear, BorrowError, borrowed_linear
 from lowmem_grpo.engines.borrowing import Borrowing
+from lowmem_grpo.engines.vllm_pool import SleepingRoom, why_not
 from lowmem_grpo.kernels.matmul import matmul_fp32
 
-__all__ = ["LLM", "NAME", "SamplingParams", "check_architecture", "cleanup_dist_env_and_memory", "envs", "lending"]
+__all__ = ["LLM", "NAME", "SamplingParams", "SleepingRoom", "check_architecture", "cleanup_dist_env_and_memory", "envs",
+           "lending", "why_not"]
 NAME = "lowmem_grpo"  # of the quantization method and of the load format
 LENT: list[Borrowing] = []  # the borrowing that vLLM's registries serve now: vLLM makes its objects by name
 
@@ -162,3 +164,4 @@ class BorrowedLoader(BaseModelLoader):
             elif parameter.numel():
                 parameter.data = borrowing.parameter(name, parameter)
         borrowing.check_complete()
+        borrowing.widen()

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM in this process, on the trainer's own tensors: no second copy, nothing to sync."""
+"""Rollouts by vLLM in this process, on the trainer's own frozen weights; the adapter is copied before each call."""
 
 import gc
 import logging
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.engines import sampling_weights as wide
 from lowmem_grpo.engines import vllm_settings
-from lowmem_grpo.engines.adapters import RolloutCopy
+from lowmem_grpo.engines.adapters import AdapterCopy
 from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.engines.borrowing import Borrowing, active_adapter, loras_of
 from lowmem_grpo.engines.process_state import seeds_of, undisturbed
@@ -42,14 +43,16 @@ class VLLMEngine:
     def __init__(
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
         gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None, max_num_seqs: int = 256,
-        enforce_eager: bool | None = None, rollout_copy: bool = False,
+        enforce_eager: bool | None = None, rollout_copy: bool = False, sampling_weights: str | None = None,
     ) -> None:
         """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
 
         `enforce_eager=None` decodes by CUDA graphs on a card, and without them elsewhere. With `rollout_copy` the
         engine samples with a copy of the adapter as it was at the last `on_policy_update`, so that it can be trained
-        meanwhile. Raises EngineUnavailableError where vLLM cannot be used, BorrowError where the model does not map
-        onto vLLM's, and ValueError where the cache is too small for one sequence.
+        meanwhile. `sampling_weights="16bit"` dequantizes 4-bit weights once for each phase of sampling, "4bit" never;
+        None does it on a card where memory has room for it. Raises EngineUnavailableError where vLLM cannot be used,
+        BorrowError where the model does not map onto vLLM's, and ValueError where the cache is too small for one
+        sequence.
         """
         check_alone()
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
@@ -57,8 +60,10 @@ class VLLMEngine:
         self.bound: Bound = RunMemory().rollout  # on max_num_seqs
         self.on_card = policy.device.type == "cuda"
         self.eager = not self.on_card if enforce_eager is None else enforce_eager
+        given = kv_cache_bytes is not None
         if kv_cache_bytes is None:
             kv_cache_bytes = vllm_settings.default_kv_bytes(policy, gpu_memory_utilization)
+        self.sampling_weights, kv_cache_bytes = self.choose_weights(sampling_weights, kv_cache_bytes, given)
         vllm_settings.check_kv_budget(policy, kv_cache_bytes, max_seq_length)
         self.kv_budget, self.kv_bytes = kv_cache_bytes, 0
         self.policy_version, self.asleep, self.base = 0, False, False
@@ -70,15 +75,37 @@ class VLLMEngine:
         self.copy = self.make_copy() if rollout_copy else None
         self.start()
 
-    def make_copy(self) -> RolloutCopy:
+    def choose_weights(self, asked: str | None, kv_bytes: int, given: bool) -> tuple[str, int]:
+        """The form of 4-bit weights to sample with, and the bytes left for the cache."""
+        form, left = wide.choose(asked, self.policy, kv_bytes, given, self.max_num_seqs, self.max_seq_length)
+        if form == wide.FOUR or self.eager:
+            return form, left
+        why = import_borrowing().why_not()
+        if why and asked is not None:
+            raise EngineUnavailableError(f'sampling_weights="16bit" cannot be had: {why}. Leave it out, or load with '
+                                         "enforce_eager=True, which needs no fixed addresses")
+        if why:
+            logger.warning("sampling with weights in 4 bits, though there is room for 16: %s", why)
+        return (form, left) if not why else (wide.FOUR, kv_bytes)
+
+    def weight_room(self) -> wide.Room | None:
+        """Where dequantized weights lie: CUDA graphs need addresses that last, which vLLM's pool has."""
+        if self.sampling_weights == wide.FOUR:
+            return None
+        return wide.PlainRoom() if self.eager else self.vllm.SleepingRoom()
+
+    def make_copy(self) -> AdapterCopy:
+        """Two slots, which a new engine takes over: what was published stays published."""
         with torch.inference_mode(False):
             dtype = self.policy.head.weight.dtype
-            return RolloutCopy(loras_of(self.policy.base, self.adapter), dtype, self.policy.device)
+            return AdapterCopy(loras_of(self.policy.base, self.adapter), dtype, self.policy.device, published=True)
 
     def start(self) -> None:
         """Make vLLM's engine around the trainer's tensors."""
         with torch.inference_mode(False):
-            self.borrowing = Borrowing(self.policy.base, self.policy.device, self.adapter, self.copy)
+            self.borrowing = Borrowing(
+                self.policy.base, self.policy.device, self.adapter, self.copy, self.weight_room()
+            )
         with tempfile.TemporaryDirectory(prefix="lowmem_grpo_") as folder, self.vllm.lending(self.borrowing):
             vllm_settings.write_config(self.policy, self.tokenizer, self.max_seq_length, Path(folder))
             try:
@@ -89,6 +116,8 @@ class VLLMEngine:
                 self.vllm.cleanup_dist_env_and_memory()
                 vllm_settings.explain(error, self.policy)
                 raise
+        if self.borrowing.wide is None:
+            self.sampling_weights = wide.FOUR
         self.asleep, self.kv_bytes, self.seqs = False, self.kv_budget, self.fitting_seqs
         self.prefixes: Hashable = None  # what the cached prefixes were computed with
         self.ending = weakref.finalize(self, end, self.llm, self.borrowing)
@@ -121,8 +150,21 @@ class VLLMEngine:
         budgets = [budget_of(prompt, params, self.max_seq_length) for prompt in prompts]
         work = Work(prompts, params, self.settings(params, budgets))
         while isinstance(done := tried(lambda: self.run_surely(work, told), self.policy.device), Shortage):
+            if self.back_to_four(done):
+                continue
             self.bound.lower(f"sampling at most {self.fitting_seqs} at once", done, self.fitting_seqs // 2 or None)
         return told.result()
+
+    def back_to_four(self, done: Shortage) -> bool:
+        """Where memory ran out beside dequantized weights, these go first: whether there were any. The engine that
+        the next attempt makes computes with the 4-bit ones."""
+        if self.sampling_weights == wide.FOUR:
+            return False
+        self.bound.note("sampling with weights in 16 bits", done,
+                        "the 4-bit kernels serve for the rest of the run, and the work is repeated")
+        self.sampling_weights = wide.FOUR
+        self.close()
+        return True
 
     @property
     def fitting_seqs(self) -> int:
@@ -154,7 +196,9 @@ class VLLMEngine:
         """One call of vLLM for all that is missing, by the policy as the trainer would compute with it now."""
         self.borrowing.check()
         self.wake()
-        with self.borrowing.sampling(self.base) as identity, undisturbed(self.policy.device):
+        self.borrowing.fill_weights()
+        identity = self.borrowing.take(self.base)
+        with undisturbed(self.policy.device):
             version = self.policy_version if self.copy is None else self.copy.version
             self.forget_prefixes(identity if identity == "base" else (identity, version))
             missing = told.missing
@@ -205,9 +249,9 @@ class VLLMEngine:
             self.base = before
 
     def on_policy_update(self, policy_version: int) -> None:
-        """The weights are the trainer's: nothing to move. What was cached with the old ones is dropped before the next
-        call. A rollout copy takes over the adapter as it is now (the same as `publish`). An engine that was closed has
-        nothing to forget."""
+        """What was cached with the old weights is dropped before the next call, which also begins with a copy of the
+        adapter as it is then: nothing is moved now. A rollout copy takes over the adapter as it is now (the same as
+        `publish`). An engine that was closed has nothing to forget."""
         self.policy_version = policy_version
         if self.llm is not None:
             self.borrowing.publish(policy_version)
@@ -215,7 +259,10 @@ class VLLMEngine:
     publish = on_policy_update
 
     def sleep(self) -> None:
-        """Free the key-value cache on a card (the weights are not vLLM's); on the CPU vLLM cannot, nothing happens."""
+        """Free dequantized weights, and the key-value cache on a card (the other weights are not vLLM's); on the CPU
+        vLLM cannot free its cache."""
+        if self.llm is not None:
+            self.borrowing.drop_weights()
         if self.on_card and self.llm is not None and not self.asleep:
             self.llm.sleep(level=1)
             self.asleep, self.kv_bytes = True, 0

@@ -13,6 +13,7 @@ import time
 from lowmem_grpo.data import DataError
 from lowmem_grpo.preflight.checks import CHECKS
 from lowmem_grpo.preflight.first_steps import FirstSteps
+from lowmem_grpo.preflight.how_long import how_long
 from lowmem_grpo.preflight.report import line_of, report
 from lowmem_grpo.preflight.subject import Subject, Trainer
 from lowmem_grpo.rewards.diagnosis import by_severity
@@ -40,7 +41,7 @@ def look_over(subject: Subject) -> list[Finding]:
 
 def before_training(trainer: Trainer) -> None:
     """What `train()` does: PreflightError for errors, a warning in the log for each other problem, or one line in the
-    live view where nothing is wrong."""
+    live view where nothing is wrong; and, on a card whose data sheet is known, how long the run should take."""
     if not trainer.args.preflight:
         return
     began = time.monotonic()
@@ -56,4 +57,7 @@ def before_training(trainer: Trainer) -> None:
         seconds = time.monotonic() - began
         trainer.view.say(f"preflight: {looked} looked at, nothing wrong with them, rewards, disk or memory "
                          f"({seconds:.1f} s)")
+    expected = None if trainer.view is None else how_long(subject)
+    if trainer.view is not None and expected is not None:
+        trainer.view.say(expected)
 

@@ -1,0 +1,120 @@
+"""4-bit weights in 16 bits while an engine samples: dequantized once a phase, into one buffer of fixed addresses.
+
+A kernel that reads 4 bits does the arithmetic of dequantization again for each token. Where memory has room while
+training sleeps, the weights are dequantized once when sampling begins and multiplied plainly; the base weights never
+change, so the values are those that training computes with, to the bit. In the engine's compute dtype: 16 bits on a
+card, 32 for a float32 model.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.cards import DEFAULT_SHARE, GIB
+from lowmem_grpo.engines.borrowed import Product
+from lowmem_grpo.engines.vllm_settings import BLOCK, kv_bytes_of
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
+from lowmem_grpo.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+FOUR, SIXTEEN = "4bit", "16bit"  # the forms of weights to sample with
+ALIGN = 128  # numbers: each group begins at a multiple
+
+
+class Room(Protocol):
+    """Where the buffer lies."""
+
+    def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(numbers,) with whatever is in it. Where graphs read it, the same addresses each time."""
+        ...
+
+
+class PlainRoom:
+    """A new tensor each time: freed when nobody holds it, and nothing may remember its address."""
+
+    def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numbers, dtype=dtype, device=device)
+
+
+class SamplingWeights:
+    """The dequantized weights of an engine's 4-bit products, from `fill` to `drop`."""
+
+    def __init__(self, products: Sequence[Product], dtype: torch.dtype, device: torch.device, room: Room) -> None:
+        self.pairs = [(product, product.weight) for product in products if isinstance(product.weight, NF4Weight)]
+        self.dtype, self.device, self.room = dtype, device, room
+        self.filled = False
+
+    @property
+    def numbers(self) -> int:
+        """Weights in the buffer, with the gaps between groups."""
+        return sum(aligned(math.prod(weight.shape)) for _, weight in self.pairs)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers * self.dtype.itemsize
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Dequantize everything, if it is not there; from now on the products multiply with it."""
+        if self.filled:
+            return
+        with torch.inference_mode(False):
+            buffer, start = self.room.take(self.numbers, self.dtype, self.device), 0
+            for product, weight in self.pairs:
+                size = math.prod(weight.shape)
+                product.wide = nf4_dequantize(weight, out=buffer[start : start + size].view(weight.shape))
+                start += aligned(size)
+        self.filled = True
+
+    def drop(self) -> None:
+        """Let go of the buffer, or take its contents for lost; the 4-bit kernels serve until the next `fill`."""
+        for product, _ in self.pairs:
+            product.wide = None
+        self.filled = False
+
+
+def aligned(numbers: int) -> int:
+    return -(-numbers // ALIGN) * ALIGN
+
+
+def wide_bytes(policy: Policy) -> int:
+    """Bytes of all 4-bit weights of a model in its compute dtype; 0 where it has none."""
+    weights = [weight for _, weight in policy.base.named_parameters() if hasattr(weight, "quant_state")]
+    return sum(aligned(math.prod(w.quant_state.shape)) for w in weights) * policy.head.weight.dtype.itemsize
+
+
+def choose(
+    asked: str | None, policy: Policy, kv_bytes: int, kv_given: bool, sequences: int, tokens: int
+) -> tuple[str, int]:
+    """The form to sample with, and the bytes that are left for the key-value cache.
+
+    `kv_bytes` is the cache's size with 4-bit weights; where it was not given, the dequantized ones are taken from it.
+    Without being asked they are used on a card only, and only where the cache of `sequences` of `tokens` tokens still
+    fits beside them: they never lower how many sequences are decoded together. ValueError for a model that is not in 4
+    bits.
+    """
+    size = wide_bytes(policy)
+    if asked is not None and not size:
+        raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits, so there is nothing to "
+                         "dequantize. Leave it out, or load with load_in_4bit=True")
+    if asked == FOUR or not size or (asked is None and policy.device.type != "cuda"):
+        return FOUR, kv_bytes
+    left = kv_bytes if kv_given or policy.device.type != "cuda" else kv_bytes - size
+    if asked == SIXTEEN:
+        return SIXTEEN, left
+    wanted = kv_bytes_of(policy, (-(-tokens // BLOCK) + 1) * BLOCK) * sequences
+    fits = size + kv_bytes <= free_share(policy.device) if kv_given else left >= wanted
+    logger.info("sampling with weights in %s: dequantized they take %.2f GiB, the cache of %d sequences %.2f GiB",
+                "16 bits" if fits else "4 bits", size / GIB, sequences, wanted / GIB)
+    return (SIXTEEN, left) if fits else (FOUR, kv_bytes)
+
+
+def free_share(device: torch.device) -> int:
+    """Bytes of a card that may still be filled."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free - int((1 - DEFAULT_SHARE) * total)

@@ -1,0 +1,44 @@
+"""How long a run should take, said before its first step: an estimate from the card's data sheet, marked as one."""
+
+from statistics import fmean
+
+from lowmem_grpo.live import clock
+from lowmem_grpo.planned_time import PlannedTime
+from lowmem_grpo.preflight.subject import Subject
+from lowmem_grpo.time_plan import TimePlan
+from lowmem_grpo.workload import COMPLETION_SHARE, Workload
+
+
+def how_long(subject: Subject) -> str | None:
+    """One line; None where nothing can be estimated: on the CPU, on a card without a data sheet, in fine-tuning."""
+    work = expected_work(subject)
+    if work is None:
+        return None
+    found = PlannedTime(subject.plan, subject.policy.base.config).of(work)
+    return None if found is None else line_of(found, subject.state.max_steps - subject.state.global_step)
+
+
+def expected_work(subject: Subject) -> Workload | None:
+    """A step's, with the rows' own prompts, and completions of which nothing is known yet."""
+    args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
+    if subject.scorer is None or not lengths:
+        return None
+    longest = args.max_completion_length
+    updates = args.optimizer_steps_per_generation * args.num_iterations
+    return Workload(
+        args.prompts_per_generation, args.num_generations, max(1.0, fmean(lengths)),
+        max(1.0, COMPLETION_SHARE * longest), longest, args.num_iterations, updates, int(args.beta != 0),
+    )
+
+
+def line_of(found: TimePlan, steps: int) -> str | None:
+    """'estimated, not measured: 2.3 s a step ...'; None without an estimate."""
+    whole, generate, train = found.step_seconds, found.generate_seconds, found.train_seconds
+    if whole is None or generate is None or train is None:
+        return None
+    work = found.workload
+    each = whole / work.updates
+    pace = f"{each:.2g} s" if each < 10 else f"{each:.0f} s" if each < 100 else clock(each)
+    return (f"estimated, not measured: {pace} a step on {found.card} (sampling {generate / whole:.0%}, training "
+            f"{train / whole:.0%}), so {clock(each * steps)} for {steps} steps, if completions have "
+            f"{work.completion_length:.0f} of at most {work.longest} tokens; the second step says what it really takes")

@@ -1,0 +1,126 @@
+"""Seconds of sampling: prompts read once, then token steps, each as slow as what bounds it.
+
+A token step of M rows in L layers with W weights each (K of a row's numbers, R of LoRA):
+
+    products   16-bit weights: the larger of 2 W bytes over memory bandwidth and 2 M W FLOP
+               4 bits, few rows: the largest of the weight's bytes, of 2 M W / BLOCK_N bytes that blocks read of x from
+               L2, and of W times the instructions a weight takes over what the multiprocessors can begin
+               4 bits, more rows: the weight is dequantized (4 bits read, 16 written), then multiplied
+    others     the adapter's and the cache's bytes, the head, passes over float32 logits
+    launches   those of the captured graph on the card, those outside of it on the host
+
+A step's rows are all that fit at a time: that sequences end and leave is not counted, so the time is an upper bound.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from lowmem_grpo.card_speeds import CardSpeed
+from lowmem_grpo.model_shape import Linear, ModelShape
+from lowmem_grpo.plan_rows import PREFILL
+from lowmem_grpo.time_costs import (
+    DECODE_INSTRUCTIONS,
+    DECODE_INSTRUCTIONS_BEFORE,
+    DECODE_SHARE,
+    EAGER_LAYER_US,
+    SAMPLER_LAUNCHES,
+    SAMPLER_PASSES,
+    Costs,
+)
+from lowmem_grpo.workload import Workload
+
+WORD = 2  # bytes of a number in 16 bits
+WIDE = 8192  # outputs from which on the decode kernel's blocks are larger, below 64 rows
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a step is sampled on one card."""
+
+    shape: ModelShape
+    rank: int
+    speed: CardSpeed
+    costs: Costs
+    engine: str
+    four_bit: bool  # the weights that token steps multiply with
+    together: int  # sequences decoded at a time
+
+    def steps(self, work: Workload) -> int:
+        """Token steps: those of the longest completion, and more where not all are decoded at a time.
+
+        vLLM gives a free row to the next sequence; the transformers engine begins a round when the last has ended.
+        """
+        rows = min(self.together, work.sequences)
+        if self.engine == "vllm":
+            return ceil(work.longest + (work.sequences - rows) * work.completion_length / rows)
+        return ceil(work.sequences / rows) * work.longest
+
+    def decode(self, work: Workload) -> float:
+        """Seconds of all token steps."""
+        rows = min(self.together, work.sequences)
+        return self.steps(work) * self.token_step(rows, work.prompt_length + work.longest / 2)
+
+    def token_step(self, rows: int, cached: float) -> float:
+        """Seconds of a step of M rows with so many tokens each in the cache."""
+        device = self.shape.layers * sum(self.product(one, rows) for one in self.shape.linears()) + self.others(
+            rows, cached
+        )
+        if self.engine != "vllm":
+            return max(device, self.shape.layers * EAGER_LAYER_US * 1e-6)
+        graph = self.shape.layers * self.costs.launches_decode * self.costs.graph_us_per_launch
+        return device + (graph + SAMPLER_LAUNCHES * self.costs.host_us_per_launch) * 1e-6
+
+    def product(self, one: Linear, rows: int) -> float:
+        """Seconds of one matrix times M rows."""
+        plain = product_seconds(one.weights, rows, self.speed)
+        if not self.four_bit:
+            return plain
+        instructions = decode_instructions(rows, self.speed)
+        if instructions is None:
+            return plain + dequantize_seconds(one, self.speed)
+        bound = max(
+            one.nf4_bytes / self.speed.memory, 2 * rows * one.weights / block_outputs(one.rows, rows) / self.speed.l2,
+            instructions * one.weights / self.speed.lanes,
+        )
+        return bound / DECODE_SHARE
+
+    def others(self, rows: int, cached: float) -> float:
+        """Seconds of adapter, cache, head and sampler."""
+        shape, speed = self.shape, self.speed
+        moved = WORD * shape.lora_weights(self.rank) + rows * shape.kv_bytes(1) * cached
+        moved += 4 * rows * shape.vocabulary * SAMPLER_PASSES
+        return moved / speed.memory + product_seconds(shape.vocabulary * shape.hidden, rows, speed)
+
+    def prefill(self, work: Workload, quantized: bool) -> float:
+        """Seconds of reading each prompt once. `quantized` weights are dequantized: for each pass, or once where token
+        steps multiply with 16 bits."""
+        shape, speed, tokens = self.shape, self.speed, work.prompts * work.prompt_length
+        passes = ceil(tokens / PREFILL)
+        weights = sum(one.weights for one in shape.linears())
+        layer = product_seconds(weights, tokens / passes, speed)
+        device = passes * layer + 2 * shape.queries * work.prompts * work.prompt_length**2 / speed.attention
+        again = (passes if self.four_bit else 1) if quantized else 0
+        device += again * sum(dequantize_seconds(one, speed) for one in shape.linears())
+        eager = EAGER_LAYER_US if self.engine != "vllm" else self.costs.launches_forward * self.costs.host_us_per_launch
+        return shape.layers * max(device, passes * eager * 1e-6)
+
+
+def product_seconds(weights: float, rows: float, speed: CardSpeed) -> float:
+    """Of 16-bit weights times M rows: as slow as the FLOP or as the weights' bytes."""
+    return max(2 * rows * weights / speed.gemm, WORD * weights / speed.memory)
+
+
+def dequantize_seconds(one: Linear, speed: CardSpeed) -> float:
+    """Of a weight from 4 bits to 16: bytes read and written."""
+    return (one.nf4_bytes + WORD * one.weights) / speed.memory
+
+
+def block_outputs(outputs: int, rows: int) -> int:
+    """Outputs of one block of the decode kernel, all of which read the same of x (`nf4_decode.decode_launch`)."""
+    return 64 if outputs >= WIDE and rows <= 32 else 32
+
+
+def decode_instructions(rows: int, speed: CardSpeed) -> float | None:
+    """A weight's instructions in the 4-bit decode kernel; None where it does not take so many rows."""
+    table = DECODE_INSTRUCTIONS if speed.capability >= 80 else DECODE_INSTRUCTIONS_BEFORE
+    return next((count for most, count in table.items() if rows <= most), None)

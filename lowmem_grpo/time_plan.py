@@ -1,0 +1,135 @@
+"""What a step will take on a named card, part by part: estimated from a memory plan, and never measured.
+
+    prefill, decode              `sampling_time`
+    forward, backward, optimizer, copies   `training_time`
+    engine                       it falls asleep and wakes, and quick rewards: a constant
+
+Speeds are those of the card's data sheet (`card_speeds`), costs of launches and instructions are `time_costs`.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lowmem_grpo.card_speeds import SPEEDS, CardSpeed, card_of
+from lowmem_grpo.memory_plan import MemoryPlan
+from lowmem_grpo.model_shape import ModelShape
+from lowmem_grpo.sampling_time import Sampling
+from lowmem_grpo.time_costs import COSTS, ENGINE_SECONDS, MAX_TOGETHER, Costs, calibration
+from lowmem_grpo.training_time import Training
+from lowmem_grpo.workload import Workload
+
+GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """Estimated seconds of a step by part; without parts, `why` says what is missing."""
+
+    workload: Workload
+    card: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    why: str | None = None
+    micro_batches: int = 0
+    sampled_together: int = 0
+    token_steps: int = 0
+    sampling_bits: int = 0  # of the weights that token steps multiply with
+    bound: dict[str, str] = field(default_factory=dict)  # what a training pass waits for: "card" or "launches"
+
+    @property
+    def generate_seconds(self) -> float | None:
+        """Of a step's sampling."""
+        return self.sum_of(GENERATE)
+
+    @property
+    def train_seconds(self) -> float | None:
+        """Of a step's training, its optimizer step included."""
+        return self.sum_of(TRAIN)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of all of it; None where it cannot be estimated."""
+        return self.sum_of(tuple(self.seconds))
+
+    def sum_of(self, parts: tuple[str, ...]) -> float | None:
+        return sum(self.seconds[part] for part in parts) if self.seconds else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON: null where nothing can be estimated."""
+        return asdict(self) | {
+            "estimated": True, "step_seconds": self.step_seconds, "generate_seconds": self.generate_seconds,
+            "train_seconds": self.train_seconds,
+        }
+
+
+def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs = COSTS) -> TimePlan:
+    """The seconds of a step under a memory plan."""
+    card = card_of(plan.device.name)
+    if card is None:
+        return TimePlan(work, why=unknown(plan.device.name))
+    if not plan.fits:
+        return TimePlan(work, card, why=f"the plan does not fit {plan.device.name}")
+    sampling = sampling_of(plan, shape, SPEEDS[card], costs, work)
+    training = Training(shape, plan.settings, SPEEDS[card], costs, micro_batches(plan, work, costs))
+    forward, backward = training.forward(work), training.backward(work)
+    seconds = {
+        "prefill": sampling.prefill(work, plan.settings.load_in_4bit), "decode": sampling.decode(work),
+        "forward": (work.iterations + work.forward_only) * forward.seconds,
+        "backward": work.iterations * backward.seconds,
+        "optimizer": work.updates * training.optimizer(),
+        "copies": work.iterations * training.copies(work, forward.seconds, backward.seconds)
+        + work.updates * costs.optimizer_copy_seconds,
+        "engine": ENGINE_SECONDS,
+    }
+    return TimePlan(
+        work, card, calibrated(seconds, card), None, training.micro_batches,
+        min(sampling.together, work.sequences), sampling.steps(work), 4 if sampling.four_bit else 16,
+        {"forward": forward.bound, "backward": backward.bound},
+    )
+
+
+def unknown(name: str) -> str:
+    """Why nothing is estimated for a device without a data sheet, and what to do."""
+    return (f"no data sheet is known of {name!r}, so no speed; name a card, such as t4, rtx4090 or h200 "
+            f"({len(SPEEDS)} are known, in lowmem_grpo/card_speeds.py)")
+
+
+def calibrated(seconds: dict[str, float], card: str) -> dict[str, float]:
+    """The parts, corrected by what rows of this card have measured of their phase."""
+    phases = dict.fromkeys(GENERATE, "generate") | dict.fromkeys(TRAIN, "train")
+    return {part: value * (calibration(card, phases[part]) if part in phases else 1.0)
+            for part, value in seconds.items()}
+
+
+# What follows reads the memory plan: how a step is sampled and cut under it.
+
+
+def sampling_of(plan: MemoryPlan, shape: ModelShape, speed: CardSpeed, costs: Costs, work: Workload) -> Sampling:
+    """How a step is sampled under a plan."""
+    settings = plan.settings
+    four_bit = settings.load_in_4bit and not samples_in_16_bit(plan)
+    return Sampling(shape, settings.lora_rank, speed, costs, settings.engine, four_bit, together(plan, shape, work))
+
+
+def samples_in_16_bit(plan: MemoryPlan) -> bool:
+    """Whether 4-bit weights are dequantized once for a whole sampling phase."""
+    return plan.settings.sampling_weights == "16bit"
+
+
+def together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
+    """Sequences that decode at a time: those whose cache fits what the plan leaves, as a run's engine takes it."""
+    longest = shape.kv_bytes(round(work.prompt_length) + work.longest)
+    room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
+    return max(1, plan.concurrent_sequences, min(MAX_TOGETHER, room // longest))
+
+
+def micro_batches(plan: MemoryPlan, work: Workload, costs: Costs) -> int:
+    """How many micro-batches hold a step: whole sequences, a prompt once for those of its group beside each other."""
+    limit, most = plan.settings.max_tokens or float("inf"), costs.sequences_per_micro_batch or float("inf")
+    count, taken, held, prompt = 1, 0.0, 0, work.prompt_length - 1
+    for _ in range(work.prompts):
+        taken += prompt
+        for length in work.lengths():
+            if held and (taken + length > limit or held == most):
+                count, taken, held = count + 1, prompt, 0
+            taken, held = taken + length, held + 1
+    return count

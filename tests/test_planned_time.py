@@ -1,0 +1,141 @@
+"""A run's planned seconds: of the lengths that a step really had, beside the measured ones, and never on the CPU."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo.cards import device
+from lowmem_grpo.charts import figures
+from lowmem_grpo.memory_plan import RunSettings
+from lowmem_grpo.model_shape import ModelShape, named_config
+from lowmem_grpo.planned import plan_run, settings_of
+from lowmem_grpo.planned_time import PlannedTime, workload_of
+from lowmem_grpo.planner import plan
+from lowmem_grpo.preflight import before_training
+from lowmem_grpo.preflight.how_long import how_long
+from lowmem_grpo.preflight.subject import Subject
+from lowmem_grpo.time_plan import plan_time
+from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.workload import Workload
+
+CONFIG = named_config("qwen2.5-3b")
+ROWS = [{"prompt": f"Start with {n}. Add 4. What is the result?\n"} for n in range(3, 15)]
+
+
+def planned(card: str = "h200") -> PlannedTime:
+    return PlannedTime(plan(CONFIG, RunSettings(640), device(card)), CONFIG)
+
+
+def group(prompt: int, *lengths: int) -> RolloutGroup:
+    rollouts = [Rollout([1] * length, [0.0] * length, "stop", "") for length in lengths]
+    return RolloutGroup({}, [1] * prompt, rollouts)
+
+
+def paid(completions: list[Any], **_: Any) -> list[float]:
+    return [float(number % 2) for number, _ in enumerate(completions)]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False, max_seq_length=128)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"), num_generations=4, per_device_train_batch_size=8, max_steps=2,
+        max_completion_length=16, save_strategy="no", disable_tqdm=True, learning_rate=1e-3,
+    )
+    return GRPOTrainer(model=model, reward_funcs=[paid], args=args, train_dataset=ROWS)
+
+
+def lines(trainer: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def on_card(trainer: Any, card: str) -> Any:
+    """The trainer's plan as it would be on a card."""
+    settings = settings_of(trainer.model, trainer.args, "transformers", 128)
+    found = plan_run(settings, trainer.model, replace(device(card), name=card))
+    trainer.memory.advice.plan = found
+    trainer.planned_time = PlannedTime(found, trainer.model.config)
+    return trainer
+
+
+def test_a_step_is_planned_with_the_lengths_that_it_had() -> None:
+    found = workload_of([group(10, 4, 8), group(30, 12, 16)], updates=2, iterations=1, forward_only=1)
+    assert found == Workload(2, 2, 20, 10, 16, 1, 2, 1)
+    seconds = planned().metrics([group(100, *[200] * 8)] * 8, [group(100, *[200] * 8)] * 8)
+    expected = plan_time(plan(CONFIG, RunSettings(640), device("h200")), ModelShape.of(CONFIG),
+                         Workload(8, 8, 100, 200, 200))
+    assert seconds == {
+        "time/planned_generate_s": pytest.approx(expected.generate_seconds),
+        "time/planned_train_s": pytest.approx(expected.train_seconds),
+        "time/planned_step_s": pytest.approx(expected.step_seconds),
+    }
+
+
+def test_groups_that_were_sampled_and_not_trained_on_cost_sampling_and_no_training() -> None:
+    one, all_of_them = [group(100, *[200] * 8)], [group(100, *[200] * 8)] * 8
+    few, many = planned().metrics(one, one), planned().metrics(all_of_them, one)
+    assert many["time/planned_train_s"] == few["time/planned_train_s"]
+    assert many["time/planned_generate_s"] > few["time/planned_generate_s"]
+
+
+def test_passes_before_training_and_more_updates_are_planned_for() -> None:
+    groups = [group(100, *[200] * 8)] * 8
+    plain = planned().metrics(groups, groups)["time/planned_train_s"]
+    reference = planned().metrics(groups, groups, fields=("ref_logprobs",))["time/planned_train_s"]
+    both = planned().metrics(groups, groups, fields=("old_logprobs", "entropy", "ref_logprobs"))["time/planned_train_s"]
+    assert plain < reference < both
+    assert both - reference == pytest.approx(reference - plain)
+    assert planned().metrics(groups, groups, 2, 2)["time/planned_train_s"] == pytest.approx(2 * plain)
+
+
+@pytest.mark.parametrize("groups", [[], [group(10)], [group(10, 0)]])
+def test_a_step_without_completions_has_no_plan(groups: list[RolloutGroup]) -> None:
+    assert planned().metrics(groups, groups) == {}
+    assert workload_of(groups) is None
+
+
+def test_nothing_is_planned_without_a_plan_or_a_data_sheet() -> None:
+    groups = [group(100, 200)]
+    assert PlannedTime(None, CONFIG).metrics(groups, groups) == {}
+    assert planned("24GiB").metrics(groups, groups) == {}
+
+
+def test_a_run_on_the_cpu_logs_no_planned_seconds(trainer: Any) -> None:
+    assert how_long(Subject.of(trainer)) is None
+    trainer.train()
+    assert not [key for line in lines(trainer) for key in line if "planned" in key]
+
+
+def test_a_run_on_a_known_card_logs_planned_beside_measured_seconds(trainer: Any) -> None:
+    on_card(trainer, "NVIDIA H200").train()
+    for line in lines(trainer):
+        assert line["time/planned_step_s"] > line["time/planned_generate_s"] + line["time/planned_train_s"] > 0
+        assert line["step_time"] > 0
+
+
+def test_the_report_draws_measured_beside_estimated_seconds() -> None:
+    rows = [{"step": step, "step_time": 2.5, "time/planned_step_s": 2.3} for step in (1, 2)]
+    (chart,) = [chart for chart in figures(rows) if chart["title"] == "Seconds of a step"]
+    assert {trace["name"]: trace["y"] for trace in chart["traces"]} == {"measured": [2.5, 2.5], "estimated": [2.3, 2.3]}
+
+
+def test_preflight_says_how_long_a_run_should_take_and_that_it_is_an_estimate(trainer: Any) -> None:
+    said: list[str] = []
+    on_card(trainer, "Tesla T4")
+    trainer.view = SimpleNamespace(say=said.append)
+    trainer.args.preflight = True
+    before_training(trainer)
+    (line,) = [text for text in said if "estimated" in text]
+    assert line.startswith("estimated, not measured: ")
+    assert " a step on t4 (sampling " in line and " for 2 steps, if completions have 6 of at most 16 tokens" in line
+
+
+def test_fine_tuning_and_unknown_cards_are_told_nothing(trainer: Any) -> None:
+    assert how_long(replace(Subject.of(on_card(trainer, "Tesla T4")), scorer=None)) is None
+    assert how_long(Subject.of(on_card(trainer, "16GiB"))) is None
