@@ -274,7 +274,7 @@ def glu_forward(gate: Tensor, up: Tensor, activation: str, out: Tensor | None = 
     """
     check_arguments(gate, up, activation)
     if out is None and gate.device.type == "cpu":
-        return activate_ref(gate, activation).mul_(up)
+        return activate_ref(gate, activation).mul_(up)  # in one buffer, where the op has two
     if out is None:
         out = gate.new_empty(gate.shape)
     check_arguments(gate, out, activation)
