@@ -18,7 +18,7 @@ from lowmem_grpo.lean_modules import MLP_TILE, make_lean
 from lowmem_grpo.lora_layers import use_kernel_layers
 from lowmem_grpo.model import FastModel, FastPeftModel, Loaded, compute_dtype
 from lowmem_grpo.offload import checkpointing_mode, enable_checkpointing
-from lowmem_grpo.pretrained import Pretrained
+from lowmem_grpo.pretrained import Pretrained, linears_in_4bit
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class FastLanguageModel:
         check_context(model, max_seq_length)
         if offload_embedding:
             logger.info("input embedding on the host: %.2f GiB less on the device", embed_on_host(model) / 2**30)
-        if keeper.choice.name == VLLM:
-            fuse_weights(model)
+        if keeper.choice.name == VLLM or any(linears_in_4bit(model)):
+            fuse_weights(model)  # for one product in place of three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
         loaded = Loaded(model_name, tokenizer, max_seq_length, max_lora_rank, keeper, revision=revision)
         return FastModel(model, loaded), tokenizer
