@@ -127,7 +127,7 @@ def cached_tokens(outputs: list[Any]) -> int:
 # what it samples with
 
 
-def test_an_adapter_changed_in_place_is_seen_by_the_next_call_with_nothing_synced(
+def test_an_adapter_changed_in_place_is_seen_by_the_next_call_of_itself(
     engine: VLLMEngine, policy: Policy, prompts: list[list[int]]
 ) -> None:
     params = SamplingParams(n=4, max_tokens=16, seed=1, ignore_eos=True)

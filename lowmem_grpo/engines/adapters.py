@@ -1,12 +1,11 @@
-"""The adapter that an engine samples with: which one the trainer would use now, and its values in fixed places.
+"""The adapter that an engine samples with: which one the trainer would use now, and its numbers in fixed places.
 
-An engine reads the same tensors in every call: those of the adapter that was active when it started, or (a rollout
-copy) slots that hold what was published last. Every other choice is a matter of values: the base model is strength 0,
-another adapter is copied into these tensors for the length of a call.
+An engine reads the same tensors in every call: slots in its compute dtype, those of one layer side by side, so that a
+token costs no cast and no concatenation. They are filled before each call: with the active adapter, with another one,
+or with zeros for the base model. 2 bytes an adapter number are held for that, and moved once a call.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -76,7 +75,7 @@ def check_kind(path: str, module: Any, name: str | None) -> None:
 def check_same(targets: Loras, sources: Loras, name: str) -> None:
     """Raise BorrowError where an adapter has other layers, shapes or scales than when the engine started."""
     for layer, target, source in pairs_of(targets, sources):
-        forms = [None if lora is None else (lora.a.shape, lora.b.shape, lora.scale) for lora in (target, source)]
+        forms = [form(target), form(source)]
         if forms[0] != forms[1]:
             raise BorrowError(f"{layer}: the shape or scale of adapter {name!r} changed while an engine samples with "
                               f"it: {forms[0]} before, {forms[1]} now. {ADVICE}")
@@ -98,32 +97,29 @@ def check_fits(targets: Loras, sources: Loras, name: str) -> None:
 @torch.no_grad()
 def fill(targets: Loras, sources: Loras) -> None:
     """Put the values of `sources` into `targets`, in place; a smaller rank is filled up with zeros."""
-    for _, target, source in pairs_of(targets, sources):
-        if target is not None:
-            a, b = target.a.data, target.b.data  # values that come back: nothing for autograd to know of
-            rank = 0 if source is None else source.a.shape[0]
-            a[rank:].zero_()
-            b[:, rank:].zero_()
-            if source is not None:
-                ratio = source.scale / target.scale
-                a[:rank].copy_(source.a)
-                b[:, :rank].copy_(source.b if ratio == 1 else source.b * ratio)
+    pairs = [(target, source) for _, target, source in pairs_of(targets, sources) if target is not None]
+    same = [(target, source) for target, source in pairs if source is not None and form(source) == form(target)]
+    if same:  # all in a few launches; a cast is part of the copy
+        torch._foreach_copy_([tensor for target, _ in same for tensor in (target.a, target.b)],
+                             [tensor.detach() for _, source in same for tensor in (source.a, source.b)])
+    for target, source in pairs:
+        if source is None or form(source) != form(target):
+            fill_other(target, source)
 
 
-@contextmanager
-def filled(targets: Loras, sources: Loras, name: str) -> Iterator[None]:
-    """Inside, `targets` hold the values of `sources`; afterwards their own again, to the bit."""
-    check_fits(targets, sources, name)
-    own = {layer: [clone(lora) for lora in loras] for layer, loras in targets.items()}
-    fill(targets, sources)
-    try:
-        yield
-    finally:
-        fill(targets, own)
+def fill_other(target: LoRA, source: LoRA | None) -> None:
+    """The same for a source of a smaller rank or of another scale; None is zero."""
+    rank = 0 if source is None else source.a.shape[0]
+    target.a[rank:].zero_()
+    target.b[:, rank:].zero_()
+    if source is not None:
+        target.a[:rank].copy_(source.a)
+        target.b[:, :rank].copy_(source.b * (source.scale / target.scale))
 
 
-def clone(lora: LoRA | None) -> LoRA | None:
-    return None if lora is None else LoRA(lora.a.detach().clone(), lora.b.detach().clone(), lora.scale)
+def form(lora: LoRA | None) -> tuple[Any, ...] | None:
+    """What an adapter in its place may not change: shapes and scale."""
+    return None if lora is None else (lora.a.shape, lora.b.shape, lora.scale)
 
 
 def pairs_of(targets: Loras, sources: Loras) -> Iterable[tuple[str, LoRA | None, LoRA | None]]:
@@ -133,32 +129,46 @@ def pairs_of(targets: Loras, sources: Loras) -> Iterable[tuple[str, LoRA | None,
             yield layer, target, source
 
 
-class RolloutCopy:
-    """Two slots of an adapter: `publish` fills one while the other is sampled with; `adopt` brings that up to date.
+class AdapterCopy:
+    """An adapter's numbers as an engine reads them: in its dtype, side by side, in places that never move.
 
-    So sampling with one version goes on while the next one is trained. The slots never move. They are made before an
-    engine starts: what is allocated while vLLM loads a model belongs to vLLM, which may put it aside.
+    With one slot each call samples with the adapter as it is when the call begins. With two, `publish` fills the
+    second one and the next call begins with that, so that one version is sampled with while the next is trained. The
+    slots are made before an engine starts: what is allocated while vLLM loads a model belongs to vLLM, which may put
+    it aside.
     """
 
-    def __init__(self, loras: Sequence[LoRA], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, loras: Sequence[LoRA], dtype: torch.dtype, device: torch.device, published: bool = False
+    ) -> None:
+        """Room for `loras`; `published`: a second slot, that of what `publish` was given last."""
         size = sum(lora.a.numel() + lora.b.numel() for lora in loras)
-        self.rooms = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
+        self.rooms = [torch.zeros(size, dtype=dtype, device=device) for _ in range(1 + published)]
         self.taken = 0
-        self.sampled: dict[str, list[LoRA | None]] = {}
-        self.published: dict[str, list[LoRA | None]] = {}
+        self.slots: list[dict[str, list[LoRA | None]]] = [{} for _ in self.rooms]
         self.version = 0  # of what is sampled with
         self.adopted = 0  # how often that has changed
         self.next_version: int | None = None  # of what was published since
         self.lock = Lock()
 
+    @property
+    def sampled(self) -> Loras:
+        """What is sampled with."""
+        return self.slots[0]
+
+    @property
+    def is_published(self) -> bool:
+        """Whether what is sampled with changes by `publish` only."""
+        return len(self.slots) > 1
+
     def slot(self, layer: str, live: Sequence[LoRA | None]) -> list[LoRA | None]:
         """The tensors of a layer that are sampled with; where there are none yet, they begin as `live`."""
         if layer not in self.sampled:
-            self.sampled[layer], self.published[layer] = (self.carve(live, room) for room in self.rooms)
+            for slot, room in zip(self.slots, self.rooms, strict=True):
+                slot[layer] = self.carve(live, room)
+                fill({layer: slot[layer]}, {layer: live})
             self.taken += sum(lora.a.numel() + lora.b.numel() for lora in live if lora is not None)
-            for slots in (self.sampled, self.published):
-                fill({layer: slots[layer]}, {layer: live})
-        return self.sampled[layer]
+        return self.slots[0][layer]
 
     def carve(self, live: Sequence[LoRA | None], room: Tensor) -> list[LoRA | None]:
         """Room for the LoRAs of one layer, all the a and then all the b adjacent."""
@@ -170,21 +180,46 @@ class RolloutCopy:
         pairs = iter(zip(places[: len(present)], places[len(present) :], strict=True))
         return [None if lora is None else LoRA(*next(pairs), lora.scale) for lora in live]
 
+    def take(self, live: Loras) -> Hashable:
+        """Sample with `live`, or with what was published last; what identifies it, as far as it can be seen.
+
+        The copy is made whether or not a tensor's counter has moved: an optimizer of bitsandbytes writes through
+        addresses, which no counter sees.
+        """
+        if self.is_published:
+            return self.adopt()
+        fill(self.sampled, live)
+        tensors = [tensor for loras in live.values() for lora in loras if lora is not None
+                   for tensor in (lora.a, lora.b)]
+        return hash(tuple((tensor.data_ptr(), tensor._version) for tensor in tensors))
+
+    def substitute(self, other: Loras, name: str) -> None:
+        """Sample with another adapter, of at most this rank, until the next `take`."""
+        check_fits(self.sampled, other, name)
+        fill(self.sampled, other)
+
+    def clear(self) -> None:
+        """Sample with the base model until the next `take`: x A^T and what B makes of it are zero."""
+        self.rooms[0].zero_()
+
     def publish(self, live: Loras, version: int) -> None:
-        """Take over the values of `live`, for the next `adopt`."""
+        """Take over the values of `live`, for the next `take`; nothing to do where each call takes them itself."""
+        if not self.is_published:
+            return
         with self.lock:
-            fill(self.published, live)
+            fill(self.slots[1], live)
             self.next_version = version
             self.wait()
 
-    def adopt(self) -> None:
+    def adopt(self) -> Hashable:
         """Sample with what was published last from now on."""
         with self.lock:
+            self.rooms[0].copy_(self.rooms[1])
             if self.next_version is not None:
-                fill(self.sampled, self.published)
                 self.version, self.next_version = self.next_version, None
                 self.adopted += 1
-                self.wait()
+            self.wait()
+        return "published", self.adopted
 
     def wait(self) -> None:
         """Return when the copies are made: the other side may use another stream."""

@@ -1,14 +1,14 @@
-"""The trainer's linear layers as another engine computes with them: on the same tensors, as they are at each call.
+"""The trainer's linear layers as another engine computes with them: on the same frozen tensors.
 
 An engine's layer may stand for several modules of the trainer side by side (qkv_proj for q_proj, k_proj, v_proj). Its
 output is the concatenation of theirs, LoRA and biases included, by one product where their weights are adjacent.
 
 Everything goes through one opaque op, so that an engine's compiler and CUDA graphs pass over it; the op finds its layer
 by name. A captured graph keeps the addresses of tensors and what Python decided while it was captured. So the op
-decides nothing: it always applies the same tensors, and a `Switch` on the device turns the adapter off.
+decides nothing: it always applies the same tensors, whose numbers are those of the adapter or zeros (adapters.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -32,66 +32,59 @@ class BorrowError(ValueError):
     """The trainer's model and the engine's do not map onto each other, or no longer do."""
 
 
-class Switch:
-    """Strengths of adapters by their scale: that scale, or 0 for the base model; on the device, as graphs need it."""
-
-    def __init__(self, device: torch.device, scales: Iterable[float]) -> None:
-        self.strengths = {scale: torch.tensor(scale, dtype=torch.float32, device=device) for scale in scales}
-
-    def set(self, on: bool) -> None:
-        for scale, strength in self.strengths.items():
-            strength.fill_(scale if on else 0.0)
-
-
 class Product:
-    """Adjacent matrices, or a single one: x (N, in) -> (N, sum of out), biases and LoRA included."""
+    """Adjacent matrices, or a single one: x (N, in) -> (N, sum of out), biases and LoRA included.
+
+    A 4-bit weight with a LoRA of one rank and scale on each matrix takes two launches a call on a card: x A^T, and one
+    kernel for all the rest. `wide`, where it is given, is the same weight dequantized: a product, x A^T, and one
+    product for each B.
+    """
 
     def __init__(
         self, weight: FrozenWeight, features: list[int], biases: list[Tensor | None], loras: list[LoRA | None],
-        switch: Switch,
+        dtype: torch.dtype,
     ) -> None:
-        self.weight, self.biases, self.loras = weight, biases, loras
-        self.strengths = [None if lora is None else switch.strengths[lora.scale] for lora in loras]
+        self.weight, self.loras = weight, loras
+        self.wide: Tensor | None = None
         ends = list(accumulate(features))
         self.rows = [slice(end - size, end) for size, end in zip(features, ends, strict=True)]
-        self.present = [lora for lora in loras if lora is not None]
-        self.stack_a = joined([lora.a for lora in self.present]) if self.present else None
-        self.stack_b = joined([lora.b for lora in loras if lora is not None]) if None not in loras else None
-        kinds = {(lora.a.shape[0], lora.scale) for lora in self.present}
-        self.one_kernel = isinstance(weight, NF4Weight) and len(kinds) < 2
+        self.bias = joined_bias(biases, features, dtype)
+        present = [lora for lora in loras if lora is not None]
+        self.ranks = [lora.a.shape[0] for lora in present]
+        self.stack_a = joined([lora.a for lora in present]) if present else None
+        self.stack_b = joined([lora.b for lora in present]) if present else None
+        one_kind = len(present) == len(loras) and len({(lora.a.shape[0], lora.scale) for lora in present}) == 1
+        self.one_kernel = isinstance(weight, NF4Weight) and one_kind
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.one_kernel:
-            return self.forward_nf4(x)
-        y = project(x, self.weight, self.bias(x))
-        if not self.present:
+        if self.one_kernel and self.wide is None:
+            return nf4_linear(x, self.weight, self.stack_a, self.stack_b, self.scale, self.bias)
+        y = project(x, self.weight if self.wide is None else self.wide, self.bias)
+        if self.stack_a is None:
             return y
-        a = torch.cat([lora.a.to(x.dtype) for lora in self.present]) if self.stack_a is None else self.stack_a
-        lows = iter((x @ a.to(x.dtype).T).split([lora.a.shape[0] for lora in self.present], dim=1))
-        for rows, lora, strength in zip(self.rows, self.loras, self.strengths, strict=True):
+        lows = iter((x @ self.stack_a.T).split(self.ranks, dim=1))
+        for rows, lora in zip(self.rows, self.loras, strict=True):
             if lora is not None:
-                y[:, rows].addmm_(next(lows) * strength, lora.b.to(x.dtype).T)
+                y[:, rows].addmm_(next(lows), lora.b.T, alpha=lora.scale)
         return y
 
-    def forward_nf4(self, x: Tensor) -> Tensor:
-        """Everything in one kernel, where there is one."""
-        strength: Any = next((strength for strength in self.strengths if strength is not None), None)
-        if strength is None:
-            return nf4_linear(x, self.weight, bias=self.bias(x))
-        if self.stack_a is not None and self.stack_b is not None:
-            return nf4_linear(x, self.weight, self.stack_a, self.stack_b, strength, self.bias(x))
-        factors = [(None, None) if lora is None else (lora.a, lora.b) for lora in self.loras]
-        a, b = ([pair[number] for pair in factors] for number in (0, 1))
-        return nf4_linear(x, self.weight, a, b, strength, self.bias(x))
+    @property
+    def scale(self) -> float:
+        """That of every LoRA, where they have one."""
+        return next(lora.scale for lora in self.loras if lora is not None)
 
-    def bias(self, x: Tensor) -> Tensor | None:
-        """(sum of out,) in x.dtype, zeros for a matrix without one; None where none has one."""
-        if all(bias is None for bias in self.biases):
-            return None
-        sizes = [rows.stop - rows.start for rows in self.rows]
-        parts = [x.new_zeros(size) if bias is None else bias.to(x.dtype)
-                 for bias, size in zip(self.biases, sizes, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.dtype) -> Tensor | None:
+    """(sum of out,) in `dtype`, zeros for a matrix without one, None where none has one: a view of the trainer's where
+    they lie side by side, else a copy, made once, since they are frozen."""
+    given = [bias.detach() for bias in biases if bias is not None]
+    if not given:
+        return None
+    whole = joined(given) if len(given) == len(biases) else None
+    if whole is not None and whole.dtype == dtype:
+        return whole
+    return torch.cat([given[0].new_zeros(size, dtype=dtype) if bias is None else bias.detach().to(dtype)
+                      for bias, size in zip(biases, features, strict=True)])
 
 
 @dataclass
@@ -100,8 +93,8 @@ class BorrowedLinear:
 
     name: str  # the engine's name of the layer
     modules: dict[str, nn.Module]  # of the trainer, by their path
-    loras: list[LoRA | None]
-    switch: Switch
+    loras: list[LoRA | None]  # in `dtype`, the a of all of them adjacent, and so the b
+    dtype: torch.dtype  # that the engine computes in
     products: list[Product] = field(init=False)
     held: list[Tensor] = field(init=False)  # what was borrowed: while it is held, its addresses are nobody else's
 
@@ -118,9 +111,9 @@ class BorrowedLinear:
         biases = [base_of(module).bias for module in self.modules.values()]
         whole = joined_weights(weights) if len(weights) > 1 else None
         if whole is not None:
-            return [Product(whole, features, biases, self.loras, self.switch)]
+            return [Product(whole, features, biases, self.loras, self.dtype)]
         parts = zip(weights, features, biases, self.loras, strict=True)
-        return [Product(weight, [size], [bias], [lora], self.switch) for weight, size, bias, lora in parts]
+        return [Product(weight, [size], [bias], [lora], self.dtype) for weight, size, bias, lora in parts]
 
     @property
     def out_features(self) -> int:

@@ -1,32 +1,31 @@
 """What one engine borrows of the trainer's model, from its start to its end."""
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_grpo.engines import adapters
-from lowmem_grpo.engines.adapters import Choice, Loras, RolloutCopy, lora_of
-from lowmem_grpo.engines.borrowed import ADVICE, OTHER_ENGINE, BorrowedLinear, BorrowError, Switch, same_tensors
+from lowmem_grpo.engines.adapters import AdapterCopy, Loras, lora_of
+from lowmem_grpo.engines.borrowed import ADVICE, OTHER_ENGINE, BorrowedLinear, BorrowError, same_tensors
 from lowmem_grpo.kernels.lora import LoRA
 
 
 class Borrowing:
-    """The trainer's tensors under the engine's names, and which adapter is sampled with.
+    """The trainer's frozen tensors under the engine's names, and a copy of the adapter that is sampled with.
 
     base: the trainer's transformers model, with peft's layers in place. adapter: the name of the one to sample with;
-    None takes the active one. copy: the slots to sample from; None samples with the trainer's own tensors.
+    None takes the active one. copy: the slots to sample from, if they shall outlive this; None makes one slot.
     """
 
     def __init__(
-        self, base: Any, device: torch.device, adapter: str | None = None, copy: RolloutCopy | None = None
+        self, base: Any, device: torch.device, adapter: str | None = None, copy: AdapterCopy | None = None
     ) -> None:
-        self.base, self.copy = base, copy
+        self.base = base
+        self.dtype = base.get_input_embeddings().weight.dtype  # that the engine computes in
         self.adapter = adapter or active_adapter(base)
-        scales = {lora.scale for lora in loras_of(base, self.adapter)}
-        self.switch = Switch(device, scales)
+        self.copy = copy or AdapterCopy(loras_of(base, self.adapter), self.dtype, device)
         self.linears: dict[str, BorrowedLinear] = {}
         self.others: dict[str, Tensor] = {}  # embeddings, head and norms, by the trainer's names
 
@@ -37,11 +36,8 @@ class Borrowing:
         parent, _, name = prefix.rpartition(".")
         modules = {path: self.module(path, prefix) for path in (f"{parent}.{part}" for part in parts.get(name, [name]))}
         loras = [lora_of(path, module, self.adapter) for path, module in modules.items()]
-        linear = BorrowedLinear(
-            prefix, modules, loras if self.copy is None else self.copy.slot(prefix, loras), self.switch
-        )
-        self.linears[prefix] = linear
-        return linear
+        self.linears[prefix] = BorrowedLinear(prefix, modules, self.copy.slot(prefix, loras), self.dtype)
+        return self.linears[prefix]
 
     def module(self, path: str, prefix: str) -> nn.Module:
         """The trainer's module at `path`, which the engine's `prefix` stands for."""
@@ -93,26 +89,14 @@ class Borrowing:
             linear.check()
         for name, tensor in self.others.items():
             same_tensors(name, [tensor], tensor_at(self.base, name))
-        if self.copy is None:
-            self.check_adapter()
-
-    def check_adapter(self) -> None:
-        """The live adapter is where it was, and as strong."""
-        live, name = self.loras(self.adapter), str(self.adapter)
-        adapters.check_same(self.targets(), live, name)
-        for layer, target, source in adapters.pairs_of(self.targets(), live):
-            if target is not None and source is not None:
-                same_tensors(f"{layer}, adapter {name!r}", [target.a, target.b], [source.a, source.b])
-
-    def targets(self) -> Loras:
-        """The LoRAs that are sampled with."""
-        return {name: linear.loras for name, linear in self.linears.items()}
+        if not self.copy.is_published:
+            adapters.check_same(self.copy.sampled, self.loras(self.adapter), str(self.adapter))
 
     def publish(self, version: int) -> None:
-        """Give the rollout copy, where there is one, the adapter as it is now."""
-        if self.copy is not None:
+        """Give a copy with two slots the adapter as it is now."""
+        if self.copy.is_published:
             live = self.loras(self.adapter)
-            adapters.check_same(self.copy.published, live, str(self.adapter))
+            adapters.check_same(self.copy.sampled, live, str(self.adapter))
             self.copy.publish(live, version)
 
     def loras(self, name: str | None) -> Loras:
@@ -120,37 +104,16 @@ class Borrowing:
         return {prefix: [lora_of(path, module, name) for path, module in linear.modules.items()]
                 for prefix, linear in self.linears.items()}
 
-    @contextmanager
-    def sampling(self, base_model: bool) -> Iterator[Hashable]:
-        """Inside, the engine computes what the trainer would now, or the base model; gives what identifies that."""
+    def take(self, base_model: bool) -> Hashable:
+        """From now on compute what the trainer would now, or the base model; gives what identifies that."""
         choice = adapters.choice_of(self.modules())
-        if choice.name not in (None, self.adapter):
-            with self.substituted(choice, base_model) as identity:
-                yield identity
-            return
-        off = base_model or choice.off or choice.name is None
-        self.switch.set(not off)
-        yield "base" if off else self.identity()
-
-    @contextmanager
-    def substituted(self, choice: Choice, base_model: bool) -> Iterator[Hashable]:
-        """Inside, another adapter's values are sampled with."""
-        if base_model or choice.off:
-            self.switch.set(False)
-            yield "base"
-            return
-        self.switch.set(True)
-        with adapters.filled(self.targets(), self.loras(choice.name), str(choice.name)):
-            yield object()  # equal to nothing else: what these values are is not known
-
-    def identity(self) -> Hashable:
-        """What changes whenever the sampled adapter does, as far as it can be seen."""
-        if self.copy is not None:
-            self.copy.adopt()
-            return "copy", self.copy.adopted
-        tensors = (tensor for linear in self.linears.values() for lora in linear.loras if lora is not None
-                   for tensor in (lora.a, lora.b))
-        return "live", sum(tensor._version for tensor in tensors)
+        if base_model or choice.off or choice.name is None:
+            self.copy.clear()
+            return "base"
+        if choice.name == self.adapter:
+            return self.copy.take(self.loras(choice.name))
+        self.copy.substitute(self.loras(choice.name), choice.name)
+        return object()  # equal to nothing else: what these values are is not known
 
     def modules(self) -> dict[str, nn.Module]:
         """Every borrowed linear module, by its path."""

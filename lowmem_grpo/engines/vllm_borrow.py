@@ -2,8 +2,8 @@
 
 vLLM asks the quantization config for a method for each linear layer, embedding and head; ours makes no weights and
 computes with the trainer's. Then it asks the loader for the rest; ours points each remaining parameter (norms) at the
-trainer's storage. Nothing is copied and nothing of vLLM is changed. Both registries are public and are the same in the
-versions of `vllm_import.py`.
+trainer's storage. No weight is copied and nothing of vLLM is changed. Both registries are public and are the same in
+the versions of `vllm_import.py`.
 """
 
 from collections.abc import Iterator

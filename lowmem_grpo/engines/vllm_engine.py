@@ -1,4 +1,4 @@
-"""Rollouts by vLLM in this process, on the trainer's own tensors: no second copy, nothing to sync."""
+"""Rollouts by vLLM in this process, on the trainer's own frozen weights; the adapter is copied before each call."""
 
 import gc
 import logging
@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines import vllm_settings
-from lowmem_grpo.engines.adapters import RolloutCopy
+from lowmem_grpo.engines.adapters import AdapterCopy
 from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.engines.borrowing import Borrowing, active_adapter, loras_of
 from lowmem_grpo.engines.process_state import seeds_of, undisturbed
@@ -70,10 +70,11 @@ class VLLMEngine:
         self.copy = self.make_copy() if rollout_copy else None
         self.start()
 
-    def make_copy(self) -> RolloutCopy:
+    def make_copy(self) -> AdapterCopy:
+        """Two slots, which a new engine takes over: what was published stays published."""
         with torch.inference_mode(False):
             dtype = self.policy.head.weight.dtype
-            return RolloutCopy(loras_of(self.policy.base, self.adapter), dtype, self.policy.device)
+            return AdapterCopy(loras_of(self.policy.base, self.adapter), dtype, self.policy.device, published=True)
 
     def start(self) -> None:
         """Make vLLM's engine around the trainer's tensors."""
@@ -154,7 +155,8 @@ class VLLMEngine:
         """One call of vLLM for all that is missing, by the policy as the trainer would compute with it now."""
         self.borrowing.check()
         self.wake()
-        with self.borrowing.sampling(self.base) as identity, undisturbed(self.policy.device):
+        identity = self.borrowing.take(self.base)
+        with undisturbed(self.policy.device):
             version = self.policy_version if self.copy is None else self.copy.version
             self.forget_prefixes(identity if identity == "base" else (identity, version))
             missing = told.missing
@@ -205,9 +207,9 @@ class VLLMEngine:
             self.base = before
 
     def on_policy_update(self, policy_version: int) -> None:
-        """The weights are the trainer's: nothing to move. What was cached with the old ones is dropped before the next
-        call. A rollout copy takes over the adapter as it is now (the same as `publish`). An engine that was closed has
-        nothing to forget."""
+        """What was cached with the old weights is dropped before the next call, which also begins with a copy of the
+        adapter as it is then: nothing is moved now. A rollout copy takes over the adapter as it is now (the same as
+        `publish`). An engine that was closed has nothing to forget."""
         self.policy_version = policy_version
         if self.llm is not None:
             self.borrowing.publish(policy_version)
