@@ -176,7 +176,7 @@ def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) 
 
 def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """act(gate) * up, (N, F)."""
-    return (activate_ref(gate, activation) * up).contiguous()
+    return activate_ref(gate, activation).mul_(up).contiguous()  # in one buffer
 
 
 def glu_fwd_out_cpu(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
@@ -273,10 +273,8 @@ def glu_forward(gate: Tensor, up: Tensor, activation: str, out: Tensor | None = 
     gate, up, out (..., F) of one shape, dtype and device; activation "silu", "gelu_tanh" or "gelu".
     """
     check_arguments(gate, up, activation)
-    if out is None and gate.device.type == "cpu":
-        return activate_ref(gate, activation).mul_(up)  # in one buffer, where the op has two
     if out is None:
-        out = gate.new_empty(gate.shape)
+        return glu_fwd(rows_of(gate), rows_of(up), activation).view(gate.shape)
     check_arguments(gate, out, activation)
     if gate.numel():
         glu_fwd_out(rows_of(gate), rows_of(up), rows_in_place("out", out), activation)
