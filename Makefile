@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint clean gpu gpu-cpu gpu-bundle gpu-dry
+.PHONY: demo test lint clean gpu gpu-cpu gpu-bundle gpu-dry \
+	bench-launches bench-memory bench-step bench-rollout compile-kernels
 
 # The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--stages memory --time-limit 560".
 GATE ?=
@@ -34,6 +35,29 @@ gpu-bundle:  ## what a GPU machine without a network lacks, packed; there: bench
 gpu-dry: gpu-bundle  ## the gate on a pretend card (a CUDA build of torch is needed: several GB), never in CI
 	bench/gate/pretend.sh $(GPU_TOOLS) $(BUNDLE) $(PRETEND)
 	$(PRETEND)/run bench/gpu_gate.py --profile $(GATE)
+
+# With JSON=1 the benches print their rows as JSON on standard output, nothing else, and append none to bench/results.
+JSON ?=
+ifneq ($(JSON),)
+.SILENT:
+ROWS := --json
+UNSAVED := --json --output /dev/null
+endif
+
+bench-launches: $(VENV)/.installed  ## launches of a decoder layer and host microseconds of a call, counted on the CPU
+	$(BIN)/python bench/launches.py $(ROWS)
+
+bench-memory: $(VENV)/.installed  ## peaks of a training step on fake tensors, feature by feature
+	$(BIN)/python bench/memory.py $(UNSAVED)
+
+bench-step: $(VENV)/.installed  ## a training step of ours beside TRL's, on this machine
+	$(BIN)/python bench/step_time.py $(ROWS)
+
+bench-rollout: $(VENV)/.installed-vllm  ## sampling with the trainer's own weights, tokens a second
+	$(BIN)/python bench/rollout.py $(ROWS)
+
+compile-kernels: $(VENV)/.installed  ## every kernel compiled for every chip, without a card
+	$(BIN)/python bench/compile_kernels.py $(ROWS)
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)

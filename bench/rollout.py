@@ -112,12 +112,14 @@ def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path)
               "made once and kept (16 GB for the 8B shape); a temporary one where this is left out.")
 @click.option("--run", "run_name", help="Joins the rows of several calls: providers of one run are compared.")
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the rows, one JSON object a line, and append none.")
 @click.option("--targets", is_flag=True, help="Measure nothing; say which targets the rows of --output reach.")
 def main(
     device: str | None, shape: str | None, names: tuple[str, ...], rounds: int, threads: int, weights: Path | None,
-    run_name: str | None, output: Path, targets: bool,
+    run_name: str | None, output: Path, as_json: bool, targets: bool,
 ) -> None:
     """Measure rollouts, append rows, and say which targets are reached."""
+    console.stderr = as_json
     common = machine(PACKAGES)  # taken first: the commit is the one that the run began with
     device = device or ("cuda" if common["gpu"] else "cpu")
     shape = shape or ("full" if device == "cuda" else "tiny")
@@ -129,7 +131,10 @@ def main(
         with model_folder(weights, shape, lambda folder: make(folder, shape, device, threads)) as folder:
             rows = measure(list(names) or providers(device), common, rounds, folder)
         for row in rows:
-            append_row(output, row)
+            if as_json:
+                click.echo(json.dumps(row))
+            else:
+                append_row(output, row)
         show(rows, f"{size.sequences} sequences x {size.completion_tokens} tokens, {shape}, "
                    f"{common['gpu'] or common['cpu']}")
     found = verdicts(read_rows(output))

@@ -177,11 +177,13 @@ def trl_environment() -> str:
 @click.option("--loss-type", "loss_types", multiple=True, default=("dr_grpo", "dapo"), show_default=True)
 @click.option("--our-batch", type=int, help="Completions of our micro-batch; left out, several are tried.")
 @click.option("--trl-batch", type=int, help="Completions of TRL's micro-batch; left out, several are tried.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows, one JSON object a line, and append none.")
 def main(
     steps: int, rounds: int, trl_python: str | None, device: str, threads: int, loss_types: tuple[str, ...],
-    our_batch: int | None, trl_batch: int | None,
+    our_batch: int | None, trl_batch: int | None, as_json: bool,
 ) -> None:
     """Compare one GRPO step of ours and of TRL's."""
+    console.stderr = as_json
     where = machine()  # taken first: the commit is the one that the run began with
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
@@ -196,7 +198,11 @@ def main(
             compare(plan, measured, loss_type, rounds)
             show(measured, loss_type)
             for name in measured:
-                append_row(RESULTS, row(plan, measured, name, where))
+                made = row(plan, measured, name, where)
+                if as_json:
+                    click.echo(json.dumps(made))
+                else:
+                    append_row(RESULTS, made)
 
 
 if __name__ == "__main__":

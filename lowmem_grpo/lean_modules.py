@@ -1,4 +1,4 @@
-"""MLPs and norms of the families that we know, on our kernels: the same parameters under the same names, less memory.
+"""MLPs, norms and attention of the families that we know, on our kernels: the same parameters under the same names.
 
 A module is put in the place of transformers' own, with the same children; nothing of transformers is changed, and what
 we do not know stays as it is.
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp
 from lowmem_grpo.kernels.rms_norm import rms_norm
-from lowmem_grpo.lora_layers import active_lora, computes
+from lowmem_grpo.lean_attention import ATTENTIONS, LeanAttention
+from lowmem_grpo.lora_layers import JoinedWeights, active_lora, base_of, computes
 
 MLP_TILE = 4096  # tokens of a tile: large enough to fill a card's matrix units
 GATE_AND_UP, BOTH_IN_ONE = ("gate_proj", "up_proj"), ("gate_up_proj",)
@@ -34,6 +35,7 @@ class LeanMLP(nn.Module):
         for name in (*inner, "down_proj"):
             self.add_module(name, mlp.get_submodule(name))
         self.inner, self.activation, self.tile_rows = inner, activation, tile_rows
+        self.weights, self.down_weight = JoinedWeights(), JoinedWeights()
         self.train(mlp.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,12 +44,12 @@ class LeanMLP(nn.Module):
         down: Any = self.down_proj
         if not all(computes(layer, x) and base_of(layer).bias is None for layer in (*layers, down)):
             return self.plain(x, layers)
-        weights = [base_of(layer).weight for layer in layers]
         loras = [active_lora(layer) for layer in layers]
+        gate, up = (*self.weights.of(layers), None)[:2]
+        (down_weight,) = self.down_weight.of([down])
         return lora_mlp(
-            x, weights[0], weights[1] if len(layers) > 1 else None, base_of(down).weight, gate_lora=loras[0],
-            up_lora=loras[1] if len(layers) > 1 else None, down_lora=active_lora(down), activation=self.activation,
-            tile_rows=self.tile_rows,
+            x, gate, up, down_weight, gate_lora=loras[0], up_lora=loras[1] if len(layers) > 1 else None,
+            down_lora=active_lora(down), activation=self.activation, tile_rows=self.tile_rows,
         )
 
     def plain(self, x: Tensor, layers: list[Any]) -> Tensor:
@@ -94,11 +96,8 @@ def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Mo
     if kind in NORMS:
         eps, offset = NORMS[kind]
         return LeanRMSNorm(module.weight, getattr(module, eps), offset)
+    if kind in ATTENTIONS:
+        return LeanAttention(module, ATTENTIONS[kind])
     if kind in MLPS and activation is not None:
         return LeanMLP(module, MLPS[kind], activation, tile_rows)
     return None
-
-
-def base_of(layer: Any) -> Any:
-    """The linear layer itself, without what PEFT wraps around it."""
-    return getattr(layer, "base_layer", layer)

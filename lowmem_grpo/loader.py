@@ -92,8 +92,8 @@ class FastLanguageModel:
         check_sampling_weights(sampling_weights, fast_inference, next(linears_in_4bit(model), None) is not None)
         if offload_embedding:
             logger.info("input embedding on the host: %.2f GiB less on the device", embed_on_host(model) / 2**30)
-        if keeper.choice.name == VLLM:
-            fuse_weights(model)
+        if keeper.choice.name == VLLM or any(linears_in_4bit(model)):
+            fuse_weights(model)  # for one product in place of three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
         loaded = Loaded(model_name, tokenizer, max_seq_length, max_lora_rank, keeper, revision=revision)
         return FastModel(model, loaded), tokenizer

@@ -5,6 +5,7 @@ saving, merging) is inherited. What the kernel does not cover goes PEFT's own wa
 several active adapters, variants of LoRA, merged weights.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,9 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels.lora import LoRA, lora_linear
+from lowmem_grpo.engines.adjacent import joined_weights
+from lowmem_grpo.kernels.lora import FrozenWeight, frozen_weight, lora_linear
+from lowmem_grpo.kernels.lora_factors import LoRA
 
 
 def use_kernel_layers(config: LoraConfig, model: nn.Module) -> None:
@@ -49,6 +52,49 @@ def kernel_linear_4bit() -> type[nn.Module]:
     return type("KernelLinear4bit", (OneNode, Linear4bit), {"__doc__": "On weights in NF4."})
 
 
+class JoinedWeights:
+    """The frozen weights of layers on one input as the kernels take them: 4-bit ones as one where they lie adjacent.
+
+    What was found is kept for as long as the layers have the same tensors.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.found: list[FrozenWeight] = []
+
+    def of(self, layers: Sequence[Any]) -> list[FrozenWeight]:
+        """One for each layer, or one for all."""
+        parts = [part for layer in layers for part in parts_of(base_of(layer).weight)]
+        if len(parts) != len(self.parts) or any(part is not old for part, old in zip(parts, self.parts, strict=True)):
+            weights = [frozen_weight(base_of(layer).weight) for layer in layers]
+            four_bit = len(weights) > 1 and not any(isinstance(weight, Tensor) for weight in weights)
+            whole = joined_weights(weights) if four_bit else None
+            self.parts, self.found = parts, weights if whole is None else [whole]
+        return self.found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedWeights":
+        return JoinedWeights()  # of other layers
+
+
+def parts_of(weight: Any) -> tuple[Any, ...]:
+    """What is another object once a weight was moved, replaced or quantized."""
+    state = getattr(weight, "quant_state", None)
+    return (weight,) if state is None else (weight, state, state.absmax, state.dtype)
+
+
+def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequence[Tensor]:
+    """What each layer gives for x: by one autograd node that keeps x once, where our kernel covers all of them."""
+    if not all(computes(layer, x) for layer in layers):
+        return [layer(x) for layer in layers]
+    loras, biases = [active_lora(layer) for layer in layers], [base_of(layer).bias for layer in layers]
+    return lora_linear(x, weights.of(layers), loras, biases)
+
+
+def base_of(layer: Any) -> Any:
+    """The linear layer itself, without what PEFT wraps around it."""
+    return getattr(layer, "base_layer", layer)
+
+
 def is_nf4(module: Any) -> bool:
     """Whether it is a layer of bitsandbytes in NF4."""
     state = getattr(getattr(module, "weight", None), "quant_state", None)
@@ -57,7 +103,7 @@ def is_nf4(module: Any) -> bool:
 
 def computes(layer: nn.Module, x: Tensor) -> bool:
     """Whether our kernel gives what the layer gives for x: a plain linear layer, or one under a `OneNode`."""
-    base: Any = getattr(layer, "base_layer", layer)
+    base = base_of(layer)
     dtype = base.weight.quant_state.dtype if is_nf4(base) else base.weight.dtype
     if dtype != x.dtype or getattr(base, "compute_dtype", dtype) not in (None, dtype):
         return False

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import bitsandbytes as bnb
 import peft
 import pytest
 import torch
@@ -13,8 +14,18 @@ from transformers import PreTrainedModel
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.batching import pack
+from lowmem_grpo.fused_weights import fuse_weights
+from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.lean_attention import LeanAttention
 from lowmem_grpo.lean_modules import LeanMLP, LeanRMSNorm, make_lean
-from lowmem_grpo.lora_layers import KernelLinear, OneNode, computes, kernel_linear_4bit, use_kernel_layers
+from lowmem_grpo.lora_layers import (
+    JoinedWeights,
+    KernelLinear,
+    OneNode,
+    computes,
+    kernel_linear_4bit,
+    use_kernel_layers,
+)
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 
@@ -70,11 +81,12 @@ def test_errors_are_no_larger_than_those_of_transformers_and_peft(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_norm_and_mlp_of_a_known_family_is_replaced_and_every_name_stays(family: str) -> None:
+def test_every_norm_mlp_and_attention_of_a_known_family_is_replaced_and_every_name_stays(family: str) -> None:
     plain, lean = (adapted(random_model(family), lean) for lean in (False, True))
     kinds = [type(module).__name__ for module in plain.modules()]
-    wanted = sum(kind.endswith(("RMSNorm", "MLP")) for kind in kinds)
-    assert sum(isinstance(module, LeanMLP | LeanRMSNorm) for module in lean.modules()) == wanted > 4
+    wanted = sum(kind.endswith(("RMSNorm", "MLP", "Attention")) for kind in kinds)
+    ours = LeanMLP | LeanRMSNorm | LeanAttention
+    assert sum(isinstance(module, ours) for module in lean.modules()) == wanted > 6
     assert list(plain.state_dict()) == list(lean.state_dict()) or set(plain.state_dict()) == set(lean.state_dict())
     assert {n for n, _ in plain.named_parameters()} == {n for n, _ in lean.named_parameters()}
 
@@ -83,12 +95,16 @@ def test_modules_that_nobody_checked_stay_as_they_are() -> None:
     class LlamaMLP(nn.Module):
         """Of somebody else, by chance of the same name."""
 
+    class LlamaAttention(nn.Module):
+        """Likewise."""
+
     model = random_model("Llama")
-    model.model.layers[0].mlp = LlamaMLP()
+    model.model.layers[0].mlp, model.model.layers[0].self_attn = LlamaMLP(), LlamaAttention()
     model.config.hidden_act = "relu2"
     replaced = make_lean(model, 8)
-    assert not [path for path in replaced if path.endswith("mlp")]
+    assert not [path for path in replaced if path.endswith("mlp") or path.startswith("model.layers.0.self_attn")]
     assert isinstance(model.model.layers[0].mlp, LlamaMLP)
+    assert isinstance(model.model.layers[0].self_attn, LlamaAttention)
     assert "model.norm" in replaced
 
 
@@ -209,3 +225,73 @@ def test_the_chunk_of_logits_can_be_set_and_changes_nothing() -> None:
     torch.testing.assert_close(chunked, whole)
     with pytest.raises(ValueError, match="logits_chunk is 0; it must be a whole number, at least 1"):
         GRPOConfig(logits_chunk=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_has_every_attribute_of_the_module_that_it_stands_for(family: str) -> None:
+    plain, lean = random_model(family), random_model(family)
+    make_lean(lean, None)
+    for one, other in zip(plain.model.layers, lean.model.layers, strict=True):
+        public = {name: value for name, value in vars(one.self_attn).items() if not name.startswith("_")}
+        assert {name: getattr(other.self_attn, name) for name in public if name != "config"} == {
+            name: value for name, value in public.items() if name != "config"
+        }
+        assert other.self_attn.config is lean.config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_with_a_cache_gives_what_transformers_attention_gives(family: str) -> None:
+    plain, lean = random_model(family), random_model(family)
+    make_lean(lean, None)
+    results = []
+    for model in (plain, lean):
+        with torch.no_grad():
+            first = model(IDS[:, :20], use_cache=True)
+            results.append(model(IDS[:, 20:], past_key_values=first.past_key_values).logits)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+def test_an_attention_function_that_is_not_registered_is_refused_by_name() -> None:
+    model = random_model("Llama")
+    make_lean(model, None)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="attn_implementation is 'eager'"):
+        model(IDS)
+
+
+def four_bit_llama(adjacent: bool) -> peft.PeftModel:
+    """A layer of 4-bit weights under LoRA, q, k, v (gate, up) in one buffer or not."""
+    model = random_model("Llama")
+    shape = copy.deepcopy(model.config)
+    shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.head_dim = 256, 512, 4, 64
+    shape.num_hidden_layers = 1
+    torch.manual_seed(0)
+    model = type(model)(shape)
+    for name, module in list(model.model.layers.named_modules()):
+        if type(module) is nn.Linear:
+            linear = bnb.nn.Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4")
+            linear.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            linear.support_avx512bf16_for_cpu = False
+            model.model.layers.set_submodule(name, linear.to("cpu"))
+    if adjacent:
+        assert fuse_weights(model) == []
+    return adapted(model, lean=True)
+
+
+def test_adjacent_4_bit_weights_are_taken_as_one_and_found_anew_once_they_are_replaced() -> None:
+    model = four_bit_llama(adjacent=True)
+    attention = model.get_base_model().model.layers[0].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    weights = JoinedWeights()
+    (whole,) = weights.of(layers)
+    assert isinstance(whole, NF4Weight) and whole.out_features == (256, 128, 128)
+    assert weights.of(layers)[0] is whole
+    lone = four_bit_llama(adjacent=False).get_base_model().model.layers[0].self_attn.k_proj
+    layers[1].base_layer.weight = lone.base_layer.weight
+    assert len(weights.of(layers)) == 3
+
+
+def test_adjacent_4_bit_weights_give_what_separate_ones_give() -> None:
+    one, other = (outcome(four_bit_llama(adjacent)) for adjacent in (True, False))
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)

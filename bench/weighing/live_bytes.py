@@ -25,7 +25,6 @@ OURS = "lowmem_grpo"
 PLACES = (OURS, "peft", "transformers", "bitsandbytes")  # whose code a storage is named by
 WORTH_NAMING = 2**20  # bytes; what is smaller goes by its operation alone
 CPU_FORMS = (  # (file, function) and the operations by which only the CPU's form of a kernel holds more than a card's
-    ("matmul.py", "matmul_fp32", ("aten::_to_copy",)),  # upcasts; a card's product reads 16 bits and writes 32
     ("logprob_rows.py", "finish_rows_ref", ("aten::sub", "aten::clone", "aten::where")),  # a second chunk of logits
     ("logprob_rows.py", "forward_rows", ("aten::clone",)),
     ("logits.py", "row_dot", ("aten::mul",)),

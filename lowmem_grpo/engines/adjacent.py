@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.lora import FrozenWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, check_adjacent
+from lowmem_grpo.offload import storage_id
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -29,7 +30,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def alike(tensor: Tensor, other: Tensor) -> bool:
     """The same storage, dtype and columns."""
-    same = tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    same = storage_id(tensor) == storage_id(other)
     return same and tensor.dtype == other.dtype and tensor.shape[1:] == other.shape[1:]
 
 
@@ -44,16 +45,16 @@ def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
 def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
     """4-bit weights that `NF4Weight.adjacent` laid out, as the one weight that it gave then."""
     first, columns = weights[0], weights[0].shape[1]
-    try:
-        check_adjacent(weights)
-    except ValueError:
-        return None
     parts: dict[str, Any] = {"packed": joined([weight.packed for weight in weights]),
                              "absmax": joined([weight.absmax for weight in weights])}
-    if first.nested_absmax is not None:
+    if first.nested_absmax is not None and all(weight.nested_absmax is not None for weight in weights):
         parts["nested_absmax"] = joined([w.nested_absmax for w in weights if w.nested_absmax is not None])
         parts["offset"] = joined_offsets(weights)
     if any(part is None for part in parts.values()):
+        return None
+    try:
+        check_adjacent(weights)  # after what costs nothing: it compares tables, for which a card is waited for
+    except ValueError:
         return None
     features = tuple(weight.shape[0] for weight in weights)
     return replace(first, **parts, shape=(sum(features), columns), out_features=features)

@@ -20,6 +20,7 @@ from lowmem_grpo.engines.adjacent import joined, joined_weights
 from lowmem_grpo.kernels.lora import FrozenWeight, LoRA, frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, project
+from lowmem_grpo.kernels.opaque import opaque
 
 LAYERS: dict[str, "BorrowedLinear"] = {}  # what the op finds by name, while an engine lives
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -176,13 +177,12 @@ def same_tensors(name: str, held: Sequence[Tensor], found: Sequence[Tensor]) -> 
         )
 
 
-@torch.library.custom_op("lowmem_grpo::borrowed_linear", mutates_args=())
-def borrowed_linear(x: Tensor, out_features: int, layer: str) -> Tensor:
+def linear_by_name(x: Tensor, out_features: int, layer: str) -> Tensor:
     """x (..., in) -> (..., out_features) by the trainer's modules of `layer`."""
     with torch.no_grad():
         return LAYERS[layer].forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], out_features)
 
 
-@borrowed_linear.register_fake
-def _(x: Tensor, out_features: int, layer: str) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+borrowed_linear = opaque(
+    "borrowed_linear", linear_by_name, fake=lambda x, out_features, _: x.new_empty(*x.shape[:-1], out_features)
+)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
+from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # activation: what torch calls its approximation
@@ -173,20 +174,17 @@ def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) 
     launch_bwd(grad, gate, up, gate, up, activation, product=True)
 
 
-@torch.library.custom_op("lowmem_grpo::glu_fwd", mutates_args=(), device_types="cpu")
-def glu_fwd(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """act(gate) * up, (N, F)."""
-    return (activate_ref(gate, activation) * up).contiguous()
+    return activate_ref(gate, activation).mul_(up).contiguous()  # in one buffer
 
 
-@torch.library.custom_op("lowmem_grpo::glu_fwd_out", mutates_args=("out",), device_types="cpu")
-def glu_fwd_out(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
+def glu_fwd_out_cpu(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
     """out = act(gate) * up; out may be gate or up only outside of torch.compile."""
     out.copy_(activate_ref(gate, activation) * up)
 
 
-@torch.library.custom_op("lowmem_grpo::glu_bwd", mutates_args=(), device_types="cpu")
-def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
+def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
     """[grad_gate, grad_up], or with `fused` [grad_gate_up]."""
     gradients = new_gradients(gate, fused)
     for target, values in zip(halves(*gradients), gradients_ref(grad, gate, up, activation)[:2], strict=True):
@@ -194,35 +192,25 @@ def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool
     return gradients
 
 
-@torch.library.custom_op("lowmem_grpo::glu_bwd_reuse", mutates_args=("gate", "up"), device_types="cpu")
-def glu_bwd_reuse(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+def glu_bwd_reuse_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """grad_gate over gate, grad_up over up."""
     for target, values in zip((gate, up), gradients_ref(grad, gate, up, activation)[:2], strict=True):
         target.copy_(values)
 
 
-@torch.library.custom_op("lowmem_grpo::glu_bwd_all", mutates_args=("grad", "gate", "up"), device_types="cpu")
-def glu_bwd_all(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+def glu_bwd_all_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """grad_gate over gate, grad_up over up, act(gate) * up over grad."""
     for target, values in zip((gate, up, grad), gradients_ref(grad, gate, up, activation), strict=True):
         target.copy_(values)
 
 
-glu_fwd.register_kernel("cuda")(glu_fwd_triton)
-glu_fwd_out.register_kernel("cuda")(glu_fwd_out_triton)
-glu_bwd.register_kernel("cuda")(glu_bwd_triton)
-glu_bwd_reuse.register_kernel("cuda")(glu_bwd_reuse_triton)
-glu_bwd_all.register_kernel("cuda")(glu_bwd_all_triton)
-
-
-@glu_fwd.register_fake
-def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@glu_bwd.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
-    return new_gradients(gate, fused)
+glu_fwd = opaque("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, up, _: gate.new_empty(gate.shape))
+glu_fwd_out = opaque("glu_fwd_out", glu_fwd_out_cpu, glu_fwd_out_triton, mutates=("out",))
+glu_bwd = opaque(
+    "glu_bwd", glu_bwd_cpu, glu_bwd_triton, fake=lambda _grad, gate, _up, _name, fused: new_gradients(gate, fused)
+)
+glu_bwd_reuse = opaque("glu_bwd_reuse", glu_bwd_reuse_cpu, glu_bwd_reuse_triton, mutates=("gate", "up"))
+glu_bwd_all = opaque("glu_bwd_all", glu_bwd_all_cpu, glu_bwd_all_triton, mutates=("grad", "gate", "up"))
 
 
 class GLUFunction(torch.autograd.Function):
@@ -285,10 +273,8 @@ def glu_forward(gate: Tensor, up: Tensor, activation: str, out: Tensor | None = 
     gate, up, out (..., F) of one shape, dtype and device; activation "silu", "gelu_tanh" or "gelu".
     """
     check_arguments(gate, up, activation)
-    if out is None and gate.device.type == "cpu":
-        return activate_ref(gate, activation).mul_(up)
     if out is None:
-        out = gate.new_empty(gate.shape)
+        return glu_fwd(rows_of(gate), rows_of(up), activation).view(gate.shape)
     check_arguments(gate, out, activation)
     if gate.numel():
         glu_fwd_out(rows_of(gate), rows_of(up), rows_in_place("out", out), activation)

@@ -27,6 +27,7 @@ from lowmem_grpo.kernels.logprob_rows import forward_rows
 from lowmem_grpo.kernels.logprob_tiles import backward_tiles, forward_tiles
 from lowmem_grpo.kernels.matmul import accumulator_dtype
 from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.opaque import opaque
 
 CPU_CHUNK_BYTES = 32 * 2**20  # of fp32 logits at a time, where chunk_rows is not given
 CUDA_CHUNK_BYTES = 640 * 2**20  # 1,024 rows at V = 151,936: enough for the products to fill a large card
@@ -183,8 +184,7 @@ def tile_columns(head: Head, chunk_rows: int) -> int:
 # The two ops keep the loops over chunks out of graphs that torch.compile makes; elsewhere the loops run as they are.
 
 
-@torch.library.custom_op("lowmem_grpo::linear_logprobs_fwd", mutates_args=())
-def forward_op(
+def forward_compiled(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None, targets: Tensor,
     temperature: float, scale: float, softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -195,14 +195,13 @@ def forward_op(
     return logprobs, entropy, lse, hidden.new_empty(0) if gradient is None else gradient
 
 
-@forward_op.register_fake
-def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, uninitialised."""
     rows = [hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype)) for _ in range(3)]
     return rows[0], rows[1], rows[2], hidden.new_empty(hidden.shape if arguments[-1] else 0)
 
 
-@torch.library.custom_op("lowmem_grpo::linear_logprobs_bwd", mutates_args=())
-def backward_op(
+def backward_compiled(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None, targets: Tensor,
     temperature: float, scale: float, softcap: float | None, ignore_index: int, tile: int, lse: Tensor,
     entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
@@ -214,14 +213,18 @@ def backward_op(
     return [hidden.new_empty(0) if grad is None else grad for grad in grads]
 
 
-@backward_op.register_fake
-def _(*arguments: Any) -> list[Tensor]:
+def backward_fake(*arguments: Any) -> list[Tensor]:
+    """The same, uninitialised."""
     needed = arguments[-1]
     return [
         torch.empty_like(operand, memory_format=torch.contiguous_format)
         if is_needed else arguments[0].new_empty(0)
         for operand, is_needed in zip(arguments[:5], needed, strict=True)
     ]
+
+
+forward_op = opaque("linear_logprobs_fwd", forward_compiled, fake=forward_fake)
+backward_op = opaque("linear_logprobs_bwd", backward_compiled, fake=backward_fake)
 
 
 def check_arguments(

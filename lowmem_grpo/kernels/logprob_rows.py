@@ -8,7 +8,6 @@ gradient fills the first half of each row's bytes, so a chunk costs 4 R V bytes 
 """
 
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from lowmem_grpo.kernels.head import Head
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
 from lowmem_grpo.kernels.logits import LogitShape, floor_, packed_gradient, row_dot, row_statistics, shape_logits
+from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 
@@ -135,15 +135,10 @@ def logprob_rows_triton(
     return results
 
 
-logprob_rows = torch.library.custom_op(
-    "lowmem_grpo::logprob_rows", finish_rows_ref, mutates_args=("logits",), device_types="cpu"
+logprob_rows = opaque(
+    "logprob_rows", finish_rows_ref, logprob_rows_triton, mutates=("logits",),
+    fake=lambda logits, *_: logits.new_empty(3, logits.shape[0]),
 )
-logprob_rows.register_kernel("cuda")(logprob_rows_triton)
-
-
-@logprob_rows.register_fake
-def _(logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(3, logits.shape[0])
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

@@ -7,13 +7,13 @@ first ... first + T - 1. A 16-bit result fills the first half of each row's byte
 """
 
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
 from lowmem_grpo.kernels.logits import LogitShape, floor_, floored, packed_gradient, shape_logits
+from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 LAUNCH = Launch({"BLOCK_V": 1024}, num_warps=4, num_stages=1)
@@ -98,15 +98,7 @@ def logprob_tile_bwd_triton(
         )
 
 
-logprob_tile_bwd = torch.library.custom_op(
-    "lowmem_grpo::logprob_tile_bwd", differentiate_ref, mutates_args=("logits",), device_types="cpu"
-)
-logprob_tile_bwd.register_kernel("cuda")(logprob_tile_bwd_triton)
-
-
-@logprob_tile_bwd.register_fake
-def _(*_: Any) -> None:
-    return None
+logprob_tile_bwd = opaque("logprob_tile_bwd", differentiate_ref, logprob_tile_bwd_triton, mutates=("logits",))
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

@@ -9,13 +9,13 @@ each row's bytes.
 """
 
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
 from lowmem_grpo.kernels.logits import FLOOR, LogitShape, floor_, packed_gradient, row_dot, row_statistics, shape_logits
+from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 MAXIMUM, SUM, WEIGHTED, TARGET, SLOPE, DECAY = range(6)  # rows of the state (6, N)
@@ -126,15 +126,9 @@ def logprob_tile_fwd_triton(
         )
 
 
-logprob_tile_fwd = torch.library.custom_op(
-    "lowmem_grpo::logprob_tile_fwd", update_state_ref, mutates_args=("logits", "state"), device_types="cpu"
+logprob_tile_fwd = opaque(
+    "logprob_tile_fwd", update_state_ref, logprob_tile_fwd_triton, mutates=("logits", "state")
 )
-logprob_tile_fwd.register_kernel("cuda")(logprob_tile_fwd_triton)
-
-
-@logprob_tile_fwd.register_fake
-def _(*_: Any) -> None:
-    return None
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

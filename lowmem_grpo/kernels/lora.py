@@ -4,31 +4,22 @@
     dx = sum_i (dy_i W_i + scale_i (dy_i B_i) A_i);  dA_i = scale_i (dy_i B_i)^T x;  dB_i = scale_i dy_i^T (x A_i^T)
 
 (Hu et al., arXiv 2106.09685, equation 3.) All the A_i are applied by one product with x, and again in the backward
-pass, so that x is all that is kept. x (N, in), W_i (out_i, in), A_i (r_i, in), B_i (out_i, r_i).
+pass, so that x is all that is kept. x (N, in), W_i (out_i, in), A_i (r_i, in), B_i (out_i, r_i). 4-bit weights that lie
+one after the other in memory may be given as one `NF4Weight`, which is then dequantized as a whole.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lowmem_grpo.kernels.matmul import matmul_fp32
+from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.nf4_linear import project, project_back
+from lowmem_grpo.kernels.nf4_linear import project, project_back, project_back_each, project_each
 
 FrozenWeight = Tensor | NF4Weight
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """The low-rank pair of one linear layer: a (r, in), b (out, r), of any floating dtype, and their scale."""
-
-    a: Tensor
-    b: Tensor
-    scale: float = 1.0
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
@@ -45,18 +36,18 @@ def lora_linear(
     """The outputs (..., out_i) of several linear layers on the same x (..., in), which is kept once for all of them.
 
     A weight is a tensor (out, in) of the dtype of x, an `NF4Weight` or bitsandbytes' Params4bit; it takes no gradient,
-    and neither does a bias (out,). A layer without LoRA has None in `loras`. Raises ValueError where shapes or dtypes
-    do not fit.
+    and neither does a bias (out,). An `NF4Weight` of several adjacent matrices stands for as many layers. A layer
+    without LoRA has None in `loras`. Raises ValueError where shapes or dtypes do not fit.
     """
     frozen = [frozen_weight(weight) for weight in weights]
-    given = [None] * len(frozen) if biases is None else list(biases)
+    given = [None] * len(loras) if biases is None else list(biases)
     check_linears(x, frozen, loras)
     check_biases(frozen, given)
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled():
         outputs = LoRALinearFunction.apply(rows, frozen, given, scales_of(loras), *tensors_of(loras))
     else:
-        outputs = forward_linears(rows, frozen, loras, given)
+        outputs = forward_linears(rows, frozen, *factors_of([loras], x.dtype), given)
     return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
 
 
@@ -68,71 +59,82 @@ class LoRALinearFunction(torch.autograd.Function):
         ctx.weights, ctx.scales = weights, scales
         ctx.save_for_backward(x, *tensors)
         ctx.set_materialize_grads(False)
-        return tuple(forward_linears(x, weights, pairs_of(tensors, scales), biases))
+        return tuple(forward_linears(x, weights, *factors_of([pairs_of(tensors, scales)], x.dtype), biases))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         x, *tensors = ctx.saved_tensors
-        loras = pairs_of(tensors, ctx.scales)
-        grad_x, grad_tensors = backward_linears(grads, x, ctx.weights, loras, ctx.needs_input_grad[0])
+        (factors,) = factors_of([pairs_of(tensors, ctx.scales)], x.dtype)
+        grad_x, grad_tensors = backward_linears(grads, x, ctx.weights, factors, ctx.needs_input_grad[0])
         return grad_x, None, None, None, *as_given(grad_tensors, tensors)
 
 
 def forward_linears(
-    x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None],
-    biases: Sequence[Tensor | None] | None = None,
+    x: Tensor, weights: Sequence[FrozenWeight], factors: Factors | None, biases: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
-    """The outputs (N, out_i) for x (N, in), without autograd."""
-    outputs = []
-    given = [None] * len(weights) if biases is None else biases
-    for weight, bias, lora, low in zip(weights, given, loras, down_projections(x, loras), strict=True):
-        y = project(x, weight, bias)
-        if lora is not None and low is not None:
-            y.addmm_(low, lora.b.to(x.dtype).T, alpha=lora.scale)
-        outputs.append(y)
+    """The outputs (N, out_i) for x (N, in), without autograd; `factors` are in the dtype of x."""
+    outputs: list[Tensor] = []
+    for weight in weights:
+        count = matrices(weight)
+        given = [None] * count if biases is None else list(biases[len(outputs) : len(outputs) + count])
+        if count > 1 and isinstance(weight, NF4Weight):
+            outputs += project_each(x, weight, given)
+        else:
+            outputs.append(project(x, weight, given[0]))
+    if factors is not None:
+        factors.add_to(outputs, x)
     return outputs
 
 
 def backward_linears(
-    grads: Sequence[Tensor | None], x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None],
-    needs_x: bool,
+    grads: Sequence[Tensor | None], x: Tensor, weights: Sequence[FrozenWeight], factors: Factors | None, needs_x: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """(dx (N, in) or None, [dA, dB of each layer] in float32, or float64 for such x) without autograd; a layer whose
     gradient is None adds nothing."""
-    grad_x: Tensor | None = None
-    grad_tensors: list[Tensor | None] = []
-    for grad, weight, lora, low in zip(grads, weights, loras, down_projections(x, loras), strict=True):
-        if grad is not None and needs_x:
-            share = project_back(grad, weight)
-            grad_x = share if grad_x is None else grad_x.add_(share)
-        if grad is None or lora is None or low is None:
-            grad_tensors += [None, None]
+    grad_x = back_to_x(grads, weights) if needs_x else None
+    grad_low = None if factors is None else factors.grad_low(grads)
+    if factors is None or grad_low is None:
+        return grad_x, [None] * (2 * len(grads))
+    if grad_x is not None:
+        grad_x.addmm_(grad_low, factors.a)
+    return grad_x, factors.gradients(grads, grad_low, x)
+
+
+def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -> Tensor | None:
+    """sum_i dy_i W_i (N, in); None where all dy_i are."""
+    total, rest = None, iter(grads)
+    for weight in weights:
+        some = [next(rest) for _ in range(matrices(weight))]
+        if all(grad is None for grad in some):
             continue
-        grad_low = grad @ lora.b.to(x.dtype)  # (N, r)
-        if grad_x is not None:
-            grad_x.addmm_(grad_low, lora.a.to(x.dtype), alpha=lora.scale)
-        for left, right in ((grad_low, x), (grad, low)):
-            grad_tensors.append(matmul_fp32(left.T, right).mul_(lora.scale))
-    return grad_x, grad_tensors
+        if len(some) > 1 and isinstance(weight, NF4Weight):
+            share = project_back_each(some, weight)
+        elif total is not None and isinstance(weight, Tensor):
+            total.addmm_(some[0], weight)
+            continue
+        else:
+            share = project_back(some[0], weight)
+        total = share if total is None else total.add_(share)
+    return total
+
+
+def matrices(weight: FrozenWeight) -> int:
+    """Of how many layers the weight is."""
+    return len(weight.out_features) if isinstance(weight, NF4Weight) else 1
+
+
+def shapes_of(weights: Sequence[FrozenWeight]) -> Iterator[tuple[tuple[int, int], torch.dtype]]:
+    """(out_i, in) and dtype of each layer's weight."""
+    for weight in weights:
+        rows = weight.out_features if isinstance(weight, NF4Weight) else weight.shape[:1]
+        yield from (((size, weight.shape[1]), weight.dtype) for size in rows)
 
 
 def as_given(grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients in the dtypes of their tensors."""
     pairs = zip(grads, tensors, strict=True)
     return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
-
-
-def down_projections(x: Tensor, loras: Sequence[LoRA | None]) -> list[Tensor | None]:
-    """x A_i^T (N, r_i) of each layer, by one product with all A_i; None where there is no LoRA."""
-    present = [lora for lora in loras if lora is not None]
-    if not present:
-        return [None] * len(loras)
-    if len(loras) == 1:
-        return [x @ present[0].a.to(x.dtype).T]
-    low = x @ torch.cat([lora.a.to(x.dtype) for lora in present]).T
-    parts = iter(low.split([lora.a.shape[0] for lora in present], dim=1))
-    return [None if lora is None else next(parts) for lora in loras]
 
 
 def frozen_weight(weight: Any) -> FrozenWeight:
@@ -157,19 +159,21 @@ def pairs_of(tensors: Sequence[Tensor | None], scales: Sequence[float]) -> list[
 
 def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None]) -> None:
     """Raise ValueError that says what was expected and what was got."""
-    if len(weights) != len(loras):
-        raise ValueError(f"expected one entry of loras for each weight; got {len(weights)} and {len(loras)}")
-    for weight, lora in zip(weights, loras, strict=True):
+    for weight in weights:
         if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
             raise ValueError(
                 f"expected a weight (out, {x.shape[-1]}) of {x.dtype}; got {tuple(weight.shape)} of {weight.dtype}"
             )
         if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
             raise ValueError("the weights are frozen: call weight.requires_grad_(False) and train LoRA")
+    shapes = list(shapes_of(weights))
+    if len(shapes) != len(loras):
+        raise ValueError(f"expected one entry of loras for each weight; got {len(shapes)} and {len(loras)}")
+    for (shape, _), lora in zip(shapes, loras, strict=True):
         if lora is None:
             continue
         rank = lora.a.shape[0]
-        expected = ((rank, weight.shape[1]), (weight.shape[0], rank))
+        expected = ((rank, shape[1]), (shape[0], rank))
         if (tuple(lora.a.shape), tuple(lora.b.shape)) != expected:
             raise ValueError(
                 f"expected LoRA a {expected[0]} and b {expected[1]}; got {tuple(lora.a.shape)}, {tuple(lora.b.shape)}"
@@ -178,11 +182,11 @@ def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[Lo
 
 def check_biases(weights: Sequence[FrozenWeight], biases: Sequence[Tensor | None]) -> None:
     """Raise ValueError that says what was expected and what was got."""
-    if len(biases) != len(weights):
-        raise ValueError(f"expected one entry of biases for each weight; got {len(weights)} and {len(biases)}")
-    for weight, bias in zip(weights, biases, strict=True):
-        if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or bias.dtype != weight.dtype):
-            raise ValueError(f"expected a bias ({weight.shape[0]},) of {weight.dtype}; got {tuple(bias.shape)} of "
-                             f"{bias.dtype}")
+    shapes = list(shapes_of(weights))
+    if len(biases) != len(shapes):
+        raise ValueError(f"expected one entry of biases for each weight; got {len(shapes)} and {len(biases)}")
+    for ((rows, _), dtype), bias in zip(shapes, biases, strict=True):
+        if bias is not None and (tuple(bias.shape) != (rows,) or bias.dtype != dtype):
+            raise ValueError(f"expected a bias ({rows},) of {dtype}; got {tuple(bias.shape)} of {bias.dtype}")
         if bias is not None and bias.requires_grad and torch.is_grad_enabled():
             raise ValueError("biases are frozen: call bias.requires_grad_(False) and train LoRA")

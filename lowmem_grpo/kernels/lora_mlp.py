@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.lora import (
     FrozenWeight,
-    LoRA,
     as_given,
+    back_to_x,
     backward_linears,
     check_linears,
     forward_linears,
@@ -33,9 +33,10 @@ from lowmem_grpo.kernels.lora import (
     lora_linear_ref,
     pairs_of,
     scales_of,
+    shapes_of,
     tensors_of,
 )
-from lowmem_grpo.kernels.nf4_linear import project_back
+from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"), "gelu": F.gelu,
@@ -59,15 +60,16 @@ def lora_mlp(
     """y (..., out) for x (..., in).
 
     gate, up (F, in) and down (out, F): tensors of the dtype of x, `NF4Weight` or bitsandbytes' Params4bit, frozen. With
-    `up=None` gate is one matrix (2 F, in), gate's rows first, as in Phi-3, with one LoRA. activation: "silu",
-    "gelu_tanh" or "gelu". With `tile_rows` (at least 1; out = in) rows are computed in tiles of as many, and gate and
-    up are made again in the backward pass. Without it their buffers are used up by one backward pass: a second one
-    raises RuntimeError.
+    `up=None` gate is one matrix (2 F, in), gate's rows first, as in Phi-3, with one LoRA; or an `NF4Weight` of two
+    adjacent matrices, gate and up, each with its own LoRA. activation: "silu", "gelu_tanh" or "gelu". With `tile_rows`
+    (at least 1; out = in) rows are computed in tiles of as many, and gate and up are made again in the backward pass.
+    Without it their buffers are used up by one backward pass: a second one raises RuntimeError.
     """
     inner = [frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
-    if up is None and up_lora is not None:
+    both = len(list(shapes_of(inner))) == 1
+    if both and up_lora is not None:
         raise ValueError("up_lora was given without up: with one matrix for gate and up, gate_lora covers both")
-    loras = [gate_lora, down_lora] if up is None else [gate_lora, up_lora, down_lora]
+    loras = [gate_lora, down_lora] if both else [gate_lora, up_lora, down_lora]
     weights = MLPWeights(inner, frozen_weight(down), scales_of(loras), activation)
     check_linears(x, inner, loras[:-1])
     check_mlp(x, weights, loras[-1])
@@ -82,7 +84,7 @@ def lora_mlp(
 
 @dataclass(frozen=True)
 class MLPWeights:
-    """What an MLP is made of besides its LoRA tensors: inner holds gate and up, or one matrix with both."""
+    """What an MLP is made of besides its LoRA tensors: inner holds gate and up, apart or adjacent, or one matrix."""
 
     inner: list[FrozenWeight]
     down: FrozenWeight
@@ -94,9 +96,16 @@ class MLPWeights:
         """F, the inner size."""
         return sum(weight.shape[0] for weight in self.inner) // 2
 
-    def gate_and_up(self, x: Tensor, loras: list[LoRA | None]) -> list[Tensor]:
-        """[gate, up] (N, F), or [both] (N, 2 F)."""
-        return forward_linears(x, self.inner, loras[:-1])
+    def factors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Factors | None, Factors | None]:
+        """Of gate and up, and of down, from their LoRA tensors."""
+        loras = pairs_of(tensors, self.scales)
+        inner, down = factors_of([loras[:-1], loras[-1:]], dtype)
+        return inner, down
+
+    def output(self, inner: list[Tensor], factors: Factors | None) -> Tensor:
+        """y (N, out) from [gate, up] (N, F), or [both] (N, 2 F), with the factors of down."""
+        h = glu_forward(*halves(*inner), self.activation)
+        return forward_linears(h, [self.down], factors)[0]
 
 
 class LoRAMLPFunction(torch.autograd.Function):
@@ -104,18 +113,19 @@ class LoRAMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weights, *tensors):
-        loras = pairs_of(tensors, weights.scales)
-        inner = weights.gate_and_up(x, loras)
+        factors = weights.factors(tensors, x.dtype)
+        inner = forward_linears(x, weights.inner, factors[0])
         ctx.weights, ctx.count = weights, len(tensors)
         ctx.save_for_backward(x, *tensors, *inner)
-        return output_of(inner, weights, loras)
+        return weights.output(inner, factors[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, saved = ctx.saved_tensors[0], ctx.saved_tensors[1:]
         tensors, inner = saved[: ctx.count], saved[ctx.count :]
-        grad_x, grads = gradients(grad, x, list(inner), ctx.weights, tensors, ctx.needs_input_grad[0])
+        factors = ctx.weights.factors(tensors, x.dtype)
+        grad_x, grads = gradients(grad, x, list(inner), ctx.weights, factors, ctx.needs_input_grad[0])
         return grad_x, None, *as_given(grads, tensors)
 
 
@@ -132,18 +142,20 @@ class TileBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, *tensors = ctx.saved_tensors
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        sums = torch.promote_types(x.dtype, torch.float32)
-        totals = [None if like is None else torch.zeros_like(like, dtype=sums) for like in tensors]
+        factors = ctx.weights.factors(tensors, x.dtype)
+        needs_x, one_tile = ctx.needs_input_grad[0], len(x) <= ctx.tile_rows
+        grad_x = torch.empty_like(x) if needs_x and not one_tile else None
+        totals: list[Tensor | None] = [None] * len(tensors)
         for rows in tiles(len(x), ctx.tile_rows):
-            inner = ctx.weights.gate_and_up(x[rows], pairs_of(tensors, ctx.weights.scales))
-            share, grads = gradients(grad[rows], x[rows], inner, ctx.weights, tensors, grad_x is not None)
-            if grad_x is not None and share is not None:
+            inner = forward_linears(x[rows], ctx.weights.inner, factors[0])
+            share, grads = gradients(grad[rows], x[rows], inner, ctx.weights, factors, needs_x)
+            if grad_x is None or share is None:
+                grad_x = share
+            else:
                 grad_x[rows] = share
-            for total, part in zip(totals, grads, strict=True):
-                if total is not None and part is not None:
-                    total += part
-            del inner, share, grads, part  # before those of the next tile are made
+            pairs = zip(totals, grads, strict=True)
+            totals = [part if total is None else total.add_(part) for total, part in pairs]
+            del inner, share, grads  # before those of the next tile are made
         return grad_x, None, None, *as_given(totals, tensors)
 
 
@@ -152,10 +164,12 @@ class TileForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weights, tile_rows, tensors):
-        loras = pairs_of(tensors, weights.scales)
+        inner, down = weights.factors(tensors, x.dtype)
+        if len(x) <= tile_rows:
+            return weights.output(forward_linears(x, weights.inner, inner), down)
         y = torch.empty_like(x)
         for rows in tiles(len(x), tile_rows):
-            y[rows] = output_of(weights.gate_and_up(x[rows], loras), weights, loras)
+            y[rows] = weights.output(forward_linears(x[rows], weights.inner, inner), down)
         return y
 
     @staticmethod
@@ -169,25 +183,23 @@ def tiles(rows: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, rows, size))
 
 
-def output_of(inner: list[Tensor], weights: MLPWeights, loras: list[LoRA | None]) -> Tensor:
-    """y (N, out) from gate and up."""
-    h = glu_forward(*halves(*inner), weights.activation)
-    return forward_linears(h, [weights.down], loras[-1:])[0]
-
-
 def gradients(
-    grad: Tensor, x: Tensor, inner: list[Tensor], weights: MLPWeights, tensors: Sequence[Tensor | None], needs_x: bool
+    grad: Tensor, x: Tensor, inner: list[Tensor], weights: MLPWeights, factors: tuple[Factors | None, Factors | None],
+    needs_x: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """dx (N, in) or None, and dA, dB of each layer in float32; writes over gate and up."""
-    loras = pairs_of(tensors, weights.scales)
     gate, up = halves(*inner)
-    grad_h = project_back(grad, weights.down)
-    down_lora = loras[-1]
-    if down_lora is not None:
-        grad_h.addmm_(grad @ down_lora.b.to(grad.dtype), down_lora.a.to(grad.dtype), alpha=down_lora.scale)
+    of_inner, of_down = factors
+    grad_h = back_to_x([grad], [weights.down])
+    assert grad_h is not None
+    grad_low = None if of_down is None else of_down.grad_low([grad])
+    if of_down is not None and grad_low is not None:
+        grad_h.addmm_(grad_low, of_down.a)
     glu_backward(grad_h, gate, up, weights.activation)  # gate, up: their gradients now; grad_h: h
-    _, down_grads = backward_linears([grad], grad_h, [weights.down], [down_lora], False)
-    grad_x, inner_grads = backward_linears(inner, x, weights.inner, loras[:-1], needs_x)
+    down_grads: list[Tensor | None] = [None, None]
+    if of_down is not None and grad_low is not None:
+        down_grads = of_down.gradients([grad], grad_low, grad_h)
+    grad_x, inner_grads = backward_linears(inner, x, weights.inner, of_inner, needs_x)
     return grad_x, [*inner_grads, *down_grads]
 
 
@@ -203,7 +215,7 @@ def check_mlp(x: Tensor, weights: MLPWeights, down_lora: LoRA | None) -> None:
     """Raise ValueError that says what was expected and what was got."""
     if weights.activation not in ACTIVATIONS:
         raise ValueError(f"activation is {weights.activation!r}; it must be one of {list(ACTIVATIONS)}")
-    shapes = [tuple(weight.shape) for weight in weights.inner]
+    shapes = [shape for shape, _ in shapes_of(weights.inner)]
     if len(shapes) == 2 and shapes[0] != shapes[1]:
         raise ValueError(f"expected gate and up of one shape; got {shapes[0]}, {shapes[1]}")
     inner = torch.empty(0, weights.size, dtype=x.dtype, device=x.device)

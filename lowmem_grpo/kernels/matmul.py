@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.opaque import opaque
+
 MIN_BAND = 64  # columns upcast at a time on the CPU, at least
 
 
@@ -24,12 +26,20 @@ def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tenso
         return torch.mm(left, right, out=out)
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=dtype, out=out)
-    wide = left.to(dtype)
+    upcast_matmul(left, right, out)
+    return out
+
+
+def matmul_in_bands(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """The product on the CPU."""
+    wide = left.to(out.dtype)
     band = max(MIN_BAND, out.numel() // max(left.shape[1], 1))
     for start in range(0, right.shape[1], band):
         columns = slice(start, start + band)
-        torch.mm(wide, right[:, columns].to(dtype), out=out[:, columns])
-    return out
+        torch.mm(wide, right[:, columns].to(out.dtype), out=out[:, columns])
+
+
+upcast_matmul = opaque("upcast_matmul", matmul_in_bands, mutates=("out",))
 
 
 def addmm_fp32(total: Tensor, left: Tensor, right: Tensor) -> Tensor:

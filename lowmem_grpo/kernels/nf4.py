@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, capability
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low
+from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # those of bitsandbytes
@@ -216,8 +217,7 @@ def nf4_dequantize_kernel(
         tl.store(out_ptr + row * width + position, values, mask=(position < width) if RAGGED else whole[:, None])
 
 
-@torch.library.custom_op("lowmem_grpo::nf4_dequantize", mutates_args={"out"}, device_types="cpu")
-def nf4_dequantize_op(
+def nf4_dequantize_cpu(
     out: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
     nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
     first_block: int, first_column: int,
@@ -235,7 +235,6 @@ def nf4_dequantize_op(
         out[start : start + step] = band[:, first_column : first_column + width]
 
 
-@nf4_dequantize_op.register_kernel("cuda")
 def nf4_dequantize_triton(
     out: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
     nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
@@ -255,9 +254,7 @@ def nf4_dequantize_triton(
         )
 
 
-@nf4_dequantize_op.register_fake
-def _(out, packed, absmax, code, nested_code, nested_absmax, offset, *sizes) -> None:
-    return None
+nf4_dequantize_op = opaque("nf4_dequantize", nf4_dequantize_cpu, nf4_dequantize_triton, mutates=("out",))
 
 
 def aligned_rows(weight: NF4Weight) -> int:

@@ -18,6 +18,7 @@ At 1.8 GHz the 132 multiprocessors of an H200 thus need about 10 us for 4096 x 1
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch import Tensor
 from lowmem_grpo.kernels.launch import SHARED_MEMORY, TRITON_TYPES, Launch, Variant, capability, next_power_of_2
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref, weight_types
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low
+from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 MAX_MATRICES = 3  # that lie adjacent in a weight
@@ -139,8 +141,7 @@ def nf4_decode_kernel(
     tl.store(out_ptr + m[None, :] * n_size + n[:, None], out.to(dtype), mask=n_inside[:, None] & m_inside[None, :])
 
 
-@torch.library.custom_op("lowmem_grpo::nf4_decode", mutates_args=(), device_types="cpu")
-def nf4_decode_op(
+def nf4_decode_cpu(
     x: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
     nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
     first_block: int, out_features: list[int], xa: Tensor | None, lora_b: Tensor | None, scale: float,
@@ -154,7 +155,6 @@ def nf4_decode_op(
     return nf4_decode_ref(x, weight, xa, lora_b, scale if scale_tensor is None else scale + scale_tensor, bias)
 
 
-@nf4_decode_op.register_kernel("cuda")
 def nf4_decode_triton(
     x: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
     nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
@@ -179,10 +179,16 @@ def nf4_decode_triton(
     return out
 
 
-@nf4_decode_op.register_fake
-def _(x, packed, absmax, code, nested_code, nested_absmax, offset, columns, blocksize, nested_blocksize, first_block,
-      out_features, *others) -> Tensor:
+def nf4_decode_fake(
+    x: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
+    nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
+    first_block: int, out_features: list[int], *others: Any,
+) -> Tensor:
+    """(M, N) uninitialised."""
     return x.new_empty(x.shape[0], sum(out_features))
+
+
+nf4_decode_op = opaque("nf4_decode", nf4_decode_cpu, nf4_decode_triton, fake=nf4_decode_fake)
 
 
 def nf4_decode(

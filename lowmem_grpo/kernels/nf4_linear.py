@@ -16,6 +16,7 @@ weight is kept: it needs x for dA, x A^T for dB, the adapters for dx, and keeps 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,33 +56,83 @@ def project(x: Tensor, weight: NF4Weight | Tensor, bias: Tensor | None = None) -
         elif can_decode(rows, weight):
             y = nf4_decode(rows, weight, bias=bias)
         else:
-            y = project_bands(rows, weight, bias)
+            (y,) = project_bands(rows, weight, weight.shape[:1], [bias])
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def project_bands(x: Tensor, weight: NF4Weight, bias: Tensor | None) -> Tensor:
-    """x (N, in) -> (N, out) through bands of rows of the weight."""
-    y = x.new_empty(x.shape[0], weight.shape[0])
+@torch.no_grad()
+def project_each(x: Tensor, weight: NF4Weight, biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """x W_i^T + bias_i (N, out_i) of each matrix of the weight, without autograd: x (N, in), biases of its dtype.
+
+    Each has memory of its own, so that one of them can be let go of. The weight is dequantized as a whole.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        if not can_decode(x, weight):
+            return project_bands(x, weight, weight.out_features, biases)
+        pairs = zip(biases, weight.out_features, strict=True)
+        parts = [x.new_zeros(size) if bias is None else bias for bias, size in pairs]
+        given = any(bias is not None for bias in biases)
+        return list(nf4_decode(x, weight, bias=torch.cat(parts) if given else None).split(weight.out_features, 1))
+
+
+def project_bands(
+    x: Tensor, weight: NF4Weight, features: Sequence[int], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """x (N, in) -> (N, out_i) of `features`, whose sum is `out`, through bands of rows of the weight."""
+    outputs: dict[int, Tensor] = {}
     for start, band in row_bands(weight, x):
-        columns = slice(start, start + band.shape[0])
-        if bias is not None:
-            y[:, columns] = bias[columns]
-        y[:, columns].addmm_(x, band.T, beta=int(bias is not None))
-    return y
+        for number, columns, rows in crossings(features, start, start + len(band)):
+            bias, part = biases[number], band[rows].T
+            if part.shape[1] == features[number]:  # the whole matrix
+                outputs[number] = x @ part if bias is None else torch.addmm(bias, x, part)
+                continue
+            if number not in outputs:
+                outputs[number] = x.new_empty(x.shape[0], features[number])
+            y = outputs[number][:, columns]
+            if bias is not None:
+                y.copy_(bias[columns])
+            y.addmm_(x, part, beta=int(bias is not None))
+    return [outputs[number] if number in outputs else x.new_empty(x.shape[0], 0) for number in range(len(features))]
+
+
+def crossings(features: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+    """(number of a matrix, its rows, rows of the band) for every matrix that has rows in the band start to stop."""
+    first = 0
+    for number, size in enumerate(features):
+        begin, end = max(start, first), min(stop, first + size)
+        if begin < end:
+            yield number, slice(begin - first, end - first), slice(begin - start, end - start)
+        first += size
 
 
 @torch.no_grad()
 def project_back(grad: Tensor, weight: NF4Weight | Tensor) -> Tensor:
     """grad W without autograd: grad (..., out), weight (out, in) -> (..., in) in grad.dtype."""
     rows = grad.reshape(-1, grad.shape[-1])
-    with torch.autocast(grad.device.type, enabled=False):
-        if isinstance(weight, Tensor):
+    if isinstance(weight, Tensor):
+        with torch.autocast(grad.device.type, enabled=False):
             x = rows @ weight.to(grad.dtype)
-        else:
-            x = rows.new_empty(rows.shape[0], weight.shape[1])
-            for start, band in column_bands(weight, rows):
-                x[:, start : start + band.shape[1]].addmm_(rows, band, beta=0)
+    else:
+        x = project_back_each([rows], weight, weight.shape[:1])
     return x.view(*grad.shape[:-1], weight.shape[1])
+
+
+@torch.no_grad()
+def project_back_each(
+    grads: Sequence[Tensor | None], weight: NF4Weight, features: Sequence[int] | None = None
+) -> Tensor:
+    """The sum of grad_i W_i (N, in) over the matrices of the weight, without autograd: grad_i (N, out_i), not all of
+    them None. The weight is dequantized as a whole."""
+    ends = list(accumulate(weight.out_features if features is None else features))
+    pairs = [(grad, slice(end - grad.shape[1], end)) for grad, end in zip(grads, ends, strict=True) if grad is not None]
+    like = pairs[0][0]
+    x = like.new_empty(like.shape[0], weight.shape[1])
+    with torch.autocast(like.device.type, enabled=False):
+        for start, band in column_bands(weight, like):
+            columns = x[:, start : start + band.shape[1]]
+            for number, (grad, rows) in enumerate(pairs):
+                columns.addmm_(grad, band[rows], beta=min(number, 1))
+    return x
 
 
 def row_bands(weight: NF4Weight, like: Tensor) -> Iterator[tuple[int, Tensor]]:

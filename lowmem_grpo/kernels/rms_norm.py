@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, next_power_of_2
+from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 MAX_WIDTH = 65536
@@ -199,8 +200,7 @@ def rms_norm_bwd_triton(
     return grad_h, partial.sum(0).to(weight.dtype) if grad_weight else weight.new_empty(0)
 
 
-@torch.library.custom_op("lowmem_grpo::rms_norm_fwd", mutates_args=(), device_types="cpu")
-def rms_norm_fwd(
+def rms_norm_fwd_cpu(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (N, D), residual + x (N, D; empty without residual), rstd (N,)."""
@@ -210,8 +210,7 @@ def rms_norm_fwd(
     return y.copy_(scaled(n, weight, x.dtype, offset)), total, rstd.copy_(wide_rstd[:, 0])
 
 
-@torch.library.custom_op("lowmem_grpo::rms_norm_bwd", mutates_args=(), device_types="cpu")
-def rms_norm_bwd(
+def rms_norm_bwd_cpu(
     grad: Tensor, grad_sum: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, offset: float, grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """grad_h (N, D), and grad_weight (D,; empty where not asked for)."""
@@ -224,20 +223,18 @@ def rms_norm_bwd(
     return grad_h.to(h.dtype).contiguous(), sums
 
 
-rms_norm_fwd.register_kernel("cuda")(rms_norm_fwd_triton)
-rms_norm_bwd.register_kernel("cuda")(rms_norm_bwd_triton)
-
-
-@rms_norm_fwd.register_fake
-def _(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
-    return new_results(x, weight, residual, offset)
-
-
-@rms_norm_bwd.register_fake
-def _(
+def rms_norm_bwd_fake(
     grad: Tensor, grad_sum: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, offset: float, grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
+    """The same, uninitialised."""
     return h.new_empty(h.shape), weight.new_empty(weight.shape if grad_weight else 0)
+
+
+rms_norm_fwd = opaque(
+    "rms_norm_fwd", rms_norm_fwd_cpu, rms_norm_fwd_triton,
+    fake=lambda x, weight, residual, _, offset: new_results(x, weight, residual, offset),
+)
+rms_norm_bwd = opaque("rms_norm_bwd", rms_norm_bwd_cpu, rms_norm_bwd_triton, fake=rms_norm_bwd_fake)
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, next_power_of_2
+from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
 
 MAX_WIDTH = 1024  # of cos and sin
@@ -160,8 +161,7 @@ def rope_in_place_triton(
     launch(q, k, q, k, cos, sin, heads_first, backward)
 
 
-@torch.library.custom_op("lowmem_grpo::rope_new", mutates_args=(), device_types="cpu")
-def rope_new(
+def rope_new_cpu(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
 ) -> tuple[Tensor, Tensor]:
     """Turned q and k; cos and sin (B or 1, T, R) of the same strides."""
@@ -172,20 +172,14 @@ def rope_new(
     return q_out, k_out
 
 
-@torch.library.custom_op("lowmem_grpo::rope_in_place", mutates_args=("q", "k"), device_types="cpu")
-def rope_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> None:
+def rope_in_place_cpu(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> None:
     """The same over q and k."""
     for x in (tokens_first(q, heads_first), tokens_first(k, heads_first)):
         x.copy_(rotated(x, cos[:, :, None], sin[:, :, None], backward))
 
 
-rope_new.register_kernel("cuda")(rope_new_triton)
-rope_in_place.register_kernel("cuda")(rope_in_place_triton)
-
-
-@rope_new.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> tuple[Tensor, Tensor]:
-    return new_like(q), new_like(k)
+rope_new = opaque("rope_new", rope_new_cpu, rope_new_triton, fake=lambda q, k, *_: (new_like(q), new_like(k)))
+rope_in_place = opaque("rope_in_place", rope_in_place_cpu, rope_in_place_triton, mutates=("q", "k"))
 
 
 class RopeFunction(torch.autograd.Function):

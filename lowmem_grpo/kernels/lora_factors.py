@@ -1,0 +1,132 @@
+"""Pairs of LoRA as products take them: in the dtype of x, the A of all layers on one input below each other.
+
+    low = x A^T (N, sum of r_i)       y_i += scale_i low_i B_i^T
+    d_low_i = scale_i dy_i B_i;  dx += d_low A;  dA = d_low^T x;  dB_i = dy_i^T (scale_i low_i)
+
+So several layers share one product with A in the forward pass, and three in the backward pass. Adapters are usually
+kept in float32 while x is in 16 bits: all of them are converted by one launch, for as long as a pass over the layer
+takes. Nothing is kept between passes, so nothing can be out of date.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.matmul import matmul_fp32
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """The low-rank pair of one linear layer: a (r, in), b (out, r), of any floating dtype, and their scale."""
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+
+
+Loras = Sequence[LoRA | None]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Those of several layers on one input, in one dtype; at least one layer has LoRA."""
+
+    a: Tensor  # (sum of r_i, in)
+    b: list[Tensor | None]  # (out_i, r_i), None for a layer without LoRA
+    columns: list[slice]  # of low that belong to each layer
+    scales: list[float]
+
+    def add_to(self, outputs: Sequence[Tensor], x: Tensor) -> None:
+        """y_i (N, out_i) += LoRA of x (N, in)."""
+        low = x @ self.a.T
+        for y, b, columns, scale in zip(outputs, self.b, self.columns, self.scales, strict=True):
+            if b is not None:
+                y.addmm_(low[:, columns], b.T, alpha=scale)
+
+    def scaled_low(self, x: Tensor) -> Tensor:
+        """scale_i low_i (N, sum of r_i), rounded once where all scales are one."""
+        scales = {scale for scale, b in zip(self.scales, self.b, strict=True) if b is not None}
+        if len(scales) == 1:
+            return x.new_empty(x.shape[0], self.a.shape[0]).addmm_(x, self.a.T, beta=0, alpha=scales.pop())
+        low = x @ self.a.T
+        for columns, scale in zip(self.columns, self.scales, strict=True):
+            low[:, columns].mul_(scale)
+        return low
+
+    def grad_low(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """d_low (N, sum of r_i) from the dy_i (N, out_i), zeros where one is None; None where all are."""
+        like = next((grad for grad, b in zip(grads, self.b, strict=True) if grad is not None and b is not None), None)
+        if like is None:
+            return None
+        d_low = like.new_empty(like.shape[0], self.a.shape[0])
+        for grad, b, columns, scale in zip(grads, self.b, self.columns, self.scales, strict=True):
+            if b is None:
+                continue
+            if grad is None:
+                d_low[:, columns].zero_()
+            else:
+                d_low[:, columns].addmm_(grad, b, beta=0, alpha=scale)
+        return d_low
+
+    def gradients(self, grads: Sequence[Tensor | None], d_low: Tensor, x: Tensor) -> list[Tensor | None]:
+        """[dA_i, dB_i of each layer] in float32 (float64 for such x); None without LoRA or without dy_i."""
+        low, grad_a = self.scaled_low(x), matmul_fp32(d_low.T, x)
+        found: list[Tensor | None] = []
+        for grad, b, columns in zip(grads, self.b, self.columns, strict=True):
+            if grad is None or b is None:
+                found += [None, None]
+            else:
+                found += [grad_a[columns], matmul_fp32(grad.T, low[:, columns])]
+        return found
+
+
+Copies = list[tuple[Tensor, Tensor]]  # (to, from)
+
+
+def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
+    """One for each group of layers on one input, None for a group without LoRA; all converted by one launch."""
+    copies: Copies = []
+    found = [factors_of_group(group, dtype, copies) for group in groups]
+    if copies:
+        torch._foreach_copy_([to for to, _ in copies], [given for _, given in copies])
+    return found
+
+
+def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:
+    """Where a tensor has another dtype, its place is made and the copy noted."""
+    present = [lora for lora in group if lora is not None]
+    if not present:
+        return None
+    factors = iter([in_dtype(lora.b, dtype, copies) for lora in present])
+    columns, end = [], 0
+    for lora in group:
+        rank = 0 if lora is None else lora.a.shape[0]
+        columns.append(slice(end, end + rank))
+        end += rank
+    return Factors(
+        stacked([lora.a for lora in present], dtype, copies),
+        [None if lora is None else next(factors) for lora in group], columns,
+        [0.0 if lora is None else lora.scale for lora in group],
+    )
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:
+    """The tensor, or a place for its copy."""
+    if tensor.dtype == dtype:
+        return tensor
+    copies.append((tensor.new_empty(tensor.shape, dtype=dtype), tensor))
+    return copies[-1][0]
+
+
+def stacked(parts: Sequence[Tensor], dtype: torch.dtype, copies: Copies) -> Tensor:
+    """Matrices (r_i, in) below each other, or a place for them."""
+    if len(parts) == 1:
+        return in_dtype(parts[0], dtype, copies)
+    if all(part.dtype == dtype for part in parts):
+        return torch.cat(list(parts))
+    ranks = [len(part) for part in parts]
+    whole = parts[0].new_empty(sum(ranks), parts[0].shape[1], dtype=dtype)
+    copies += zip(whole.split(ranks), parts, strict=True)
+    return whole

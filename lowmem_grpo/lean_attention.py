@@ -1,0 +1,89 @@
+"""Attention modules of the families that we know, on our kernels: q, k, v as one autograd node, one launch for RoPE.
+
+A module is put in the place of transformers' own, with the same children and the same attributes. Attention itself is
+what the model's config names, out of transformers' registry.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from lowmem_grpo.kernels.rope import rope
+from lowmem_grpo.lora_layers import JoinedWeights, one_node
+
+APART, IN_ONE = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
+ATTENTIONS = {  # transformers' class: the children that make q, k and v
+    "LlamaAttention": APART, "MistralAttention": APART, "Qwen2Attention": APART, "Qwen3Attention": APART,
+    "Gemma3Attention": APART, "Phi3Attention": IN_ONE,
+}
+
+
+class LeanAttention(nn.Module):
+    """Attention with the children and attributes of `attention`, one of transformers' modules."""
+
+    config: Any
+    layer_idx: int
+    head_dim: int
+    num_key_value_groups: int
+    scaling: float
+    attention_dropout: float
+
+    def __init__(self, attention: nn.Module, inner: tuple[str, ...]) -> None:
+        super().__init__()
+        for name, child in attention.named_children():
+            self.add_module(name, child)
+        for name, value in vars(attention).items():
+            if not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+        self.inner, self.weights = inner, JoinedWeights()
+        self.train(attention.training)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """hidden_states (B, T, D) -> ((B, T, D), what the attention function gives beside its result)."""
+        assert position_embeddings is not None
+        cos, sin = position_embeddings
+        q, k, v = self.heads(hidden_states)
+        q, k = self.normed("q_norm", q), self.normed("k_norm", k)
+        q, k = rope(q, k, cos.detach(), sin.detach(), heads_first=False)
+        query, key, value = (heads.transpose(1, 2) for heads in (q, k, v))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        result, weights = attention_function(self.config)(
+            self, query, key, value, attention_mask, dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling, sliding_window=self.window, **kwargs,
+        )
+        return self.get_submodule("o_proj")(result.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    @property
+    def window(self) -> int | None:
+        """The tokens that this layer looks back: its own number where it has one, else the model's."""
+        own: int | None = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        return own
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        """q (B, T, H, K), k and v (B, T, H_kv, K) of x (B, T, D)."""
+        layers = [self.get_submodule(name) for name in self.inner]
+        parts = one_node(x, layers, self.weights)
+        if len(parts) == 1:
+            queries = self.config.num_attention_heads * self.head_dim
+            keys = queries // self.num_key_value_groups
+            parts = parts[0].split((queries, keys, keys), -1)
+        return [part.view(*x.shape[:-1], -1, self.head_dim) for part in parts]
+
+    def normed(self, name: str, heads: Tensor) -> Tensor:
+        """q or k through its norm, in families that have one."""
+        norm: Any = getattr(self, name, None)
+        return heads if norm is None else norm(heads)
+
+
+def attention_function(config: Any) -> Any:
+    """The function of transformers' registry that the model's config names; ValueError where there is none."""
+    name, registry = config._attn_implementation, AttentionInterface()
+    if name not in registry:
+        raise ValueError(f"attn_implementation is {name!r}, which transformers' registry of attention functions does "
+                         f"not hold; call model.set_attn_implementation() with one of {sorted(registry)}")
+    return registry[name]

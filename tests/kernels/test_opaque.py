@@ -1,0 +1,140 @@
+"""Operations of ours as the dispatcher sees them: what they write to is known, and a call costs next to nothing."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from nf4_problem import quantized
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_grpo.kernels.glu import glu_bwd_all, glu_bwd_reuse, glu_fwd_out
+from lowmem_grpo.kernels.logprob_rows import logprob_rows
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_op
+from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.rope import rope_in_place
+
+LIMIT = 5.0  # microseconds of a call above those of its body
+
+
+def fill(out: Tensor, values: Tensor, other: Tensor | None, number: float) -> None:
+    out.copy_(values * number)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def no_body(out: Tensor, values: Tensor, other: Tensor | None, number: float) -> None:
+    return None
+
+
+FILL = opaque("test_fill", fill, mutates=("out",))
+DOUBLED = opaque("test_doubled", doubled, fake=lambda x: x.new_empty(x.shape))
+NO_BODY = opaque("test_no_body", no_body, mutates=("out",))
+
+
+def test_what_an_operation_writes_to_gets_a_new_version_and_what_it_reads_does_not() -> None:
+    out, values = torch.zeros(3), torch.ones(3)
+    before = out._version, values._version
+    FILL(out, values, None, 2.0)
+    assert out.tolist() == [2.0, 2.0, 2.0]
+    assert out._version > before[0]
+    assert values._version == before[1]
+    NO_BODY(out, values, None, 2.0)  # as a kernel on a card, whose body no version knows of
+    assert out._version > before[0] + 1
+
+
+def test_a_view_that_is_written_to_raises_the_version_of_its_base() -> None:
+    base = torch.zeros(2, 3)
+    before = base._version
+    FILL(base[1], torch.ones(3), None, 1.0)
+    assert base._version > before
+    assert base.tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+def test_autograd_refuses_a_saved_tensor_that_an_operation_has_overwritten() -> None:
+    x = torch.ones(3, requires_grad=True)
+    saved = x * 1
+    y = saved.exp() + saved * saved
+    with torch.no_grad():
+        FILL(saved.detach(), torch.ones(3), None, 3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["glu_bwd_reuse", "glu_bwd_all", "glu_fwd_out", "rope_in_place", "nf4_dequantize",
+                                  "logprob_rows"])
+def test_each_operation_of_ours_that_writes_in_place_says_so(name: str) -> None:
+    written, call = in_place_calls()[name]
+    before = [tensor._version for tensor in written]
+    call()
+    assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
+
+
+def in_place_calls() -> dict[str, tuple[list[Tensor], Callable[[], Any]]]:
+    """What each operation writes to, and a call of it."""
+    a, b, c = (torch.randn(4, 8) for _ in range(3))
+    q, k, angles = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8), torch.randn(1, 5, 8)
+    weight = NF4Weight.from_bitsandbytes(quantized(8, 64, torch.float32))
+    out, logits = torch.empty(8, 64), torch.randn(3, 11)
+    return {
+        "glu_bwd_reuse": ([a, b], lambda: glu_bwd_reuse(c, a, b, "silu")),
+        "glu_bwd_all": ([a, b, c], lambda: glu_bwd_all(c, a, b, "silu")),
+        "glu_fwd_out": ([c], lambda: glu_fwd_out(a, b, c, "silu")),
+        "rope_in_place": ([q, k], lambda: rope_in_place(q, k, angles, angles.clone(), True, False)),
+        "nf4_dequantize": ([out], lambda: nf4_dequantize_op(out, *weight.tensors, *weight.sizes, 0)),
+        "logprob_rows": ([logits], lambda: logprob_rows(logits, torch.zeros(3, dtype=torch.long), None, 1.0, 1.0, None,
+                                                        -1, torch.float32)),
+    }
+
+
+def test_fake_tensors_pass_through_without_their_kernel() -> None:
+    with FakeTensorMode():
+        out = torch.empty(3)
+        version = out._version
+        FILL(out, torch.empty(3), None, 1.0)
+        assert out._version > version
+        assert DOUBLED(torch.empty(5, 2)).shape == (5, 2)
+
+
+def test_the_compiler_takes_them_as_one_operation_each() -> None:
+    def run(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        FILL(out, x, None, 3.0)
+        return DOUBLED(out) + 1
+
+    x = torch.arange(4.0)
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), x * 6 + 1)
+
+
+def test_the_checks_of_torch_hold() -> None:
+    torch.library.opcheck(FILL, (torch.zeros(3), torch.ones(3), None, 2.0))
+    torch.library.opcheck(DOUBLED, (torch.ones(3),))
+
+
+def test_inference_mode_takes_them() -> None:
+    with torch.inference_mode():
+        out = torch.zeros(3)
+        FILL(out, torch.ones(3), None, 2.0)
+    assert out.tolist() == [2.0, 2.0, 2.0]
+
+
+def microseconds(call: Callable[..., Any], *arguments: Any) -> float:
+    """The smallest of many rounds, each the mean of many calls: what a busy machine adds is left out."""
+    rounds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(200):
+            call(*arguments)
+        rounds.append((time.perf_counter() - start) / 200 * 1e6)
+    return min(rounds)
+
+
+def test_a_call_costs_at_most_five_microseconds_above_its_body() -> None:
+    arguments = torch.zeros(0), torch.zeros(0), None, 1.0
+    costs = [microseconds(NO_BODY, *arguments) - microseconds(no_body, *arguments) for _ in range(3)]
+    assert min(costs) < LIMIT, f"{statistics.median(costs):.1f} us a call"
