@@ -24,6 +24,7 @@ from lowmem_grpo.engines.vllm_import import (
     why_not_beside,
     why_unavailable,
 )
+from lowmem_grpo.out_of_memory import RolloutBound
 from lowmem_grpo.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class EngineKeeper:
     settings: EngineSettings = field(default_factory=EngineSettings)
     label: str = "the model"  # its name, for messages
     kept: VLLMEngine | None = None
+    bound: RolloutBound | None = None  # what memory had room for, by the last engine
     holder: ClassVar["weakref.ref[EngineKeeper] | None"] = None  # the last one that made an engine of vLLM
 
     def engine(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
@@ -154,15 +156,16 @@ class EngineKeeper:
             self.kept = VLLMEngine(
                 policy, tokenizer, self.max_seq_length, gpu_memory_utilization=settings.gpu_memory_utilization,
                 kv_cache_bytes=settings.kv_cache_bytes, max_num_seqs=settings.max_num_seqs,
-                enforce_eager=settings.enforce_eager,
+                enforce_eager=settings.enforce_eager, bound=self.bound,
             )
         EngineKeeper.holder = weakref.ref(self)
         return self.kept
 
     def close(self) -> None:
-        """Close the kept engine, if it lives; the next call of `engine` makes a new one."""
+        """Close the kept engine, if it lives; the next call of `engine` makes a new one, in the memory there was."""
         if self.kept is not None:
             self.kept.close()
+            self.bound = self.kept.bound
         self.kept = None
 
 

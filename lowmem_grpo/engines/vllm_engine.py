@@ -5,7 +5,7 @@ import logging
 import math
 import tempfile
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.engines import vllm_settings
+from lowmem_grpo.engines import vllm_pool, vllm_settings
 from lowmem_grpo.engines.adapters import RolloutCopy
 from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.engines.borrowing import Borrowing, active_adapter, loras_of
@@ -22,7 +22,8 @@ from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
 from lowmem_grpo.engines.told import Told
 from lowmem_grpo.engines.vllm_import import EngineUnavailableError, import_borrowing
 from lowmem_grpo.engines.vllm_steps import Work, outputs
-from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, is_out_of_memory, tried
+from lowmem_grpo.memory_advice import in_words
+from lowmem_grpo.out_of_memory import RolloutBound, RunMemory, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
@@ -38,29 +39,34 @@ class VLLMEngine:
 
     name = "vllm"
     living: "weakref.ref[VLLMEngine] | None" = None
+    clean = True  # vLLM's memory pool, of which a process has one
 
     def __init__(
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
         gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None, max_num_seqs: int = 256,
-        enforce_eager: bool | None = None, rollout_copy: bool = False,
+        enforce_eager: bool | None = None, rollout_copy: bool = False, bound: RolloutBound | None = None,
     ) -> None:
         """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
 
         `enforce_eager=None` decodes by CUDA graphs on a card, and without them elsewhere. With `rollout_copy` the
         engine samples with a copy of the adapter as it was at the last `on_policy_update`, so that it can be trained
-        meanwhile. Raises EngineUnavailableError where vLLM cannot be used, BorrowError where the model does not map
-        onto vLLM's, and ValueError where the cache is too small for one sequence.
+        meanwhile. `bound` is what memory had room for before. Raises EngineUnavailableError where vLLM cannot be used,
+        BorrowError where the model does not map onto vLLM's, ValueError where the cache is too small for one sequence,
+        and MemoryExhaustedError where even such a cache cannot be had.
         """
         check_alone()
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
         self.max_num_seqs = max_num_seqs
-        self.bound: Bound = RunMemory().rollout  # on max_num_seqs
-        self.on_card = policy.device.type == "cuda"
+        self.bound = bound or RunMemory().rollout  # on max_num_seqs, and on the cache
+        self.on_card = vllm_settings.on_card(policy)
+        free(policy.device)
         self.eager = not self.on_card if enforce_eager is None else enforce_eager
         if kv_cache_bytes is None:
             kv_cache_bytes = vllm_settings.default_kv_bytes(policy, gpu_memory_utilization)
-        vllm_settings.check_kv_budget(policy, kv_cache_bytes, max_seq_length)
+        if self.bound.kv_bytes is None:  # else too much was asked for before, and is met as any shortage
+            vllm_settings.check_kv_budget(policy, kv_cache_bytes, max_seq_length)
         self.kv_budget, self.kv_bytes = kv_cache_bytes, 0
+        self.least_cache = vllm_settings.least_kv_bytes(policy, max_seq_length)
         self.policy_version, self.asleep, self.base = 0, False, False
         self.llm: Any = None
         self.eos_ids = eos_token_ids(policy, tokenizer)
@@ -68,7 +74,7 @@ class VLLMEngine:
         self.vllm.check_architecture(type(policy.base).__name__)
         self.adapter = active_adapter(policy.base)
         self.copy = self.make_copy() if rollout_copy else None
-        self.start()
+        self.in_less_memory(self.start)
 
     def make_copy(self) -> RolloutCopy:
         with torch.inference_mode(False):
@@ -77,6 +83,10 @@ class VLLMEngine:
 
     def start(self) -> None:
         """Make vLLM's engine around the trainer's tensors."""
+        if not VLLMEngine.clean:
+            vllm_pool.reset()
+        vllm_settings.check_room(self.policy.device, self.fitting_cache)
+        VLLMEngine.clean = not self.on_card  # until it has started: a start that breaks off leaves the pool as it is
         with torch.inference_mode(False):
             self.borrowing = Borrowing(self.policy.base, self.policy.device, self.adapter, self.copy)
         with tempfile.TemporaryDirectory(prefix="lowmem_grpo_") as folder, self.vllm.lending(self.borrowing):
@@ -89,7 +99,8 @@ class VLLMEngine:
                 self.vllm.cleanup_dist_env_and_memory()
                 vllm_settings.explain(error, self.policy)
                 raise
-        self.asleep, self.kv_bytes, self.seqs = False, self.kv_budget, self.fitting_seqs
+        VLLMEngine.clean, self.asleep, self.seqs = True, False, self.fitting_seqs
+        self.cache = self.kv_bytes = self.fitting_cache
         self.prefixes: Hashable = None  # what the cached prefixes were computed with
         self.ending = weakref.finalize(self, end, self.llm, self.borrowing)
         VLLMEngine.living = weakref.ref(self)
@@ -98,11 +109,11 @@ class VLLMEngine:
         name = self.vllm.NAME
         return self.vllm.LLM(
             folder, quantization=name, load_format=name, dtype=self.policy.head.weight.dtype, model_impl="vllm",
-            max_model_len=self.max_seq_length, max_num_seqs=self.fitting_seqs, kv_cache_memory_bytes=self.kv_budget,
+            max_model_len=self.max_seq_length, max_num_seqs=self.fitting_seqs, kv_cache_memory_bytes=self.fitting_cache,
             enforce_eager=self.eager, compilation_config=None if self.eager else GRAPHS,
             enable_sleep_mode=self.on_card, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
             generation_config="vllm", disable_log_stats=True,
-            **vllm_settings.memory_share(self.policy, self.kv_budget),
+            **vllm_settings.memory_share(self.policy, self.fitting_cache),
             **vllm_settings.whole_prompts(self.on_card, self.max_seq_length),
         )
 
@@ -110,8 +121,8 @@ class VLLMEngine:
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
         """n rollouts of each prompt. An engine that dies is made anew once and asked for what is missing; a second
-        death, or a call that cannot be right, raises. One that runs out of memory is made anew for half as many
-        sequences."""
+        death, or a call that cannot be right, raises. One that runs out of memory, in waking too, is made anew with a
+        smaller cache: see `do_less`."""
         self.check_open()
         if not prompts:
             return []
@@ -120,9 +131,35 @@ class VLLMEngine:
         told = Told(len(prompts), on_group)
         budgets = [budget_of(prompt, params, self.max_seq_length) for prompt in prompts]
         work = Work(prompts, params, self.settings(params, budgets))
-        while isinstance(done := tried(lambda: self.run_surely(work, told), self.policy.device), Shortage):
-            self.bound.lower(f"sampling at most {self.fitting_seqs} at once", done, self.fitting_seqs // 2 or None)
+        self.in_less_memory(lambda: self.run_surely(work, told))
         return told.result()
+
+    def in_less_memory(self, attempt: Callable[[], None]) -> None:
+        """Make the attempt until memory has room for it."""
+        while isinstance(done := tried(attempt, self.policy.device), Shortage):
+            self.do_less(done)
+
+    def do_less(self, shortage: Shortage) -> None:
+        """Halve the key-value cache, down to one sequence of the longest length; and the sequences, where it was not
+        the cache that could not be had. MemoryExhaustedError where neither can be less."""
+        sampling = self.llm is not None and not self.asleep
+        what = f"sampling at most {self.fitting_seqs} at once" if sampling else "making room for vLLM's cache"
+        before, less = self.fitting_cache, max(self.least_cache, self.fitting_cache // 2)
+        seqs, fewer = self.fitting_seqs, max(1, self.fitting_seqs // 2) if sampling else self.fitting_seqs
+        if (less, fewer) == (before, seqs):
+            self.bound.end(f"{what} ({in_words(before)}, what one sequence of max_seq_length={self.max_seq_length} "
+                           "needs)", shortage)
+        self.bound.kv_bytes = less
+        if sampling:
+            self.bound.lowered = fewer
+        answer = f"for at most {fewer:,} sequences at once (before: {seqs:,}) and " if sampling else ""
+        self.bound.note(what, shortage, f"vLLM's engine is made anew {answer}with {in_words(less)} of key-value cache "
+                                        f"(before: {in_words(before)}), and the work is repeated")
+
+    @property
+    def fitting_cache(self) -> int:
+        """Bytes of the cache that was asked for, or what memory had room for; one sequence always fits."""
+        return max(self.bound.cache_under(self.kv_budget) or 0, self.least_cache)
 
     @property
     def fitting_seqs(self) -> int:
@@ -130,14 +167,20 @@ class VLLMEngine:
         bound = self.bound.under(self.max_num_seqs)
         return self.max_num_seqs if bound is None else bound
 
+    @property
+    def outdated(self) -> bool:
+        """Whether the living engine is of no use: broken off in a call, or made for other bounds than hold now."""
+        return self.llm is None or self.unfinished or (self.seqs, self.cache) != (self.fitting_seqs, self.fitting_cache)
+
     def run_surely(self, work: Work, told: Told) -> None:
         """`run`, once more in a new engine where that dies; and in a new one where the old is of no use."""
-        if self.llm is None or self.unfinished or self.seqs != self.fitting_seqs:
+        if self.outdated:
             self.restart()  # a call that was broken off would leave its sequences to the next one
         try:
             return self.run(work, told)
         except Exception as error:
-            hopeless = isinstance(error, ValueError | TypeError) or told.failed or not self.unfinished
+            in_use = self.unfinished or self.asleep  # asleep: it did not wake
+            hopeless = isinstance(error, ValueError | TypeError) or told.failed or not in_use
             if hopeless or is_out_of_memory(error):
                 raise  # nothing that a fresh engine would do better
             logger.warning("vLLM's engine died (%s: %s); making a new one and repeating this call once",
@@ -221,10 +264,19 @@ class VLLMEngine:
             self.asleep, self.kv_bytes = True, 0
 
     def wake(self) -> None:
+        """Map the cache again. What torch has cached of the training step is given back first: vLLM's pool cannot take
+        it. Where memory has no room all the same, the error says so, and all of it sleeps on."""
         self.check_open()
-        if self.asleep:
+        if not self.asleep:
+            return
+        free(self.policy.device)
+        vllm_settings.check_room(self.policy.device, self.cache)
+        try:
             self.llm.wake_up()
-            self.asleep, self.kv_bytes, self.prefixes = False, self.kv_budget, None  # the cache came back empty
+        except BaseException:
+            vllm_pool.unmap(self.llm)
+            raise
+        self.asleep, self.kv_bytes, self.prefixes = False, self.cache, None  # the cache came back empty
 
     def restart(self) -> None:
         """A fresh engine around the same tensors."""
@@ -237,9 +289,7 @@ class VLLMEngine:
             return
         self.llm, self.kv_bytes, VLLMEngine.living = None, 0, None
         self.ending()
-        gc.collect()
-        if self.on_card:
-            torch.cuda.empty_cache()
+        free(self.policy.device)
 
     def check_open(self) -> None:
         if self.llm is None:
@@ -247,23 +297,16 @@ class VLLMEngine:
 
 
 def end(llm: Any, borrowing: Borrowing) -> None:
-    """Shut vLLM down and let go of the trainer's tensors; also when an engine is deleted without `close`."""
+    """Shut vLLM down and let go of the trainer's tensors; also when an engine is deleted without `close`. What sleeps
+    is unmapped already, and the pool stumbles over unmapping it again: it is woken first, where memory has room.
+    """
     borrowing.close()
-    for step in (wake_up, shut_down):
-        try:
-            step(llm)
-        except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
-            logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)
-
-
-def wake_up(llm: Any) -> None:
-    """Memory that sleeps is unmapped already, and vLLM would unmap it again in freeing it."""
-    if llm.llm_engine.is_sleeping():
-        llm.wake_up()
-
-
-def shut_down(llm: Any) -> None:
-    llm.llm_engine.engine_core.shutdown()
+    try:
+        VLLMEngine.clean = vllm_pool.woken(llm)
+        llm.llm_engine.engine_core.shutdown()
+    except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
+        VLLMEngine.clean = False
+        logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)
 
 
 def check_alone() -> None:
