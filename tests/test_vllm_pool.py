@@ -227,6 +227,7 @@ def machine(request: pytest.FixtureRequest, unit: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(vllm_engine, "free", made.empty_caches)
     monkeypatch.setattr(vllm_settings, "free_bytes", lambda device: made.card.free)
     monkeypatch.setattr(vllm_settings, "on_card", lambda policy: True)
+    monkeypatch.setattr(vllm_settings, "write_config", lambda *_: None)  # nobody reads it
     monkeypatch.setattr(VLLMEngine, "living", None)
     monkeypatch.setattr(VLLMEngine, "clean", True)
     for name, owner in ((vllm_pool.ALLOCATOR, SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=made.pool))),
