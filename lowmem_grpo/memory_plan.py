@@ -30,9 +30,11 @@ class RunSettings:
     kv_bytes: int | None = None
     host_embedding: bool | None = None
     optim: str | None = None
+    sequences: int | None = None  # decoded together; None is a group
+    sleeps: bool = True  # whether the engine gives its cache back while training
 
     def __post_init__(self) -> None:
-        for name in ("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes"):
+        for name in ("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,12 +22,17 @@ from small_models import load_model, with_adapter
 from transformers import PreTrainedTokenizerBase
 from vllm_models import NEEDS_VLLM
 
+from lowmem_grpo.cards import Device, device
 from lowmem_grpo.engines import vllm_engine, vllm_pool, vllm_settings
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.vllm_engine import VLLMEngine
 from lowmem_grpo.engines.vllm_import import import_borrowing
 from lowmem_grpo.engines.vllm_settings import least_kv_bytes
+from lowmem_grpo.memory_plan import RunSettings
+from lowmem_grpo.model_shape import ModelShape, named_config
 from lowmem_grpo.out_of_memory import MemoryExhaustedError, RunMemory
+from lowmem_grpo.plan_rows import engine_workspace
+from lowmem_grpo.planner import plan
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
@@ -412,6 +417,81 @@ def test_a_start_that_finds_no_room_is_an_error_where_a_smaller_cache_would_do(
     assert (engine.kv_bytes, engine.bound.failures) == (4 * unit, 1)
     engine.close()
     assert machine.card.lost == 0
+
+
+@pytest.mark.parametrize("words", [
+    "1 validation error for ModelConfig\n  Value error, cumem allocator is not supported on current platform.",
+    "Sleep mode is not supported on current platform.", "cumem allocator is not available",
+])
+def test_a_driver_without_a_pool_ends_the_run_or_the_cache_is_said_to_be_freed(
+    machine: Machine, policy: Policy, tokenizer: PreTrainedTokenizerBase, unit: int, words: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    if machine.pool.kind != "tracks":
+        pytest.skip("without a pool its kind does not matter")
+    plain = machine.LLM
+
+    def refuses(folder: str, **options: Any) -> FakeLLM:
+        if options["enable_sleep_mode"]:
+            raise ValueError(words)
+        return plain(folder, **options)
+
+    monkeypatch.setattr(machine, "LLM", refuses)
+    engine = VLLMEngine(policy, tokenizer, CONTEXT, kv_cache_bytes=8 * unit)
+    engine.sleep()
+    assert (engine.asleep, engine.kv_bytes) == (False, 8 * unit)
+    assert all_sampled(engine.generate(PROMPTS, PARAMS))
+    engine.restart()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "no memory pool" in line and "9.0 MiB stays on the card while training" in line
+    engine.close()
+    kept, freed = (build_plan(sleeps=sleeps) for sleeps in (False, True))
+    assert kept.train - freed.train == kept.kv_bytes > 0
+    assert kept.rollout == freed.rollout
+
+
+def build_plan(**changes: Any) -> Any:
+    return plan(named_config("qwen2.5-3b"), RunSettings(1024, max_tokens=1024, mlp_tile=512, chunk_rows=64,
+                                                        optim="adamw_8bit", host_embedding=False, **changes),
+                device("24GiB"))
+
+
+def test_an_engine_decodes_more_than_a_run_samples_or_less_than_was_asked_for(
+    machine: Machine, policy: Policy, tokenizer: PreTrainedTokenizerBase, unit: int
+) -> None:
+    if machine.pool.kind != "tracks":
+        pytest.skip("the pool does not matter")
+    given = {"kv_cache_bytes": 8 * unit}
+    for options, seqs in (({"sampled": 6}, 6), ({"sampled": 600}, 16), ({}, 16), ({"max_num_seqs": 40}, 40),
+                          ({"max_num_seqs": 3, "sampled": 6}, 3)):
+        engine = VLLMEngine(policy, tokenizer, CONTEXT, **given, **options)
+        assert machine.made[-1]["max_num_seqs"] == seqs
+        engine.expect(2)
+        assert all_sampled(engine.generate(PROMPTS, PARAMS)), "more than fit at once wait"
+        assert machine.made[-1]["max_num_seqs"] == seqs
+        engine.expect(9)
+        engine.generate(PROMPTS, PARAMS)
+        assert machine.made[-1]["max_num_seqs"] == (seqs if "max_num_seqs" in options else max(seqs, 9))
+        engine.close()
+
+
+@pytest.mark.parametrize(("gib", "sequences", "tokens"), [
+    (15, 64, 2048), (16, 64, 2048), (22.5, 64, 4096), (24, 64, 4096), (32, 64, 8192), (141, 64, 8192), (15, 3000, 3000),
+])
+def test_the_plan_counts_other_prefills_than_the_engine_makes(
+    gib: float, sequences: int, tokens: int, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = int(gib * 2**30)
+    monkeypatch.setattr(vllm_settings.torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(total_memory=total))
+    card = SimpleNamespace(device=torch.device("cuda:0"))
+    assert vllm_settings.prefill(card, 512, sequences) == {"max_num_batched_tokens": tokens}  # type: ignore[arg-type]
+    shape, settings = ModelShape.of(named_config("qwen2.5-3b")), RunSettings(30_000, sequences=sequences)
+    of_token = engine_workspace(shape, replace(settings, context=2), Device("", total, total)) - engine_workspace(
+        shape, replace(settings, context=1), Device("", total, total))
+    found = engine_workspace(shape, settings, Device("", total, total))
+    assert found == engine_workspace(shape, replace(settings, context=1), Device("", total, total)) + of_token * (
+        tokens - 1)
 
 
 def test_a_build_without_a_pool_cannot_close_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:

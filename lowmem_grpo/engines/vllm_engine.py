@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.cards import sequences_at_once
 from lowmem_grpo.engines import vllm_pool, vllm_settings
 from lowmem_grpo.engines.adapters import RolloutCopy
 from lowmem_grpo.engines.base import OnGroup
@@ -43,10 +44,13 @@ class VLLMEngine:
 
     def __init__(
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
-        gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None, max_num_seqs: int = 256,
-        enforce_eager: bool | None = None, rollout_copy: bool = False, bound: RolloutBound | None = None,
+        gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None,
+        max_num_seqs: int | None = None, enforce_eager: bool | None = None, rollout_copy: bool = False,
+        bound: RolloutBound | None = None, sampled: int | None = None,
     ) -> None:
         """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
+        `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
+        room. More may be asked for at any time: they wait.
 
         `enforce_eager=None` decodes by CUDA graphs on a card, and without them elsewhere. With `rollout_copy` the
         engine samples with a copy of the adapter as it was at the last `on_policy_update`, so that it can be trained
@@ -56,9 +60,9 @@ class VLLMEngine:
         """
         check_alone()
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
-        self.max_num_seqs = max_num_seqs
+        self.given_seqs, self.sampled = max_num_seqs, sampled
         self.bound = bound or RunMemory().rollout  # on max_num_seqs, and on the cache
-        self.on_card = vllm_settings.on_card(policy)
+        self.on_card = self.sleeps = vllm_settings.on_card(policy)
         free(policy.device)
         self.eager = not self.on_card if enforce_eager is None else enforce_eager
         if kv_cache_bytes is None:
@@ -74,12 +78,24 @@ class VLLMEngine:
         self.vllm.check_architecture(type(policy.base).__name__)
         self.adapter = active_adapter(policy.base)
         self.copy = self.make_copy() if rollout_copy else None
-        self.in_less_memory(self.start)
+        self.in_less_memory(self.start_surely)
 
     def make_copy(self) -> RolloutCopy:
         with torch.inference_mode(False):
             dtype = self.policy.head.weight.dtype
             return RolloutCopy(loras_of(self.policy.base, self.adapter), dtype, self.policy.device)
+
+    def start_surely(self) -> None:
+        """`start`, and once more without sleep where the driver or this vLLM has no memory pool for it."""
+        try:
+            return self.start()
+        except (RuntimeError, ValueError, AssertionError) as error:
+            if not self.sleeps or not vllm_pool.is_missing(error):
+                raise
+            self.sleeps = False
+            logger.warning("vLLM has no memory pool here (%s): the key-value cache of %s stays on the card while "
+                           "training", str(error).splitlines()[0], in_words(self.fitting_cache))
+        self.start()  # not in the handler: the error's traceback holds on to what was made
 
     def start(self) -> None:
         """Make vLLM's engine around the trainer's tensors."""
@@ -111,10 +127,10 @@ class VLLMEngine:
             folder, quantization=name, load_format=name, dtype=self.policy.head.weight.dtype, model_impl="vllm",
             max_model_len=self.max_seq_length, max_num_seqs=self.fitting_seqs, kv_cache_memory_bytes=self.fitting_cache,
             enforce_eager=self.eager, compilation_config=None if self.eager else GRAPHS,
-            enable_sleep_mode=self.on_card, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
+            enable_sleep_mode=self.sleeps, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
             generation_config="vllm", disable_log_stats=True,
             **vllm_settings.memory_share(self.policy, self.fitting_cache),
-            **vllm_settings.whole_prompts(self.on_card, self.max_seq_length),
+            **vllm_settings.prefill(self.policy, self.max_seq_length, self.fitting_seqs),
         )
 
     def generate(
@@ -160,6 +176,18 @@ class VLLMEngine:
     def fitting_cache(self) -> int:
         """Bytes of the cache that was asked for, or what memory had room for; one sequence always fits."""
         return max(self.bound.cache_under(self.kv_budget) or 0, self.least_cache)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are decoded together where memory has room: as given by name, else what a run samples."""
+        if self.given_seqs is not None:
+            return self.given_seqs
+        return sequences_at_once(self.sampled, self.kv_budget // self.least_cache)
+
+    def expect(self, sampled: int) -> None:
+        """A run is about to sample so many completions in each call. An engine for fewer is made anew for them."""
+        if sampled > self.seqs:
+            self.sampled = sampled
 
     @property
     def fitting_seqs(self) -> int:
@@ -258,8 +286,9 @@ class VLLMEngine:
     publish = on_policy_update
 
     def sleep(self) -> None:
-        """Free the key-value cache on a card (the weights are not vLLM's); on the CPU vLLM cannot, nothing happens."""
-        if self.on_card and self.llm is not None and not self.asleep:
+        """Free the key-value cache on a card (the weights are not vLLM's). On the CPU, and on a card where vLLM has no
+        memory pool, it cannot: nothing happens."""
+        if self.sleeps and self.llm is not None and not self.asleep:
             self.llm.sleep(level=1)
             self.asleep, self.kv_bytes = True, 0
 

@@ -17,6 +17,14 @@ ALLOCATOR = "vllm.device_allocator.cumem"
 EXTENSION = "vllm.cumem_allocator"  # in C; builds for CPUs have none
 
 
+MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported")
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether vLLM did not start for want of its pool: a build without it, or a driver without virtual memory."""
+    return any(words in str(error) for words in MISSING)
+
+
 def unmap(llm: Any) -> None:
     """Put to sleep again what a `wake_up` that broke off has mapped: vLLM's worker falls asleep, though its executor
     believes that it sleeps already. Older pools stop at the first part that is not mapped, after those that are."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.cards import prefill_tokens
 from lowmem_grpo.engines.borrowed import BorrowError
 from lowmem_grpo.policy import Policy
 
@@ -112,9 +113,11 @@ def explain(error: BaseException, policy: Policy) -> None:
                        'sample with fast_inference="transformers"')
 
 
-def whole_prompts(on_card: bool, max_seq_length: int) -> dict[str, Any]:
-    """Settings with which a prompt is never cut, on the CPU: vLLM takes a half-read prompt's random numbers back, which
-    a generator of the CPU cannot do, so that a call with a seed would fail."""
-    if on_card:
-        return {}
+def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, Any]:
+    """Tokens that are read in one pass: on a card those that the plan counts. On the CPU a prompt is never cut: vLLM
+    takes a half-read prompt's random numbers back, which a generator of the CPU cannot do, so that a call with a seed
+    would fail."""
+    if policy.device.type == "cuda":
+        total = torch.cuda.get_device_properties(policy.device).total_memory
+        return {"max_num_batched_tokens": prefill_tokens(total, sequences)}
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_seq_length, PREFILL_TOKENS)}
