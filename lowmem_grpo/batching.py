@@ -98,8 +98,9 @@ def collate(sequences: list[Sequence]) -> MicroBatch:
     def aligned(field: str) -> Tensor:
         return torch.cat([piece.values(field) for piece in packed])
 
+    input_ids = torch.tensor([token for piece in packed for token in piece.ids])
     return MicroBatch(
-        input_ids=torch.tensor([token for piece in packed for token in piece.ids]),
+        input_ids=input_ids, host_ids=input_ids,
         position_ids=position_ids,
         targets=torch.tensor([token for piece in packed for token in piece.targets]),
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),

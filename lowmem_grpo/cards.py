@@ -22,6 +22,11 @@ UNITS = {"gib": GIB, "g": GIB, "gb": 10**9, "mib": MIB}
 DEFAULT_SHARE = 0.95  # of a named card: a display, or what another program holds, takes the rest
 
 
+PREFILL = ((18 * GIB, 2048), (26 * GIB, 4096))  # tokens that vLLM reads at a time, on cards of less than so many bytes
+LARGE_PREFILL = 8192  # on the others
+MOST_SEQUENCES = 256  # decoded together at most, where nothing else was asked for
+
+
 @dataclass(frozen=True)
 class Device:
     """A card's memory and the part of it that a run may fill, in bytes."""
@@ -52,3 +57,16 @@ def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
         raise ValueError(f"no card {name!r}; {hint}Known are {', '.join(CARDS)}, and sizes such as 16GiB")
     total = CARDS[plain] * MIB
     return Device(plain, total, int(total * (share or DEFAULT_SHARE)))
+
+
+def prefill_tokens(total: int, sequences: int = 1) -> int:
+    """Tokens of prompts that vLLM reads in one pass on a card of `total` bytes; one for each sequence at least, as vLLM
+    asks. Its own choice (8,192 or 16,384) is profiled beside the trainer's model, for which small cards have no room.
+    """
+    return max(next((tokens for limit, tokens in PREFILL if total < limit), LARGE_PREFILL), sequences)
+
+
+def sequences_at_once(sampled: int | None, longest_in_cache: int) -> int:
+    """Sequences that are decoded together: those that a run samples (None: not known), and no more than a cache for
+    `longest_in_cache` sequences of the longest length holds when they are half as long."""
+    return max(1, min(sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * longest_in_cache))

@@ -48,6 +48,7 @@ class Look:
 
     version: Callable[[str], str] = importlib.metadata.version
     load: Callable[[str], Any] = import_module
+    files: Callable[[str], Any] = importlib.metadata.files
 
 
 def examine(look: Look | None = None) -> Checkup:
@@ -198,6 +199,8 @@ def look_at_host(look: Look, found: Checkup) -> None:
     found.host = {"available_bytes": memory, "disk_free_bytes": disk_free(Path.cwd()),
                   "model_cache": None if cache is None else str(cache),
                   "model_cache_free_bytes": None if cache is None else disk_free(cache)}
+    if attempt(lambda: look.load("lowmem_grpo.host_room").on_wsl())[0]:
+        found.advice.append(look.load("lowmem_grpo.host_room").WSL_ADVICE)
     if memory is not None and memory < LITTLE_HOST:
         found.advice.append(f"{memory / GIB:.1f} GiB of host memory are free: layer inputs go there with "
                             'use_gradient_checkpointing="offload"; True keeps them on the card')
@@ -227,8 +230,21 @@ def look_at_engine(look: Look, found: Checkup) -> None:
         found.used["engine"] = f"unknown ({why})"
         return
     found.used["engine"] = f"{choice.name}: {choice.why if wanted is True else 'there is no card'}"
-    if choice.name != "vllm" and device != "cpu":
+    capability = str(found.card.get("capability") or "8.0")
+    if float(capability) < 8:
+        found.advice.append(f"compute capability {capability}: sample with the transformers engine "
+                            '(fast_inference="transformers"); vLLM was not seen to run on such a card')
+    elif choice.name == "vllm" and device != "cpu" and not has_pool(look):
+        found.advice.append("this vLLM has no memory pool (vllm.cumem_allocator): its key-value cache stays on the "
+                            "card while training; install vLLM's own build for CUDA")
+    elif choice.name != "vllm" and device != "cpu":
         found.advice.append(f"sampling by transformers is several times slower than by vLLM: {choice.why}")
+
+
+def has_pool(look: Look) -> bool:
+    """Whether the installed vLLM has what its sleep mode needs; nothing of it is imported."""
+    files, _ = attempt(lambda: look.files("vllm"))
+    return any(str(file).startswith("vllm/cumem_allocator") for file in files or [])
 
 
 def look_at_kernels(torch: Any, found: Checkup) -> None:

@@ -1,6 +1,7 @@
 """Whether host memory has room for the layer inputs of a run, said before it starts."""
 
 import logging
+import platform
 from pathlib import Path
 
 import torch
@@ -14,6 +15,11 @@ CGROUP = Path("/sys/fs/cgroup")  # a container's own limits (version 2)
 TAIL = 4  # layer inputs' worth of what the model saves behind its layers: the final norm in float32, and the head's U
 SPARE = 2**30  # pinned memory cannot be swapped out: with less than this left, other programs suffer
 GIB = 2**30
+WSL_ADVICE = (
+    "this is WSL: its driver pins only a part of the host's memory, and a paged optimizer's states are read only when "
+    'the card is idle. If pinning fails, take use_gradient_checkpointing=True in place of "offload", and '
+    'optim="adamw_8bit" in place of a paged one'
+)
 
 
 def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
@@ -67,3 +73,8 @@ def check_host_room(needed_bytes: int, held_bytes: int = 0) -> None:
         raise MemoryError(f"{figures}; {remedy}")
     if left < SPARE:
         logger.warning("%s; that leaves %.2f GiB for everything else: %s", figures, left / GIB, remedy)
+
+
+def on_wsl() -> bool:
+    """Whether this is Linux inside Windows, whose driver pins less memory and shares none while kernels run."""
+    return "microsoft" in platform.uname().release.lower()

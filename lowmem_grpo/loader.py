@@ -51,7 +51,7 @@ class FastLanguageModel:
         model_name: str = TINY, max_seq_length: int = 2048, dtype: torch.dtype | str | None = None,
         load_in_4bit: bool = True, fast_inference: bool | str = False, max_lora_rank: int = 64,
         gpu_memory_utilization: float = 0.5, revision: str | None = None, token: str | None = None,
-        device: str | None = None, kv_cache_bytes: int | None = None, max_num_seqs: int = 256,
+        device: str | None = None, kv_cache_bytes: int | None = None, max_num_seqs: int | None = None,
         enforce_eager: bool | None = None, offload_embedding: bool = False, sampling_weights: str | None = None,
         **options: Any,
     ) -> tuple[FastModel, Any]:
@@ -64,11 +64,12 @@ class FastLanguageModel:
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
         "transformers", True for vLLM where it is installed in a version that was checked, False for transformers.
         `model.engine_choice` says which one it is and why. vLLM's takes `gpu_memory_utilization` of the card, or
-        `kv_cache_bytes` for its key-value cache, decodes up to `max_num_seqs` sequences together, and uses no CUDA
-        graphs with `enforce_eager=True`; the transformers engine reserves nothing and has no use for these four.
-        `sampling_weights="16bit"` lets vLLM dequantize 4-bit weights once for each phase of sampling, which is faster
-        and takes 2 bytes a weight until training begins; "4bit" never does. None does so on a card where the
-        key-value cache of `max_num_seqs` sequences still fits beside them, and not on the CPU.
+        `kv_cache_bytes` for its key-value cache, decodes up to `max_num_seqs` sequences together (None: what a run
+        samples at once, as far as the cache has room), and uses no CUDA graphs with `enforce_eager=True`; the
+        transformers engine reserves nothing and has no use for these four. `sampling_weights="16bit"` lets vLLM
+        dequantize 4-bit weights once for each phase of sampling, which is faster where many sequences are decoded
+        together, and takes 2 bytes a weight until training begins; "4bit" never does. None does so on a card where the
+        key-value cache of the sequences that are decoded together still fits beside them, and not on the CPU.
 
         `offload_embedding` keeps an input embedding that is not tied to the head in host memory, and looks it up there;
         vLLM needs it on the device.

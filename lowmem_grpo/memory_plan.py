@@ -32,9 +32,11 @@ class RunSettings:
     host_embedding: bool | None = None
     optim: str | None = None
     sampling_weights: str | None = None  # of a 4-bit model: "16bit" dequantizes them once for each phase of sampling
+    sequences: int | None = None  # decoded together; None is a group
+    sleeps: bool = True  # whether the engine gives its cache back while training
 
     def __post_init__(self) -> None:
-        for name in ("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes"):
+        for name in ("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")

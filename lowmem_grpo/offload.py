@@ -35,7 +35,8 @@ def checkpointing_mode(value: bool | str) -> bool | str:
 def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
     """Switch a transformers model's checkpointing of layers on or off; returns the mode, as `checkpointing_mode` does.
 
-    ValueError where no layer of the model takes it.
+    Layers keep the random states for their recomputation where something drops out now: see `drops`. ValueError where
+    no layer of the model takes it.
     """
     mode = checkpointing_mode(mode)
     if not mode:
@@ -43,7 +44,7 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
             model.gradient_checkpointing_disable()
         return mode
     if getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": drops(model)})
         # transformers lets the embeddings require a gradient, for reentrant checkpointing's sake; here that would only
         # keep them, and their gradient, on the device
         model.disable_input_require_grads()
@@ -54,6 +55,14 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
             "supports_gradient_checkpointing = True in the model's class"
         )
     return mode
+
+
+def drops(model: Any) -> bool:
+    """Whether training a model draws random numbers: a dropout module, or a rate in its config, is above 0. Else saving
+    the random states in each layer would save nothing."""
+    rates = vars(model.config.get_text_config()) if hasattr(model, "config") else {}
+    rated = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
+    return rated or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:

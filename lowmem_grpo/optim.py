@@ -27,6 +27,14 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: GRPOConfig) -> to
     return eight_bit(parameters, **settings)
 
 
+def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether a step with all states there still takes memory. torch's fused AdamW works in place, its other forms make
+    temporaries of the parameters' size; bitsandbytes works in place on a card, and by torch's operations on the CPU."""
+    if type(optimizer) is torch.optim.AdamW:
+        return not optimizer.defaults["fused"]
+    return device.type != "cuda" or not type(optimizer).__module__.startswith("bitsandbytes.")
+
+
 def make_scheduler(optimizer: torch.optim.Optimizer, config: GRPOConfig, total_steps: int) -> LRScheduler:
     """Warm-up, then linear, cosine or constant."""
     warmup = config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * total_steps

@@ -23,6 +23,7 @@ T = TypeVar("T")
 CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 CARD_WORDS = ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
               "Triton Error [CUDA]: out of memory")
+POOL_WORDS = "CUDA Error: out of memory"  # of vLLM's memory pool, which spells it so, wherever the words stand
 ASKED = re.compile(r"[Tt]r(?:ied|y) to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -47,7 +48,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     words = str(error)
-    return isinstance(error, RuntimeError) and (words.startswith(CARD_WORDS) or any(w in words for w in CPU_WORDS))
+    anywhere = (POOL_WORDS, *CPU_WORDS)
+    return isinstance(error, RuntimeError) and (words.startswith(CARD_WORDS) or any(w in words for w in anywhere))
 
 
 def tried(work: Callable[[], T], device: torch.device, undo: Callable[[], None] | None = None) -> T | Shortage:
@@ -129,17 +131,45 @@ class Bound:
         )
 
 
+    def state(self) -> dict[str, int | None]:
+        """For a checkpoint, as JSON."""
+        return {"lowered": self.lowered, "failures": self.failures}
+
+    def restore(self, saved: dict[str, int | None]) -> None:
+        """Undo `state`; a lower bound that is there already stays."""
+        self.lowered, self.failures = self.under(saved["lowered"]), int(saved["failures"] or 0)
+
+
+@dataclass
+class RolloutBound(Bound):
+    """Of sampling: also the bytes of a key-value cache that memory had room for."""
+
+    kv_bytes: int | None = None  # None while all that was asked for could be had
+
+    def cache_under(self, given: int | None) -> int | None:
+        """The bytes that hold beside the `given` ones; None where neither is a bound."""
+        return min((size for size in (given, self.kv_bytes) if size is not None), default=None)
+
+    def state(self) -> dict[str, int | None]:
+        return super().state() | {"kv_bytes": self.kv_bytes}
+
+    def restore(self, saved: dict[str, int | None]) -> None:
+        super().restore(saved)
+        self.kv_bytes = self.cache_under(saved.get("kv_bytes"))  # older checkpoints have none
+
+
 class RunMemory:
     """A run's two bounds, saved with it."""
 
     def __init__(self, advice: MemoryAdvice | None = None) -> None:
         self.advice = advice or MemoryAdvice()
         self.train = Bound("train", "tokens in a micro-batch", advice=self.advice)
-        self.rollout = Bound("rollout", "sequences sampled at once", advice=self.advice)
+        self.rollout = RolloutBound("rollout", "sequences sampled at once", advice=self.advice)
 
     def watch(self, engine: Any) -> None:
-        """Give the bound to an engine that keeps one."""
+        """Give the bound to an engine that keeps one; what it had no room for when it started is known already."""
         if hasattr(engine, "bound"):
+            self.rollout.kv_bytes = engine.bound.cache_under(self.rollout.kv_bytes)
             engine.bound = self.rollout
 
     def metrics(self) -> dict[str, int]:
@@ -148,14 +178,13 @@ class RunMemory:
 
     def state(self) -> dict[str, dict[str, int | None]]:
         """For a checkpoint, as JSON."""
-        return {bound.phase: {"lowered": bound.lowered, "failures": bound.failures} for bound in self.bounds}
+        return {bound.phase: bound.state() for bound in self.bounds}
 
     def restore(self, saved: dict[str, dict[str, int | None]] | None) -> None:
         """Undo `state`; a checkpoint from before there was one leaves everything as it is."""
         for bound in self.bounds if saved else ():
-            values = (saved or {})[bound.phase]
-            bound.lowered, bound.failures = bound.under(values["lowered"]), int(values["failures"] or 0)
+            bound.restore((saved or {})[bound.phase])
 
     @property
-    def bounds(self) -> tuple[Bound, Bound]:
+    def bounds(self) -> tuple[Bound, RolloutBound]:
         return self.train, self.rollout

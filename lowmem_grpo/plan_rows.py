@@ -1,6 +1,6 @@
 """The rows of a plan: every component's bytes in both phases, for settings in which nothing is left open."""
 
-from lowmem_grpo.cards import MIB, Device
+from lowmem_grpo.cards import LARGE_PREFILL, MIB, Device, prefill_tokens
 from lowmem_grpo.memory_plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
 from lowmem_grpo.model_shape import ModelShape
 from lowmem_grpo.step_memory import (
@@ -21,7 +21,6 @@ ADAPTER_BYTES = 4  # adapters and their gradients are float32
 PAGED = "paged_adamw_8bit"  # its states are on the host but while they are used
 CUDA_CONTEXT = 512 * MIB  # of the driver and its libraries
 GRAPHS = 384 * MIB  # of vLLM's CUDA graphs
-PREFILL = 8192  # tokens that vLLM reads at a time, at most
 RESERVE = 0.04  # of what is freed and made again: holes between blocks
 WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE)
 NOTES = {
@@ -39,14 +38,15 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     working = [working_row(component, name, moments) for component in WORKING]
     allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
     graphs = GRAPHS if settings.engine == "vllm" else 0
-    engine = Row("engine workspace", engine_workspace(shape, settings) + graphs, graphs, card_only=True,
+    engine = Row("engine workspace", engine_workspace(shape, settings, device) + graphs, graphs, card_only=True,
                  note="prefill and sampling" + ("; CUDA graphs, which stay" if graphs else "") + " (estimated)")
     driver = driver_rows(engine.rollout, sum(row.train for row in working))
     sampler = sampler_rows(shape, settings)
     taken = sum(row.rollout for row in (*fixed, *sampler, engine, *driver))
     one = shape.kv_bytes(settings.context)
     kv_bytes = settings.kv_bytes or max(one, min(settings.num_generations * one, device.budget - taken))
-    cache = Row(KV_CACHE, kv_bytes, note="16 bits; freed while training")
+    stays = 0 if settings.sleeps else kv_bytes
+    cache = Row(KV_CACHE, kv_bytes, stays, note="16 bits; " + ("stays" if stays else "freed") + " while training")
     concurrent = min(settings.num_generations, kv_bytes // one)
     rows = (*fixed, *sampler, cache, engine, *working, *host_rows(shape, settings), *driver)
     return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
@@ -105,10 +105,12 @@ def working_row(component: str, peak: str, moments: dict[str, Moment]) -> Row:
     return Row(component, 0, now, note=NOTES[component] + elsewhere, card_only=component in CARD_ONLY)
 
 
-def engine_workspace(shape: ModelShape, settings: RunSettings) -> int:
+def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -> int:
     """What the rollout engine holds beside weights and cache while it samples, CUDA graphs left out."""
-    sampling = 3 * 4 * settings.num_generations * shape.vocabulary  # logits, probabilities, sorted
-    tokens = min(settings.context, PREFILL)
+    sequences = settings.sequences or settings.num_generations
+    sampling = 3 * 4 * sequences * shape.vocabulary  # logits, probabilities, sorted
+    most = prefill_tokens(device.total, sequences) if settings.engine == "vllm" else LARGE_PREFILL
+    tokens = min(settings.context, most)
     prefill = WORD * tokens * (2 * shape.inner + 3 * shape.hidden + shape.queries + 2 * shape.keys)
     return sampling + prefill + BAND_BYTES
 

@@ -12,7 +12,7 @@ from lowmem_grpo.cards import DEFAULT_SHARE, Device
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.host_embedding import HostEmbedding
-from lowmem_grpo.host_room import check_host_room, host_bytes_needed
+from lowmem_grpo.host_room import WSL_ADVICE, check_host_room, host_bytes_needed, on_wsl
 from lowmem_grpo.kernels.linear_logprobs import default_rows
 from lowmem_grpo.lean_modules import LeanMLP
 from lowmem_grpo.memory_advice import MemoryAdvice, helpful_settings
@@ -96,8 +96,11 @@ def plan_memory(
     memory.watch(engine)
     if policy.device.type != "cuda":
         return memory, PhasePeaks(policy.device)
-    settings = replace(settings_of(model, config, engine.name, context),
-                       sampling_weights=getattr(engine, "sampling_weights", "4bit"))  # as it samples already
+    own = {"sleeps": getattr(engine, "sleeps", True), "sequences": getattr(engine, "max_num_seqs", None),  # vLLM's
+           "sampling_weights": getattr(engine, "sampling_weights", "4bit")}  # as it samples already
+    settings = replace(settings_of(model, config, engine.name, context), **own)
+    if on_wsl():
+        logger.warning(WSL_ADVICE)
     memory.advice.plan = found = plan_run(settings, model, this_card(policy.device))
     if found is not None:
         memory.train.planned = found.settings.max_tokens
@@ -124,6 +127,10 @@ def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> Mem
         logger.info("memory: no plan for this model (%s)", error)
         return None
     gib = 2**30
+    if not found.fits:
+        logger.warning("memory: this run needs %.1f GiB and may fill %.1f GiB of %s; it goes on in the smallest pieces "
+                       "and may run out of memory. %s", found.peak / gib, device.budget / gib, device.name,
+                       "; ".join(found.advice))
     logger.info(
         "memory planned on %s: rollout %.1f GiB, training %.1f GiB in micro-batches of at most %s tokens, %.1f GiB on "
         "the host", device.name, found.rollout / gib, found.train / gib, f"{found.settings.max_tokens or 0:,}",

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowmem_grpo import attention
+from lowmem_grpo.host_embedding import HostEmbedding
 from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.offload import drops, enable_checkpointing
 from lowmem_grpo.packed_attention import PackedLayout
 from lowmem_grpo.types import MicroBatch
 
@@ -86,6 +88,7 @@ class Policy:
         self.backbone = getattr(base, base.base_model_prefix)
         self.head = Head.of(base)
         self.autocast_dtype = autocast_dtype
+        self.dropped: bool | None = None  # whether something did in the last pass
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +102,14 @@ class Policy:
     @property
     def drops(self) -> bool:
         """Whether training has dropout, LoRA's or the model's own."""
-        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules())
+        return drops(self.base)
+
+    def follow_dropout(self) -> None:
+        """Checkpointed layers keep random states for as long as something drops, which may change at any time."""
+        now = self.drops
+        if now != self.dropped and getattr(self.base, "is_gradient_checkpointing", False):
+            enable_checkpointing(self.base, True)
+        self.dropped = now
 
     def autocast(self) -> AbstractContextManager:
         """Mixed precision where it was asked for."""
@@ -109,9 +119,12 @@ class Policy:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """The backbone's last hidden states (T, D) of a packed batch."""
+        self.follow_dropout()
         layout = PackedLayout.of(batch)
         unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers does not build a (T, T) one
-        with self.autocast():
+        embedding = self.base.get_input_embeddings()
+        told = embedding.knowing(batch.host_ids) if isinstance(embedding, HostEmbedding) else nullcontext()
+        with self.autocast(), told:
             out = self.backbone(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], attention_mask=unused_mask,
                 use_cache=False, packed=layout,

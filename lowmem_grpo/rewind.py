@@ -1,11 +1,13 @@
 """Going back: random states, gradients and an optimizer as they were, so that an attempt can be made again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+ALIGNED = 64  # bytes: any dtype may begin there
 
 class RandomStates:
     """Torch's random states, of the CPU and of one device, at the moment this is made."""
@@ -41,25 +43,60 @@ class Gradients:
 
 
 class OptimizerCopy:
-    """Parameters and their optimizer state on the host: a step that breaks off may have updated some of them."""
+    """Parameters and their optimizer state on the host, in one buffer that is used again: a step that breaks off may
+    have updated some of them. It is made for one optimizer and taken before its steps."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self.optimizer = optimizer
-        self.values = [(parameter, on_host(parameter.detach())) for parameter in parameters]
-        held = [(p, optimizer.state[p]) for p in parameters if p in optimizer.state]
-        self.states = [(p, dict(state), {k: on_host(v) for k, v in state.items() if torch.is_tensor(v)})
-                       for p, state in held]
+    def __init__(self, optimizer: torch.optim.Optimizer, each_step: bool) -> None:
+        """`each_step`: whether the optimizer's every step can run out of memory; else only one that makes states."""
+        self.optimizer, self.each_step = optimizer, each_step
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.copied: list[tuple[Tensor, Tensor]] = []  # what may change, and its place in the buffer
+        self.states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+
+    @torch.no_grad()
+    def take(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Keep all as it is now; False, and nothing is kept, where the coming step allocates nothing."""
+        if not self.each_step and all(self.optimizer.state.get(parameter) for parameter in parameters):
+            self.buffer, self.copied, self.states = self.buffer.new_empty(0), [], []
+            return False
+        self.states = [(p, dict(self.optimizer.state[p]) if p in self.optimizer.state else {}) for p in parameters]
+        held = {id(v): v for _, state in self.states for v in state.values() if torch.is_tensor(v)}
+        self.lay_out([*parameters, *held.values()])
+        wait_for_paged(held.values(), parameters)
+        for tensor, copy in self.copied:
+            copy.copy_(tensor, non_blocking=True)  # on the stream that the step follows on
+        return True
+
+    def lay_out(self, tensors: list[Tensor]) -> None:
+        """A place for each tensor; the places of the last step, where the tensors are the same."""
+        if list(map(id, tensors)) == [id(tensor) for tensor, _ in self.copied]:  # held, so no id is another's
+            return
+        starts = list(accumulate((-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors), initial=0))
+        if len(self.buffer) < starts[-1]:
+            pinned = self.each_step and any(tensor.is_cuda for tensor in tensors)
+            self.buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)
+        self.copied = [(tensor, self.buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                       for tensor, start in zip(tensors, starts, strict=False)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """In place, since others (a rollout engine) use the same tensors; state that was not there goes."""
-        for parameter, copy in self.values:
-            parameter.copy_(copy)
+        tensors = [tensor for tensor, _ in self.copied]
+        wait_for_paged(tensors, tensors)
+        for tensor, copy in self.copied:
+            tensor.copy_(copy, non_blocking=True)
+        for parameter, state in self.states:
             self.optimizer.state.pop(parameter, None)
-        for parameter, state, copies in self.states:
-            for name, copy in copies.items():
-                state[name].copy_(copy)
-            self.optimizer.state[parameter] = state
+            if state:
+                self.optimizer.state[parameter] = state
+
+
+def wait_for_paged(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
+    """Paged states are the host's and the card's alike: kernels that use them must end before the host does. On WSL a
+    host that does not wait is ended by the system."""
+    if any(getattr(tensor, "is_paged", False) for tensor in tensors):
+        for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
+            torch.cuda.synchronize(device)
 
 
 def on_host(tensor: Tensor) -> Tensor:

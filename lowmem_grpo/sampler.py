@@ -49,7 +49,6 @@ class Sampler:
         """`params.n` rollouts of each prompt by the current policy, without rewards; `on_group` gets those of each
         prompt while others are sampled."""
         self.renew()
-        self.engine.wake()
         told = {"on_group": on_group} if on_group is not None and self.tells() else {}
         completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
         self.engine.sleep()

@@ -19,6 +19,7 @@ from lowmem_grpo.metrics import Reducer, gradient_norms
 from lowmem_grpo.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.objective import GRPOObjective, Objective, StepTotals, policy_tokens
 from lowmem_grpo.offload import ActivationOffload
+from lowmem_grpo.optim import allocates_each_step
 from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.packer import Limits, Packer
 from lowmem_grpo.policy import Policy
@@ -40,6 +41,7 @@ class Learner:
         self.policy, self.config = policy, config
         self.objective: Objective = objective or GRPOObjective(config)
         self.optimizer, self.scheduler = optimizer, scheduler
+        self.before = OptimizerCopy(optimizer, allocates_each_step(optimizer, policy.device))
         self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=fp16)  # fp16 gradients underflow without it
         self.bound = bound or RunMemory().train
@@ -206,12 +208,15 @@ class Learner:
 
     def apply(self, parameters: list[torch.nn.Parameter]) -> None:
         """The optimizer's own step. Out of memory, it is undone and made once more with all caches empty; a second
-        time raises MemoryExhaustedError, with parameters, state and gradients as they were."""
-        what, before = "the optimizer step", OptimizerCopy(self.optimizer, parameters)
-        step = partial(self.scaler.step, self.optimizer)
-        failed = tried(step, self.policy.device, before.restore)
+        time raises MemoryExhaustedError, with parameters, state and gradients as they were. A step that allocates
+        nothing cannot run out of memory, and pays for no copy."""
+        what, step = "the optimizer step", partial(self.scaler.step, self.optimizer)
+        if not self.before.take(parameters):
+            step()
+            return
+        failed = tried(step, self.policy.device, self.before.restore)
         if isinstance(failed, Shortage):
             self.bound.note(what, failed, "the caches are emptied, and it is made once more")
-            failed = tried(step, self.policy.device, before.restore)
+            failed = tried(step, self.policy.device, self.before.restore)
         if isinstance(failed, Shortage):
             self.bound.end(what, failed)

@@ -75,6 +75,7 @@ class GRPOTrainer:
             functions, self.args.reward_weights, self.args.reward_timeout, self.args.score_while_sampling
         )
         self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16), self.args.logits_chunk)
+        model.loaded.keeper.expect(self.args.prompts_per_generation * self.args.num_generations)
         first = engine or model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and first.name != "vllm":
             raise ValueError(

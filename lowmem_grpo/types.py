@@ -77,14 +77,15 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # (T,) float32
     policy_mask: Tensor | None = None  # (T,) bool
     rollouts: tuple[Rollout, ...] = ()  # the S packed completions, in order
+    host_ids: Tensor | None = None  # (T,) int64, `input_ids` as they were packed, which stay on the host
 
     def at_trained(self, values: Tensor) -> Tensor:
         """Values (T, ...) at the completion tokens, (N, ...)."""
         return values.index_select(0, self.trained)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same batch with every tensor on `device`."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        """The same batch with every tensor on `device`, but for `host_ids`."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "host_ids"}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items() if torch.is_tensor(value)}
         changes: dict[str, Any] = moved
         return replace(self, **changes)

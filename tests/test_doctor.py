@@ -242,3 +242,23 @@ def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     doctor.look_at_host(fake_look(lowmem_grpo_host_room=room), found)
     assert "2.0 GiB of host memory are free" in found.advice[0]
     assert "1.0 GiB are free on this folder's disk" in found.advice[1]
+
+
+def test_an_old_card_wsl_or_a_vllm_without_its_pool_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowmem_grpo import host_room
+    from lowmem_grpo.engines.choice import EngineChoice
+
+    def advice(major: int, files: list[str]) -> str:
+        choice = type("Choice", (), {"choose_engine": staticmethod(lambda *_: EngineChoice("vllm", "it is here"))})
+        found = Checkup(card={"name": "NVIDIA Test", "capability": f"{major}.5"})
+        doctor.look_at_engine(Look(load=lambda name: choice, files=lambda name: files), found)
+        return "\n".join(found.advice)
+
+    assert "compute capability 7.5: sample with the transformers engine" in advice(7, [])
+    assert "no memory pool" in advice(8, ["vllm/__init__.py"])
+    assert advice(8, ["vllm/__init__.py", "vllm/cumem_allocator.abi3.so"]) == ""
+    for release, wsl in (("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-45-generic", False)):
+        monkeypatch.setattr(host_room.platform, "uname", lambda release=release: type("U", (), {"release": release}))
+        found = Checkup()
+        doctor.look_at_host(Look(), found)
+        assert any("this is WSL" in line for line in found.advice) == wsl

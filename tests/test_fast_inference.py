@@ -113,6 +113,20 @@ def test_true_takes_vllm_where_it_is_installed_in_a_checked_version(
         assert choose_engine(asked, device).name == "transformers"
 
 
+@pytest.mark.parametrize(("capability", "known"), [((7, 5), False), ((7, 0), False), ((8, 0), True), ((12, 0), True)])
+def test_a_t4_samples_with_vllm_unless_it_is_named_or_says_nothing(
+    capability: tuple[int, int], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, ("vllm", "0.32.0"), torch.__version__.split("+")[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen, forced = choose_engine(True, "cuda:0"), choose_engine("vllm", "cuda:0")
+    assert (chosen.name, forced.name) == ("vllm" if known else "transformers", "vllm")
+    for choice_made in (chosen, forced):
+        assert ("the transformers engine is the checked one" in choice_made.why) != known
+        assert (f"capability {capability[0]}.{capability[1]}" in choice_made.why) != known
+
+
 @pytest.mark.parametrize("asked", ["fast", None, 2, "VLLM"])
 def test_another_engine_is_refused_with_the_allowed_ones(asked: Any) -> None:
     with pytest.raises(ValueError, match='allowed are True, False, "transformers" and "vllm"'):
@@ -127,10 +141,9 @@ def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(monkey
 
 @pytest.mark.parametrize(("name", "value", "rule"), [
     ("kv_cache_bytes", 0, "a positive int, or None"), ("kv_cache_bytes", "1GB", "a positive int, or None"),
-    ("kv_cache_bytes", 2.5e9, "a positive int"), ("max_num_seqs", 0, "a positive int"),
-    ("max_num_seqs", True, "a positive int"), ("max_num_seqs", None, "a positive int"),
-    ("enforce_eager", "yes", "True, False or None"),
-    ("sampling_weights", "8bit", '"4bit", "16bit" or None'),
+    ("kv_cache_bytes", 2.5e9, "a positive int"), ("max_num_seqs", 0, "a positive int, or None"),
+    ("max_num_seqs", True, "a positive int, or None"), ("max_num_seqs", "8", "a positive int, or None"),
+    ("enforce_eager", "yes", "True, False or None"), ("sampling_weights", "8bit", '"4bit", "16bit" or None'),
     ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
 ])
 def test_an_engine_setting_of_the_wrong_kind_is_refused_by_name(name: str, value: Any, rule: str) -> None:

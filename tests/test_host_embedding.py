@@ -1,5 +1,6 @@
 """The input embedding on the host: the same numbers, one matrix less on the device, and no silent no-op."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ from card import gpu
 from small_models import FAMILIES, TINY, random_model
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
+from lowmem_grpo.batching import pack
 from lowmem_grpo.host_embedding import HostEmbedding, embed_on_host
+from lowmem_grpo.policy import Policy
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 IDS = torch.arange(3, 40)[None]
 
@@ -60,9 +64,51 @@ def test_a_loaded_model_samples_and_trains_with_it(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+def test_ids_that_were_packed_on_the_host_are_read_back_from_the_device() -> None:
+    embedding = HostEmbedding(torch.nn.Embedding(100, 8).requires_grad_(False))
+    (batch,) = pack([RolloutGroup({}, [5, 6, 7], [Rollout([8, 9, 10], [0.0] * 3, "stop")])])
+    moved = batch.to("meta")
+    assert moved.host_ids is batch.host_ids and torch.equal(moved.host_ids, batch.input_ids)
+    with embedding.knowing(moved.host_ids):  # ids on "meta" cannot be read at all
+        assert embedding(moved.input_ids[None]).shape == (1, 5, 8)
+    with pytest.raises(NotImplementedError):
+        embedding(moved.input_ids[None])
+
+
+def test_ids_of_another_pass_are_looked_up(tmp_path: Path) -> None:
+    model = random_model("Llama").requires_grad_(False)
+    model.get_output_embeddings().weight = torch.nn.Parameter(model.get_output_embeddings().weight.clone(), False)
+    group = RolloutGroup({}, [5, 6, 7], [Rollout([8, 9, 10], [0.0] * 3, "stop")])
+    (batch,) = pack([group])
+    expected = Policy(model).logprobs(batch, 1.0)[0]
+    embed_on_host(model)
+    embedding, policy = model.get_input_embeddings(), Policy(model)
+    assert torch.equal(policy.logprobs(batch, 1.0)[0], expected)
+    assert embedding.known is None
+    wrong = replace(batch, host_ids=torch.full_like(batch.input_ids, 3))
+    assert not torch.equal(policy.logprobs(wrong, 1.0)[0], expected), "the ids of the host are not used"
+    with embedding.knowing(batch.host_ids):
+        assert torch.equal(embedding(IDS), torch.nn.functional.embedding(IDS, embedding.weight))
+
+
 @gpu
 def test_rows_arrive_on_the_card_and_the_matrix_stays_on_the_host() -> None:
     embedding = torch.nn.Embedding(100, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     on_host, ids = HostEmbedding(embedding), torch.randint(0, 100, (1, 50), device="cuda")
     assert torch.equal(on_host(ids), embedding(ids))
-    assert on_host.weight.device.type == "cpu" and on_host.weight.is_pinned()
+    assert on_host.weight.device.type == "cpu" and not on_host.weight.is_pinned()
+
+
+@gpu
+def test_rows_of_one_pass_are_overwritten_by_those_of_the_next_before_they_are_copied() -> None:
+    embedding = torch.nn.Embedding(1000, 1024, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    on_host, ids = HostEmbedding(embedding), [torch.randint(0, 1000, (4096,)) for _ in range(8)]
+    on_card = [part.to("cuda") for part in ids]
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = (busy @ busy).tanh()  # the copies wait behind it
+    rows = []
+    for host, card in zip(ids, on_card, strict=True):
+        with on_host.knowing(host):
+            rows.append(on_host(card))
+    assert all(torch.equal(found, embedding(card)) for found, card in zip(rows, on_card, strict=True))

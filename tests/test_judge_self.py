@@ -60,14 +60,11 @@ class Scripted:
         yield
         self.said.append("adapted")
 
-    def wake(self) -> None:
-        self.said.append("wake")
-
     def sleep(self) -> None:
         self.said.append("sleep")
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
-        assert self.said[-2:] == ["wake", "base"]
+        assert self.said[-1] == "base"
         texts = [self.loaded.tokenizer.decode(ids) for ids in prompts]
         self.asked.append(texts)
         self.params.append(params)
@@ -93,7 +90,7 @@ def test_a_batch_takes_more_than_one_generation(scripted: Scripted) -> None:
     assert reward.after_sampling and reward.required and reward.time_limit == 3600
     found = reward(prompts=["p"] * 4 + ["q"] * 4, completions=TEXTS * 2)
     assert found == GOOD * 2 and [len(texts) for texts in scripted.asked] == [2]
-    assert scripted.said == ["made", "wake", "base", "adapted", "sleep"], "one engine wakes and samples"
+    assert scripted.said == ["made", "base", "adapted", "sleep"], "one engine samples, and sleeps"
     (params,) = scripted.params
     assert (params.temperature, params.n, params.max_tokens) == (0.0, 1, 1024) and params.seed is not None
     text = scripted.asked[0][0]

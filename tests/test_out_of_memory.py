@@ -215,6 +215,7 @@ def test_out_of_memory_on_the_host_ends_a_run(tmp_path: Path, sampled: list[Roll
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the reward model is out of memory"), KeyboardInterrupt(),
+                                   RuntimeError("CUDA Error: invalid argument at /csrc/cumem_allocator.cpp:139"),
                                    ValueError("CUDA out of memory"), RuntimeError("CUDA error: illegal memory access")])
 def test_another_error_is_taken_for_out_of_memory(
     tmp_path: Path, sampled: list[RolloutGroup], error: BaseException
@@ -224,6 +225,15 @@ def test_another_error_is_taken_for_out_of_memory(
         updated(trainer, sampled, fail_forward(trainer, Failing(1, error=lambda: error)))
     assert caught.value is error
     assert trainer.memory.train.failures == 0
+
+
+@pytest.mark.parametrize("words", [
+    "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:139",
+    "the worker failed: CUDA Error: out of memory at ../csrc/cumem_allocator.cpp:62\nmore",
+])
+def test_vllms_words_for_out_of_memory_are_taken_for_another_error(words: str) -> None:
+    assert is_out_of_memory(RuntimeError(words))
+    assert not is_out_of_memory(ValueError(words))
 
 
 def test_a_failed_allocation_of_torch_itself_is_not_recognised() -> None:
@@ -437,8 +447,8 @@ def test_a_resumed_run_forgets_the_bound_or_an_old_checkpoint_cannot_be_read(tmp
     trainer.train()
     handle.remove()
     line = read_lines(tmp_path / "metrics.jsonl")[-1]
-    assert trainer.memory.state() == {phase: {"lowered": bound, "failures": 1}
-                                      for phase, bound in (("train", 50), ("rollout", 8))}
+    assert trainer.memory.state() == {"train": {"lowered": 50, "failures": 1},
+                                      "rollout": {"lowered": 8, "failures": 1, "kv_bytes": None}}
     assert (line["memory/oom_train"], line["memory/oom_generate"]) == (1, 1)
     resumed = make(tmp_path, **(settings | {"max_steps": 3}))
     resumed.train(resume_from_checkpoint=True)
@@ -452,8 +462,13 @@ def test_a_resumed_run_forgets_the_bound_or_an_old_checkpoint_cannot_be_read(tmp
 def test_a_lower_bound_of_the_settings_is_lifted_by_a_checkpoint() -> None:
     memory = RunMemory()
     memory.train.lowered = 100
-    memory.restore(json.loads(json.dumps({"train": {"lowered": 400, "failures": 2},
-                                          "rollout": {"lowered": None, "failures": 0}})))
+    older = {"train": {"lowered": 400, "failures": 2}, "rollout": {"lowered": None, "failures": 0}}
+    memory.restore(json.loads(json.dumps(older)))
+    assert memory.rollout.kv_bytes is None
+    for held, saved, kept in ((None, 300, 300), (200, 300, 200), (300, 200, 200), (300, None, 300)):
+        memory.rollout.kv_bytes = held
+        memory.restore(older | {"rollout": {"lowered": None, "failures": 0, "kv_bytes": saved}})
+        assert memory.rollout.kv_bytes == kept
     assert (memory.train.lowered, memory.train.failures) == (100, 2)
     assert memory.train.under(50) == 50
     assert memory.train.under(None) == 100

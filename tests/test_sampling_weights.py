@@ -149,10 +149,9 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakePool]:
         fake = FakePool(**options)
         allocator = SimpleNamespace(get_instance=lambda: SimpleNamespace(
             use_memory_pool=fake.use_memory_pool, pointer_to_data=fake.segments))
-        monkeypatch.setattr(vllm_pool, "cumem",
-                            SimpleNamespace(cumem_available=available, CuMemAllocator=allocator))
-        monkeypatch.setattr(vllm_pool, "__version__", version)
-        monkeypatch.setattr(vllm_pool, "__version_tuple__", tuple(map(int, version.split("."))))
+        module = SimpleNamespace(cumem_available=available, CuMemAllocator=allocator)
+        monkeypatch.setattr(vllm_pool, "pool", lambda: module)
+        monkeypatch.setattr(vllm_pool, "vllm_version", lambda: version)
         monkeypatch.setattr(vllm_pool, "torch", SimpleNamespace(empty=fake.made, uint8=torch.uint8))
         return fake
 

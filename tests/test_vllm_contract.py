@@ -32,6 +32,7 @@ METHODS: dict[tuple[str, str], dict[str, list[str]]] = {
     ("vllm.entrypoints.llm", "LLM"): {
         "generate": ["prompts", "sampling_params", "use_tqdm"], "reset_prefix_cache": [], "sleep": ["level"],
         "wake_up": [], "apply_model": ["func"], "enqueue": ["prompts", "sampling_params", "use_tqdm"],
+        "collective_rpc": ["method", "kwargs"],
     },
     ("vllm.v1.engine.llm_engine", "LLMEngine"): {"has_unfinished_requests": [], "is_sleeping": [], "step": []},
     ("vllm.v1.engine.core_client", "InprocClient"): {"shutdown": []},

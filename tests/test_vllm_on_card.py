@@ -2,6 +2,7 @@
 
 The same on the CPU, where vLLM has a build for it; a process has one engine, so most tests share one."""
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +193,35 @@ def test_sleep_keeps_the_cache_or_waking_samples_otherwise(engine: VLLMEngine, p
         assert ids_of(engine.generate(prompts, GREEDY)) == expected
         assert not engine.asleep and engine.kv_bytes == KV_BYTES
         engine.sleep()
+
+
+@gpu
+@pytest.mark.parametrize("held", [False, True])
+def test_memory_that_training_had_cached_or_holds_keeps_the_cache_from_waking(
+    held: bool, prompts: list[list[int]]
+) -> None:
+    """What torch has cached is given back; what it still holds makes the cache smaller. Nothing sampled is lost."""
+    skip_elsewhere(CARD)
+    close_all()
+    policy, size = policy_of("tiny", half(), True, TINY, CARD), 2**30
+    with engine_on(policy, max_num_seqs=SEQS, kv_cache_bytes=size) as engine:
+        expected = ids_of(engine.generate(prompts, GREEDY))
+        engine.sleep()
+        gc.collect()
+        torch.cuda.empty_cache()
+        step = torch.empty(torch.cuda.mem_get_info()[0] - size * 3 // 4, dtype=torch.uint8, device=CARD)
+        if not held:
+            del step  # cached: the driver's free memory is as before
+        assert torch.cuda.mem_get_info()[0] < size
+        for _ in range(2):
+            assert ids_of(engine.generate(prompts, GREEDY)) == expected
+            assert (engine.kv_bytes < size, engine.bound.failures > 0) == (held, held)
+            engine.sleep()
+        assert torch.cuda.mem_get_info()[0] >= (size // 2 if held else 2 * size)
+    if held:
+        del step
+    with engine_on(policy, max_num_seqs=SEQS, kv_cache_bytes=size) as engine:  # and the pool is as before
+        assert ids_of(engine.generate(prompts, GREEDY)) == expected
 
 
 @gpu

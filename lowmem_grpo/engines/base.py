@@ -17,7 +17,8 @@ class Engine(Protocol):
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`params.n` rollouts of each prompt's token ids, by the current policy; ids are never re-tokenised.
+        """`params.n` rollouts of each prompt's token ids, by the current policy; ids are never re-tokenised. An engine
+        that sleeps wakes itself: what runs out of memory in waking is then met as in sampling.
 
         `on_group` is called in this thread, once for each prompt, as soon as all its rollouts are finished, with the
         very objects that are returned in the end; what it raises ends the call. Without it the outcome is the same.
@@ -33,7 +34,7 @@ class Engine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Be ready to generate again."""
+        """Be ready to generate before the next call of `generate`, which would see to it as well."""
         ...
 
     @property

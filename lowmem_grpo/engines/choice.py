@@ -25,11 +25,13 @@ from lowmem_grpo.engines.vllm_import import (
     why_not_beside,
     why_unavailable,
 )
+from lowmem_grpo.out_of_memory import RolloutBound
 from lowmem_grpo.policy import Policy
 
 logger = logging.getLogger(__name__)
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
+OLD_CARD = "vLLM was not seen to run on compute capability {}.{}, where the transformers engine is the checked one"
 ALLOWED = (True, False, TRANSFORMERS, VLLM)
 
 
@@ -48,7 +50,7 @@ class EngineSettings:
 
     gpu_memory_utilization: float = 0.5  # the part of the card that may be in use, the key-value cache included
     kv_cache_bytes: int | None = None  # of the key-value cache, in place of gpu_memory_utilization
-    max_num_seqs: int = 256  # sequences that are decoded together
+    max_num_seqs: int | None = None  # sequences that are decoded together; None: what a run samples at once
     enforce_eager: bool | None = None  # True: no CUDA graphs. None: graphs on a card
     sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: where there is room
 
@@ -56,7 +58,7 @@ class EngineSettings:
         checks = {
             "gpu_memory_utilization": (0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
             "kv_cache_bytes": (self.kv_cache_bytes is None or is_count(self.kv_cache_bytes), "a positive int, or None"),
-            "max_num_seqs": (is_count(self.max_num_seqs), "a positive int"),
+            "max_num_seqs": (self.max_num_seqs is None or is_count(self.max_num_seqs), "a positive int, or None"),
             "enforce_eager": (self.enforce_eager in (True, False, None), "True, False or None"),
             "sampling_weights": (self.sampling_weights in (FOUR, SIXTEEN, None), f'"{FOUR}", "{SIXTEEN}" or None'),
         }
@@ -80,7 +82,10 @@ def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
         return EngineChoice(TRANSFORMERS, f"fast_inference={fast_inference!r}", forced=True)
     why_not = why_not_here(device)
     if why_not is None:
-        return EngineChoice(VLLM, f"{' '.join(installed() or ())} is installed", forced=fast_inference == VLLM)
+        there, old = f"{' '.join(installed() or ())} is installed", old_card(device)
+        if old is None or fast_inference == VLLM:
+            return EngineChoice(VLLM, f"{there}; {old}" if old else there, forced=fast_inference == VLLM)
+        why_not = f'{there}, but {old}; fast_inference="vllm" tries it'
     if fast_inference == VLLM:
         raise EngineUnavailableError(f'{why_not}, or sample with fast_inference="transformers"')
     return EngineChoice(TRANSFORMERS, why_not)
@@ -94,6 +99,14 @@ def why_not_here(device: str) -> str | None:
     name, number = found
     beside = why_not_beside(torch.__version__, requires(name) or [])
     return why_unavailable(number) or beside or why_other_device(name, number, device)
+
+
+def old_card(device: str) -> str | None:
+    """What to know of vLLM on a card before compute capability 8.0 (a T4 has 7.5); None on others."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else OLD_CARD.format(major, minor)
 
 
 def why_other_device(name: str, number: str, device: str) -> str | None:
@@ -113,6 +126,8 @@ class EngineKeeper:
     settings: EngineSettings = field(default_factory=EngineSettings)
     label: str = "the model"  # its name, for messages
     kept: VLLMEngine | None = None
+    bound: RolloutBound | None = None  # what memory had room for, by the last engine
+    sampled: int | None = None  # completions that a run samples in each call; None while there is no run
     holder: ClassVar["weakref.ref[EngineKeeper] | None"] = None  # the last one that made an engine of vLLM
 
     def engine(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
@@ -130,6 +145,12 @@ class EngineKeeper:
             self.choice = EngineChoice(TRANSFORMERS, f"vLLM cannot sample with this model: {error}")
             logger.warning("engine: %s (%s)", self.choice.name, self.choice.why)
         return self.engine(policy, tokenizer)
+
+    def expect(self, sampled: int) -> None:
+        """A run is about to sample so many completions in each call."""
+        self.sampled = sampled
+        if self.kept is not None:
+            self.kept.expect(sampled)
 
     def fits(self, kept: VLLMEngine, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether the kept engine lives and is of this model, as it is wrapped now, and of this tokenizer."""
@@ -157,15 +178,17 @@ class EngineKeeper:
             self.kept = VLLMEngine(
                 policy, tokenizer, self.max_seq_length, gpu_memory_utilization=settings.gpu_memory_utilization,
                 kv_cache_bytes=settings.kv_cache_bytes, max_num_seqs=settings.max_num_seqs,
-                enforce_eager=settings.enforce_eager, sampling_weights=settings.sampling_weights,
+                enforce_eager=settings.enforce_eager, sampling_weights=settings.sampling_weights, bound=self.bound,
+                sampled=self.sampled,
             )
         EngineKeeper.holder = weakref.ref(self)
         return self.kept
 
     def close(self) -> None:
-        """Close the kept engine, if it lives; the next call of `engine` makes a new one."""
+        """Close the kept engine, if it lives; the next call of `engine` makes a new one, in the memory there was."""
         if self.kept is not None:
             self.kept.close()
+            self.bound = self.kept.bound
         self.kept = None
 
 

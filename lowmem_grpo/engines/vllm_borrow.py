@@ -24,11 +24,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from lowmem_grpo.engines.borrowed import OTHER_ENGINE, BorrowedLinear, BorrowError, borrowed_linear
 from lowmem_grpo.engines.borrowing import Borrowing
-from lowmem_grpo.engines.vllm_pool import SleepingRoom, why_not
 from lowmem_grpo.kernels.matmul import matmul_fp32
 
-__all__ = ["LLM", "NAME", "SamplingParams", "SleepingRoom", "check_architecture", "cleanup_dist_env_and_memory", "envs",
-           "lending", "why_not"]
+__all__ = ["LLM", "NAME", "SamplingParams", "check_architecture", "cleanup_dist_env_and_memory", "envs", "lending"]
 NAME = "lowmem_grpo"  # of the quantization method and of the load format
 LENT: list[Borrowing] = []  # the borrowing that vLLM's registries serve now: vLLM makes its objects by name
 

@@ -5,7 +5,7 @@ import logging
 import math
 import tempfile
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.cards import sequences_at_once
 from lowmem_grpo.engines import sampling_weights as wide
-from lowmem_grpo.engines import vllm_settings
+from lowmem_grpo.engines import vllm_pool, vllm_settings
 from lowmem_grpo.engines.adapters import AdapterCopy
 from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.engines.borrowing import Borrowing, active_adapter, loras_of
@@ -23,7 +24,8 @@ from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
 from lowmem_grpo.engines.told import Told
 from lowmem_grpo.engines.vllm_import import EngineUnavailableError, import_borrowing
 from lowmem_grpo.engines.vllm_steps import Work, outputs
-from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, is_out_of_memory, tried
+from lowmem_grpo.memory_advice import in_words
+from lowmem_grpo.out_of_memory import RolloutBound, RunMemory, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
@@ -39,48 +41,57 @@ class VLLMEngine:
 
     name = "vllm"
     living: "weakref.ref[VLLMEngine] | None" = None
+    clean = True  # vLLM's memory pool, of which a process has one
 
     def __init__(
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
-        gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None, max_num_seqs: int = 256,
-        enforce_eager: bool | None = None, rollout_copy: bool = False, sampling_weights: str | None = None,
+        gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None,
+        max_num_seqs: int | None = None, enforce_eager: bool | None = None, rollout_copy: bool = False,
+        sampling_weights: str | None = None, bound: RolloutBound | None = None, sampled: int | None = None,
     ) -> None:
         """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
+        `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
+        room. More may be asked for at any time: they wait.
 
         `enforce_eager=None` decodes by CUDA graphs on a card, and without them elsewhere. With `rollout_copy` the
         engine samples with a copy of the adapter as it was at the last `on_policy_update`, so that it can be trained
         meanwhile. `sampling_weights="16bit"` dequantizes 4-bit weights once for each phase of sampling, "4bit" never;
-        None does it on a card where memory has room for it. Raises EngineUnavailableError where vLLM cannot be used,
-        BorrowError where the model does not map onto vLLM's, and ValueError where the cache is too small for one
-        sequence.
+        None does it on a card where memory has room for it. `bound` is what memory had room for before.
+
+        Raises EngineUnavailableError where vLLM cannot be used, BorrowError where the model does not map onto vLLM's,
+        ValueError where the cache is too small for one sequence, and MemoryExhaustedError where even such a cache
+        cannot be had.
         """
         check_alone()
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
-        self.max_num_seqs = max_num_seqs
-        self.bound: Bound = RunMemory().rollout  # on max_num_seqs
-        self.on_card = policy.device.type == "cuda"
+        self.given_seqs, self.sampled = max_num_seqs, sampled
+        self.bound = bound or RunMemory().rollout  # on max_num_seqs, and on the cache
+        self.on_card = self.sleeps = vllm_settings.on_card(policy)
+        free(policy.device)
         self.eager = not self.on_card if enforce_eager is None else enforce_eager
         given = kv_cache_bytes is not None
         if kv_cache_bytes is None:
             kv_cache_bytes = vllm_settings.default_kv_bytes(policy, gpu_memory_utilization)
+        self.vllm, self.least_cache = import_borrowing(), vllm_settings.least_kv_bytes(policy, max_seq_length)
         self.sampling_weights, kv_cache_bytes = self.choose_weights(sampling_weights, kv_cache_bytes, given)
-        vllm_settings.check_kv_budget(policy, kv_cache_bytes, max_seq_length)
+        if self.bound.kv_bytes is None:  # else too much was asked for before, and is met as any shortage
+            vllm_settings.check_kv_budget(policy, kv_cache_bytes, max_seq_length)
         self.kv_budget, self.kv_bytes = kv_cache_bytes, 0
         self.policy_version, self.asleep, self.base = 0, False, False
         self.llm: Any = None
         self.eos_ids = eos_token_ids(policy, tokenizer)
-        self.vllm = import_borrowing()
         self.vllm.check_architecture(type(policy.base).__name__)
         self.adapter = active_adapter(policy.base)
         self.copy = self.make_copy() if rollout_copy else None
-        self.start()
+        self.in_less_memory(self.start_surely)
 
     def choose_weights(self, asked: str | None, kv_bytes: int, given: bool) -> tuple[str, int]:
         """The form of 4-bit weights to sample with, and the bytes left for the cache."""
-        form, left = wide.choose(asked, self.policy, kv_bytes, given, self.max_num_seqs, self.max_seq_length)
+        sequences = self.given_seqs or sequences_at_once(self.sampled, kv_bytes // self.least_cache)
+        form, left = wide.choose(asked, self.policy, kv_bytes, given, sequences, self.max_seq_length)
         if form == wide.FOUR or self.eager:
             return form, left
-        why = import_borrowing().why_not()
+        why = vllm_pool.why_not()
         if why and asked is not None:
             raise EngineUnavailableError(f'sampling_weights="16bit" cannot be had: {why}. Leave it out, or load with '
                                          "enforce_eager=True, which needs no fixed addresses")
@@ -92,7 +103,7 @@ class VLLMEngine:
         """Where dequantized weights lie: CUDA graphs need addresses that last, which vLLM's pool has."""
         if self.sampling_weights == wide.FOUR:
             return None
-        return wide.PlainRoom() if self.eager else self.vllm.SleepingRoom()
+        return wide.PlainRoom() if self.eager else vllm_pool.SleepingRoom()
 
     def make_copy(self) -> AdapterCopy:
         """Two slots, which a new engine takes over: what was published stays published."""
@@ -100,8 +111,25 @@ class VLLMEngine:
             dtype = self.policy.head.weight.dtype
             return AdapterCopy(loras_of(self.policy.base, self.adapter), dtype, self.policy.device, published=True)
 
+    def start_surely(self) -> None:
+        """`start`, and once more without sleep where the driver or this vLLM has no memory pool for it."""
+        try:
+            return self.start()
+        except (RuntimeError, ValueError, AssertionError) as error:
+            if not self.sleeps or not vllm_pool.is_missing(error):
+                raise
+            self.sleeps = False
+            self.sampling_weights = self.sampling_weights if self.eager else wide.FOUR
+            logger.warning("vLLM has no memory pool here (%s): the key-value cache of %s stays on the card while "
+                           "training", str(error).splitlines()[0], in_words(self.fitting_cache))
+        self.start()  # not in the handler: the error's traceback holds on to what was made
+
     def start(self) -> None:
         """Make vLLM's engine around the trainer's tensors."""
+        if not VLLMEngine.clean:
+            vllm_pool.reset()
+        vllm_settings.check_room(self.policy.device, self.fitting_cache)
+        VLLMEngine.clean = not self.on_card  # until it has started: a start that breaks off leaves the pool as it is
         with torch.inference_mode(False):
             self.borrowing = Borrowing(
                 self.policy.base, self.policy.device, self.adapter, self.copy, self.weight_room()
@@ -118,7 +146,8 @@ class VLLMEngine:
                 raise
         if self.borrowing.wide is None:
             self.sampling_weights = wide.FOUR
-        self.asleep, self.kv_bytes, self.seqs = False, self.kv_budget, self.fitting_seqs
+        VLLMEngine.clean, self.asleep, self.seqs = True, False, self.fitting_seqs
+        self.cache = self.kv_bytes = self.fitting_cache
         self.prefixes: Hashable = None  # what the cached prefixes were computed with
         self.ending = weakref.finalize(self, end, self.llm, self.borrowing)
         VLLMEngine.living = weakref.ref(self)
@@ -127,20 +156,20 @@ class VLLMEngine:
         name = self.vllm.NAME
         return self.vllm.LLM(
             folder, quantization=name, load_format=name, dtype=self.policy.head.weight.dtype, model_impl="vllm",
-            max_model_len=self.max_seq_length, max_num_seqs=self.fitting_seqs, kv_cache_memory_bytes=self.kv_budget,
+            max_model_len=self.max_seq_length, max_num_seqs=self.fitting_seqs, kv_cache_memory_bytes=self.fitting_cache,
             enforce_eager=self.eager, compilation_config=None if self.eager else GRAPHS,
-            enable_sleep_mode=self.on_card, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
+            enable_sleep_mode=self.sleeps, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
             generation_config="vllm", disable_log_stats=True,
-            **vllm_settings.memory_share(self.policy, self.kv_budget),
-            **vllm_settings.whole_prompts(self.on_card, self.max_seq_length),
+            **vllm_settings.memory_share(self.policy, self.fitting_cache),
+            **vllm_settings.prefill(self.policy, self.max_seq_length, self.fitting_seqs),
         )
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
         """n rollouts of each prompt. An engine that dies is made anew once and asked for what is missing; a second
-        death, or a call that cannot be right, raises. One that runs out of memory is made anew for half as many
-        sequences."""
+        death, or a call that cannot be right, raises. One that runs out of memory, in waking too, is made anew with a
+        smaller cache: see `do_less`."""
         self.check_open()
         if not prompts:
             return []
@@ -149,22 +178,59 @@ class VLLMEngine:
         told = Told(len(prompts), on_group)
         budgets = [budget_of(prompt, params, self.max_seq_length) for prompt in prompts]
         work = Work(prompts, params, self.settings(params, budgets))
-        while isinstance(done := tried(lambda: self.run_surely(work, told), self.policy.device), Shortage):
-            if self.back_to_four(done):
-                continue
-            self.bound.lower(f"sampling at most {self.fitting_seqs} at once", done, self.fitting_seqs // 2 or None)
+        self.in_less_memory(lambda: self.run_surely(work, told))
         return told.result()
 
-    def back_to_four(self, done: Shortage) -> bool:
+    def in_less_memory(self, attempt: Callable[[], None]) -> None:
+        """Make the attempt until memory has room for it."""
+        while isinstance(done := tried(attempt, self.policy.device), Shortage):
+            if not self.back_to_four(done):
+                self.do_less(done)
+
+    def back_to_four(self, shortage: Shortage) -> bool:
         """Where memory ran out beside dequantized weights, these go first: whether there were any. The engine that
         the next attempt makes computes with the 4-bit ones."""
         if self.sampling_weights == wide.FOUR:
             return False
-        self.bound.note("sampling with weights in 16 bits", done,
+        self.bound.note("sampling with weights in 16 bits", shortage,
                         "the 4-bit kernels serve for the rest of the run, and the work is repeated")
         self.sampling_weights = wide.FOUR
         self.close()
         return True
+
+    def do_less(self, shortage: Shortage) -> None:
+        """Halve the key-value cache, down to one sequence of the longest length; and the sequences, where it was not
+        the cache that could not be had. MemoryExhaustedError where neither can be less."""
+        sampling = self.llm is not None and not self.asleep
+        what = f"sampling at most {self.fitting_seqs} at once" if sampling else "making room for vLLM's cache"
+        before, less = self.fitting_cache, max(self.least_cache, self.fitting_cache // 2)
+        seqs, fewer = self.fitting_seqs, max(1, self.fitting_seqs // 2) if sampling else self.fitting_seqs
+        if (less, fewer) == (before, seqs):
+            self.bound.end(f"{what} ({in_words(before)}, what one sequence of max_seq_length={self.max_seq_length} "
+                           "needs)", shortage)
+        self.bound.kv_bytes = less
+        if sampling:
+            self.bound.lowered = fewer
+        answer = f"for at most {fewer:,} sequences at once (before: {seqs:,}) and " if sampling else ""
+        self.bound.note(what, shortage, f"vLLM's engine is made anew {answer}with {in_words(less)} of key-value cache "
+                                        f"(before: {in_words(before)}), and the work is repeated")
+
+    @property
+    def fitting_cache(self) -> int:
+        """Bytes of the cache that was asked for, or what memory had room for; one sequence always fits."""
+        return max(self.bound.cache_under(self.kv_budget) or 0, self.least_cache)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are decoded together where memory has room: as given by name, else what a run samples."""
+        if self.given_seqs is not None:
+            return self.given_seqs
+        return sequences_at_once(self.sampled, self.kv_budget // self.least_cache)
+
+    def expect(self, sampled: int) -> None:
+        """A run is about to sample so many completions in each call. An engine for fewer is made anew for them."""
+        if sampled > self.seqs:
+            self.sampled = sampled
 
     @property
     def fitting_seqs(self) -> int:
@@ -172,14 +238,20 @@ class VLLMEngine:
         bound = self.bound.under(self.max_num_seqs)
         return self.max_num_seqs if bound is None else bound
 
+    @property
+    def outdated(self) -> bool:
+        """Whether the living engine is of no use: broken off in a call, or made for other bounds than hold now."""
+        return self.llm is None or self.unfinished or (self.seqs, self.cache) != (self.fitting_seqs, self.fitting_cache)
+
     def run_surely(self, work: Work, told: Told) -> None:
         """`run`, once more in a new engine where that dies; and in a new one where the old is of no use."""
-        if self.llm is None or self.unfinished or self.seqs != self.fitting_seqs:
+        if self.outdated:
             self.restart()  # a call that was broken off would leave its sequences to the next one
         try:
             return self.run(work, told)
         except Exception as error:
-            hopeless = isinstance(error, ValueError | TypeError) or told.failed or not self.unfinished
+            in_use = self.unfinished or self.asleep  # asleep: it did not wake
+            hopeless = isinstance(error, ValueError | TypeError) or told.failed or not in_use
             if hopeless or is_out_of_memory(error):
                 raise  # nothing that a fresh engine would do better
             logger.warning("vLLM's engine died (%s: %s); making a new one and repeating this call once",
@@ -259,19 +331,28 @@ class VLLMEngine:
     publish = on_policy_update
 
     def sleep(self) -> None:
-        """Free dequantized weights, and the key-value cache on a card (the other weights are not vLLM's); on the CPU
-        vLLM cannot free its cache."""
+        """Free dequantized weights, and the key-value cache on a card (the other weights are not vLLM's). On the CPU,
+        and on a card where vLLM has no memory pool, it cannot free its cache."""
         if self.llm is not None:
             self.borrowing.drop_weights()
-        if self.on_card and self.llm is not None and not self.asleep:
+        if self.sleeps and self.llm is not None and not self.asleep:
             self.llm.sleep(level=1)
             self.asleep, self.kv_bytes = True, 0
 
     def wake(self) -> None:
+        """Map the cache again. What torch has cached of the training step is given back first: vLLM's pool cannot take
+        it. Where memory has no room all the same, the error says so, and all of it sleeps on."""
         self.check_open()
-        if self.asleep:
+        if not self.asleep:
+            return
+        free(self.policy.device)
+        vllm_settings.check_room(self.policy.device, self.cache)
+        try:
             self.llm.wake_up()
-            self.asleep, self.kv_bytes, self.prefixes = False, self.kv_budget, None  # the cache came back empty
+        except BaseException:
+            vllm_pool.unmap(self.llm)
+            raise
+        self.asleep, self.kv_bytes, self.prefixes = False, self.cache, None  # the cache came back empty
 
     def restart(self) -> None:
         """A fresh engine around the same tensors."""
@@ -284,9 +365,7 @@ class VLLMEngine:
             return
         self.llm, self.kv_bytes, VLLMEngine.living = None, 0, None
         self.ending()
-        gc.collect()
-        if self.on_card:
-            torch.cuda.empty_cache()
+        free(self.policy.device)
 
     def check_open(self) -> None:
         if self.llm is None:
@@ -294,23 +373,16 @@ class VLLMEngine:
 
 
 def end(llm: Any, borrowing: Borrowing) -> None:
-    """Shut vLLM down and let go of the trainer's tensors; also when an engine is deleted without `close`."""
+    """Shut vLLM down and let go of the trainer's tensors; also when an engine is deleted without `close`. What sleeps
+    is unmapped already, and the pool stumbles over unmapping it again: it is woken first, where memory has room.
+    """
     borrowing.close()
-    for step in (wake_up, shut_down):
-        try:
-            step(llm)
-        except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
-            logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)
-
-
-def wake_up(llm: Any) -> None:
-    """Memory that sleeps is unmapped already, and vLLM would unmap it again in freeing it."""
-    if llm.llm_engine.is_sleeping():
-        llm.wake_up()
-
-
-def shut_down(llm: Any) -> None:
-    llm.llm_engine.engine_core.shutdown()
+    try:
+        VLLMEngine.clean = vllm_pool.woken(llm)
+        llm.llm_engine.engine_core.shutdown()
+    except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
+        VLLMEngine.clean = False
+        logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)
 
 
 def check_alone() -> None:

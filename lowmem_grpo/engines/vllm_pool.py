@@ -1,29 +1,98 @@
-"""Memory that vLLM's sleep mode frees and brings back at the same addresses: room for a buffer that CUDA graphs read.
+"""vLLM's memory pool, which sleep unmaps and waking maps at the same addresses: a shortage in it, and room of our own.
 
-vLLM keeps what it allocates while it loads in a pool of tagged segments. `sleep(level=1)` unmaps all of them, copies
-those tagged "weights" to the host and throws the rest away; `wake_up` maps every segment at its old address. This is
-no public interface, so all use of it is in this file, and the versions are those in which its source was read.
+The pool (CUDA's virtual memory, `csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping
+what is not mapped sets it, and the allocations that follow give nothing, or leak: so after a shortage all of the pool
+is mapped, or none, and its error is forgotten. What it holds are tagged segments. `sleep(level=1)` copies those tagged
+"weights" to the host and throws the rest away: a buffer under a tag of ours costs nothing while it sleeps.
+
+None of this is public, so all use of it is in this file. It is so in vLLM 0.26 to 0.32, as read in the source; nothing
+of it has run on a card. tests/test_vllm_pool.py fails where it moves.
 """
 
+import logging
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
 import torch
+from packaging.version import Version
 from torch import Tensor
-from vllm import __version__, __version_tuple__
-from vllm.device_allocator import cumem
 
 from lowmem_grpo.engines.borrowed import BorrowError
+from lowmem_grpo.engines.vllm_import import installed
 
+logger = logging.getLogger(__name__)
+
+ALLOCATOR = "vllm.device_allocator.cumem"
+EXTENSION = "vllm.cumem_allocator"  # in C; builds for CPUs have none
 CHECKED = ((0, 26), (0, 32))  # first and last version
 TAG = "sampling_weights"  # of segments whose contents may be thrown away
 SEGMENT = 32 << 20  # bytes: torch gives a segment of its own to 10 MiB or more, in steps of 2 MiB, with nothing left
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'
+MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported")
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether vLLM did not start for want of its pool: a build without it, or a driver without virtual memory."""
+    return any(words in str(error) for words in MISSING)
+
+
+def unmap(llm: Any) -> None:
+    """Put to sleep again what a `wake_up` that broke off has mapped: vLLM's worker falls asleep, though its executor
+    believes that it sleeps already. Older pools stop at the first part that is not mapped, after those that are."""
+    with suppress(Exception):
+        llm.collective_rpc("sleep", kwargs={"level": 1})
+
+
+def woken(llm: Any) -> bool:
+    """Wake an engine that is to end, if memory has room for it; whether it is awake."""
+    if not llm.llm_engine.is_sleeping():
+        return True
+    try:
+        llm.wake_up()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the engine has to end
+        logger.debug("vLLM's engine ends asleep (%s: %s)", type(error).__name__, error)
+        unmap(llm)
+        return False
+    return True
+
+
+def reset() -> None:
+    """Drop the pools that an ended engine or a start that broke off has left, with the errors before and of doing so:
+    memory that is given back while there is one is lost."""
+    with suppress(ImportError):
+        extension, held = import_module(EXTENSION), import_module(ALLOCATOR).CuMemAllocator.instance
+        forget(extension)
+        if held is not None:
+            held.release_pools()
+        forget(extension)
+
+
+def forget(extension: Any) -> None:
+    """Clear the extension's error: its own calls do so in raising it, and unmapping nothing is a call that fails before
+    it touches anything."""
+    with suppress(RuntimeError):
+        extension.python_unmap_and_release(0, 0, 0, 0)
+
+
+def pool() -> Any:
+    """The module of vLLM that has the pool."""
+    return import_module(ALLOCATOR)
+
+
+def vllm_version() -> str:
+    """Of the vLLM that is installed, under whichever name."""
+    found = installed()
+    return "0" if found is None else found[1]
 
 
 def why_not() -> str | None:
     """Why there is no such room here; None where there is."""
-    if not CHECKED[0] <= __version_tuple__[:2] <= CHECKED[1]:
+    version = vllm_version()
+    if not CHECKED[0] <= Version(version).release[:2] <= CHECKED[1]:
         first, last = (".".join(map(str, numbers)) for numbers in CHECKED)
-        return f"the memory pool of vLLM {__version__} was not checked, only that of {first} to {last}"
-    if not cumem.cumem_available:
+        return f"the memory pool of vLLM {version} was not checked, only that of {first} to {last}"
+    if not pool().cumem_available:
         return "this build of vLLM has no memory pool that sleep can free"
     return None
 
@@ -46,7 +115,7 @@ def made_in_pool(size: int, device: torch.device) -> Tensor:
     """(size,) bytes in a segment of their own, under our tag: nothing of vLLM's can lie in it and be thrown away."""
     if why := why_not():
         raise BorrowError(f"{why}. {ADVICE}")
-    allocator = cumem.CuMemAllocator.get_instance()
+    allocator = pool().CuMemAllocator.get_instance()
     with allocator.use_memory_pool(tag=TAG):
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
     segment = allocator.pointer_to_data.get(buffer.data_ptr())

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.cards import prefill_tokens
 from lowmem_grpo.engines.borrowed import BorrowError
 from lowmem_grpo.policy import Policy
 
@@ -42,6 +43,11 @@ def longest_original(config: Any) -> int:
     return max(found, default=0) + 1
 
 
+def on_card(policy: Policy) -> bool:
+    """Whether the engine is on a card, where it can sleep."""
+    return policy.device.type == "cuda"
+
+
 def kv_bytes_of(policy: Policy, tokens: int) -> int:
     """Bytes of keys and values of one sequence of `tokens` tokens, without sliding windows."""
     config = policy.base.config.get_text_config()
@@ -50,20 +56,38 @@ def kv_bytes_of(policy: Policy, tokens: int) -> int:
     return 2 * config.num_hidden_layers * heads * size * policy.head.weight.dtype.itemsize * tokens
 
 
+def least_kv_bytes(policy: Policy, max_seq_length: int) -> int:
+    """Bytes of the smallest cache: that of one sequence of the longest length."""
+    blocks = -(-max_seq_length // BLOCK) + 1
+    return kv_bytes_of(policy, blocks * BLOCK)
+
+
 def check_kv_budget(policy: Policy, budget: int, max_seq_length: int) -> None:
     """Raise ValueError where one sequence of the longest length does not fit, or the budget is more than there is."""
-    blocks = -(-max_seq_length // BLOCK) + 1
-    needed = kv_bytes_of(policy, blocks * BLOCK)
+    needed = least_kv_bytes(policy, max_seq_length)
     if budget < needed:
         raise ValueError(
             f"the key-value cache has {budget:,} bytes; one sequence of max_seq_length={max_seq_length} needs "
             f"{needed:,}. Raise gpu_memory_utilization or kv_cache_bytes, or lower max_seq_length"
         )
-    if policy.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(policy.device)
-        if budget > free:
-            raise ValueError(f"the key-value cache shall have {budget:,} bytes, and {free:,} are free on the card. "
-                             "Lower gpu_memory_utilization or kv_cache_bytes")
+    free = free_bytes(policy.device)
+    if free is not None and budget > free:
+        raise ValueError(f"the key-value cache shall have {budget:,} bytes, and {free:,} are free on the card. "
+                         "Lower gpu_memory_utilization or kv_cache_bytes")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What nobody holds of the card; None on the CPU, where the system sees to it."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def check_room(device: torch.device, size: int) -> None:
+    """Raise OutOfMemoryError where a cache of so many bytes cannot be had now: before vLLM has tried, which would stop
+    half-way, and whose pool has no way back from there."""
+    free = free_bytes(device)
+    if free is not None and size > free:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes for the key-value cache; "
+                                     f"{free:,} are free on the card")
 
 
 def default_kv_bytes(policy: Policy, utilization: float) -> int:
@@ -89,9 +113,11 @@ def explain(error: BaseException, policy: Policy) -> None:
                        'sample with fast_inference="transformers"')
 
 
-def whole_prompts(on_card: bool, max_seq_length: int) -> dict[str, Any]:
-    """Settings with which a prompt is never cut, on the CPU: vLLM takes a half-read prompt's random numbers back, which
-    a generator of the CPU cannot do, so that a call with a seed would fail."""
-    if on_card:
-        return {}
+def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, Any]:
+    """Tokens that are read in one pass: on a card those that the plan counts. On the CPU a prompt is never cut: vLLM
+    takes a half-read prompt's random numbers back, which a generator of the CPU cannot do, so that a call with a seed
+    would fail."""
+    if policy.device.type == "cuda":
+        total = torch.cuda.get_device_properties(policy.device).total_memory
+        return {"max_num_batched_tokens": prefill_tokens(total, sequences)}
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_seq_length, PREFILL_TOKENS)}

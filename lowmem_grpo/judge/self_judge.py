@@ -133,7 +133,6 @@ class SelfJudge(Judge):
         engine = self.model.engine()
         if engine.name == "transformers":  # made anew each time, and would run out of memory anew; vLLM's is the run's
             self.memory.watch(engine)
-        engine.wake()
         try:
             with engine.policy.base_model():
                 found: list[Any] = engine.generate(prompts, params)

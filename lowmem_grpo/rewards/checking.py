@@ -76,7 +76,6 @@ def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, token
 def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tokenizer: Any) -> list[RolloutGroup]:
     """A group of each prompt, by the model as it is."""
     engine = model.engine(None, tokenizer)
-    engine.wake()
     try:
         completions = engine.generate([prompt.ids for prompt in prompts], args.sampling(args.rollout_seed(0)))
     finally:
