@@ -96,8 +96,10 @@ def plan_memory(
     memory.watch(engine)
     if policy.device.type != "cuda":
         return memory, PhasePeaks(policy.device)
-    own = {"sleeps": getattr(engine, "sleeps", True), "sequences": getattr(engine, "max_num_seqs", None),  # vLLM's
-           "sampling_weights": getattr(engine, "sampling_weights", "4bit")}  # as it samples already
+    own: dict[str, Any] = {  # vLLM's
+        "sleeps": getattr(engine, "sleeps", True), "sequences": getattr(engine, "max_num_seqs", None),
+        "sampling_weights": getattr(engine, "sampling_weights", "4bit"),  # as it samples already
+    }
     settings = replace(settings_of(model, config, engine.name, context), **own)
     if on_wsl():
         logger.warning(WSL_ADVICE)
