@@ -101,8 +101,8 @@ class Causal:
             near.append((max(0, before - self.reach), before + one.shape[2]))
             before += one.shape[2]
         found = [
-            self.fused(one, *shown, self.window_bias(one.shape[2], shown[0].shape[2], one), is_causal=False)
-            for one, *shown in zip(blocks, parts(key, near), parts(value, near), strict=True)
+            self.fused(one, keys, values, self.window_bias(one.shape[2], keys.shape[2], one), is_causal=False)
+            for one, keys, values in zip(blocks, parts(key, near), parts(value, near), strict=True)
         ]
         return tokens_cat(found)
 
@@ -142,8 +142,8 @@ def each_prompt_once(
     pieces = zip(*(tokens_split(one, sizes) for one in (query, key, value)), strict=True)
     found = []
     for own, *others in families:
-        keys: tuple[Tensor, ...] = ()
-        values: tuple[Tensor, ...] = ()
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         if own:
             asked, key, value = next(pieces)
             ranges = [(0, own), *[(max(0, own - causal.reach), own)] * len(others)]

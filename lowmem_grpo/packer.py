@@ -1,4 +1,8 @@
-"""Work on micro-batches that survives a shortage of memory: the same sequences again, in smaller micro-batches."""
+"""Work on micro-batches that survives a shortage of memory: the same sequences again, in smaller micro-batches.
+
+The gradient is that of a run which had the smaller micro-batches from the start: bit for bit on the CPU. On a card it
+is so to rounding only, as torch's fused attention adds up the gradients of queries in no fixed order.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import TypeVar
