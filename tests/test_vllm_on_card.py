@@ -267,6 +267,29 @@ def test_a_copy_of_the_weights_is_made_or_log_probabilities_drift(
         assert assert_borrowed(engine, policy) < 0.01 * model
 
 
+@gpu
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("form", ["4bit", "16bit"])
+def test_dequantized_weights_drift_from_the_trainers_or_outlive_sleep(form: str, eager: bool, tmp_path: Path) -> None:
+    skip_elsewhere(CARD)
+    close_all()
+    policy = policy_of("Llama", torch.bfloat16, True, tmp_path, CARD, **REAL)
+    prompts = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
+    with engine_on(policy, max_num_seqs=32, enforce_eager=eager, sampling_weights=form) as engine:
+        assert engine.sampling_weights == form, "the engine's log says why not"
+        for version, size in enumerate((0.0, 0.05)):  # the second time after sleep, at the addresses of the first
+            move_adapter(policy, size)
+            engine.on_policy_update(version)
+            groups = engine.generate(prompts, replace(SAMPLED, n=16, max_tokens=32))
+            assert differences(policy, prompts, groups).abs().mean() <= WIDER[torch.bfloat16]
+            torch.cuda.synchronize()
+            free = torch.cuda.mem_get_info()[0]
+            engine.sleep()
+            torch.cuda.synchronize()
+            wide = 0 if engine.borrowing.wide is None else engine.borrowing.wide.nbytes
+            assert torch.cuda.mem_get_info()[0] - free >= 0.9 * (KV_BYTES + wide)
+
+
 def test_a_run_does_not_sleep_wake_update_and_agree_with_its_sampler(device: torch.device, tmp_path: Path) -> None:
     close_all()
     bare, _ = FastLanguageModel.from_pretrained(

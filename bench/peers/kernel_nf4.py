@@ -25,7 +25,9 @@ from kernel_problems import (
 )
 from torch import Tensor
 
+from lowmem_grpo.kernels.launch import capability
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
+from lowmem_grpo.kernels.nf4_decode import candidates, nf4_decode_triton
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 
 BLOCK, NESTED_BLOCK = 64, 256
@@ -140,6 +142,18 @@ def build_gemv(problem: Problem) -> Run:
     return autograd_run(problem, lambda x, **_: {"out": gemv_4bit(x, packed, state=state)})
 
 
+def build_candidate(problem: Problem) -> Run:
+    """Our kernel for few rows in a launch that its rule does not choose."""
+    weight, case = problem.given["weight"], problem.case
+    if case.device != "cuda" or case.passes != FWD:
+        raise UnsupportedError("a launch of a card's kernel, without gradients")
+    found = candidates(case.shape["M"], capability(torch.device("cuda")))
+    if "n64" not in found:
+        raise UnsupportedError("for 33 to 64 rows, from sm_80 on")
+    rest = (*weight.tensors, *weight.sizes, list(weight.out_features), None, None, 0.0, None, None, found["n64"])
+    return autograd_run(problem, lambda x, **_: {"out": nf4_decode_triton(x.detach(), *rest)})
+
+
 def build_values(problem: Problem) -> Run:
     """bitsandbytes' dequantization."""
     from bitsandbytes.functional import dequantize_4bit
@@ -152,6 +166,7 @@ def build_values(problem: Problem) -> Run:
 LINEAR_PROVIDERS = [
     Provider(OURS, from_forward(ours), OURS),
     Provider(REFERENCE, from_forward(reference), OURS, "dequantize all, then a product"),
+    Provider("lowmem_grpo_n64", build_candidate, "lowmem-grpo", "a candidate: 64 outputs, 4 shares of K, 8 warps"),
     Provider("bnb_matmul_4bit", build_matmul, "bitsandbytes"),
     Provider("bnb_dequantize_matmul", build_dequantize_matmul, "bitsandbytes"),
     Provider("bnb_gemv_4bit", build_gemv, "bitsandbytes"),

@@ -10,7 +10,6 @@ decides nothing: it always applies the same tensors, whose numbers are those of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -46,8 +45,7 @@ class Product:
     ) -> None:
         self.weight, self.loras = weight, loras
         self.wide: Tensor | None = None
-        ends = list(accumulate(features))
-        self.rows = [slice(end - size, end) for size, end in zip(features, ends, strict=True)]
+        self.features = features
         self.bias = joined_bias(biases, features, dtype)
         present = [lora for lora in loras if lora is not None]
         self.ranks = [lora.a.shape[0] for lora in present]
@@ -63,9 +61,9 @@ class Product:
         if self.stack_a is None:
             return y
         lows = iter((x @ self.stack_a.T).split(self.ranks, dim=1))
-        for rows, lora in zip(self.rows, self.loras, strict=True):
+        for part, lora in zip(y.split(self.features, dim=1), self.loras, strict=True):
             if lora is not None:
-                y[:, rows].addmm_(next(lows), lora.b.T, alpha=lora.scale)
+                part.addmm_(next(lows), lora.b.T, alpha=lora.scale)
         return y
 
     @property

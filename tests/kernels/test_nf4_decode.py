@@ -11,8 +11,11 @@ from nf4_problem import ONE, ROUNDING, THREE, in_float64, problem
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowmem_grpo.kernels.launch import Launch
+from lowmem_grpo.kernels.launch import capability as capability_of
 from lowmem_grpo.kernels.nf4_decode import (
     can_decode,
+    candidates,
     decode_launch,
     max_rows,
     nf4_decode,
@@ -23,7 +26,7 @@ from lowmem_grpo.kernels.nf4_decode import (
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref, project
 
 
-def in_triton(arguments: dict[str, Any]) -> Tensor:
+def in_triton(arguments: dict[str, Any], launch: Launch | None = None) -> Tensor:
     """What the decode kernel computes from these arguments, in float32."""
     x, weight, a, b, scale, bias = (arguments.get(name) for name in
                                     ("x", "weight", "lora_a", "lora_b", "scale", "bias"))
@@ -31,7 +34,7 @@ def in_triton(arguments: dict[str, Any]) -> Tensor:
     with torch.no_grad():
         xa = None if a is None else x @ a.T
         return nf4_decode_triton(
-            x, *weight.tensors, *weight.sizes, list(weight.out_features), xa, b, number, tensor, bias
+            x, *weight.tensors, *weight.sizes, list(weight.out_features), xa, b, number, tensor, bias, launch
         )
 
 
@@ -56,6 +59,29 @@ def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) 
         scaled = arguments | {"scale": torch.tensor(0.3)}
         for name, found in (("number", in_triton(arguments)), ("tensor", in_triton(scaled))):
             assert_as_accurate(name, found, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [33, 50, 64])
+def test_candidate_launches_are_as_accurate_as_the_reference(rows: int) -> None:
+    found = candidates(rows, 90)
+    assert found
+    for (name, launch), double in product(found.items(), (False, True)):
+        for size, rank in ((((33,), 64), 5), (((64, 128, 64), 768), 16), (((64, 65), 256), 3)):
+            arguments = problem(rows, size, torch.float32, double, rank)
+            truth = nf4_linear_ref(**in_float64(arguments))
+            y = in_triton(arguments, launch)
+            assert_as_accurate(name, y, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gpu_candidate_launches_give_what_the_rules_gives(dtype: torch.dtype) -> None:
+    arguments = problem(64, ((4096,), 4096), dtype, True, 16, device="cuda")
+    for launch in candidates(64, capability_of(arguments["x"].device)).values():
+        expected = in_triton(arguments)
+        torch.testing.assert_close(in_triton(arguments, launch), expected, rtol=0.02,
+                                   atol=0.01 * expected.abs().max().item())
 
 
 def test_decode_operator_on_the_cpu_is_the_reference() -> None:
@@ -87,6 +113,7 @@ def test_every_launch_of_the_decode_kernel_is_listed(capability: int) -> None:
         listed = [variant.launch for variant in variants(capability, dtype)]
         for rows, outputs in product(range(1, max_rows(capability) + 1), (1, 100, 8191, 8192, 150_000)):
             assert decode_launch(rows, outputs, capability) in listed
+            assert all(launch in listed for launch in candidates(rows, capability).values())
 
 
 def test_decode_kernel_is_not_given_what_it_cannot_do() -> None:
