@@ -110,9 +110,28 @@ class ModelShape:
     def weight_bytes(self, nf4: bool) -> int:
         """Of all layers and norms; embedding and head are apart."""
         linears = sum(one.nf4_bytes if nf4 else 2 * one.weights for one in self.linears())
+        linears += self.offset_bytes() if nf4 else 0
         biases = 2 * sum(one.rows for one in self.linears() if one.bias)
         norms = 2 * 2 * self.hidden + (2 * 2 * self.head_size if self.model_type in WITH_QK_NORM else 0)
         return self.layers * (linears + biases + norms) + 2 * self.hidden + 2 * 4 * (self.head_size // 2)
+
+    def groups(self) -> list[list[Linear]]:
+        """The linears of a layer that the loader lays side by side in NF4, one dequantization for each group."""
+        linears = list(self.linears())
+        if self.model_type in FUSED:
+            return [[one] for one in linears]
+        q, k, v, out, gate, up, down = linears
+        found: list[list[Linear]] = []
+        for group in ([q, k, v], [out], [gate, up], [down]):
+            whole = all(one.weights % (BLOCK * NESTED_BLOCK) == 0 for one in group[:-1])
+            found += [group] if whole else [[one] for one in group]
+        return found
+
+    def offset_bytes(self) -> int:
+        """Of a layer's weights side by side: one offset for each nested block, in place of one for each weight."""
+        blocks = [-(-one.weights // (BLOCK * NESTED_BLOCK)) for group in self.groups() if len(group) > 1
+                  for one in group]
+        return 4 * (sum(blocks) - len(blocks))
 
     @property
     def table_bytes(self) -> int:

@@ -128,5 +128,5 @@ class StepShape:
 
     def band(self) -> int:
         """Dequantized weights of one band."""
-        largest = max(WORD * one.weights for one in self.model.linears()) if self.nf4 else 0
+        largest = max(WORD * sum(one.weights for one in group) for group in self.model.groups()) if self.nf4 else 0
         return largest // max(1, -(-largest // BAND_BYTES))

@@ -3,15 +3,18 @@
 A model is made on the meta device, where modules can be replaced and converted; then its tensors become fake ones.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lowmem_grpo import attention
+from lowmem_grpo.fused_weights import GROUPS, fuse
 
 BLOCK, NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one of theirs
 SCALES = ("absmax", "code", "offset")
@@ -71,6 +74,26 @@ def make_fake(model: nn.Module) -> None:
                 module._buffers[name] = fake(buffer, memo)
         if isinstance(module, Linear4bit):
             module.quant_state = module.weight.quant_state
+    with EqualTables():
+        lay_adjacent(model)
+
+
+def lay_adjacent(model: nn.Module) -> None:
+    """Lay the 4-bit weights of q, k, v (gate, up) side by side, as the loader does before adapters are there."""
+    for module in model.modules():
+        for names in GROUPS:
+            layers = [getattr(child, "base_layer", child) for name in names
+                      if (child := dict(module.named_children()).get(name)) is not None]
+            if len(layers) == len(names) and all(isinstance(layer, Linear4bit) for layer in layers):
+                with suppress(ValueError):  # of sizes that do not end where a block ends: they stay apart
+                    fuse([layer.weight for layer in layers])
+
+
+class EqualTables(TorchDispatchMode):
+    """Inside, tensors without values are said to be equal: code tables are, of one kind of 4 bits."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return True if func._schema.name == "aten::equal" else func(*args, **(kwargs or {}))
 
 
 def fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:

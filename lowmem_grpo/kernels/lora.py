@@ -45,9 +45,10 @@ def lora_linear(
     check_biases(frozen, given)
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled():
-        outputs = LoRALinearFunction.apply(rows, frozen, given, scales_of(loras), *tensors_of(loras))
+        outputs: Sequence[Tensor] = LoRALinearFunction.apply(rows, frozen, given, scales_of(loras), *tensors_of(loras))
     else:
-        outputs = forward_linears(rows, frozen, *factors_of([loras], x.dtype), given)
+        (factors,) = factors_of([loras], x.dtype)
+        outputs = forward_linears(rows, frozen, factors, given)
     return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
 
 
@@ -59,7 +60,8 @@ class LoRALinearFunction(torch.autograd.Function):
         ctx.weights, ctx.scales = weights, scales
         ctx.save_for_backward(x, *tensors)
         ctx.set_materialize_grads(False)
-        return tuple(forward_linears(x, weights, *factors_of([pairs_of(tensors, scales)], x.dtype), biases))
+        (factors,) = factors_of([pairs_of(tensors, scales)], x.dtype)
+        return tuple(forward_linears(x, weights, factors, biases))
 
     @staticmethod
     @once_differentiable
@@ -106,15 +108,14 @@ def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -
     total, rest = None, iter(grads)
     for weight in weights:
         some = [next(rest) for _ in range(matrices(weight))]
-        if all(grad is None for grad in some):
+        given = [grad for grad in some if grad is not None]
+        if not given:
             continue
-        if len(some) > 1 and isinstance(weight, NF4Weight):
-            share = project_back_each(some, weight)
-        elif total is not None and isinstance(weight, Tensor):
-            total.addmm_(some[0], weight)
+        if total is not None and isinstance(weight, Tensor):
+            total.addmm_(given[0], weight)
             continue
-        else:
-            share = project_back(some[0], weight)
+        several = len(some) > 1 and isinstance(weight, NF4Weight)
+        share = project_back_each(some, weight) if several else project_back(given[0], weight)  # type: ignore[arg-type]
         total = share if total is None else total.add_(share)
     return total
 

@@ -154,7 +154,7 @@ class TileBackward(torch.autograd.Function):
             else:
                 grad_x[rows] = share
             pairs = zip(totals, grads, strict=True)
-            totals = [part if total is None else total.add_(part) for total, part in pairs]
+            totals = [total if part is None else part if total is None else total.add_(part) for total, part in pairs]
             del inner, share, grads  # before those of the next tile are made
         return grad_x, None, None, *as_given(totals, tensors)
 
