@@ -16,7 +16,8 @@ BENCH = Path(__file__).resolve().parents[1]
 TESTS = BENCH.parent / "tests"
 LONGEST = 600  # seconds that a piece may take at most
 CARD, PRETEND, CPU = "card", "pretend", "cpu"  # full size; full size where only memory counts; tiny
-ON_A_CARD = re.compile(r"^from card import .*\b(gpu|DEVICES)\b|mark\.gpu", re.MULTILINE)  # a test file that can hold tests marked `gpu`
+# a test file that holds tests marked `gpu`, and one that holds some with vLLM
+ON_A_CARD = re.compile(r"^from card import .*\b(gpu|DEVICES)\b|mark\.gpu", re.MULTILINE)
 WITH_VLLM = re.compile(r"NEEDS_VLLM|mark\.vllm")
 MEMORY_MODEL = ("--shape", "llama-3.1-8b", "--context", "20480")
 WHOLE = ("--stage", "+ 8-bit optimizer", "--stage", "+ host embedding")
