@@ -22,7 +22,6 @@ WITH_VLLM = re.compile(r"NEEDS_VLLM|mark\.vllm")
 MEMORY_MODEL = ("--shape", "llama-3.1-8b", "--context", "20480")
 WHOLE = ("--stage", "+ 8-bit optimizer", "--stage", "+ host embedding")
 KERNEL_OPS = ("linear_logprobs", "nf4_linear", "nf4_dequantize", "rms_norm", "add_rms_norm", "rope", "swiglu", "geglu")
-
 LARGE = ("linear_logprobs", "nf4_linear")  # of these: many providers, or many shapes
 
 
@@ -105,7 +104,7 @@ def selected(
     setup: Setup, group: str, mark: str, path: Path, workers: int = 0, needs: tuple[str, ...] = (), least: int = 45
 ) -> Piece:
     """The tests of a file that have these marks."""
-    name = f"{group} {path.stem.removeprefix('test_').removesuffix('_on_card')}"
+    name = f"{group} {path.stem.removeprefix('test_')}"
     options = ("-m", "pytest", "-m", mark, "-n", str(workers), "-p", "no:cacheprovider",
                f"--junitxml={setup.out / name}.xml")
     return Piece(f"tests/{name}", (*options, str(path)), least=least, needs=needs, junit=True)
@@ -182,7 +181,7 @@ def loop(setup: Setup) -> list[Piece]:
 
 def peers(setup: Setup) -> list[Piece]:
     """The same step by others, where they are installed; last, those without vLLM, which take minutes a step."""
-    chosen = PEERS if setup.form != CPU else ("trl_transformers", "lowmem_grpo_transformers")
+    chosen = PEERS if setup.form != CPU else ("trl_transformers",)
     return [loop_piece(setup, "peers", name) for name in chosen]
 
 
@@ -210,16 +209,19 @@ def learner(setup: Setup) -> list[Piece]:
     engine = () if setup.form != CPU else ("--engine", "transformers")
     needs = ("bitsandbytes", "datasets", "bf16") + (("vllm",) if setup.form != CPU else ())
     return [Piece(f"learner/{recipe}", script("card_learner.py", *options, *engine, "--recipes", recipe), least=250,
-                  needs=needs) for recipe in ("arithmetic", "countdown")]
+                  needs=needs) for recipe in ("arithmetic", "countdown")[: 1 if setup.form == CPU else 2]]
 
 
 def profile(setup: Setup) -> list[Piece]:
     """Top kernels, idle gaps, copies beside computing: of a training step and of a decoding step."""
     options = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape))
     needs = ("bitsandbytes", "bf16") + (("vllm",) if setup.form != CPU else ())
-    return [Piece(f"profile/{part}", script("profiles.py", *options, "--part", part, "--output",
-                                            str(setup.out / "profile")), least=90, needs=needs)
-            for part in ("decode", "train")]
+    def piece(name: str, *parts: str) -> Piece:
+        chosen = [word for part in parts for word in ("--part", part)]
+        return Piece(f"profile/{name}", script("profiles.py", *options, *chosen, "--output",
+                                               str(setup.out / "profile")), needs=needs)
+
+    return [piece("both")] if setup.form == CPU else [piece(part, part) for part in ("decode", "train")]
 
 
 STAGES: dict[str, Stage] = {
