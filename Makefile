@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 .PHONY: demo test lint clean gpu gpu-cpu gpu-bundle gpu-dry \
 	bench-launches bench-memory bench-step bench-rollout compile-kernels
 
-# The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--stages memory --time-limit 560".
+# The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--call 1".
 GATE ?=
 GPU_TOOLS ?= ../shared/gpu
 BUNDLE := .gpu-bundle
@@ -27,14 +27,14 @@ gpu: $(VENV)/.installed-vllm  ## everything that needs a card, on this machine's
 	$(BIN)/python bench/gpu_gate.py $(GATE)
 
 gpu-cpu: $(VENV)/.installed-vllm  ## the same on the CPU with tiny shapes: every command runs, nothing is measured
-	$(BIN)/python bench/gpu_gate.py --dry-run --profile $(GATE)
+	$(BIN)/python bench/gpu_gate.py --dry-run $(GATE)
 
 gpu-bundle:  ## what a GPU machine without a network lacks, packed; there: bench/gate/offline.sh
 	PYTHON=$(PYTHON) bench/gate/bundle.sh $(GPU_TOOLS) $(BUNDLE)
 
 gpu-dry: gpu-bundle  ## the gate on a pretend card (a CUDA build of torch is needed: several GB), never in CI
 	bench/gate/pretend.sh $(GPU_TOOLS) $(BUNDLE) $(PRETEND)
-	$(PRETEND)/run bench/gpu_gate.py --profile $(GATE)
+	$(PRETEND)/run bench/gpu_gate.py $(GATE)
 
 # With JSON=1 the benches print their rows as JSON on standard output, nothing else, and append none to bench/results.
 JSON ?=

@@ -6,12 +6,13 @@
 
 Each variant runs in a process of its own and gives a line: ok, missing with the reason, or failed with what is wrong.
 On a real card a variant must also leave no memory behind. On the pretend device of bench/pretend.py values mean
-nothing, so none is judged, and a variant that runs to its end was "walked". The exit code is 1 where one failed. Rows
-go to bench/results/card_smoke.jsonl.
+nothing, so only bytes are judged, and a variant that runs to its end was "walked". The exit code is 1 where one failed.
+Rows go to bench/results/card_smoke.jsonl.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,21 +30,29 @@ PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "bitsandby
 # vLLM's own settings: in the process whose tensors it borrows, quiet, and sending nothing
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # begins the last line of a traceback
 
 
 def run(name: str, device: str, steps: int, limit: float, gpu: str | None) -> dict[str, Any]:
     """A variant's measures with its status: ok, walked, missing or failed, and why."""
     command = [sys.executable, str(BENCH / "smoke_run.py"), name, device, str(steps)]
     try:
-        done = subprocess.run(command, env=os.environ | SETTINGS | environment(gpu), capture_output=True, text=True,
-                              check=False, timeout=limit)
+        settings = SETTINGS | environment(gpu, VARIANTS[name].sleeps)
+        done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False,
+                              timeout=limit)
     except subprocess.TimeoutExpired as error:
         click.echo((error.stderr or b"")[-3000:], err=True)
         return {"status": "failed", "why": f"it ran past {limit:g} s"}
     if done.returncode:
         click.echo(done.stderr[-3000:], err=True)
-        return {"status": "failed", "why": " ".join(done.stderr.strip().splitlines()[-1:])[:300]}
+        return {"status": "failed", "why": last_words(done.stderr)}
     return judged(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def last_words(said: str) -> str:
+    """The error that ended a process; what it said last where it names none."""
+    lines = said.strip().splitlines() or ["it said nothing"]
+    return next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])[:300]
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from rows import OWN, version_of
 from torch import Tensor
 
 FWD, FWD_BWD = "fwd", "fwd+bwd"
@@ -81,10 +81,7 @@ class Provider:
     note: str = ""
 
     def package_version(self) -> str | None:
-        try:
-            return version("lowmem-grpo" if self.package == OURS else self.package)
-        except PackageNotFoundError:
-            return None
+        return version_of(OWN if self.package == OURS else self.package)
 
 
 def autograd_run(problem: Problem, forward: Forward, overwrites: bool = False) -> Run:

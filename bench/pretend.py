@@ -4,11 +4,13 @@ It serves to walk the code of a card where there is none. Rows that were made on
 """
 
 NAME = "Null CUDA"  # begins the name that such a device gives itself
-# For processes whose values steer them (token ids, say). Memory that is not used again is zero, not what was left
-# there; and the workers that compile for a card never end.
-ENVIRONMENT = {
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0",
-}
+# The workers that compile for a card never end there; and only vLLM's older model runner counts tokens.
+ALWAYS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+# For processes whose values steer them (token ids, say): zeros where garbage would be read. Without torch's cache
+# memory is fresh, and holds what was copied there, or zeros. Sleep mode's pool is part of that cache: with it, all that
+# is read from the card must be zeros.
+UNCACHED = ALWAYS | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+CACHED = ALWAYS | {"NULL_CUDA_READ_ZEROS": "1"}
 
 
 def is_pretend(gpu: str | None) -> bool:
@@ -16,6 +18,7 @@ def is_pretend(gpu: str | None) -> bool:
     return gpu is not None and gpu.startswith(NAME)
 
 
-def environment(gpu: str | None) -> dict[str, str]:
-    """What a child process needs beside its own environment; nothing for a real card, or for none."""
-    return ENVIRONMENT if is_pretend(gpu) else {}
+def environment(gpu: str | None, sleeps: bool = False) -> dict[str, str]:
+    """What a child process needs beside its own environment; nothing for a real card, or for none. `sleeps`: what vLLM
+    gives back in its sleep is looked at."""
+    return {} if not is_pretend(gpu) else CACHED if sleeps else UNCACHED

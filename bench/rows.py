@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import date
@@ -12,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("lowmem-grpo", "torch", "transformers", "peft")
+OWN = "lowmem-grpo"
+PACKAGES = (OWN, "torch", "transformers", "peft")
 COMMIT = Path(__file__).resolve().parents[1] / ".gpu-bundle" / "commit"  # for a copy of the tree without its history
 
 
@@ -40,11 +42,17 @@ def driver() -> str | None:
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """The versions of those packages that are installed."""
-    found = {}
-    for name in packages:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    return {name: found for name in packages if (found := version_of(name))}
+
+
+def version_of(name: str) -> str | None:
+    """A package's version; that of our own from pyproject.toml where it is used without being installed."""
+    with suppress(PackageNotFoundError):
+        return version(name)
+    if name != OWN:
+        return None
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    return str(project["version"])
 
 
 def cpu_model() -> str:

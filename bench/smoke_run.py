@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from pretend import is_pretend
-from smoke_variants import VARIANTS, Variant
+from smoke_variants import CACHE, CARD, VARIANTS, Variant
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
@@ -32,6 +32,28 @@ SMALL = 1024  # bytes from which a layer's input is offloaded: those of this mod
 def every_other(completions: list[Any], **columns: Any) -> list[float]:
     """A reward that differs within every group, whatever was sampled."""
     return [float(number % 2) for number in range(len(completions))]
+
+
+class Filling:
+    """The same reward. After the first rollout, when the engine sleeps, it takes the card but for `left` bytes: at once
+    back into torch's cache, or held until after the second."""
+
+    __name__ = "filling"
+
+    def __init__(self, what: str, left: int) -> None:
+        self.what, self.left, self.calls = what, left, 0
+        self.held: torch.Tensor | None = None
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[float]:
+        self.calls += 1
+        self.held = None
+        torch.cuda.empty_cache()
+        if self.calls == 1:
+            free = torch.cuda.mem_get_info()[0]
+            self.held = torch.empty(free - self.left, dtype=torch.uint8, device="cuda")
+            if self.what == CACHE:
+                self.held = None
+        return every_other(completions)
 
 
 def untied(folder: Path) -> str:
@@ -59,7 +81,8 @@ def make_trainer(variant: Variant, device: str, steps: int, folder: Path, blind:
         **judged, **variant.config,
     )
     trainer = GRPOTrainer(
-        model=model, processing_class=tokenizer, reward_funcs=[every_other], args=config,
+        model=model, processing_class=tokenizer, args=config,
+        reward_funcs=[Filling(variant.fills, variant.load["kv_cache_bytes"] // 2) if variant.fills else every_other],
         train_dataset=make_dataset("train", 4 * steps),
     )
     if isinstance(trainer.learner.offload, ActivationOffload):
@@ -72,13 +95,53 @@ def walk(variant: Variant, device: str, steps: int, blind: bool) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="card_smoke_") as folder:
         trainer = make_trainer(variant, device, steps, Path(folder), blind)
         before = [parameter.detach().clone() for parameter in trainer.policy.trainable]
+        wrong = wrong_sleep(trainer.engine) if device == "cuda" and variant.sleeps else []
         trainer.train()
         moved = max((old - new).abs().max().item() for old, new in zip(before, trainer.policy.trainable, strict=True))
         lines = [{name: line[name] for name in KEPT if name in line} for line in trainer.state.log_history]
-        found = {"engine": trainer.engine.name, "steps": lines, "adapter_moved": moved,
-                 "wrong": wrong_state(trainer, variant, device)}
+        wrong += wrong_state(trainer, variant, device)
+        wrong += wrong_after_filling(trainer, variant, lines) if variant.fills else []
+        found = {"engine": trainer.engine.name, "steps": lines, "adapter_moved": moved, "wrong": wrong,
+                 "fills": variant.fills}
         trainer.model.close_engine()
     return found
+
+
+def free_bytes() -> int:
+    """Of the card, once it has done all that it was told."""
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def wrong_sleep(engine: Any) -> list[str]:
+    """What is not as a nap should leave it: the key-value cache goes back to the card, and comes again."""
+    kv_bytes, before = engine.kv_bytes, free_bytes()
+    engine.sleep()
+    asleep = free_bytes()
+    engine.wake()
+    awake, wrong = free_bytes(), []
+    if asleep - before < 0.9 * kv_bytes:
+        wrong.append(f"sleep gave {asleep - before:,} bytes back, of a key-value cache of {kv_bytes:,}")
+    if abs(awake - before) > 0.1 * kv_bytes:
+        wrong.append(f"after sleep and wake {before - awake:,} more bytes are taken than before")
+    if engine.kv_bytes != kv_bytes:
+        wrong.append(f"the key-value cache has {engine.kv_bytes:,} bytes after sleep and wake, and had {kv_bytes:,}")
+    return wrong
+
+
+def wrong_after_filling(trainer: GRPOTrainer, variant: Variant, lines: list[dict[str, Any]]) -> list[str]:
+    """Beside a full cache of torch's waking is as ever; on a full card it takes a smaller key-value cache."""
+    shortages = max((line["memory/oom_generate"] for line in lines), default=0)
+    trainer.engine.wake()
+    asked, had = variant.load["kv_cache_bytes"], trainer.engine.kv_bytes
+    trainer.engine.sleep()
+    if variant.fills == CACHE and (shortages or had != asked):
+        return [f"waking ran out of memory {shortages} times beside torch's cache, and the key-value cache has {had:,} "
+                f"of {asked:,} bytes: the cache was not given back first"]
+    if variant.fills == CARD and (not shortages or not 0 < had <= asked // 2):
+        return [f"waking ran out of memory {shortages} times on a full card, and the key-value cache has {had:,} of "
+                f"{asked:,} bytes: at most half has room"]
+    return []
 
 
 def wrong_state(trainer: GRPOTrainer, variant: Variant, device: str) -> list[str]:

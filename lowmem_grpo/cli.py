@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from lowmem_grpo import __version__
 from lowmem_grpo.commands.doctor import doctor
 from lowmem_grpo.commands.eval import evaluate
 from lowmem_grpo.commands.export import export
@@ -23,7 +24,7 @@ OWN_RECIPES = (
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="lowmem-grpo")
+@click.version_option(__version__, prog_name="lowmem-grpo")
 def main() -> None:
     """GRPO fine-tuning on one GPU (or on a CPU, with the embedded tiny model)."""
 

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo import __version__
 from lowmem_grpo.sandbox_check import SandboxTrials
 
 PACKAGE = "lowmem-grpo"
@@ -96,7 +97,9 @@ def look_at_versions(look: Look, found: Checkup) -> None:
 
 
 def absent(name: str) -> str:
-    """What is said of a library that is not there: worse of one that training needs."""
+    """What is said of a library that is not there: worse of one that training needs. This one is there all the same."""
+    if name == PACKAGE:
+        return f"{__version__} (not installed: used from its folder)"
     return "missing" if name in NEEDED else "not installed"
 
 

@@ -3,6 +3,7 @@ stopped, and what its last page says."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,14 +59,14 @@ print(json.dumps({form: {name: [[p.name, p.seconds, p.command[0]] for p in stage
                 assert name.split("/")[0] == stage
                 assert 0 < seconds <= 600
                 assert what == "-m" or Path(what).exists(), f"{what} does not exist"
-    assert list(found["card"]) == ["environment", "tests", "kernels", "memory", "rollout", "loop", "learner", "peers",
-                                   "profile"]
+    assert set(found["card"]) == {"environment", "tests", "kernels", "memory", "rollout", "loop", "learner", "peers",
+                                  "profile"}
 
 
 @pytest.mark.parametrize(("changes", "skipped", "why"), [
     ('bf16=False, capability=[7, 5]', ["rollout/lowmem_grpo", "memory/step-16", "loop/lowmem_grpo"], "sm_75"),
-    ('works=WORKS | {"bitsandbytes": "ImportError: broken"}', ["tests/package", "kernels/nf4_linear"], "broken"),
-    ('works=WORKS | {"vllm": "vLLM is not installed"}', ["tests/vllm", "rollout/lowmem_grpo"], "not installed"),
+    ('works=WORKS | {"bitsandbytes": "broken"}', ["tests/package trainer_on_card", "kernels/nf4_linear"], "broken"),
+    ('works=WORKS | {"vllm": "not installed"}', ["tests/vllm vllm_on_card", "rollout/lowmem_grpo"], "not installed"),
     ('works={k: v for k, v in WORKS.items() if k != "unsloth"}', ["peers/unsloth"], "unsloth: not installed"),
     ('card_gib=14.6', ["memory/step-16", "memory/step-24", "rollout/lowmem_grpo"], "the card has 14.6 GiB"),
     ('host_gib=4.0', ["memory/step-16"], "4.0 GiB of host memory are free, 14 are needed"),
@@ -81,7 +82,7 @@ print(json.dumps({{p.name: facts.why_not(p.needs, now.facts) for s in STAGES.val
         assert found[name] is not None, f"{name} would run"
     assert any(why in reason for reason in found.values() if reason)
     assert found["kernels/rms_norm"] is None, "a stage that needs nothing of this is skipped as well"
-    assert found["tests/kernels"] is None
+    assert found["tests/kernels nf4"] is None
 
 
 def test_a_machine_with_everything_skips_nothing_and_one_that_is_unknown_tries_all(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_without_a_card_the_command_says_so_and_an_unknown_stage_is_refused_by_n
     done = call(CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "--dry-run" in done.stderr
     done = call("--stages", "memory,speed")
-    assert done.returncode == 2 and "no stage speed; choose from environment, tests" in done.stderr
+    assert done.returncode == 2 and "no stage speed; choose from environment, kernels" in done.stderr
 
 
 def test_a_piece_whose_rows_all_lack_figures_measured_nothing(tmp_path: Path) -> None:
@@ -208,16 +209,136 @@ print(json.dumps([attempt(p, setup(), 100, "abc").row() for p in pieces]))""", t
     assert found[0]["reason"] == "100 s were left, it takes about 300"
 
 
-def test_stages_takes_the_beginning_of_a_pieces_name(tmp_path: Path) -> None:
-    found = gate("""
+ORDER = """
+from gate.order import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, ordered
+def pieces(form=CARD):
+    return [piece for stage in STAGES.values() for piece in stage(setup(form))]
+def names(asked, form=CARD):
+    return [piece.name for piece in ordered(pieces(form), asked)]
+"""
+
+
+def test_numbers_come_before_lists_of_tests_and_the_engine_before_all(tmp_path: Path) -> None:
+    found = gate(ORDER + """
+print(json.dumps({form: [names(DEFAULT, form), [p.name for p in pieces(form)]] for form in (CARD, PRETEND, CPU)}))
+""", tmp_path)
+    for form, (order, every) in found.items():
+        assert sorted([*order, "environment"]) == sorted(every), f"{form}: a piece is left out, or comes twice"
+        assert order[:2] == ["tests/smoke vllm", "tests/smoke 4-bit"]
+        first_test = next(place for place, name in enumerate(order[2:]) if name.startswith("tests/"))
+        assert all(name.startswith("tests/") for name in order[2:][first_test:]), "numbers behind tests"
+
+
+def test_the_three_calls_hold_what_25_minutes_of_a_card_are_for_in_the_order_of_its_worth(tmp_path: Path) -> None:
+    calls, least, limit = gate(ORDER + """
+least = {piece.name: piece.least for piece in pieces()}
+print(json.dumps([[names(CALLS[number]) for number in (1, 2, 3)], least, SECONDS_OF_A_CALL]))""", tmp_path)
+    assert calls[0][:6] == ["tests/smoke vllm", "tests/smoke 4-bit", "kernels/linear_logprobs", "kernels/nf4_linear",
+                            "memory/step-16", "tests/kernels logprob_kernels"]
+    assert all(name.startswith("tests/kernels ") for name in calls[0][5:]) and len(calls[0]) == 13
+    assert calls[1] == ["rollout/lowmem_grpo", "rollout/vllm_bf16_lora", "loop/lowmem_grpo", "profile/decode"]
+    assert calls[2][:4] == ["learner/arithmetic", "rollout/vllm_bnb_lora", "profile/train", "tests/vllm vllm_on_card"]
+    assert all(name.startswith("tests/") for name in calls[2][3:])
+    for numbers in (calls[0][:5], calls[1], calls[2][:3]):
+        assert sum(least[name] for name in numbers) + 30 <= limit < 600, "they do not fit into a call"
+
+
+def test_a_name_that_is_a_pieces_own_means_this_one_and_a_beginning_means_all_in_the_order_of_asking(
+    tmp_path: Path,
+) -> None:
+    found = gate(ORDER + """
+print(json.dumps([names(asked) for asked in (["profile", "memory/step", "memory/step-16"], ["rollout/lowmem_grpo"],
+                                             ["tests/smoke vllm"])]))""", tmp_path)
+    assert found == [["profile/decode", "profile/train", "memory/step-16", "memory/step-24"], ["rollout/lowmem_grpo"],
+                     ["tests/smoke vllm"]]
+
+
+def test_every_file_with_a_test_for_a_card_is_run(tmp_path: Path) -> None:
+    """A file of tests that uses the mark and that the gate does not take for one would never run on a card."""
+    run = set(gate(ORDER + "print(json.dumps([p.command[-1] for p in pieces() if p.junit]))", tmp_path))
+    here = Path(__file__).parent
+    marked = {path for path in [*here.glob("test_*.py"), *here.glob("kernels/test_*.py")]
+              if re.search(r"^@gpu$|marks=(pytest\.mark\.)?gpu|^from card import .*DEVICES", path.read_text(), re.M)}
+    assert len(marked) > 12 and marked == {Path(path) for path in run}
+
+
+def test_call_and_stages_at_once_are_refused() -> None:
+    done = call("--call", "1", "--stages", "memory")
+    assert done.returncode == 2 and "leave out --stages, or --call" in done.stderr
+
+
+RUNNERS = """
 sys.argv = ["gpu_gate.py"]
 import gpu_gate
-gpu_gate.attempt = lambda piece, *rest: Outcome(piece.name, "passed")
-now = gpu_gate.Gate(setup(), 100, [], "abc")
-for name in STAGES:
-    now.stage(name, gpu_gate.asked_for("memory/step,profile", False))
-print(json.dumps([o.name for o in now.outcomes]))""", tmp_path)
-    assert found == ["memory/step-16", "memory/step-24", "profile/train", "profile/decode"]
+from gate.runner import OLDER, OWN, environment
+ENGINE = "tests/smoke vllm"
+asked = []
+def answers(works):
+    def attempt(piece, now, left, code):
+        asked.append([piece.name, environment(piece, now).get("VLLM_USE_V2_MODEL_RUNNER")])
+        if piece.name == "environment":
+            gpu_gate.append_row(now.results / "environment.jsonl", FACTS)
+        good = piece.name != ENGINE or (now.vllm_runner in works)
+        return Outcome(piece.name, "passed" if good else "failed", form=now.form, commit=code, run="run",
+                       vllm_runner=now.vllm_runner)
+    return attempt
+def rows():
+    return [row.get("vllm_runner") for row in gpu_gate.read_rows(out / "results" / "environment.jsonl")]
+"""
+
+
+@pytest.mark.parametrize(("works", "statuses", "later", "noted"), [
+    (["vLLM's own choice"], ["passed"], None, [None, "vLLM's own choice"]),
+    (["VLLM_USE_V2_MODEL_RUNNER=0"], ["failed", "passed"], "0", [None, "VLLM_USE_V2_MODEL_RUNNER=0"]),
+    ([], ["failed", "failed"], None, [None]),
+])
+def test_the_model_runner_that_works_is_found_written_down_and_used_by_what_follows(
+    tmp_path: Path, works: list[str], statuses: list[str], later: str | None, noted: list[str | None]
+) -> None:
+    asked, state, outcomes, page, found_rows = gate(RUNNERS + f"""
+gpu_gate.attempt = answers({works!r})
+one = gpu_gate.Gate(setup(), 100, [], "abc")
+one.run((ENGINE, "rollout/lowmem_grpo"))
+state = [[row["name"], row["status"], row["vllm_runner"]] for row in gpu_gate.read_rows(out / "gate.jsonl")]
+print(json.dumps([asked, state, [o.name for o in one.outcomes], (out / "gate.md").read_text(), rows()]))""", tmp_path)
+    assert [status for name, status, _ in state if name == "tests/smoke vllm"] == statuses
+    assert asked[-1] == ["rollout/lowmem_grpo", later]
+    assert outcomes == ["environment", "tests/smoke vllm", "rollout/lowmem_grpo"], "the page names a piece twice"
+    assert found_rows == noted
+    assert (f"vLLM's model runner: {noted[-1]}" in page) == (len(noted) == 2)
+
+
+def test_a_later_call_takes_the_model_runner_that_worked_in_the_first_one(tmp_path: Path) -> None:
+    asked, command = gate(RUNNERS + """
+gpu_gate.attempt = answers([OLDER])
+gpu_gate.Gate(setup(), 100, [], "abc").run((ENGINE,))
+before = gpu_gate.earlier(out, CARD, "abc")
+asked.clear()
+two = gpu_gate.Gate(setup(), 100, before, "abc")
+two.run((ENGINE, "rollout/lowmem_grpo"))
+print(json.dumps([asked, list(STAGES["environment"](two.setup)[0].command)]))""", tmp_path)
+    assert asked == [["environment", "0"], ["rollout/lowmem_grpo", "0"]]
+    assert command[command.index("--vllm-runner") + 1] == "VLLM_USE_V2_MODEL_RUNNER=0"
+
+
+def test_on_a_pretend_card_the_older_runner_is_taken_and_nothing_is_tried_twice(tmp_path: Path) -> None:
+    asked = gate(RUNNERS + """
+gpu_gate.attempt = answers([])
+gpu_gate.Gate(setup(PRETEND), 100, [], "abc").run((ENGINE,))
+print(json.dumps(asked))""", tmp_path)
+    assert asked == [["environment", "0"], ["tests/smoke vllm", "0"]]
+
+
+def test_on_a_pretend_card_memory_that_sleeps_is_counted_and_other_values_are_zeros(tmp_path: Path) -> None:
+    found = gate(ORDER + """
+from gate.runner import environment
+now = setup(PRETEND)
+print(json.dumps({p.name: environment(p, now) for p in pieces(PRETEND)}))""", tmp_path)
+    read, cached = "NULL_CUDA_READ_ZEROS", "PYTORCH_NO_CUDA_MEMORY_CACHING"
+    for name in ("tests/smoke vllm", "tests/smoke vllm wakes on a full card", "rollout/lowmem_grpo"):
+        assert read in found[name] and cached not in found[name], "sleep mode's pool is part of torch's cache"
+    assert cached in found["loop/lowmem_grpo"] and read not in found["loop/lowmem_grpo"]
+    assert not {read, cached} & found["memory/step-16"].keys(), "the allocator's own peaks are measured there"
 
 
 @pytest.fixture

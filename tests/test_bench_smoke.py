@@ -81,6 +81,71 @@ def test_the_pretend_device_is_told_by_its_name_and_real_cards_keep_their_enviro
     nothing, real, pretend = json.loads(bench("-c", code, content=[None, "NVIDIA H200", "Null CUDA sm_90 (no GPU)"]))
     assert nothing == real == {}
     assert pretend["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+    sleeping = json.loads(bench("-c", "import json, pretend as p; print(json.dumps(p.environment(p.NAME, True)))"))
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING" not in sleeping, "sleep mode's pool is part of torch's cache"
+    assert sleeping["NULL_CUDA_READ_ZEROS"] == "1"
+
+
+def test_the_reason_of_a_failure_is_the_error_and_not_what_was_said_after_it() -> None:
+    said = ["Traceback (most recent call last):", "RuntimeError: CUDA Error: out of memory", "vLLM did not end cleanly"]
+    code = "import json, sys, card_smoke as c; print(json.dumps([c.last_words(s) for s in json.load(sys.stdin)]))"
+    assert json.loads(bench("-c", code, content=["\n".join(said), "only words\n", ""])) == [
+        said[1], "only words", "it said nothing",
+    ]
+
+
+ENGINE = """
+import json, sys
+import smoke_run
+from smoke_variants import VARIANTS
+class Engine:
+    def __init__(self, asked, had, frees):
+        self.kv_bytes, self.had, self.frees, self.asleep = asked, had, frees, False
+    def sleep(self):
+        self.asleep, self.kv_bytes = True, 0
+    def wake(self):
+        self.asleep, self.kv_bytes = False, self.had
+def trainer(engine):
+    return type("Trainer", (), {"engine": engine})()
+GIB = 2**30
+"""
+
+
+def test_a_nap_that_gives_no_memory_back_or_loses_some_of_the_cache_is_seen() -> None:
+    code = ENGINE + """
+found = []
+for had, frees in ((GIB, GIB), (GIB, 0), (GIB // 2, GIB)):
+    engine = Engine(GIB, had, frees)
+    smoke_run.free_bytes = lambda: 8 * GIB + (engine.frees if engine.asleep else 0)
+    found.append(smoke_run.wrong_sleep(engine))
+print(json.dumps(found))"""
+    right, kept, shrunk = json.loads(bench("-c", code))
+    assert right == []
+    assert len(kept) == 1 and "sleep gave 0 bytes back" in kept[0]
+    assert len(shrunk) == 1 and "536,870,912 bytes after sleep and wake" in shrunk[0]
+
+
+@pytest.mark.parametrize(("name", "shortages", "share", "good"), [
+    ("vllm wakes beside a full cache", 0, 1.0, True), ("vllm wakes beside a full cache", 1, 1.0, False),
+    ("vllm wakes beside a full cache", 0, 0.5, False), ("vllm wakes on a full card", 1, 0.5, True),
+    ("vllm wakes on a full card", 0, 1.0, False), ("vllm wakes on a full card", 1, 1.0, False),
+    ("vllm wakes on a full card", 1, 0.0, False),
+])
+def test_waking_is_as_ever_beside_a_full_cache_and_takes_less_on_a_full_card(
+    name: str, shortages: int, share: float, good: bool
+) -> None:
+    code = ENGINE + f"""
+variant = VARIANTS[{name!r}]
+asked = variant.load["kv_cache_bytes"]
+lines = [{{"memory/oom_generate": 0}}, {{"memory/oom_generate": {shortages}}}]
+print(json.dumps(smoke_run.wrong_after_filling(trainer(Engine(asked, int(asked * {share}), 0)), variant, lines)))"""
+    assert (json.loads(bench("-c", code)) == []) == good
+
+
+def test_a_shortage_that_a_variant_makes_is_not_held_against_it() -> None:
+    short = STEP | {"memory/oom_generate": 1}
+    assert json.loads(bench("-c", JUDGE, content=GOOD | {"steps": [short], "fills": "the card"}))["status"] == "ok"
+    assert json.loads(bench("-c", JUDGE, content=GOOD | {"steps": [short], "fills": ""}))["status"] == "failed"
 
 
 def test_the_variants_are_listed() -> None:

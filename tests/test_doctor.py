@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from lowmem_grpo import doctor
+from lowmem_grpo import __version__, doctor
 from lowmem_grpo.cli import main
 from lowmem_grpo.commands.doctor import report
 from lowmem_grpo.doctor import NEEDED, TRIED, Checkup, Look, examine
@@ -94,6 +94,11 @@ def without(*names: str) -> Callable[[str], str]:
 def light(name: str) -> Any:
     """Loads nothing."""
     raise ImportError(f"no {name}")
+
+
+def test_without_an_installed_package_it_says_which_version_is_used_all_the_same() -> None:
+    found = examine(Look(version=without("lowmem-grpo"), load=light))
+    assert found.versions["lowmem-grpo"] == f"{__version__} (not installed: used from its folder)"
 
 
 def test_this_machine_can_train() -> None:

@@ -37,6 +37,10 @@ from lowmem_grpo.sampling import SamplingParams
 
 pytestmark = NEEDS_VLLM
 
+# Of the log-probabilities of two tokens that greedy decoding chose after the same prefix, in batches of other sizes: a
+# product's kernel depends on the size of the batch, so its last bits differ, and where two tokens are nearly as likely
+# either may be chosen. A wrong adapter, prefix or position differs by tenths and more, and from the trainer too.
+TIE = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3}
 BOUND = {torch.bfloat16: 0.003, torch.float16: 0.001, torch.float32: 1e-5}  # mean |difference| of log-probabilities
 WIDER = {torch.bfloat16: 0.005, torch.float16: 0.001}  # of the model REAL; on the CPU it is 0.0033 in bfloat16
 LONG = [number % 300 + 3 for number in range(300)]  # several blocks of vLLM's cache
@@ -105,6 +109,21 @@ def ids_of(groups: Any) -> list[list[list[int]]]:
     return [[rollout.completion_ids for rollout in group] for group in groups]
 
 
+def assert_alike(first: Any, second: Any, dtype: torch.dtype) -> None:
+    """Greedy completions of the same prompts: the same tokens, each as likely, until two of them are nearly as likely;
+    behind these the texts are others, and nothing is compared."""
+    compared = 0
+    for (one,), (other,) in zip(first, second, strict=True):
+        assert len(one.completion_ids) == len(other.completion_ids)
+        pairs = (zip(each.completion_ids, each.rollout_logprobs, strict=True) for each in (one, other))
+        for (token, logprob), (twin, its) in zip(*pairs, strict=True):
+            assert abs(logprob - its) <= TIE[dtype]
+            compared += 1
+            if token != twin:
+                break
+    assert compared >= 8 * len(first), "ties come too early for anything to be compared"
+
+
 def distance(policy: Policy, prompts: list[list[int]], groups: Any) -> float:
     """Mean |difference| between the trainer's log-probabilities and the sampler's."""
     return differences(policy, prompts, groups).abs().mean().item()
@@ -134,13 +153,17 @@ def test_an_optimizer_step_is_not_seen_by_the_next_sample_or_moves_a_tensor(
 
 
 def test_a_finished_prompt_is_told_of_late_twice_or_with_other_completions(
-    engine: VLLMEngine, prompts: list[list[int]]
+    engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
 ) -> None:
     told: list[tuple[int, Any]] = []
-    found = engine.generate(prompts, SAMPLED, lambda prompt, rollouts: told.append((prompt, rollouts)))
+    found = engine.generate(prompts, GREEDY, lambda prompt, rollouts: told.append((prompt, rollouts)))
     assert sorted(prompt for prompt, _ in told) == list(range(len(prompts)))
     assert all(rollouts is found[prompt] for prompt, rollouts in told)
-    assert ids_of(found) == ids_of(engine.generate(prompts, SAMPLED))
+    assert_alike(found, engine.generate(prompts, GREEDY), own_dtype(device))
+    sampled = engine.generate(prompts, SAMPLED, lambda prompt, rollouts: None)
+    assert distance(engine.policy, prompts, sampled) <= BOUND[own_dtype(device)]
+    if device == CPU:  # on a card another batch has other last bits, and these may choose another token
+        assert ids_of(sampled) == ids_of(engine.generate(prompts, SAMPLED))
 
 
 def test_the_base_model_is_sampled_with_the_adapter_or_the_other_way_round(
@@ -177,8 +200,10 @@ def test_prefixes_of_the_old_policy_are_used_after_an_update(
     assert cached[1] >= 256
 
 
-def test_sleep_keeps_the_cache_or_waking_samples_otherwise(engine: VLLMEngine, prompts: list[list[int]]) -> None:
-    expected = ids_of(engine.generate(prompts, GREEDY))
+def test_sleep_keeps_the_cache_or_waking_samples_otherwise(
+    engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
+) -> None:
+    expected = engine.generate(prompts, GREEDY)
     places = {name: parameter.data_ptr() for name, parameter in engine.policy.model.named_parameters()}
     values = [parameter.detach().clone() for parameter in engine.policy.trainable]
     free = torch.cuda.mem_get_info()[0] if engine.on_card else 0
@@ -190,7 +215,7 @@ def test_sleep_keeps_the_cache_or_waking_samples_otherwise(engine: VLLMEngine, p
     assert {name: parameter.data_ptr() for name, parameter in engine.policy.model.named_parameters()} == places
     assert all(torch.equal(a, b) for a, b in zip(values, engine.policy.trainable, strict=True))
     for _ in range(2):
-        assert ids_of(engine.generate(prompts, GREEDY)) == expected
+        assert_alike(engine.generate(prompts, GREEDY), expected, own_dtype(device))
         assert not engine.asleep and engine.kv_bytes == KV_BYTES
         engine.sleep()
 
@@ -205,7 +230,7 @@ def test_memory_that_training_had_cached_or_holds_keeps_the_cache_from_waking(
     close_all()
     policy, size = policy_of("tiny", half(), True, TINY, CARD), 2**30
     with engine_on(policy, max_num_seqs=SEQS, kv_cache_bytes=size) as engine:
-        expected = ids_of(engine.generate(prompts, GREEDY))
+        expected = engine.generate(prompts, GREEDY)
         engine.sleep()
         gc.collect()
         torch.cuda.empty_cache()
@@ -214,32 +239,37 @@ def test_memory_that_training_had_cached_or_holds_keeps_the_cache_from_waking(
             del step  # cached: the driver's free memory is as before
         assert torch.cuda.mem_get_info()[0] < size
         for _ in range(2):
-            assert ids_of(engine.generate(prompts, GREEDY)) == expected
+            assert_alike(engine.generate(prompts, GREEDY), expected, half())
             assert (engine.kv_bytes < size, engine.bound.failures > 0) == (held, held)
             engine.sleep()
         assert torch.cuda.mem_get_info()[0] >= (size // 2 if held else 2 * size)
     if held:
         del step
     with engine_on(policy, max_num_seqs=SEQS, kv_cache_bytes=size) as engine:  # and the pool is as before
-        assert ids_of(engine.generate(prompts, GREEDY)) == expected
+        assert_alike(engine.generate(prompts, GREEDY), expected, half())
 
 
-@gpu
-def test_graphs_and_eager_decoding_give_other_greedy_tokens(prompts: list[list[int]]) -> None:
-    skip_elsewhere(CARD)
+@pytest.mark.parametrize("device", DEVICES)
+def test_graphs_or_eager_decoding_leave_the_trainer_or_a_graph_keeps_an_old_adapter(
+    device: torch.device, prompts: list[list[int]]
+) -> None:
+    """Bit for bit they differ on a card: graphs pad a batch to a size that was recorded. The CPU has no graphs."""
+    skip_elsewhere(device)
     close_all()
-    found = []
-    for eager in (False, True):
-        policy = policy_of("tiny", half(), True, TINY, CARD)
+    found, dtype = [], own_dtype(device)
+    policy = policy_of("tiny", dtype, device == CARD, TINY, device)  # one: each has an adapter of its own
+    for eager in (False, True) if device == CARD else (True, True):
         move_adapter(policy, 0.05)
         with engine_on(policy, max_num_seqs=SEQS, enforce_eager=eager) as engine:
             assert engine.eager == eager
-            found.append(ids_of(engine.generate(prompts, GREEDY)))
-            move_adapter(policy, 0.08, seed=2)  # a graph that was recorded reads the adapter as it is now
-            engine.on_policy_update(1)
-            found.append(ids_of(engine.generate(prompts, GREEDY)))
-    assert found[0] == found[2] and found[1] == found[3]
-    assert found[0] != found[1]
+            for version, size in enumerate((0.05, 0.08)):  # a graph that was recorded reads the adapter as it is now
+                move_adapter(policy, size, seed=version + 1)
+                engine.on_policy_update(version)
+                found.append(engine.generate(prompts[:-1], GREEDY))  # fewer than any graph's size
+                assert distance(policy, prompts[:-1], found[-1]) <= BOUND[dtype]
+    assert_alike(found[0], found[2], dtype)
+    assert_alike(found[1], found[3], dtype)
+    assert ids_of(found[0]) != ids_of(found[1])
 
 
 @pytest.mark.parametrize(("place", "dtype", "four_bit"), [

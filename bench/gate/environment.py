@@ -154,10 +154,11 @@ def environment(device: str, small: bool) -> dict[str, Any]:
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), required=True)
 @click.option("--small", is_flag=True, help="Speeds from small tensors, which say nothing.")
+@click.option("--vllm-runner", help="The model runner with which vLLM worked here before; recorded.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="A row is added here.")
-def main(device: str, small: bool, output: Path | None) -> None:
+def main(device: str, small: bool, vllm_runner: str | None, output: Path | None) -> None:
     """Look, and print what was found."""
-    found = environment(device, small)
+    found = environment(device, small) | ({"vllm_runner": vllm_runner} if vllm_runner else {})
     if output is not None:
         append_row(output, found)
     click.echo(json.dumps(found))

@@ -79,7 +79,8 @@ def machine_lines(setup: Setup) -> list[str]:
     where = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores"
     card = f", {facts['card_gib']} GiB, driver {facts.get('driver')}" if facts.get("card_gib") else ""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    return [f"{where}{card}; {MEANS[setup.form]}.", f"commit {facts['commit']}, {facts['date']}; {versions}"]
+    runner = f"; vLLM's model runner: {facts['vllm_runner']}" if facts.get("vllm_runner") else ""
+    return [f"{where}{card}; {MEANS[setup.form]}.", f"commit {facts['commit']}, {facts['date']}; {versions}{runner}"]
 
 
 def counts(outcomes: list[Outcome]) -> str:

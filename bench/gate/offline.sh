@@ -8,7 +8,8 @@ python=${PYTHON:-python3}
 if [ ! -f "$site/ready" ]; then
     "$python" $bundle/offline_bundle.py install --parts $bundle/parts/part* --site "$site"
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" $bundle/wheels/*.whl
-    "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+    "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable . ||
+        echo "the package could not be installed (see above): it is used from here, by PYTHONPATH" >&2
     touch "$site/ready"
 fi
 export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1

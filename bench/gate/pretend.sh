@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # pretend.sh TOOLS BUNDLE DIR: an environment of Python 3.12 with a CUDA build of torch (several GB) and a pretend card
-# (TOOLS/null_cuda) in DIR, then offline.sh's commands for it. DIR/run PROGRAM runs a program there.
+# (TOOLS/null_cuda) in DIR. DIR/run PROGRAM runs a program there, with the package of the tree that it is called in.
 set -euo pipefail
 tools=$1 bundle=$2 dir=$3
 here=$(cd "$(dirname "$0")" && pwd)
@@ -16,24 +16,30 @@ if [ ! -f "$dir/env/ready" ]; then
         sentencepiece tiktoken pillow requests psutil einops setuptools uvloop ninja py-cpuinfo jsonschema \
         narwhals torchvision==0.26.0
     "$dir/env/bin/pip" install --quiet --no-deps "nvidia-cuda-crt==13.0.*"  # headers
-    "$dir/env/bin/pip" install --quiet --no-index --no-deps --no-build-isolation --editable "$here/../.."
     touch "$dir/env/ready"
 fi
 if [ ! -f "$dir/device/ready" ]; then
     "$dir/env/bin/python" "$bundle/offline_bundle.py" install --parts "$bundle"/parts/part* --site "$site"
     "$dir/env/bin/pip" install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "$bundle"/wheels/*.whl
     cp -r "$tools/null_cuda" "$dir/source" && chmod -R u+w "$dir/source"
-    cat "$here/more_runtime.c" >> "$dir/source/runtime.c"
+    renamed() {  # FILE MORE NAME...: FILE with these names renamed, then MORE, which defines them
+        { for name in "${@:3}"; do echo "#define $name replaced_$name"; done; cat "$1" "$2"; } > "$1.new"
+        mv "$1.new" "$1"
+    }
+    renamed "$dir/source/runtime.c" "$here/more_runtime.c" cudaMemcpy cudaMemcpyAsync
+    renamed "$dir/source/driver.c" "$here/more_driver.c" cuGetErrorString
     "$dir/env/bin/python" "$dir/source/build.py" --site "$packages" "$site" --out "$dir/device" \
         --cuda-include "$packages/nvidia/cu13/include"
-    # vLLM's sleep mode opens the runtime by its path, and must find the pretend one there
-    ln -sf "$dir/device/libcudart.so.13" "$packages/nvidia/cu13/lib/libcudart.so.13"
+    # vLLM's sleep mode opens the runtime by its path, and must find the pretend one there, torchvision's copy too
+    for copy in "$packages"/nvidia/cu13/lib/libcudart.so.13 "$packages"/torchvision.libs/libcudart.*.so.13; do
+        ln -sf "$dir/device/libcudart.so.13" "$copy"
+    done
     touch "$dir/device/ready"
 fi
 cat > "$dir/run" <<END
 #!/usr/bin/env bash
 source "$dir/device/env.sh"
-export PYTHONPATH="$site" VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_V2_MODEL_RUNNER=0 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+export PYTHONPATH="\$PWD:$site" VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_V2_MODEL_RUNNER=0 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 null_cuda "$dir/env/bin/python" "\$@"
 END
 chmod +x "$dir/run"

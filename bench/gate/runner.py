@@ -13,7 +13,7 @@ from typing import Any
 
 from gate.facts import why_not
 from gate.stages import BENCH, CARD, CPU, LONGEST, PRETEND, Piece, Setup
-from pretend import ENVIRONMENT as PRETENDING
+from pretend import CACHED, UNCACHED
 from rows import read_rows
 
 PASSED, FAILED, SKIPPED, NOT_RUN, CUT_OFF = "passed", "failed", "skipped", "not run", "cut off"
@@ -22,6 +22,9 @@ TAIL = 4000  # characters of a log in which its reason is looked for
 # vLLM's and the hub's own settings; the gate has no network, and vLLM must live in the process that it borrows from
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+# vLLM has two model runners, and takes the one or the other by the model where nothing is said
+OWN, OLDER = "vLLM's own choice", "VLLM_USE_V2_MODEL_RUNNER=0"
+RUNNERS = {OWN: {}, OLDER: {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Outcome:
     run: str = ""
     commit: str = ""
     form: str = ""
+    vllm_runner: str = ""
 
     def row(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,13 +47,14 @@ class Outcome:
 def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
     """Run a piece, unless something that it needs is missing or too little time is left."""
     def outcome(status: str, seconds: float = 0.0, reason: str = "") -> Outcome:
-        return Outcome(piece.name, status, round(seconds, 1), reason, setup.run, commit, setup.form)
+        return Outcome(piece.name, status, round(seconds, 1), reason, setup.run, commit, setup.form,
+                       setup.vllm_runner)
 
     if reason := why_not(piece.needs, setup.facts):
         return outcome(SKIPPED, reason=reason)
     if left < (needed := piece.least if setup.form == CARD else SHORTEST):
         return outcome(NOT_RUN, reason=f"{max(left, 0):.0f} s were left, it takes about {needed}")
-    log = setup.out / "logs" / f"{piece.name.replace('/', '-')}.log"
+    log = setup.out / "logs" / f"{(piece.log or piece.name).replace('/', '-')}.log"
     before = len(rows_of(piece))
     begin, allowed = time.monotonic(), min(left, piece.seconds, LONGEST)
     code = run(piece.command, log, allowed, environment(piece, setup))
@@ -71,12 +76,12 @@ def rows_of(piece: Piece) -> list[dict[str, Any]]:
 
 
 def environment(piece: Piece, setup: Setup) -> dict[str, str]:
-    """What a piece's process gets: on the CPU one thread, and no card even where there is one. On a pretend card zeros
-    in the place of garbage, but for the pieces whose allocations count."""
-    settings = dict(ENVIRONMENT)
+    """What a piece's process gets: vLLM's model runner that works here; on the CPU one thread, and no card even where
+    there is one. On a pretend card zeros in the place of garbage, but for the pieces whose allocations count."""
+    settings = ENVIRONMENT | RUNNERS[setup.vllm_runner or OWN]
     if setup.form == PRETEND:
-        hidden = {"PYTORCH_NO_CUDA_MEMORY_CACHING"} if piece.weighs else set()  # without a cache there are no peaks
-        settings |= {name: value for name, value in PRETENDING.items() if name not in hidden}
+        zeros = {} if piece.weighs else CACHED if piece.sleeps else UNCACHED
+        settings |= RUNNERS[OLDER] | zeros
     if setup.form == CPU:
         settings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return settings

@@ -1,5 +1,10 @@
-"""The stages of the gate, most valuable first, and the commands that each is made of."""
+"""The stages of the gate and the commands that each is made of; order.py says which runs when.
 
+`least` of a piece is an estimate for an H200, from the bytes and operations that it needs and the seconds in which
+libraries start; nobody has measured it yet.
+"""
+
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +16,13 @@ BENCH = Path(__file__).resolve().parents[1]
 TESTS = BENCH.parent / "tests"
 LONGEST = 600  # seconds that a piece may take at most
 CARD, PRETEND, CPU = "card", "pretend", "cpu"  # full size; full size where only memory counts; tiny
+# a test file that holds tests marked `gpu`, and one that holds some with vLLM
+ON_A_CARD = re.compile(r"^from card import .*\b(gpu|DEVICES)\b|mark\.gpu", re.MULTILINE)
+WITH_VLLM = re.compile(r"NEEDS_VLLM|mark\.vllm")
 MEMORY_MODEL = ("--shape", "llama-3.1-8b", "--context", "20480")
 WHOLE = ("--stage", "+ 8-bit optimizer", "--stage", "+ host embedding")
 KERNEL_OPS = ("linear_logprobs", "nf4_linear", "nf4_dequantize", "rms_norm", "add_rms_norm", "rope", "swiglu", "geglu")
+LARGE = ("linear_logprobs", "nf4_linear")  # of these: many providers, or many shapes
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,8 @@ class Piece:
     needs: tuple[str, ...] = ()
     junit: bool = False  # its verdict is in the file that pytest writes
     weighs: bool = False  # the allocator's own peaks are what it measures
+    sleeps: bool = False  # what vLLM gives back in its sleep is part of what it measures
+    log: str = ""  # the log's name, where it is not the piece's
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Setup:
     weights: Path  # made once, used by several stages
     run: str  # joins the rows of one gate
     facts: dict[str, Any] = field(default_factory=dict)  # what environment.py found; empty before it has run
+    vllm_runner: str = ""  # of runner.py's RUNNERS, the one that worked here; empty before one did
 
     @property
     def device(self) -> str:
@@ -64,37 +76,46 @@ def script(name: str, *arguments: str) -> tuple[str, ...]:
 def environment(setup: Setup) -> list[Piece]:
     """What is here, what of it works, and the two ceilings."""
     small = ("--small",) if setup.form != CARD else ()
-    return [Piece("environment", script("gate/environment.py", "--device", setup.device, *small,
+    known = ("--vllm-runner", setup.vllm_runner) if setup.vllm_runner else ()
+    return [Piece("environment", script("gate/environment.py", "--device", setup.device, *small, *known,
                                         *setup.rows("environment")), 180)]
 
 
 def tests(setup: Setup) -> list[Piece]:
-    """All that is marked `gpu`: kernels, the package, vLLM (one engine at a time); then a trainer's few steps."""
-
-    def selected(name: str, mark: str, *where: str, workers: int = 0, needs: tuple[str, ...] = ()) -> Piece:
-        report = f"--junitxml={setup.out / name}.xml"
-        options = ("-m", "pytest", "-m", mark, "-n", str(workers), "-p", "no:cacheprovider",
-                   "--continue-on-collection-errors", report)
-        return Piece(f"tests/{name}", (*options, *where), least=200, needs=needs, junit=True)
-
-    if setup.form == CPU:  # they are skipped here: it is enough that they can be collected
-        few = [smoke(setup, name, "--steps", "1") for name in ("4-bit", "vllm")]
-        return [selected("kernels", "gpu", str(TESTS / "kernels" / "test_rms_norm.py")), *few]
-    workers = 6 if setup.form == CARD else 0
-    package = ("--ignore", str(TESTS / "kernels"), str(TESTS))
+    """All that is marked `gpu`, file by file: the package, vLLM (one engine at a time), kernels; and a trainer's few
+    steps in every variant."""
+    if setup.form == CPU:  # what is marked is skipped here: it is enough that it can be collected
+        few = [smoke(setup, name, "--steps", "1") for name in ("vllm", "4-bit")]
+        return [selected(setup, "kernels", "gpu", TESTS / "kernels" / "test_rms_norm.py"), *few]
+    package = [path for path in sorted(TESTS.glob("test_*.py")) if ON_A_CARD.search(path.read_text())]
+    kernels = [path for path in sorted((TESTS / "kernels").glob("test_*.py")) if ON_A_CARD.search(path.read_text())]
+    bare, vllm = ("bitsandbytes",), ("bitsandbytes", "vllm")
     return [
-        selected("kernels", "gpu", str(TESTS / "kernels"), workers=workers),
-        selected("package", "gpu and not vllm", *package, needs=("bitsandbytes",)),
-        selected("vllm", "gpu and vllm", *package, needs=("bitsandbytes", "vllm")),
+        *(selected(setup, "vllm", "gpu and vllm", path, needs=vllm, least=120) for path in package
+          if WITH_VLLM.search(path.read_text())),
+        *(selected(setup, "package", "gpu and not vllm", path, needs=bare) for path in package
+          if not path.name.startswith("test_vllm")),
         *(smoke(setup, name) for name in VARIANTS),
+        *(selected(setup, "kernels", "gpu", path, workers=6 if setup.form == CARD else 0) for path in kernels),
     ]
+
+
+def selected(
+    setup: Setup, group: str, mark: str, path: Path, workers: int = 0, needs: tuple[str, ...] = (), least: int = 45
+) -> Piece:
+    """The tests of a file that have these marks."""
+    name = f"{group} {path.stem.removeprefix('test_')}"
+    options = ("-m", "pytest", "-m", mark, "-n", str(workers), "-p", "no:cacheprovider",
+               f"--junitxml={setup.out / name}.xml")
+    return Piece(f"tests/{name}", (*options, str(path)), least=least, needs=needs, junit=True)
 
 
 def smoke(setup: Setup, variant: str, *options: str) -> Piece:
     """One variant of card_smoke.py."""
-    needs = ("bitsandbytes", *(("vllm",) if variant.startswith("vllm") else ()))
+    vllm = variant.startswith("vllm")
     command = ("--device", setup.device, "--variant", variant, *options, *setup.rows("card_smoke"))
-    return Piece(f"tests/smoke {variant}", script("card_smoke.py", *command), 300, needs=needs)
+    return Piece(f"tests/smoke {variant}", script("card_smoke.py", *command), 300, 80 if vllm else 40,
+                 ("bitsandbytes", *(("vllm",) if vllm else ())), sleeps=vllm)
 
 
 def kernels(setup: Setup) -> list[Piece]:
@@ -105,7 +126,7 @@ def kernels(setup: Setup) -> list[Piece]:
         return [Piece("kernels/all", script("kernel_bench.py", *common, *quick), needs=("bitsandbytes",))]
     dtype = () if setup.facts.get("bf16", True) else ("--dtype", "float16")
     return [
-        Piece(f"kernels/{op}", script("kernel_bench.py", *common, "--ops", op, *dtype),
+        Piece(f"kernels/{op}", script("kernel_bench.py", *common, "--ops", op, *dtype), least=60 if op in LARGE else 40,
               needs=("bitsandbytes",) if op.startswith("nf4") else ())
         for op in KERNEL_OPS
     ]
@@ -126,7 +147,7 @@ def memory(setup: Setup) -> list[Piece]:
 
     steps = [
         Piece(f"memory/step-{gib}", script("memory.py", "--device", "cuda", *MEMORY_MODEL, *WHOLE, "--gib", str(gib),
-                                           *rows), needs=needs(gib), weighs=True) for gib in (16, 24)
+                                           *rows), least=90, needs=needs(gib), weighs=True) for gib in (16, 24)
     ]
     searches = [
         Piece(f"memory/longest-{gib}", script("longest_context.py", "--device", "cuda", "--gib", str(gib), *longest),
@@ -146,10 +167,11 @@ def rollout(setup: Setup) -> list[Piece]:
               setup.run, "--rounds", "2" if setup.form != CARD else "3", *setup.rows("rollout"))
     needs = ("bitsandbytes", "bf16", "vllm")
     room = (f"card_gib:{40}", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
-    providers = ("lowmem_grpo", "lowmem_grpo_eager", "vllm_bnb_lora", "vllm_bf16_lora", "transformers")
-    chosen = providers if setup.form != CPU else providers[:1]
-    return [Piece(f"rollout/{name}", script("rollout.py", *common, "--provider", name), least=150,
-                  needs=(*needs, *room)) for name in chosen]
+    seconds = {"lowmem_grpo": 130, "vllm_bf16_lora": 90, "vllm_bnb_lora": 110, "lowmem_grpo_eager": 120,
+               "transformers": 300}
+    chosen = list(seconds) if setup.form != CPU else ["lowmem_grpo"]
+    return [Piece(f"rollout/{name}", script("rollout.py", *common, "--provider", name), least=seconds[name],
+                  needs=(*needs, *room), sleeps=True) for name in chosen]
 
 
 def loop(setup: Setup) -> list[Piece]:
@@ -159,7 +181,7 @@ def loop(setup: Setup) -> list[Piece]:
 
 def peers(setup: Setup) -> list[Piece]:
     """The same step by others, where they are installed; last, those without vLLM, which take minutes a step."""
-    chosen = PEERS if setup.form != CPU else ("trl_transformers", "lowmem_grpo_transformers")
+    chosen = PEERS if setup.form != CPU else ("trl_transformers",)
     return [loop_piece(setup, "peers", name) for name in chosen]
 
 
@@ -170,7 +192,7 @@ def loop_piece(setup: Setup, stage: str, provider: str) -> Piece:
               setup.run, "--steps", "1" if slow or setup.form != CARD else "2", *setup.rows("loop"))
     room = ("card_gib:24", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
     needs = ("bf16", *(PEERS | OURS)[provider])
-    return Piece(f"{stage}/{provider}", script("loop.py", *common, "--provider", provider), least=450 if slow else 250,
+    return Piece(f"{stage}/{provider}", script("loop.py", *common, "--provider", provider), least=450 if slow else 170,
                  needs=(*needs, *room))
 
 
@@ -186,20 +208,23 @@ def learner(setup: Setup) -> list[Piece]:
                *setup.rows("card_learning"))
     engine = () if setup.form != CPU else ("--engine", "transformers")
     needs = ("bitsandbytes", "datasets", "bf16") + (("vllm",) if setup.form != CPU else ())
-    return [Piece(f"learner/{recipe}", script("card_learner.py", *options, *engine, "--recipes", recipe), least=300,
-                  needs=needs) for recipe in ("arithmetic", "countdown")]
+    return [Piece(f"learner/{recipe}", script("card_learner.py", *options, *engine, "--recipes", recipe), least=250,
+                  needs=needs) for recipe in ("arithmetic", "countdown")[: 1 if setup.form == CPU else 2]]
 
 
 def profile(setup: Setup) -> list[Piece]:
     """Top kernels, idle gaps, copies beside computing: of a training step and of a decoding step."""
     options = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape))
     needs = ("bitsandbytes", "bf16") + (("vllm",) if setup.form != CPU else ())
-    return [Piece(f"profile/{part}", script("profiles.py", *options, "--part", part, "--output",
-                                            str(setup.out / "profile")), needs=needs) for part in ("train", "decode")]
+    def piece(name: str, *parts: str) -> Piece:
+        chosen = [word for part in parts for word in ("--part", part)]
+        return Piece(f"profile/{name}", script("profiles.py", *options, *chosen, "--output",
+                                               str(setup.out / "profile")), needs=needs)
+
+    return [piece("both")] if setup.form == CPU else [piece(part, part) for part in ("decode", "train")]
 
 
 STAGES: dict[str, Stage] = {
-    "environment": environment, "tests": tests, "kernels": kernels, "memory": memory, "rollout": rollout, "loop": loop,
-    "learner": learner, "peers": peers, "profile": profile,
+    "environment": environment, "kernels": kernels, "memory": memory, "rollout": rollout, "loop": loop,
+    "profile": profile, "learner": learner, "peers": peers, "tests": tests,
 }
-ASKED_FOR = ("profile",)  # left out where neither --stages nor --profile names it

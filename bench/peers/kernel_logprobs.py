@@ -91,7 +91,8 @@ def build_products(problem: Problem) -> Run:
 
 
 def build_trl_chunked(problem: Problem) -> Run:
-    """What TRL's GRPO trainer calls by default since the head is fused: chunks of TRL's own size."""
+    """What TRL's GRPO trainer calls by default since 1.16, by `add_fused_lm_head`: tiles of TRL's own size, with the
+    entropy that it logs. It saves the hidden states and makes each tile of logits again in the backward pass."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 
@@ -151,7 +152,7 @@ LOGPROB_PROVIDERS = [
     Provider(OURS, from_forward(ours), OURS),
     Provider(REFERENCE, from_forward(reference), OURS, "whole logits in float32, and so are the products"),
     Provider("torch_compile", compiled(plain), note="of log_softmax, gather and entropy over whole logits"),
-    Provider("trl_chunked", build_trl_chunked, "trl", "TRL's chunked function with TRL's chunk, 32,768 columns"),
+    Provider("trl_chunked", build_trl_chunked, "trl", "its GRPO's default: add_fused_lm_head's function and tiles"),
     Provider("trl_full_logits", build_trl_logits, "trl", "TRL's log-probability and entropy of whole float32 logits"),
     Provider("liger_grpo_loss", build_liger, "liger-kernel",
              "the loss, not log-probabilities; no entropy; error of grad_hidden only"),

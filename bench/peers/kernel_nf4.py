@@ -114,7 +114,9 @@ def quant_state(weight: NF4Weight) -> Any:
 
 
 def build_matmul(problem: Problem) -> Run:
-    """bitsandbytes' own choice: a fused kernel without gradients, dequantize and multiply with them."""
+    """What its layers call. Since 0.50 that is `gemm_4bit`, of which each chip has a table by rows and sizes: a fused
+    dequantize-and-multiply kernel (always up to 4 rows; on an H200 up to 32 for 14,336 outputs and 7 for 4,096), else
+    dequantize and multiply. A peak below the dense weight's bytes says that the fused kernel ran."""
     import bitsandbytes
 
     weight = problem.given["weight"]
@@ -167,7 +169,7 @@ LINEAR_PROVIDERS = [
     Provider(OURS, from_forward(ours), OURS),
     Provider(REFERENCE, from_forward(reference), OURS, "dequantize all, then a product"),
     Provider("lowmem_grpo_n64", build_candidate, "lowmem-grpo", "a candidate: 64 outputs, 4 shares of K, 8 warps"),
-    Provider("bnb_matmul_4bit", build_matmul, "bitsandbytes"),
+    Provider("bnb_matmul_4bit", build_matmul, "bitsandbytes", "gemm_4bit: fused or not by its own table of the chip"),
     Provider("bnb_dequantize_matmul", build_dequantize_matmul, "bitsandbytes"),
     Provider("bnb_gemv_4bit", build_gemv, "bitsandbytes"),
     Provider("dense", from_forward(dense), note="the product with a weight that was never quantized (cuBLAS)"),

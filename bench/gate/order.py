@@ -1,0 +1,42 @@
+"""In which order the pieces of the gate run, by their names or the beginnings of these.
+
+Numbers come before long lists of tests, and the first of all pieces is the one that most others depend on: an engine of
+vLLM that samples, sleeps and wakes. Call 1, 2 and 3 are for a machine that is lent for ten minutes at a time: together
+25 minutes. A piece that does not fit into what is left of a call is not begun, and shorter ones behind it are.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+ENGINE = "tests/smoke vllm"  # its outcome says which of vLLM's model runners the others take
+SECONDS_OF_A_CALL = 500.0  # of the ten minutes that a command may take: the rest is for unpacking and for the way back
+CALLS: dict[int, tuple[str, ...]] = {
+    1: (ENGINE, "tests/smoke 4-bit", "kernels/linear_logprobs", "kernels/nf4_linear", "memory/step-16",
+        "tests/kernels logprob", "tests/kernels nf4", "tests/kernels"),
+    2: ("rollout/lowmem_grpo", "rollout/vllm_bf16_lora", "loop/lowmem_grpo", "profile/decode"),
+    3: ("learner/arithmetic", "rollout/vllm_bnb_lora", "profile/train", "tests/vllm", "tests/smoke vllm wakes",
+        "tests"),
+}
+NUMBERS = ("kernels", "memory", "rollout", "loop", "profile", "learner", "peers")  # stages that leave rows
+TESTS = "tests"  # the stage that leaves none
+DEFAULT = (
+    ENGINE, "tests/smoke 4-bit", *(name for call in CALLS.values() for name in call if not name.startswith(TESTS)),
+    *NUMBERS, TESTS,
+)
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Piece = TypeVar("Piece", bound=Named)
+
+
+def ordered(pieces: Iterable[Piece], asked: Iterable[str]) -> list[Piece]:
+    """The pieces that were asked for, in the order of asking, each once. A name that is a piece's means this one; any
+    other means all pieces whose names begin with it."""
+    held = {piece.name: piece for piece in pieces}
+    names = [name for wanted in asked
+             for name in ([wanted] if wanted in held else [name for name in held if name.startswith(wanted)])]
+    return [held[name] for name in dict.fromkeys(names)]
