@@ -12,7 +12,9 @@ from lowmem_grpo.cutting import Limits, Span, area, cut, places
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), max_size=6)), max_size=5)
-LIMITS = st.builds(Limits, st.none() | st.integers(1, 60), st.none() | st.integers(1, 4), st.sampled_from([0.0, 0.5, 2.0]))
+LIMITS = st.builds(
+    Limits, st.none() | st.integers(1, 60), st.none() | st.integers(1, 4), st.sampled_from([0.0, 0.5, 2.0])
+)
 
 
 @settings(deadline=None, max_examples=100)
