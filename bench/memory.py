@@ -39,7 +39,7 @@ def planned(case: Case, budget: float | None) -> dict[str, int]:
 
     settings = RunSettings(
         case.context, case.generations, case.rank, max_tokens=case.context, mlp_tile=4096, chunk_rows=1024,
-        optim="adamw_8bit", host_embedding=False,
+        optim="adamw_8bit", host_embedding=False, spread=0.0,  # one sequence of the longest length
     )
     found = plan(named_config(case.shape), settings, device(f"{budget or 1024}GiB"), case.shape)
     sizes = {"planned_bytes": found.train_allocated, "planned_train_bytes": found.train}

@@ -41,8 +41,9 @@ def train_job(folder: Path, size: Shape, device: str, engine: str, outputs: str)
     nothing."""
     model = load(folder, size, device, "transformers")
     args = GRPOConfig(
-        output_dir=outputs, max_steps=WARM_UP + 1, num_generations=size.n, max_completion_length=size.completion_tokens,
-        beta=0.0, disable_tqdm=True, save_strategy="no",
+        output_dir=outputs, max_steps=WARM_UP + 1, per_device_train_batch_size=size.n,
+        gradient_accumulation_steps=size.prompts, num_generations=size.n,
+        max_completion_length=size.completion_tokens, beta=0.0, disable_tqdm=True, save_strategy="no",
     )
     rows = [{"prompt": "unused"}]
     trainer = GRPOTrainer(model=model, reward_funcs=[unused], args=args, train_dataset=rows)

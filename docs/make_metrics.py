@@ -33,6 +33,7 @@ METRICS = {
         "of those that came to their end",
     "completions/clipped_ratio": "share that was cut off at max_completion_length",
     "completions/trained, completions/total": "completions that took part in the loss, and all of the step",
+    "micro_batches": "into how many the training passes of an optimizer step were cut",
     "tokens/with_gradient": "share of the step's tokens whose completion took part in the loss",
     "ratio/p01, ratio/p50, ratio/p99": "percentiles over tokens of pi / pi_old; exactly 1 on-policy",
     "mismatch/p01, mismatch/p50, mismatch/p99": "percentiles over tokens of pi_old / the sampler's probability",

@@ -158,7 +158,7 @@ def planned(size: str, preset: Preset, config: GRPOConfig) -> tuple[str, str]:
     shape = preset.model.partition("/")[2].removesuffix("-Instruct").replace("-Coder", "")
     asked = RunSettings(
         preset.max_seq_length, config.num_generations, preset.lora_rank, optim=config.optim,
-        max_tokens=preset.max_seq_length * config.per_device_train_batch_size,
+        completions_per_step=config.completions_per_step,
     )
     found = plan(named_config(shape), asked, device(f"{size}GB"), preset.model)
     return f"{found.peak / GIB:.1f} of {found.device.budget / GIB:.1f}", f"{found.host / GIB:.1f}"

@@ -11,43 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowmem_grpo.cutting import SPREAD, Limits, cut
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 Sequence = tuple[RolloutGroup, Rollout]
-SPREAD = 2  # a long prompt with many short completions would take far more side by side than packed
 
 
 def pack(
-    groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequences: int | None = None
+    groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequences: int | None = None,
+    spread: float = SPREAD,
 ) -> list[MicroBatch]:
     """Pack every completion, group by group, longest first, into micro-batches.
 
     A micro-batch holds at most `max_tokens` places and `max_sequences` sequences; a sequence longer than `max_tokens`
     runs alone. Attention lays sequences side by side, each with its prompt and as wide as the longest: that is bounded
-    too, by `SPREAD` times `max_tokens`. Sorting by length keeps the sequences of one micro-batch alike.
+    too, by `spread` times `max_tokens`. `cutting.cut` is the rule.
     """
-    batches: list[list[Sequence]] = []
-    room, width = 0.0, 0
-    limit = max_tokens or float("inf")
-    for sequence in ordered(groups):
-        shared = bool(batches) and batches[-1][-1][0] is sequence[0]
-        needed = len(sequence[1].completion_ids) if shared else sequence_length(sequence)
-        width = max(width, sequence_length(sequence))
-        full = not batches or len(batches[-1]) == max_sequences or (len(batches[-1]) + 1) * width > SPREAD * limit
-        if full or needed > room:
-            batches.append([])
-            room, needed, width = limit, sequence_length(sequence), sequence_length(sequence)
-        batches[-1].append(sequence)
-        room -= needed
-    return [collate(batch) for batch in batches]
-
-
-def ordered(groups: Iterable[RolloutGroup]) -> Iterator[Sequence]:
-    """Completions that have tokens; groups by their longest sequence, completions by length, longest first."""
-    filled = [[(group, rollout) for rollout in group.rollouts if rollout.completion_ids] for group in groups]
-    by_length = [sorted(sequences, key=sequence_length, reverse=True) for sequences in filled if sequences]
-    for sequences in sorted(by_length, key=lambda sequences: sequence_length(sequences[0]), reverse=True):
-        yield from sequences
+    given = list(groups)
+    lengths = [(len(group.prompt_ids), [len(one.completion_ids) for one in group.rollouts]) for group in given]
+    batches = cut(lengths, Limits(max_tokens, max_sequences, spread))
+    return [collate([(given[one.group], given[one.group].rollouts[one.rollout]) for one in batch]) for batch in batches]
 
 
 def sequence_length(sequence: Sequence) -> int:

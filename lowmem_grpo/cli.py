@@ -137,19 +137,22 @@ def plan(
 ) -> None:
     """Say what a run will hold in memory, choose settings that fit, and estimate what a step takes.
 
-    No card and no weights are needed. Prompts and lengths decide the estimate of time; they change no byte.
+    No card and no weights are needed. Prompts and generations say how many completions a step has:
+    the sampler decodes as many together, and no micro-batch holds more. Lengths decide the estimate of time only.
     """
     with plain_errors():
         from lowmem_grpo import planner
-        from lowmem_grpo.cards import device
+        from lowmem_grpo.cards import MOST_SEQUENCES, device
         from lowmem_grpo.memory_plan import RunSettings
         from lowmem_grpo.model_shape import ModelShape
         from lowmem_grpo.time_plan import plan_time
-        from lowmem_grpo.workload import Workload
+        from lowmem_grpo.workload import PROMPTS, Workload
 
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         modes: dict[str, bool | str] = {"true": True, "false": False}
         asked = RunSettings(checkpointing=modes.get(checkpointing, checkpointing), **settings)
+        step = (PROMPTS if prompts is None else prompts) * asked.num_generations
+        asked = replace(asked, completions_per_step=step, sequences=min(step, MOST_SEQUENCES))
         longest = planner.max_context(config, asked, card) if max_context else None
         found = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
         work = Workload.within(found.settings.context, prompts, found.settings.num_generations, prompt_length,

@@ -80,7 +80,9 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, metaclass=Ch
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
     One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to
-    whole groups (`completions_per_step`). A micro-batch holds at most `per_device_train_batch_size` of them.
+    whole groups (`completions_per_step`). On a card the memory plan alone cuts them into micro-batches, of at most
+    `max_tokens_per_micro_batch` tokens. Where there is no plan (on the CPU, or for a model that none can be made for),
+    a micro-batch also holds at most `per_device_train_batch_size` completions. The gradient depends on neither.
     """
 
     output_dir: str = "outputs"
@@ -103,7 +105,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, metaclass=Ch
     num_iterations: int = 1
     num_generations: int = 8
     max_tokens_per_micro_batch: int | None = None
-    """Not in TRL: a second bound on a micro-batch, in tokens. The gradient does not depend on it."""
+    """Not in TRL: your own bound on a micro-batch, in tokens. None takes the memory plan's, where there is one."""
     logits_chunk: int | None = None
     """Not in TRL: tokens whose logits exist at a time; None chooses by the device's memory."""
 

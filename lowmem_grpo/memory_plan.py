@@ -1,9 +1,11 @@
 """What a plan is made of: settings that decide memory, rows of bytes, choices and what each bought."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lowmem_grpo.cards import Device
+from lowmem_grpo.cutting import Limits, cut
 
 OPTIMIZER_BYTES = {  # of a trained number; the states that stay on the device
     "adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.03125, "adamw_bnb_8bit": 2.03125,
@@ -26,6 +28,7 @@ class RunSettings:
     checkpointing: bool | str = "offload"
     engine: str = "vllm"
     max_tokens: int | None = None  # of a training micro-batch
+    spread: float | None = None  # places that attention may lay side by side there, as a multiple of max_tokens; 0: one
     mlp_tile: int | None = None  # tokens; 0 is none
     chunk_rows: int | None = None  # tokens whose logits exist at a time
     kv_bytes: int | None = None
@@ -34,14 +37,20 @@ class RunSettings:
     sampling_weights: str | None = None  # of a 4-bit model: "16bit" dequantizes them once for each phase of sampling
     sequences: int | None = None  # decoded together; None is a group
     sleeps: bool = True  # whether the engine gives its cache back while training
+    completions_per_step: int | None = None  # of an optimizer step: a micro-batch never holds more; None is not known
+    host_bytes: int | None = None  # of the host's memory that the run may fill; None is not known
 
     def __post_init__(self) -> None:
-        for name in ("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences"):
+        for name in ("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences",
+                     "completions_per_step"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.mlp_tile is not None and self.mlp_tile < 0:
             raise ValueError(f"mlp_tile is {self.mlp_tile}; it must be at least 1, or 0 for none")
+        for name in ("spread", "host_bytes"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}; allowed are {', '.join(ENGINES)}")
         if self.checkpointing not in CHECKPOINTING:
@@ -119,11 +128,22 @@ class MemoryPlan:
     def fits(self) -> bool:
         return self.peak <= self.device.budget and self.concurrent_sequences > 0
 
+    @property
+    def limits(self) -> Limits:
+        """What a micro-batch may hold."""
+        return Limits(self.settings.max_tokens, None, self.settings.spread or 0)
+
+    def micro_batches(self, groups: Iterable[tuple[int, Sequence[int]]]) -> int:
+        """How many micro-batches one optimizer step makes of groups: (tokens of the prompt, of each completion)."""
+        return len(cut(groups, self.limits))
+
     def short_of(self) -> list[str]:
-        """The phases that want more: training that does not fit, a cache without room for a whole group."""
+        """What wants more: training that does not fit, a cache without room for a whole group, the host."""
         wanted = min(self.concurrent_sequences, self.settings.num_generations) < self.settings.num_generations
         crowded = wanted or self.rollout > self.device.budget
-        return [*(["train"] if self.train > self.device.budget else []), *(["rollout"] if crowded else [])]
+        short = {"train": self.train > self.device.budget, "rollout": crowded,
+                 "host": self.settings.host_bytes is not None and self.host > self.settings.host_bytes}
+        return [name for name, wants in short.items() if wants]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for records."""

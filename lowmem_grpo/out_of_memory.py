@@ -102,6 +102,7 @@ class Bound:
     failures: int = 0
     advice: MemoryAdvice = field(default_factory=MemoryAdvice)
     planned: int | None = None  # what holds where the user gave no bound
+    spread: float | None = None  # planned with it: places side by side in attention, as a multiple of the bound
 
     def under(self, given: int | None) -> int | None:
         """The bound that holds beside the `given` one; None is no bound."""

@@ -10,12 +10,11 @@ from typing import TypeVar
 import torch
 
 from lowmem_grpo.batching import pack
+from lowmem_grpo.cutting import Limits
 from lowmem_grpo.out_of_memory import Bound, Shortage, smaller, tried
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
 T = TypeVar("T")
-
-Limits = tuple[int | None, int | None]  # tokens and sequences of a micro-batch
 
 
 class Packer:
@@ -35,8 +34,8 @@ class Packer:
         is packed anew. Raises MemoryExhaustedError where each micro-batch is a single sequence already.
         """
         while True:
-            tokens = self.bound.under(limits[0])
-            batches = pack(groups, tokens, limits[1])
+            tokens = self.bound.under(limits.tokens)
+            batches = pack(groups, tokens, limits.sequences, limits.spread)
             done = tried(lambda held=batches: work(self.moved(held)), self.device, undo)  # type: ignore[misc]
             if not isinstance(done, Shortage):
                 return done

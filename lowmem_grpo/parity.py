@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.cutting import Limits
 from lowmem_grpo.off_policy import k3_of
 from lowmem_grpo.out_of_memory import Bound, RunMemory
 from lowmem_grpo.packer import Packer
@@ -83,7 +84,7 @@ class ParityGate:
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
-            pairs = self.packer.run("the parity check", groups, (TOKENS_AT_ONCE, None), self.pairs)
+            pairs = self.packer.run("the parity check", groups, Limits(TOKENS_AT_ONCE), self.pairs)
         finally:
             self.policy.model.train(was_training)
         sampled, recomputed = (torch.cat([pair[i] for pair in pairs] or [torch.empty(0)]) for i in range(2))

@@ -33,7 +33,7 @@ NOTES = {
 def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tuple[Choice, ...] = ()) -> MemoryPlan:
     """The plan of complete settings; the cache takes what is left, up to what a group of the longest length needs."""
     fixed = fixed_rows(shape, settings)
-    moments = step_shape(shape, settings).moments()
+    moments = most_of(step_shapes(shape, settings))
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
     working = [working_row(component, name, moments) for component in WORKING]
     allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
@@ -82,13 +82,23 @@ def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     return rows
 
 
-def step_shape(shape: ModelShape, settings: RunSettings) -> StepShape:
-    """The largest micro-batch of a training step."""
-    tokens = max(settings.max_tokens or 0, settings.context)
-    return StepShape(
-        shape, tokens, tokens // settings.context, settings.lora_rank, settings.checkpointing,
-        settings.mlp_tile or 0, settings.chunk_rows or tokens, settings.load_in_4bit,
-    )
+def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
+    """The largest micro-batches of a training step: of one sequence, and of several side by side."""
+    bound = settings.max_tokens or settings.context
+    area = int((settings.spread or 0) * bound)
+    sizes = [(settings.context, 0), *([(min(bound, area), area)] if area else [])]  # no place lies nowhere
+    return [
+        StepShape(shape, tokens, laid, settings.lora_rank, settings.checkpointing, settings.mlp_tile or 0,
+                  settings.chunk_rows or tokens, settings.load_in_4bit)
+        for tokens, laid in sizes
+    ]
+
+
+def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
+    """Each moment as it is in the micro-batch that holds most in it."""
+    all_moments = [one.moments() for one in shapes]
+    return {name: max((moments[name] for moments in all_moments), key=lambda moment: sum(moment.values()))
+            for name in all_moments[0]}
 
 
 def without_card(moment: Moment) -> int:
@@ -117,10 +127,11 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
 
 def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What the host holds."""
-    step, table = step_shape(shape, settings), shape.table_bytes
+    table = shape.table_bytes
+    inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = table if settings.host_embedding and not shape.tied else 0
     states = int(OPTIMIZER_BYTES[PAGED] * shape.lora_weights(settings.lora_rank)) if settings.optim == PAGED else 0
-    return [Row("host buffers", host=step.host() + embedding + states,
+    return [Row("host buffers", host=inputs + embedding + states,
                 note="layer inputs in pinned memory" + (", embedding" if embedding else "")
                 + (", optimizer" if states else ""))]
 

@@ -12,13 +12,20 @@ from lowmem_grpo.cards import DEFAULT_SHARE, Device
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.host_embedding import HostEmbedding
-from lowmem_grpo.host_room import WSL_ADVICE, check_host_room, host_bytes_needed, on_wsl
+from lowmem_grpo.host_room import (
+    SPARE,
+    WSL_ADVICE,
+    available_host_bytes,
+    check_host_room,
+    host_bytes_needed,
+    on_wsl,
+)
 from lowmem_grpo.kernels.linear_logprobs import default_rows
 from lowmem_grpo.lean_modules import LeanMLP
 from lowmem_grpo.memory_advice import MemoryAdvice, helpful_settings
 from lowmem_grpo.memory_plan import MemoryPlan, RunSettings
 from lowmem_grpo.model import FastPeftModel
-from lowmem_grpo.out_of_memory import RunMemory
+from lowmem_grpo.out_of_memory import Bound, RunMemory
 from lowmem_grpo.planner import plan
 from lowmem_grpo.policy import Policy
 
@@ -40,7 +47,14 @@ def settings_of(model: FastPeftModel, config: GRPOConfig, engine: str, context: 
         chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),
         kv_bytes=model.loaded.keeper.settings.kv_cache_bytes, optim=config.optim,
         host_embedding=isinstance(base.get_input_embeddings(), HostEmbedding),
+        completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(),
     )
+
+
+def host_bytes_to_fill() -> int | None:
+    """What a run may take of the host's memory; None where it cannot be told."""
+    available = available_host_bytes()
+    return None if available is None else max(0, available - SPARE)
 
 
 def this_card(device: torch.device) -> Device:
@@ -89,8 +103,8 @@ class PhasePeaks:
 def plan_memory(
     model: FastPeftModel, config: GRPOConfig, policy: Policy, engine: Engine, context: int
 ) -> tuple[RunMemory, PhasePeaks]:
-    """A run's bounds and what is said when memory runs out; on a card its plan, which bounds micro-batches where the
-    user did not. MemoryError where the host has no room for the layer inputs."""
+    """A run's bounds and what is said when memory runs out; on a card its plan, which bounds micro-batches in the place
+    of `per_device_train_batch_size`. MemoryError where the host has no room for the layer inputs."""
     four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
     memory = RunMemory(MemoryAdvice(helpful_settings(config, model.loaded, four_bit, engine.name)))
     memory.watch(engine)
@@ -100,14 +114,37 @@ def plan_memory(
         "sleeps": getattr(engine, "sleeps", True), "sequences": getattr(engine, "max_num_seqs", None),
         "sampling_weights": getattr(engine, "sampling_weights", "4bit"),  # as it samples already
     }
-    settings = replace(settings_of(model, config, engine.name, context), **own)
+    found = plan_training(memory, model, config, policy, engine.name, context, **own)
+    return memory, PhasePeaks(policy.device, found)
+
+
+def plan_training(
+    memory: RunMemory, model: FastPeftModel, config: GRPOConfig, policy: Policy, engine: str, context: int, **own: Any
+) -> MemoryPlan | None:
+    """The plan of a run on its card, which from then on bounds its micro-batches; None where none can be made.
+
+    `own` are settings that the living engine has.
+    """
+    settings = replace(settings_of(model, config, engine, context), **own)
     if on_wsl():
         logger.warning(WSL_ADVICE)
     memory.advice.plan = found = plan_run(settings, model, this_card(policy.device))
     if found is not None:
-        memory.train.planned = found.settings.max_tokens
+        bind(memory.train, found, config)
         check_room(policy, found)
-    return memory, PhasePeaks(policy.device, found)
+    return found
+
+
+def bind(bound: Bound, found: MemoryPlan, config: GRPOConfig) -> None:
+    """Let the plan alone cut micro-batches, and say so where `per_device_train_batch_size` would have cut them."""
+    bound.planned, bound.spread = found.settings.max_tokens, found.limits.spread
+    size = config.per_device_train_batch_size
+    if size < config.completions_per_step:
+        logger.warning(
+            "per_device_train_batch_size=%d counts what an optimizer step trains on (%d), and does not bound "
+            "micro-batches here: the memory plan does, at %s tokens; max_tokens_per_micro_batch is a bound of your own",
+            size, config.completions_per_step, f"{found.settings.max_tokens or 0:,}",
+        )
 
 
 def check_room(policy: Policy, found: MemoryPlan) -> None:

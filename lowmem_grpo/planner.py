@@ -12,13 +12,19 @@ from lowmem_grpo.cards import GIB, Device
 from lowmem_grpo.memory_plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.model_shape import ModelShape, named_config, named_shapes
 from lowmem_grpo.plan_rows import PAGED, build
+from lowmem_grpo.sampling_time import faster_in_16_bit
 
 TILES = (4096, 2048, 1024, 512)  # tokens that an MLP may take at a time, fastest first
 CHUNKS = (1024, 256, 64)  # tokens whose logits may exist at a time
-MAX_PACKED = 16_384  # tokens in a micro-batch beyond which more sequences gain no speed
+MAX_PACKED = 16_384  # tokens in a micro-batch beyond which more sequences gain little speed
+MAX_PACKED_LARGE = 32_768  # the same on a card whose arithmetic is done sooner than the host has launched it
+LARGE = 40 * 10**9  # bytes of such a card that may be filled
+EASE = 0.9  # of what may be filled: more than that is not taken for larger micro-batches, as plans are estimates
+SPREADS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.9, 0.75, 0.5)  # side by side in attention, in tokens of a micro-batch
 CONTEXT_STEP = 128  # tokens
 FAR = 2**20  # tokens: the longest context looked for, where the config names none
 WIDE = "4-bit weights are dequantized once for each phase of sampling: there is room beside the whole cache"
+Step = tuple[str, Any, str]  # setting, value, what it does
 FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
 
 
@@ -44,58 +50,129 @@ def max_context(model_config: Any, run_config: RunSettings, device: Device) -> i
 
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
+    """Settings with which a run fits, where it can: the fastest ones, and then what lowers a peak that is too high."""
+    found = lowered(shape, asked, device)
+    if asked.spread is None:
+        alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # a sequence a micro-batch
+        found = widened(shape, max(found, lowered(shape, alone, device), key=worth), device)
+    kept = [one for one in found.choices if one.value == getattr(found.settings, one.name)]  # not if widened again
+    return dequantized(shape, replace(found, choices=(*kept, *chosen_for_rollout(found, asked))))
+
+
+def worth(found: MemoryPlan) -> tuple[Any, ...]:
+    """What decides between two plans; where all of it is alike, the one with larger micro-batches is taken."""
+    settings = found.settings
+    return (found.fits, found.concurrent_sequences, settings.chunk_rows, settings.mlp_tile, not settings.host_embedding)
+
+
+def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
     """The fastest settings first; then, one after the other, what lowers a peak that is too high."""
-    now = build(shape, generous(asked), device)
+    found = build(shape, generous(asked, device), device)
     choices: list[Choice] = []
-    for name, value, why in steps_down(asked):
-        then = build(shape, replace(now.settings, **{name: value}), device)
-        saved = max((needed(now, phase) - needed(then, phase) for phase in now.short_of()), default=0)
-        if saved > 0:
-            now, choices = then, [*choices, Choice(name, value, saved, why)]
-    choices = [*merged(choices), *chosen_for_rollout(now, asked)]
-    wide = widened(now, shape)
-    if wide is None or asked.sampling_weights is not None:
-        return replace(now, choices=tuple(choices))
-    return replace(wide, choices=(*choices, Choice("sampling_weights", "16bit", 0, WIDE)))
+    for steps, short_of in ((sizes(asked, device), short_of_ease), (steps_down(asked, device), MemoryPlan.short_of)):
+        for name, value, why in (step for step in steps if getattr(asked, step[0]) is None):
+            then = build(shape, replace(found.settings, **{name: value}), device)
+            saved = max((needed(found, phase) - needed(then, phase) for phase in short_of(found)), default=0)
+            if saved > 0:
+                found, choices = then, [*choices, Choice(name, value, saved, why)]
+    return replace(found, choices=tuple(merged(choices)))
 
 
-def widened(found: MemoryPlan, shape: ModelShape) -> MemoryPlan | None:
-    """The plan with 4-bit weights dequantized while sampling, where the cache is as large beside them; else None."""
-    if not found.settings.load_in_4bit or found.settings.engine != "vllm":
-        return None
-    wide = build(shape, replace(found.settings, sampling_weights="16bit"), found.device)
-    return wide if wide.fits and wide.kv_bytes == found.kv_bytes else None
+def dequantized(shape: ModelShape, found: MemoryPlan) -> MemoryPlan:
+    """The plan with 4-bit weights dequantized while sampling, where the cache is as large beside them, and where the
+    card decodes no slower so."""
+    settings, rows = found.settings, found.settings.sequences or found.settings.num_generations
+    if settings.sampling_weights is not None or not settings.load_in_4bit or settings.engine != "vllm":
+        return found
+    if not faster_in_16_bit(shape, found.device.name, rows, settings.context / 2):
+        return found
+    wide = build(shape, replace(settings, sampling_weights="16bit"), found.device)
+    if not wide.fits or wide.kv_bytes != found.kv_bytes:
+        return found
+    return replace(wide, choices=(*found.choices, Choice("sampling_weights", "16bit", 0, WIDE)))
+
+
+def short_of_ease(found: MemoryPlan) -> list[str]:
+    """Where micro-batches are larger than there is easily room for."""
+    tight = found.train > EASE * found.device.budget
+    return [*(["train"] if tight else []), *(["host"] if "host" in found.short_of() else [])]
 
 
 def needed(found: MemoryPlan, phase: str) -> int:
     """Bytes of a phase, without the cache, which takes what is left."""
-    return found.train if phase == "train" else found.rollout - found.kv_bytes
+    return {"train": found.train, "rollout": found.rollout - found.kv_bytes, "host": found.host}[phase]
 
 
-def generous(asked: RunSettings) -> RunSettings:
+def widened(shape: ModelShape, found: MemoryPlan, device: Device) -> MemoryPlan:
+    """The plan with as much side by side in attention as costs nothing: another moment of the step holds as much."""
+    wider = (build(shape, replace(found.settings, spread=spread), device)
+             for spread in SPREADS if spread > (found.settings.spread or 0))
+    free = next((one for one in wider if one.train <= found.train and one.host <= found.host), found)
+    return replace(free, choices=found.choices)
+
+
+def generous(asked: RunSettings, device: Device) -> RunSettings:
     """The fastest setting in the place of each that was left open."""
-    together = min(asked.num_generations, max(1, MAX_PACKED // asked.context))
     defaults: dict[str, Any] = {
-        "max_tokens": together * asked.context, "mlp_tile": TILES[0], "chunk_rows": CHUNKS[0],
-        "host_embedding": False, "optim": "adamw_torch",
+        "max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked), "mlp_tile": TILES[0],
+        "chunk_rows": CHUNKS[0], "host_embedding": False, "optim": "adamw_torch",
     }
     return replace(asked, **{name: value for name, value in defaults.items() if getattr(asked, name) is None})
 
 
-def steps_down(asked: RunSettings) -> list[tuple[str, Any, str]]:
-    """(setting, value, what it does) of what lowers a peak, the cheapest in speed first; what was asked for stays."""
-    together = (generous(asked).max_tokens or 0) // asked.context
-    steps = [
+def together(asked: RunSettings, device: Device) -> int:
+    """Sequences of the longest length in the largest micro-batch that is of use."""
+    most = MAX_PACKED_LARGE if device.budget >= LARGE else MAX_PACKED
+    return max(1, min(most // asked.context, asked.completions_per_step or FAR))
+
+
+def enough(asked: RunSettings, device: Device) -> int:
+    """Sequences of the longest length in a micro-batch that is worth a slower setting elsewhere."""
+    return min(together(asked, device), asked.num_generations, max(1, MAX_PACKED // asked.context))
+
+
+def paid_spread(asked: RunSettings) -> float:
+    """What is worth memory of its own side by side in attention: completions that share a prompt take 2 to 4 times
+    their places there. Where one sequence alone keeps a card busy, only what costs nothing is taken (`widened`)."""
+    return SPREADS[0] if asked.context <= MAX_PACKED else SPREADS[-1]
+
+
+def sizes(asked: RunSettings, device: Device) -> list[Step]:
+    """Smaller and smaller micro-batches, down to what is worth a slower setting elsewhere."""
+    most, least = together(asked, device), enough(asked, device)
+    usual = min(most, max(least, MAX_PACKED // asked.context))
+    paid = paid_spread(asked)
+    return [*fewer(most, usual, asked), *spreads(paid, 2.0), *fewer(usual, least, asked), *spreads(min(paid, 2.0), 1.0)]
+
+
+def steps_down(asked: RunSettings, device: Device) -> list[Step]:
+    """What lowers a peak, the cheapest in speed first."""
+    steps: list[Step] = [
         ("optim", "adamw_8bit", "optimizer states in 8 bits"),
-        *(("max_tokens", count * asked.context, f"{count} of the longest sequences in a micro-batch")
-          for count in range(together - 1, 0, -1)),
+        *fewer(enough(asked, device), 1, asked),
+        *spreads(min(paid_spread(asked), 1.0), SPREADS[-1]),
         *(("chunk_rows", rows, "logits of fewer tokens at a time") for rows in CHUNKS[1:]),
         *(("mlp_tile", tile, "smaller tiles of the MLP") for tile in TILES[1:]),
         ("host_embedding", True, "the input embedding is looked up on the host"),
         ("optim", PAGED, "optimizer states in 8 bits, on the host while they are not used"),
     ]
-    possible = [step for step in steps if step[0] != "host_embedding" or asked.engine != "vllm"]  # it needs the table
-    return [step for step in possible if getattr(asked, step[0]) is None]
+    return [step for step in steps if step[0] != "host_embedding" or asked.engine != "vllm"]  # it needs the table
+
+
+def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
+    """Steps from `most` of the longest sequences in a micro-batch down to `least`, each by at most an eighth."""
+    steps: list[Step] = []
+    count = most
+    while count > least:
+        count = max(least, count - max(1, count // 8))
+        steps.append(("max_tokens", count * asked.context, f"{count} of the longest sequences in a micro-batch"))
+    return steps
+
+
+def spreads(most: float, least: float) -> list[Step]:
+    """Steps below `most` down to `least`."""
+    return [("spread", spread, "less is laid side by side in attention, so that micro-batches of short completions "
+             "hold fewer") for spread in SPREADS if least <= spread < most]
 
 
 def merged(choices: list[Choice]) -> list[Choice]:

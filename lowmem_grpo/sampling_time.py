@@ -15,10 +15,11 @@ A step's rows are all that fit at a time: that sequences end and leave is not co
 from dataclasses import dataclass
 from math import ceil
 
-from lowmem_grpo.card_speeds import CardSpeed
+from lowmem_grpo.card_speeds import SPEEDS, CardSpeed, card_of
+from lowmem_grpo.cards import LARGE_PREFILL
 from lowmem_grpo.model_shape import Linear, ModelShape
-from lowmem_grpo.plan_rows import PREFILL
 from lowmem_grpo.time_costs import (
+    COSTS,
     DECODE_INSTRUCTIONS,
     DECODE_INSTRUCTIONS_BEFORE,
     DECODE_SHARE,
@@ -44,6 +45,7 @@ class Sampling:
     engine: str
     four_bit: bool  # the weights that token steps multiply with
     together: int  # sequences decoded at a time
+    reads: int = LARGE_PREFILL  # tokens of prompts read in one pass
 
     def steps(self, work: Workload) -> int:
         """Token steps: those of the longest completion, and more where not all are decoded at a time.
@@ -95,7 +97,7 @@ class Sampling:
         """Seconds of reading each prompt once. `quantized` weights are dequantized: for each pass, or once where token
         steps multiply with 16 bits."""
         shape, speed, tokens = self.shape, self.speed, work.prompts * work.prompt_length
-        passes = ceil(tokens / PREFILL)
+        passes = ceil(tokens / self.reads)
         weights = sum(one.weights for one in shape.linears())
         layer = product_seconds(weights, tokens / passes, speed)
         device = passes * layer + 2 * shape.queries * work.prompts * work.prompt_length**2 / speed.attention
@@ -103,6 +105,17 @@ class Sampling:
         device += again * sum(dequantize_seconds(one, speed) for one in shape.linears())
         eager = EAGER_LAYER_US if self.engine != "vllm" else self.costs.launches_forward * self.costs.host_us_per_launch
         return shape.layers * max(device, passes * eager * 1e-6)
+
+
+def faster_in_16_bit(shape: ModelShape, card: str, rows: int, cached: float) -> bool:
+    """Whether a token step of M rows takes no longer with dequantized weights than with the 4-bit kernel, by the card's
+    data sheet (an estimate); True for a card without one. Few rows read 4-bit weights in a quarter of the time."""
+    name = card_of(card)
+    if name is None:
+        return True
+    wide, four_bit = (Sampling(shape, 0, SPEEDS[name], COSTS, "vllm", four_bit, rows).token_step(rows, cached)
+                      for four_bit in (False, True))  # the adapter costs both the same
+    return wide <= four_bit
 
 
 def product_seconds(weights: float, rows: float, speed: CardSpeed) -> float:

@@ -29,7 +29,7 @@ from lowmem_grpo.objective import Objective, StepTotals
 from lowmem_grpo.offload import enable_checkpointing
 from lowmem_grpo.optim import make_optimizer, make_scheduler
 from lowmem_grpo.out_of_memory import MemoryExhaustedError, RunMemory
-from lowmem_grpo.planned import check_room, plan_run, settings_of, this_card
+from lowmem_grpo.planned import plan_training
 from lowmem_grpo.policy import Policy, mixed_dtype
 from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
 from lowmem_grpo.records import RunRecords
@@ -42,8 +42,8 @@ from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-MEASURED = ("loss", "entropy", "learning_rate", "grad_norm", "optimizer/skipped",
-            "nonfinite/steps")  # of a step, by the learner
+MEASURED = ("loss", "entropy", "learning_rate", "grad_norm", "optimizer/skipped", "nonfinite/steps",
+            "micro_batches")  # of a step, by the learner
 
 
 class SFTObjective(Objective):
@@ -258,11 +258,7 @@ def training_memory(model: FastPeftModel, args: SFTConfig, policy: Policy, conte
     memory = RunMemory(MemoryAdvice({"train": settings}))
     if policy.device.type == "cuda":
         known: Any = args
-        memory.advice.plan = found = plan_run(settings_of(model, known, "transformers", context), model,
-                                              this_card(policy.device))
-        if found is not None:
-            memory.train.planned = found.settings.max_tokens
-            check_room(policy, found)
+        plan_training(memory, model, known, policy, "transformers", context)
     return memory
 
 

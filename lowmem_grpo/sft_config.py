@@ -74,9 +74,9 @@ FIXED: dict[str, Fixed] = {
 class SFTConfig(metaclass=CheckedCall):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
-    One optimizer step uses `rows_per_step` rows, and its loss is the mean over all their completion tokens. A
-    micro-batch holds at most `per_device_train_batch_size` rows and `max_tokens_per_micro_batch` tokens; the gradient
-    depends on neither.
+    One optimizer step uses `rows_per_step` rows, and its loss is the mean over all their completion tokens. On a card
+    the memory plan cuts it into micro-batches of at most `max_tokens_per_micro_batch` tokens. Where there is no plan
+    (on the CPU), a micro-batch also holds at most `per_device_train_batch_size` rows. The gradient depends on neither.
     """
 
     output_dir: str = "outputs/sft"
@@ -97,7 +97,7 @@ class SFTConfig(metaclass=CheckedCall):
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     max_tokens_per_micro_batch: int | None = None
-    """Not in TRL: a second bound on a micro-batch, in tokens. The gradient does not depend on it."""
+    """Not in TRL: your own bound on a micro-batch, in tokens. None takes the memory plan's, where there is one."""
     logits_chunk: int | None = None
     """Not in TRL: tokens whose logits exist at a time; None chooses by the device's memory."""
 
@@ -181,6 +181,11 @@ class SFTConfig(metaclass=CheckedCall):
     def rows_per_step(self) -> int:
         """Rows behind one optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def completions_per_step(self) -> int:
+        """The same, by the name that GRPOConfig has for it: a row has one completion."""
+        return self.rows_per_step
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps of a run on a dataset of so many rows."""

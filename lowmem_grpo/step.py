@@ -15,13 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from lowmem_grpo.batching import unpack
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.cutting import Limits
 from lowmem_grpo.metrics import Reducer, gradient_norms
 from lowmem_grpo.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.objective import GRPOObjective, Objective, StepTotals, policy_tokens
 from lowmem_grpo.offload import ActivationOffload
 from lowmem_grpo.optim import allocates_each_step
 from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, tried
-from lowmem_grpo.packer import Limits, Packer
+from lowmem_grpo.packer import Packer
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.rewind import Gradients, OptimizerCopy, RandomStates
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
@@ -52,8 +53,12 @@ class Learner:
 
     @property
     def limits(self) -> Limits:
-        """Tokens and sequences of a micro-batch that the run was given."""
-        return self.config.max_tokens_per_micro_batch, self.config.per_device_train_batch_size
+        """What a micro-batch may hold. Where there is a plan, it alone cuts, by tokens, of which the user may have set
+        the number; without a plan `per_device_train_batch_size` bounds the sequences."""
+        tokens = self.config.max_tokens_per_micro_batch
+        if self.bound.spread is None:
+            return Limits(tokens, self.config.per_device_train_batch_size)
+        return Limits(tokens, spread=self.bound.spread)
 
     def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
         """Set `old_logprobs`, `ref_logprobs` or `entropy` of every rollout from the policy as it is now."""
@@ -154,9 +159,9 @@ class Learner:
         return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
 
     def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals) -> dict[str, float]:
-        """Add the gradient of each micro-batch; the loss and its metrics over all of them."""
+        """Add the gradient of each micro-batch; the loss and its metrics over all of them, and how many they were."""
         self.policy.model.train()
-        reducer, self.flags = Reducer(), Flags()
+        reducer, self.flags, count = Reducer(), Flags(), 0
         sums = {"loss": torch.zeros((), device=self.policy.device)}
         for batch in batches:
             out = self.loss(batch, totals)
@@ -166,7 +171,9 @@ class Learner:
                 sums["policy_loss"] = sums.get("policy_loss", 0) + out.policy_loss
             reducer.add(out.metrics, len(batch.trained), out.counts)
             reducer.keep(out.samples)
-        return self.objective.measured(reducer) | {name: total.item() for name, total in sums.items()}
+            count += 1
+        measured = self.objective.measured(reducer) | {name: total.item() for name, total in sums.items()}
+        return measured | {"micro_batches": float(count)}
 
     def loss(self, batch: MicroBatch, totals: StepTotals) -> LossOutput:
         """This micro-batch's share of the loss, and its metrics."""

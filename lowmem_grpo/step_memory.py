@@ -1,9 +1,9 @@
 """Bytes of a training step, moment by moment: what is alive when a layer's MLP, its attention, or the head is at work.
 
-T tokens of a micro-batch in S sequences, D hidden size, I inner size, R rows of an MLP tile; 16 bits a number. A moment
-lists what is alive beside weights, adapters, gradients and optimizer, under the names of a plan's rows. The sizes are
-those of the code that runs (`offload`, `lean_modules`, `lora_layers`, `attention`, `linear_logprobs`), and are held
-against it by tests that weigh a real step.
+T tokens of a micro-batch, A places that attention lays side by side, D hidden size, I inner size, R rows of an MLP
+tile; 16 bits a number. A moment lists what is alive beside weights, adapters, gradients and optimizer, under the names
+of a plan's rows. The sizes are those of the code that runs (`offload`, `lean_modules`, `lora_layers`, `attention`,
+`linear_logprobs`), and are held against it by tests that weigh a real step.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class StepShape:
 
     model: ModelShape
     tokens: int  # T
-    sequences: int  # S
+    area: int  # A; 0 for a single sequence, which lies as it should: attention takes it as it is
     rank: int
     checkpointing: bool | str
     mlp_tile: int  # R; 0 for none
@@ -51,6 +51,13 @@ class StepShape:
         return WORD * self.tokens * self.model.keys
 
     @property
+    def laid(self) -> int:
+        """Bytes of q and output, k and v, and their float32 log-sums as attention holds them for its backward pass:
+        copies side by side, or the packed ones where there is one sequence."""
+        one = 2 * WORD * (self.model.queries + self.model.keys) + 4 * self.model.heads
+        return one * (self.area or self.tokens)
+
+    @property
     def rows(self) -> int:
         """Tokens that the MLP takes at a time."""
         return min(self.mlp_tile or self.tokens, self.tokens)
@@ -62,7 +69,8 @@ class StepShape:
 
     def moments(self) -> dict[str, Moment]:
         """Each moment at which a step may hold most."""
-        return {"MLP backward": self.mlp(), "attention backward": self.attention(), "head": self.head()}
+        return {"MLP backward": self.mlp(), "attention backward": self.attention(),
+                "attention forward": self.attention_forward(), "head": self.head()}
 
     def inputs(self) -> int:
         """Layer inputs on the device."""
@@ -79,15 +87,13 @@ class StepShape:
         return (self.model.layers + 2) * pages * PAGE_BYTES
 
     def attention_saved(self) -> int:
-        """What attention keeps: normed input, q, k, v, output."""
-        kept = self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.tokens * self.model.heads  # and log-sums
-        if self.sequences > 1:
-            kept += self.queries  # the output side by side, and packed again
-        if mask_numbers(self.model.window, self.tokens):
-            kept += self.queries  # the output of blocks of queries, and put together
+        """What attention keeps: normed input, q, k, v, output; side by side also its output packed again."""
+        kept = self.hidden + self.laid + (self.queries if self.area else 0)
+        if mask_numbers(self.model.window, self.tokens):  # the output of blocks of queries, and put together
+            kept += WORD * self.model.queries * (self.area or self.tokens)
         if self.model.model_type in WITH_QK_NORM:
             kept += self.queries + self.keys + 4 * self.tokens * (self.model.heads + self.model.kv_heads)
-        if self.model.model_type in FUSED:
+        if self.model.model_type in FUSED and not self.area:
             kept += 2 * self.queries + self.keys  # all of q, k, v is held by v alone; the output is copied
         return kept
 
@@ -114,11 +120,21 @@ class StepShape:
 
     def attention(self) -> Moment:
         """The gradient of attention: of its output, q, k and v; on a card in float32 and for all heads first."""
-        grads = self.hidden + 2 * self.queries + 2 * self.keys  # the first is of what attention was added to
-        grads += 2 * self.queries if self.sequences > 1 else 0
+        of_laid = 2 * WORD * (self.model.queries + self.model.keys) * (self.area or self.tokens)
+        grads = self.hidden + of_laid - (self.queries if self.area else 0)  # the packed output is not needed any more
         mlp_done = self.saved() - self.attention_saved()
-        workspace = 2 * self.queries + (2 * self.queries if self.model.heads != self.model.kv_heads else 0)
+        queries = WORD * self.model.queries * (self.area or self.tokens)
+        workspace = (4 if self.model.heads != self.model.kv_heads else 2) * queries
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() - mlp_done + grads + self.angles, WORKSPACE: workspace}
+
+    def attention_forward(self) -> Moment:
+        """Attention as its layer is recomputed: q, k and v as the layer made them, beside what is laid side by side."""
+        packed = self.queries + 2 * self.keys if self.area else 0
+        if self.model.model_type in FUSED and self.area:
+            packed += self.queries + self.keys  # turned copies of q and k
+        others = (self.layers_kept() - self.saved()) if not self.checkpointing else 0
+        kept = others + self.attention_saved() + packed + 2 * self.hidden  # what it is added to, and its projection
+        return {INPUTS: self.inputs(), LAYER: kept + self.angles, TILE: self.band()}
 
     def head(self) -> Moment:
         """The output head: trained states, U, and a chunk of logits in float32."""

@@ -33,7 +33,6 @@ BACKWARD_ATTENTION = 2.5  # of its forward pass: five products in place of two (
 BACKWARD_ELEMENTWISE = 1.5  # of the forward pass's bytes: a gradient reads what the forward pass read, and its own
 OPTIMIZER_US_PER_TENSOR = 30.0  # of the host: norms, clipping, the step; an assumption
 ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
-MAX_TOGETHER = 256  # sequences that an engine decodes at a time, at most (`max_num_seqs`)
 DECODE_SHARE = 0.82  # of its bound that the 4-bit decode kernel reaches: 60% of the bytes' rate, where 73% is the bound
 
 # Instructions a weight of the 4-bit decode kernel by rows (at most), counted in its compiled loop.

@@ -7,14 +7,16 @@
 Speeds are those of the card's data sheet (`card_speeds`), costs of launches and instructions are `time_costs`.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lowmem_grpo.card_speeds import SPEEDS, CardSpeed, card_of
+from lowmem_grpo.cards import MOST_SEQUENCES, prefill_tokens
+from lowmem_grpo.cutting import cut
 from lowmem_grpo.memory_plan import MemoryPlan
 from lowmem_grpo.model_shape import ModelShape
 from lowmem_grpo.sampling_time import Sampling
-from lowmem_grpo.time_costs import COSTS, ENGINE_SECONDS, MAX_TOGETHER, Costs, calibration
+from lowmem_grpo.time_costs import COSTS, ENGINE_SECONDS, Costs, calibration
 from lowmem_grpo.training_time import Training
 from lowmem_grpo.workload import Workload
 
@@ -107,7 +109,9 @@ def sampling_of(plan: MemoryPlan, shape: ModelShape, speed: CardSpeed, costs: Co
     """How a step is sampled under a plan."""
     settings = plan.settings
     four_bit = settings.load_in_4bit and not samples_in_16_bit(plan)
-    return Sampling(shape, settings.lora_rank, speed, costs, settings.engine, four_bit, together(plan, shape, work))
+    rows = together(plan, shape, work)
+    reads = prefill_tokens(plan.device.total, rows)
+    return Sampling(shape, settings.lora_rank, speed, costs, settings.engine, four_bit, rows, reads)
 
 
 def samples_in_16_bit(plan: MemoryPlan) -> bool:
@@ -119,17 +123,11 @@ def together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
     """Sequences that decode at a time: those whose cache fits what the plan leaves, as a run's engine takes it."""
     longest = shape.kv_bytes(round(work.prompt_length) + work.longest)
     room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
-    return max(1, plan.concurrent_sequences, min(MAX_TOGETHER, room // longest))
+    return max(1, plan.concurrent_sequences, min(MOST_SEQUENCES, room // longest))
 
 
 def micro_batches(plan: MemoryPlan, work: Workload, costs: Costs) -> int:
-    """How many micro-batches hold a step: whole sequences, a prompt once for those of its group beside each other."""
-    limit, most = plan.settings.max_tokens or float("inf"), costs.sequences_per_micro_batch or float("inf")
-    count, taken, held, prompt = 1, 0.0, 0, work.prompt_length - 1
-    for _ in range(work.prompts):
-        taken += prompt
-        for length in work.lengths():
-            if held and (taken + length > limit or held == most):
-                count, taken, held = count + 1, prompt, 0
-            taken, held = taken + length, held + 1
-    return count
+    """How many micro-batches hold a step: as the plan cuts completions of these lengths."""
+    limits = replace(plan.limits, sequences=costs.sequences_per_micro_batch)
+    completions = [max(1, round(length)) for length in work.lengths()]
+    return len(cut([(round(work.prompt_length), completions)] * work.prompts, limits))

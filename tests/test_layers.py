@@ -14,7 +14,8 @@ ROOT = Path(lowmem_grpo.__file__).parent
 LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a package that holds it
     {"kernels"},
     {"types", "config", "unsupported", "losses", "loss_types", "loss_settings", "loss_metrics", "kl", "entropy",
-     "sequences", "objective", "strategies", "difficulty", "replay", "advantages", "off_policy", "batching", "metrics",
+     "sequences", "objective", "strategies", "difficulty", "replay", "advantages", "off_policy", "batching", "cutting",
+     "metrics",
      "rewards", "sandbox", "sampling", "sampling_like", "fused_weights", "host_embedding", "host_memory", "callbacks",
      "offload", "host_room", "host_store", "pinned_pool", "out_of_memory", "memory_advice", "packer", "rewind",
      "accuracy", "gguf", "planner", "memory_plan", "plan_rows", "step_memory", "model_shape", "cards", "alarms",

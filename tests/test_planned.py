@@ -8,7 +8,8 @@ from card import gpu
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.cards import device
-from lowmem_grpo.planned import PhasePeaks, plan_run, settings_of
+from lowmem_grpo.out_of_memory import RunMemory
+from lowmem_grpo.planned import PhasePeaks, bind, plan_run, settings_of
 
 
 def loaded(**options: Any) -> Any:
@@ -37,6 +38,23 @@ def test_a_plan_chooses_the_size_of_micro_batches_and_is_logged(caplog: pytest.L
     assert plan is not None and plan.fits
     assert plan.settings.max_tokens and plan.settings.max_tokens >= 128
     assert "memory planned on 16GiB: rollout" in caplog.text
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}, "per_device_train_batch_size=1 counts"),
+    ({"per_device_train_batch_size": 8}, ""),
+])
+def test_a_batch_size_that_no_longer_cuts_is_not_said_or_is_said_where_it_would_cut_nothing(
+    settings: dict[str, int], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, config, bound = loaded(), GRPOConfig(num_generations=8, **settings), RunMemory().train
+    found = plan_run(settings_of(model, config, "transformers", 128), model, device("16GiB"))
+    assert found is not None
+    with caplog.at_level("WARNING", logger="lowmem_grpo"):
+        bind(bound, found, config)
+    assert (bound.planned, bound.spread) == (found.settings.max_tokens, found.settings.spread)
+    assert bound.planned == 8 * 128, "no more is planned for than a step holds"
+    assert len(caplog.messages) == bool(words) and words in caplog.text
 
 
 def test_a_run_that_does_not_fit_its_plan_is_not_stopped_and_preflight_has_what_it_says() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from lowmem_grpo.batching import pack
 from lowmem_grpo.cards import GIB, Device, device
 from lowmem_grpo.memory_plan import MemoryPlan, RunSettings
 from lowmem_grpo.model_shape import ModelShape, named_config, named_shapes, shape_name
 from lowmem_grpo.plan_rows import build
-from lowmem_grpo.planner import max_context, plan
+from lowmem_grpo.planner import EASE, max_context, plan
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 WEIGHING = Path(__file__).parents[1] / "bench" / "weighing"
 NEAR = 0.05
@@ -111,6 +113,24 @@ def test_a_window_makes_no_matrix_of_tokens_and_its_mask_is_planned_for(window: 
     assert (ModelShape.of(config).window, ModelShape.of(free).window) == (window, None)
 
 
+@pytest.mark.parametrize(("name", "prompt", "completions", "times"), [
+    ("qwen2.5-3b", 2048, 256, 4), ("llama-3.1-8b", 4096, 1, 4), ("qwen3-4b", 2048, 256, 4), ("phi-4-14b", 4096, 1, 4),
+    ("llama-3.1-8b", 400, 112, 1),
+])
+def test_sequences_that_share_a_prompt_hold_more_side_by_side_than_is_planned(
+    name: str, prompt: int, completions: int, times: int, weighing: Any
+) -> None:
+    """Eight short completions take several times their places in attention: the plan of that area has room for it."""
+    config = shallow(named_config(name), 3)
+    rollouts = [Rollout([1] * completions, [0.0] * completions, "stop", advantage=1.0) for _ in range(8)]
+    (batch,) = pack([RolloutGroup({}, [1] * prompt, rollouts)])
+    places, area = len(batch.input_ids), len(batch.sources)
+    assert area >= times * places
+    measured = weighing.weigh(config, [places], batch=batch)
+    settings = settings_of(batch.max_seqlen, max_tokens=places, spread=area / places)
+    assert math.isclose(planned_bytes(config, settings), measured.device, rel_tol=NEAR)
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_layer_inputs_kept_on_the_device_are_planned_for(checkpointing: bool, weighing: Any) -> None:
     config = shallow(named_config("qwen3-4b"), 8)
@@ -135,6 +155,72 @@ def test_a_named_case_fits_the_card_that_was_promised(name: str, context: int, g
     assert found.concurrent_sequences >= 1
 
 
+def gsm8k_like(seed: int = 0) -> list[tuple[int, list[int]]]:
+    """8 prompts of about 100 tokens, 8 completions each of about 200 and at most 512."""
+    draw = random.Random(seed)
+    return [(draw.randint(70, 130), [min(512, max(40, round(draw.gauss(178, 90)))) for _ in range(8)])
+            for _ in range(8)]
+
+
+def test_a_step_of_gsm8k_is_cut_into_more_than_two_micro_batches_on_a_card_of_24_gib() -> None:
+    found = plan(named_config("qwen2.5-3b"), RunSettings(640, completions_per_step=64), device("24GiB"))
+    step = gsm8k_like()
+    total = sum(prompt - 1 + sum(lengths) for prompt, lengths in step)
+    assert 12_000 < total < 13_500
+    assert found.micro_batches(step) <= 2
+    assert (found.settings.optim, found.settings.chunk_rows, found.settings.mlp_tile) == ("adamw_torch", 1024, 4096)
+
+
+def test_the_long_case_of_8b_holds_more_or_samples_fewer_than_before_micro_batches_grew() -> None:
+    found = plan(named_config("llama-3.1-8b"), RunSettings(20480), device("16GiB"))
+    assert found.train_allocated <= 7.89 * GIB and found.train <= 8.95 * GIB  # 7.88 and 8.94 at commit 56e294e
+    assert found.concurrent_sequences >= 3
+    fixed = plan(named_config("llama-3.1-8b"), settings_of(20480, spread=None), device("1024GiB"))
+    assert fixed.settings.spread and fixed.settings.spread < 1
+    assert fixed.train_allocated <= 8.05 * GIB
+
+
+@pytest.mark.parametrize(("name", "card", "context", "before"), [  # at commit 56e294e
+    ("llama-3.1-8b", "16GiB", 20480, (3, "paged_adamw_8bit", 1024, 4096)),
+    ("llama-3.1-8b", "8GiB", 4096, (2, "paged_adamw_8bit", 1024, 4096)),
+    ("llama-3.1-8b", "8GiB", 640, (8, "adamw_8bit", 1024, 4096)),
+    ("qwen3-8b", "8GiB", 2048, (3, "paged_adamw_8bit", 256, 4096)),
+    ("qwen2.5-3b", "4GiB", 8192, (1, "paged_adamw_8bit", 256, 4096)),
+    ("llama-3.1-8b", "12GiB", 4096, (8, "adamw_torch", 1024, 4096)),
+])
+def test_larger_micro_batches_cost_a_sequence_or_a_slower_setting(
+    name: str, card: str, context: int, before: tuple[Any, ...]
+) -> None:
+    found = plan(named_config(name), RunSettings(context), device(card))
+    settings = found.settings
+    assert (found.concurrent_sequences, settings.optim, settings.chunk_rows, settings.mlp_tile) == before
+
+
+@pytest.mark.parametrize(("name", "card", "before"), [  # at commit 56e294e
+    ("llama-3.1-8b", "8GiB", 6528), ("llama-3.1-8b", "12GiB", 38144), ("llama-3.1-8b", "16GiB", 70912),
+    ("llama-3.1-8b", "t4", 56576), ("qwen2.5-3b", "4GiB", 11776),
+])
+def test_the_longest_context_falls_as_micro_batches_grow(name: str, card: str, before: int) -> None:
+    assert max_context(named_config(name), RunSettings(1), device(card)) >= before
+
+
+def test_micro_batches_grow_into_the_last_tenth_of_a_card_or_beyond_a_step() -> None:
+    config = named_config("llama-3.1-8b")
+    tight = plan(config, RunSettings(640), device("12GiB"))
+    assert tight.train <= EASE * 12 * GIB and (tight.settings.max_tokens or 0) > 8 * 640
+    small = plan(config, RunSettings(640, completions_per_step=4), device("80GiB"))
+    assert small.settings.max_tokens == 4 * 640
+    assert plan(config, RunSettings(640), device("80GiB")).settings.max_tokens == 32768 // 640 * 640
+    assert plan(config, RunSettings(640), device("24GiB")).settings.max_tokens == 16384 // 640 * 640
+
+
+def test_a_host_with_little_memory_gets_more_layer_inputs_than_it_holds() -> None:
+    asked = RunSettings(640, host_bytes=2 * GIB)
+    found = plan(named_config("llama-3.1-8b"), asked, device("24GiB"))
+    assert found.host <= 2 * GIB < plan(named_config("llama-3.1-8b"), RunSettings(640), device("24GiB")).host
+    assert found.settings.optim == "adamw_torch"
+
+
 def test_rows_add_up_and_every_component_has_one() -> None:
     found = plan(named_config("llama-3.1-8b"), RunSettings(20480), device("16GiB"))
     assert sum(row.train for row in found.rows) == found.train
@@ -156,7 +242,7 @@ def test_a_plan_can_be_written_as_json() -> None:
 
 def test_settings_that_were_asked_for_stay_as_they_are() -> None:
     asked = RunSettings(4096, max_tokens=4096, mlp_tile=2048, chunk_rows=128, optim="adamw_torch", kv_bytes=GIB,
-                        host_embedding=False)
+                        host_embedding=False, spread=1.0)
     found = plan(named_config("llama-3.1-8b"), asked, device("8GiB"))
     assert found.settings == asked
     assert found.choices == ()
@@ -182,7 +268,8 @@ def test_the_cache_takes_what_is_left_and_never_more_than_a_group_needs() -> Non
 
 
 def test_memory_grows_with_the_context() -> None:
-    found = [plan(named_config("llama-3.1-8b"), RunSettings(n), device("h200")).train for n in (16384, 32768, 65536)]
+    settings = [RunSettings(n, max_tokens=n, spread=0.0) for n in (16384, 32768, 65536)]
+    found = [plan(named_config("llama-3.1-8b"), one, device("h200")).train for one in settings]
     assert found == sorted(found)
     assert found[0] < found[1] < found[2]
 
@@ -221,7 +308,9 @@ def test_a_context_beyond_the_models_is_refused() -> None:
     ({"context": 0}, "context is 0"), ({"num_generations": 0}, "num_generations is 0"),
     ({"optim": "sgd"}, "optim is 'sgd'; allowed are"), ({"engine": "sglang"}, "engine is 'sglang'"),
     ({"checkpointing": "yes"}, "checkpointing is 'yes'"), ({"host_embedding": True}, "looks the embedding up"),
-    ({"mlp_tile": -1}, "mlp_tile is -1"), ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"mlp_tile": -1}, "mlp_tile is -1"), ({"spread": -1.0}, "spread is -1.0"),
+    ({"host_bytes": -1}, "host_bytes is -1"),
+    ({"completions_per_step": 0}, "completions_per_step is 0"), ({"max_tokens": 0}, "max_tokens is 0"),
 ])
 def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

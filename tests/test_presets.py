@@ -53,7 +53,7 @@ def test_a_preset_does_not_fit_the_card_that_it_is_for(name: str, size: str, mon
     shape = setup.model.partition("/")[2].replace("-Coder", "")  # the same layers under another name
     run = RunSettings(
         setup.max_seq_length, config.num_generations, setup.lora_rank, optim=config.optim,
-        max_tokens=setup.max_seq_length * config.per_device_train_batch_size,
+        completions_per_step=config.completions_per_step,
     )
     assert plan(named_config(shape), run, device(f"{size}GB")).fits
 

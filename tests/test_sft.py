@@ -135,6 +135,20 @@ def test_the_gradient_is_that_of_transformers_cross_entropy_however_the_step_is_
     assert relative(found, expected) < 1e-5
 
 
+def test_a_plan_does_not_cut_a_step_alone_or_its_cut_changes_the_gradient(tmp_path: Path) -> None:
+    model = moved(load())
+    trainer = make(tmp_path, model=model, per_device_train_batch_size=1, gradient_accumulation_steps=6)
+    groups = groups_of(trainer, ROWS)
+    assert trainer.learner.forward_backward(groups)["micro_batches"] == len(ROWS)
+    trainer.learner.optimizer.zero_grad(set_to_none=True)
+    loss, expected = gradients(trainer, groups)
+    trainer.learner.optimizer.zero_grad(set_to_none=True)
+    trainer.memory.train.planned, trainer.memory.train.spread = 4096, 4.0
+    again, found = gradients(trainer, groups)
+    assert again == pytest.approx(loss, rel=1e-5) and relative(found, expected) < 1e-5
+    assert trainer.step()["micro_batches"] == 1
+
+
 def test_a_step_takes_as_many_rows_as_batch_and_accumulation_say_and_their_tokens_weigh_alike(tmp_path: Path) -> None:
     model = moved(load())
     before = adapter(model)

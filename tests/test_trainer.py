@@ -198,6 +198,24 @@ def test_the_gradient_depends_on_micro_batches_or_on_the_order_of_groups(
                 assert relative(gradients(trainer, groups), whole) < 1e-5, split
 
 
+@pytest.mark.parametrize(("tokens", "spread"), [(10_000, 4.0), (300, 4.0), (300, 1.0), (10_000, 0.0)])
+def test_a_plan_does_not_cut_alone_or_its_cut_changes_the_gradient(
+    sampled: Any, tokens: int, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _, groups = sampled
+    whole = gradients(trainer, groups)
+    bound = trainer.learner.bound
+    monkeypatch.setattr(bound, "planned", tokens)
+    monkeypatch.setattr(bound, "spread", spread)
+    with settings_of(trainer, per_device_train_batch_size=1), forwards(monkeypatch) as seen:
+        metrics = trainer.forward_backward(groups)
+    found = {n: p.grad for n, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.model.zero_grad(set_to_none=True)
+    assert relative(found, whole) < 1e-5
+    assert metrics["micro_batches"] == len(seen)
+    assert (max(seen) > 1) == bool(spread), "per_device_train_batch_size cut, or the plan did not"
+
+
 @pytest.mark.parametrize(("beta", "correct_kl"), [(0.0, True), (0.1, True), (0.1, False)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_gradient_is_not_that_of_the_papers(sampled: Any, loss_type: str, beta: float, correct_kl: bool) -> None:

@@ -76,9 +76,10 @@ def load(options: Any, size: Shape, engine: str) -> FastPeftModel:
 def settings(options: Any, size: Shape, outputs: str) -> GRPOConfig:
     """One optimizer step a generation, all of whose completions have the full length."""
     return GRPOConfig(
-        output_dir=outputs, max_steps=options.all_steps, per_device_train_batch_size=size.sequences,
-        num_generations=size.n, max_completion_length=size.completion_tokens, learning_rate=1e-6, beta=0.0,
-        loss_type="dapo", vllm_sampling_params=SamplingParams(ignore_eos=True), parity_steps=0, shuffle_dataset=False,
+        output_dir=outputs, max_steps=options.all_steps, per_device_train_batch_size=size.n,
+        gradient_accumulation_steps=size.prompts, num_generations=size.n,
+        max_completion_length=size.completion_tokens, learning_rate=1e-6, beta=0.0, loss_type="dapo",
+        vllm_sampling_params=SamplingParams(ignore_eos=True), parity_steps=0, shuffle_dataset=False,
         disable_tqdm=True, save_strategy="no", seed=0,
     )
 

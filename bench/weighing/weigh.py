@@ -51,17 +51,20 @@ class Weighed:
     breakdown: list[tuple[int, int, Any]]
 
 
-def weigh(config: dict[str, Any], lengths: list[int], features: Features | None = None, rank: int = 32) -> Weighed:
+def weigh(
+    config: dict[str, Any], lengths: list[int], features: Features | None = None, rank: int = 32,
+    batch: MicroBatch | None = None,
+) -> Weighed:
     """Weigh one optimizer step over a group of completions; `lengths` are those of whole sequences, in tokens.
 
-    Of its micro-batches the largest is run, after another one: they hold no more together, since one ends before the
-    next one begins.
+    Of its micro-batches the largest is run, or the given `batch`, after another one: they hold no more together, since
+    one ends before the next one begins.
     `config` holds the fields of a config.json. Weights are NF4 with double quantization, computing in bfloat16.
     """
     features = features or Features()
     model = with_lora(config, rank, max(lengths), features)
     settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim)
-    batches = [largest(groups_of(lengths, features), max(lengths) if features.packing else None)]
+    batches = [batch or largest(groups_of(lengths, features), max(lengths) if features.packing else None)]
     known = Known({len(b.input_ids): int(b.loss_mask.sum()) for b in batches}, len(batches[0].rollouts))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         make_fake(model)
@@ -163,8 +166,8 @@ def groups_of(lengths: list[int], features: Features) -> list[RolloutGroup]:
 
 
 def largest(groups: list[RolloutGroup], max_tokens: int | None) -> MicroBatch:
-    """The micro-batch that holds most."""
-    return max(pack(groups, max_tokens), key=lambda batch: (len(batch.input_ids), len(batch.sources)))
+    """The micro-batch that holds most, with no more side by side in attention than places."""
+    return max(pack(groups, max_tokens, spread=1.0), key=lambda batch: (len(batch.input_ids), len(batch.sources)))
 
 
 def moved(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:

@@ -18,7 +18,9 @@ from lowmem_grpo.cards import DEFAULT_SHARE, GIB
 from lowmem_grpo.engines.borrowed import Product
 from lowmem_grpo.engines.vllm_settings import BLOCK, kv_bytes_of
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
+from lowmem_grpo.model_shape import ModelShape
 from lowmem_grpo.policy import Policy
+from lowmem_grpo.sampling_time import faster_in_16_bit
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,8 @@ def choose(
 
     `kv_bytes` is the cache's size with 4-bit weights; where it was not given, the dequantized ones are taken from it.
     Without being asked they are used on a card only, and only where the cache of `sequences` of `tokens` tokens still
-    fits beside them: they never lower how many sequences are decoded together. ValueError for a model that is not in 4
+    fits beside them (they never lower how many sequences are decoded together), and the card decodes no slower with
+    them by its data sheet. ValueError for a model that is not in 4
     bits.
     """
     size = wide_bytes(policy)
@@ -107,11 +110,23 @@ def choose(
     left = kv_bytes if kv_given or policy.device.type != "cuda" else kv_bytes - size
     if asked == SIXTEEN:
         return SIXTEEN, left
+    if not pays(policy, sequences, tokens):
+        return FOUR, kv_bytes
     wanted = kv_bytes_of(policy, (-(-tokens // BLOCK) + 1) * BLOCK) * sequences
     fits = size + kv_bytes <= free_share(policy.device) if kv_given else left >= wanted
     logger.info("sampling with weights in %s: dequantized they take %.2f GiB, the cache of %d sequences %.2f GiB",
                 "16 bits" if fits else "4 bits", size / GIB, sequences, wanted / GIB)
     return (SIXTEEN, left) if fits else (FOUR, kv_bytes)
+
+
+def pays(policy: Policy, sequences: int, tokens: int) -> bool:
+    """Whether the card decodes no slower with dequantized weights, as far as can be estimated."""
+    try:
+        shape = ModelShape.of(policy.base.config)
+    except ValueError:  # a model that no plan can be made for
+        return True
+    card = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else policy.device.type
+    return faster_in_16_bit(shape, card, sequences, tokens / 2)
 
 
 def free_share(device: torch.device) -> int:

@@ -1,0 +1,61 @@
+"""The cut of a step into micro-batches: by lengths alone, within bounds, and as few as the bounds allow."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem_grpo.batching import pack
+from lowmem_grpo.cutting import Limits, Span, area, cut, places
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), max_size=6)), max_size=5)
+LIMITS = st.builds(
+    Limits, st.none() | st.integers(1, 60), st.none() | st.integers(1, 4), st.sampled_from([0.0, 0.5, 2.0])
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(groups=GROUPS, limits=LIMITS)
+def test_a_completion_is_lost_or_a_bound_is_broken(groups: list[tuple[int, list[int]]], limits: Limits) -> None:
+    batches = cut(groups, limits)
+    found = sorted((one.group, one.rollout) for batch in batches for one in batch)
+    assert found == [(g, r) for g, (_, lengths) in enumerate(groups) for r, length in enumerate(lengths) if length]
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) <= (limits.sequences or len(batch))
+        if len(batch) > 1 and limits.tokens is not None:
+            assert places(batch) <= limits.tokens and area(batch) <= limits.spread * limits.tokens
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups=GROUPS, limits=LIMITS)
+def test_places_and_area_are_not_those_of_the_packed_tensors(
+    groups: list[tuple[int, list[int]]], limits: Limits
+) -> None:
+    real = [RolloutGroup({}, [1] * prompt, [Rollout([1] * n, [0.0] * n, "stop") for n in lengths])
+            for prompt, lengths in groups]
+    packed = pack(real, limits.tokens, limits.sequences, limits.spread)
+    counted = cut(groups, limits)
+    assert [(places(batch), area(batch)) for batch in counted] == [(len(b.input_ids), len(b.sources)) for b in packed]
+
+
+@pytest.mark.parametrize(("spread", "count"), [(0.0, 8), (1.0, 4), (2.0, 2), (4.0, 1)])
+def test_more_side_by_side_does_not_make_fewer_micro_batches(spread: float, count: int) -> None:
+    """Eight completions of 50 tokens share a prompt of 100: 149 places each side by side, 500 packed."""
+    assert len(cut([(100, [50] * 8)], Limits(300 if spread < 4 else 600, None, spread))) == count
+
+
+def test_the_prompt_is_counted_for_each_neighbour() -> None:
+    alike = [Span(0, number, 10, 5) for number in range(3)]
+    assert places(alike) == 9 + 3 * 5 and area(alike) == 3 * 14
+    other = [*alike, Span(1, 0, 20, 1)]
+    assert places(other) == 9 + 3 * 5 + 19 + 1 and area(other) == 4 * 20
+
+
+def test_counting_micro_batches_needs_torch() -> None:
+    code = "import sys; from lowmem_grpo.cutting import Limits, cut; cut([(3, [4, 5])], Limits(8)); " \
+           "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
