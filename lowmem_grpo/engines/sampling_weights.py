@@ -97,9 +97,8 @@ def choose(
 
     `kv_bytes` is the cache's size with 4-bit weights; where it was not given, the dequantized ones are taken from it.
     Without being asked they are used on a card only, and only where the cache of `sequences` of `tokens` tokens still
-    fits beside them (they never lower how many sequences are decoded together), and the card decodes no slower with
-    them by its data sheet. ValueError for a model that is not in 4
-    bits.
+    fits beside them (they never lower how many sequences are decoded together), and where the card decodes no slower
+    with them by its data sheet. ValueError for a model that is not in 4 bits.
     """
     size = wide_bytes(policy)
     if asked is not None and not size:
