@@ -171,7 +171,7 @@ def rollout(setup: Setup) -> list[Piece]:
                "transformers": 300}
     chosen = list(seconds) if setup.form != CPU else ["lowmem_grpo"]
     return [Piece(f"rollout/{name}", script("rollout.py", *common, "--provider", name), least=seconds[name],
-                  needs=(*needs, *room), sleeps=True) for name in chosen]
+                  needs=(*needs, *room), sleeps=name != "transformers") for name in chosen]
 
 
 def loop(setup: Setup) -> list[Piece]:
