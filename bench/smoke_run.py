@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pretend import is_pretend
 from smoke_variants import CACHE, CARD, VARIANTS, Variant
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.engines.vllm_import import EngineUnavailableError
@@ -34,25 +34,26 @@ def every_other(completions: list[Any], **columns: Any) -> list[float]:
     return [float(number % 2) for number in range(len(completions))]
 
 
-class Filling:
-    """The same reward. After the first rollout, when the engine sleeps, it takes the card but for `left` bytes: at once
-    back into torch's cache, or held until after the second."""
-
-    __name__ = "filling"
+class Filling(TrainerCallback):
+    """After the first step, when all that stays has its place, it takes the card but for `left` bytes. They go back
+    into torch's cache at once, or are held until `rewards` pays for the second rollout."""
 
     def __init__(self, what: str, left: int) -> None:
-        self.what, self.left, self.calls = what, left, 0
+        self.what, self.left = what, left
         self.held: torch.Tensor | None = None
 
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float]:
-        self.calls += 1
-        self.held = None
-        torch.cuda.empty_cache()
-        if self.calls == 1:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info()[0]
             self.held = torch.empty(free - self.left, dtype=torch.uint8, device="cuda")
             if self.what == CACHE:
                 self.held = None
+
+    def rewards(self, completions: list[Any], **columns: Any) -> list[float]:
+        """The same as ever; nothing is held any more."""
+        self.held = None
+        torch.cuda.empty_cache()
         return every_other(completions)
 
 
@@ -80,10 +81,10 @@ def make_trainer(variant: Variant, device: str, steps: int, folder: Path, blind:
         per_device_train_batch_size=16, max_completion_length=32, learning_rate=1e-3, disable_tqdm=True,
         **judged, **variant.config,
     )
+    filling = Filling(variant.fills, variant.load["kv_cache_bytes"] // 2) if variant.fills else None
     trainer = GRPOTrainer(
-        model=model, processing_class=tokenizer, args=config,
-        reward_funcs=[Filling(variant.fills, variant.load["kv_cache_bytes"] // 2) if variant.fills else every_other],
-        train_dataset=make_dataset("train", 4 * steps),
+        model=model, processing_class=tokenizer, args=config, callbacks=[filling] if filling else [],
+        reward_funcs=[filling.rewards if filling else every_other], train_dataset=make_dataset("train", 4 * steps),
     )
     if isinstance(trainer.learner.offload, ActivationOffload):
         trainer.learner.offload = ActivationOffload(trainer.policy.model, min_bytes=SMALL)

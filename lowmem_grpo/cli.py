@@ -151,6 +151,8 @@ def plan(
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         modes: dict[str, bool | str] = {"true": True, "false": False}
         asked = RunSettings(checkpointing=modes.get(checkpointing, checkpointing), **settings)
+        if prompts is not None and prompts < 1:
+            raise ValueError(f"prompts is {prompts}; it must be at least 1")
         step = (PROMPTS if prompts is None else prompts) * asked.num_generations
         asked = replace(asked, completions_per_step=step, sequences=min(step, MOST_SEQUENCES))
         longest = planner.max_context(config, asked, card) if max_context else None

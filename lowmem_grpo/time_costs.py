@@ -14,7 +14,7 @@ class Costs:
 
     launches_forward: float = 38  # of a micro-batch's forward pass
     launches_backward: float = 96  # of its backward pass, the recomputed forward pass included
-    launches_decode: float = 14  # of one token step, in a captured CUDA graph
+    launches_decode: float = 15  # of one token step, in a captured CUDA graph
     opaque_forward: float = 10  # of `launches_forward`, our own kernels: 6 dequantizations, 2 norms, rope, glu
     opaque_backward: float = 18  # 11 dequantizations, 4 of norms, 2 of rope, glu
     host_us_per_launch: float = 5.7  # torch, autograd and our Python around any: 55 ms of 9,612; an assumption

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lowmem_grpo.batching import pack
 from lowmem_grpo.cutting import Limits, Span, area, cut, places
+from lowmem_grpo.token_rows import prompts_once, token_rows
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), max_size=6)), max_size=5)
@@ -38,7 +39,10 @@ def test_places_and_area_are_not_those_of_the_packed_tensors(
             for prompt, lengths in groups]
     packed = pack(real, limits.tokens, limits.sequences, limits.spread)
     counted = cut(groups, limits)
-    assert [(places(batch), area(batch)) for batch in counted] == [(len(b.input_ids), len(b.sources)) for b in packed]
+    held = [(len(b.input_ids), token_rows(b.prompts)) for b in packed]
+    assert [(places(batch), area(batch)) for batch in counted] == held
+    side_by_side = [len(b.sources) if len(b.rollouts) > 1 else 0 for b in packed if not prompts_once(b.prompts)]
+    assert [rows for b, (_, rows) in zip(packed, held, strict=True) if not prompts_once(b.prompts)] == side_by_side
 
 
 @pytest.mark.parametrize(("spread", "count"), [(0.0, 8), (1.0, 4), (2.0, 2), (4.0, 1)])

@@ -43,7 +43,7 @@ HEAVY = {  # everything else, and the files that may import it
     "peft": {"checkpoint", "checkpoint_state", "export", "export_check", "integrations.trl", "loader", "lora_layers",
              "model", "policy", "saver"},
     "trl": {"integrations.trl"},
-    "packaging": {"doctor", "integrations.trl"},
+    "packaging": {"doctor", "engines.vllm_pool", "integrations.trl"},
     "bitsandbytes": {"base_weights", "export_check", "optim"},
     "datasets": {"data_files", "recipes.arithmetic", "recipes.code", "recipes.countdown", "recipes.email",
                  "recipes.gsm8k", "recipes.held_out", "recipes.judge", "recipes.lesson", "recipes.own_data",

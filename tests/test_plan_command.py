@@ -91,10 +91,12 @@ def test_the_table_of_time_says_that_it_is_estimated(monkeypatch: pytest.MonkeyP
         assert max(map(len, shown.splitlines())) <= int(width)
 
 
-def test_more_prompts_take_longer_and_change_no_byte() -> None:
+def test_more_prompts_take_no_longer_or_no_room_where_they_are_sampled_together() -> None:
     few, many = (json.loads(plan(*CASE, "--prompts", count, "--json").output) for count in (8, 16))
     assert many["time"]["step_seconds"] > few["time"]["step_seconds"]
-    assert many["rows"] == few["rows"]
+    assert (few["settings"]["sequences"], many["settings"]["sequences"]) == (64, 128)
+    rows = [{row["name"]: row["rollout"] for row in one["rows"]} for one in (few, many)]
+    assert rows[0]["engine workspace"] < rows[1]["engine workspace"]
 
 
 def test_a_size_in_place_of_a_card_has_no_time_and_says_why() -> None:

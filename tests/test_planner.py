@@ -16,7 +16,8 @@ from lowmem_grpo.memory_plan import MemoryPlan, RunSettings
 from lowmem_grpo.model_shape import ModelShape, named_config, named_shapes, shape_name
 from lowmem_grpo.plan_rows import build
 from lowmem_grpo.planner import EASE, max_context, plan
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.token_rows import prompts_once, token_rows
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 WEIGHING = Path(__file__).parents[1] / "bench" / "weighing"
 NEAR = 0.05
@@ -113,22 +114,41 @@ def test_a_window_makes_no_matrix_of_tokens_and_its_mask_is_planned_for(window: 
     assert (ModelShape.of(config).window, ModelShape.of(free).window) == (window, None)
 
 
-@pytest.mark.parametrize(("name", "prompt", "completions", "times"), [
-    ("qwen2.5-3b", 2048, 256, 4), ("llama-3.1-8b", 4096, 1, 4), ("qwen3-4b", 2048, 256, 4), ("phi-4-14b", 4096, 1, 4),
-    ("llama-3.1-8b", 400, 112, 1),
+def group_of_eight(prompt: int, completion: int) -> MicroBatch:
+    """One prompt with eight completions, in one micro-batch."""
+    rollouts = [Rollout([1] * completion, [0.0] * completion, "stop", advantage=1.0) for _ in range(8)]
+    (batch,) = pack([RolloutGroup({}, [1] * prompt, rollouts)])
+    return batch
+
+
+def bytes_of_group(name: str, batch: MicroBatch, weighing: Any) -> tuple[int, int]:
+    """(planned, weighed) of a step on that micro-batch, by three layers of a model."""
+    config, places = shallow(named_config(name), 3), len(batch.input_ids)
+    settings = settings_of(batch.max_seqlen, max_tokens=places, spread=token_rows(batch.prompts) / places)
+    return planned_bytes(config, settings), weighing.weigh(config, [places], batch=batch).device
+
+
+@pytest.mark.parametrize(("name", "prompt", "completion", "times"), [
+    ("qwen2.5-3b", 1024, 128, 4), ("llama-3.1-8b", 1024, 128, 4), ("qwen3-4b", 1024, 128, 4),
+    ("phi-4-14b", 1024, 128, 4), ("llama-3.1-8b", 400, 128, 1),
 ])
 def test_sequences_that_share_a_prompt_hold_more_side_by_side_than_is_planned(
-    name: str, prompt: int, completions: int, times: int, weighing: Any
+    name: str, prompt: int, completion: int, times: int, weighing: Any
 ) -> None:
     """Eight short completions take several times their places in attention: the plan of that area has room for it."""
-    config = shallow(named_config(name), 3)
-    rollouts = [Rollout([1] * completions, [0.0] * completions, "stop", advantage=1.0) for _ in range(8)]
-    (batch,) = pack([RolloutGroup({}, [1] * prompt, rollouts)])
-    places, area = len(batch.input_ids), len(batch.sources)
-    assert area >= times * places
-    measured = weighing.weigh(config, [places], batch=batch)
-    settings = settings_of(batch.max_seqlen, max_tokens=places, spread=area / places)
-    assert math.isclose(planned_bytes(config, settings), measured.device, rel_tol=NEAR)
+    batch = group_of_eight(prompt, completion)
+    assert len(batch.sources) == token_rows(batch.prompts) >= times * len(batch.input_ids)
+    planned, weighed = bytes_of_group(name, batch, weighing)
+    assert math.isclose(planned, weighed, rel_tol=NEAR)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-4b"])
+def test_a_prompt_that_is_computed_once_holds_more_than_is_planned(name: str, weighing: Any) -> None:
+    """The plan counts copied keys as if there were as many heads of them as of queries: these models have fewer."""
+    batch = group_of_eight(4096, 128)
+    assert prompts_once(batch.prompts)
+    planned, weighed = bytes_of_group(name, batch, weighing)
+    assert weighed <= planned <= 1.15 * weighed
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -173,7 +193,8 @@ def test_a_step_of_gsm8k_is_cut_into_more_than_two_micro_batches_on_a_card_of_24
 
 def test_the_long_case_of_8b_holds_more_or_samples_fewer_than_before_micro_batches_grew() -> None:
     found = plan(named_config("llama-3.1-8b"), RunSettings(20480), device("16GiB"))
-    assert found.train_allocated <= 7.89 * GIB and found.train <= 8.95 * GIB  # 7.88 and 8.94 at commit 56e294e
+    copy = next(row.train for row in found.rows if row.name == "adapter copy")  # came later: 0.16 GiB
+    assert found.train_allocated <= 7.89 * GIB and found.train - copy <= 8.95 * GIB  # 7.88 and 8.94 at commit 56e294e
     assert found.concurrent_sequences >= 3
     fixed = plan(named_config("llama-3.1-8b"), settings_of(20480, spread=None), device("1024GiB"))
     assert fixed.settings.spread and fixed.settings.spread < 1
@@ -184,8 +205,8 @@ def test_the_long_case_of_8b_holds_more_or_samples_fewer_than_before_micro_batch
     ("llama-3.1-8b", "16GiB", 20480, (3, "paged_adamw_8bit", 1024, 4096)),
     ("llama-3.1-8b", "8GiB", 4096, (2, "paged_adamw_8bit", 1024, 4096)),
     ("llama-3.1-8b", "8GiB", 640, (8, "adamw_8bit", 1024, 4096)),
-    ("qwen3-8b", "8GiB", 2048, (3, "paged_adamw_8bit", 256, 4096)),
-    ("qwen2.5-3b", "4GiB", 8192, (1, "paged_adamw_8bit", 256, 4096)),
+    ("qwen3-8b", "8GiB", 2048, (2, "paged_adamw_8bit", 256, 4096)),  # 3 without the sampler's copy of the adapter
+    ("qwen2.5-3b", "4GiB", 8192, (2, "paged_adamw_8bit", 256, 2048)),  # 1 and 4,096 with prefills of 8,192 tokens
     ("llama-3.1-8b", "12GiB", 4096, (8, "adamw_torch", 1024, 4096)),
 ])
 def test_larger_micro_batches_cost_a_sequence_or_a_slower_setting(

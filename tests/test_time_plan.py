@@ -45,7 +45,8 @@ FOUR_BITS = {"sampling_weights": "4bit"}
 
 
 def planned(card: str = "h200", **settings: Any) -> MemoryPlan:
-    return plan(CONFIG, RunSettings(640, **settings), device(card), "qwen2.5-3b")
+    asked = RunSettings(640, sequences=64, completions_per_step=64, **settings)
+    return plan(CONFIG, asked, device(card), "qwen2.5-3b")
 
 
 def seconds(work: Workload = GSM8K, card: str = "h200", costs: Costs = COSTS, **settings: Any) -> TimePlan:
@@ -227,7 +228,7 @@ def test_lengths_of_a_group_have_their_mean_and_none_is_longer_than_the_longest(
 def test_micro_batches_hold_whole_sequences_up_to_the_bound(
     tokens: int | None, most: int | None, expected: int
 ) -> None:
-    found = replace(planned(), settings=RunSettings(640, max_tokens=tokens))
+    found = replace(planned(), settings=RunSettings(640, max_tokens=tokens, spread=100.0))
     costs = replace(COSTS, sequences_per_micro_batch=most)
     assert micro_batches(found, GSM8K, costs) == expected
 

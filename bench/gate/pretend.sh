@@ -27,7 +27,7 @@ if [ ! -f "$dir/device/ready" ]; then
         mv "$1.new" "$1"
     }
     renamed "$dir/source/runtime.c" "$here/more_runtime.c" cudaMemcpy cudaMemcpyAsync
-    renamed "$dir/source/driver.c" "$here/more_driver.c" cuGetErrorString
+    renamed "$dir/source/driver.c" "$here/more_driver.c" cuGetErrorString cuMemUnmap
     "$dir/env/bin/python" "$dir/source/build.py" --site "$packages" "$site" --out "$dir/device" \
         --cuda-include "$packages/nvidia/cu13/include"
     # vLLM's sleep mode opens the runtime by its path, and must find the pretend one there, torchvision's copy too

@@ -9,6 +9,7 @@ None of this is public, so all use of it is in this file. It is so in vLLM 0.26 
 of it has run on a card. tests/test_vllm_pool.py fails where it moves.
 """
 
+import ctypes
 import logging
 from contextlib import suppress
 from importlib import import_module
@@ -29,11 +30,13 @@ CHECKED = ((0, 26), (0, 32))  # first and last version
 TAG = "sampling_weights"  # of segments whose contents may be thrown away
 SEGMENT = 32 << 20  # bytes: torch gives a segment of its own to 10 MiB or more, in steps of 2 MiB, with nothing left
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'
-MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported")
+MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported",
+           "one instance per process")  # the last: a start that broke off has left something in it
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether vLLM did not start for want of its pool: a build without it, or a driver without virtual memory."""
+    """Whether vLLM did not start for want of its pool: a build without it, a driver without virtual memory, or a pool
+    that is still in use."""
     return any(words in str(error) for words in MISSING)
 
 
@@ -69,10 +72,11 @@ def reset() -> None:
 
 
 def forget(extension: Any) -> None:
-    """Clear the extension's error: its own calls do so in raising it, and unmapping nothing is a call that fails before
-    it touches anything."""
+    """Clear the extension's error, which its own calls do in raising it: unmapping nothing is a call that fails. A
+    driver that takes it for done goes on to release the handle, so there is one, of nothing."""
+    handle = ctypes.c_ulonglong(0)
     with suppress(RuntimeError):
-        extension.python_unmap_and_release(0, 0, 0, 0)
+        extension.python_unmap_and_release(0, 0, 0, ctypes.addressof(handle))
 
 
 def pool() -> Any:
