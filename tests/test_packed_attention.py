@@ -14,6 +14,7 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowmem_grpo import packed_attention, token_rows
+from lowmem_grpo.attention import without_cudnn
 from lowmem_grpo.batching import collate
 from lowmem_grpo.packed_attention import Causal, PackedLayout
 from lowmem_grpo.policy import Policy
@@ -63,8 +64,9 @@ def alone(query: Tensor, key: Tensor, value: Tensor, batch: MicroBatch, window: 
 
 
 def outcome(run: Any, heads: list[Tensor], grad: Tensor) -> dict[str, Tensor]:
-    """The result and every gradient."""
-    result = run(*heads)
+    """The result and every gradient, by the kernels that a model's layer takes."""
+    with without_cudnn():
+        result = run(*heads)
     grads = torch.autograd.grad(result, heads, grad.to(result))
     return {"result": result.detach(), **dict(zip(("query", "key", "value"), grads, strict=True))}
 
