@@ -235,7 +235,7 @@ least = {piece.name: piece.least for piece in pieces()}
 print(json.dumps([[names(CALLS[number]) for number in (1, 2, 3)], least, SECONDS_OF_A_CALL]))""", tmp_path)
     assert calls[0][:6] == ["tests/smoke vllm", "tests/smoke 4-bit", "kernels/linear_logprobs", "kernels/nf4_linear",
                             "memory/step-16", "tests/kernels logprob_kernels"]
-    assert all(name.startswith("tests/kernels ") for name in calls[0][5:]) and len(calls[0]) == 13
+    assert all(name.startswith("tests/kernels ") for name in calls[0][5:]) and len(calls[0]) == 14
     assert calls[1] == ["rollout/lowmem_grpo", "rollout/vllm_bf16_lora", "loop/lowmem_grpo", "profile/decode"]
     assert calls[2][:4] == ["learner/arithmetic", "rollout/vllm_bnb_lora", "profile/train", "tests/vllm vllm_on_card"]
     assert all(name.startswith("tests/") for name in calls[2][3:])

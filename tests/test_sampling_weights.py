@@ -239,6 +239,7 @@ def test_without_being_asked_it_never_takes_room_that_the_cache_of_the_whole_bat
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size, card = wide_bytes(policy), on_card(policy)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card without a data sheet")
     wanted = 8 * kv_bytes_of(policy, CONTEXT + 128)
     assert choose(None, card, size + wanted, False, 8, CONTEXT) == ("16bit", wanted)
     assert choose(None, card, size + wanted - 1, False, 8, CONTEXT) == ("4bit", size + wanted - 1)
@@ -247,6 +248,17 @@ def test_without_being_asked_it_never_takes_room_that_the_cache_of_the_whole_bat
     for free, form in ((size + wanted, "16bit"), (size + wanted - 1, "4bit")):
         monkeypatch.setattr(sampling_weights, "free_share", lambda device, free=free: free)
         assert choose(None, card, wanted, True, 8, CONTEXT) == (form, wanted)  # a cache that was given stays
+
+
+def test_a_card_that_decodes_few_rows_slower_in_16_bits_does_so_without_being_asked(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card, room = on_card(policy), 1 << 40
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(sampling_weights, "faster_in_16_bit", lambda shape, name, rows, cached: rows >= 64)
+    assert choose(None, card, room, False, 8, CONTEXT) == ("4bit", room)
+    assert choose(None, card, room, False, 64, CONTEXT)[0] == "16bit"
+    assert choose("16bit", card, room, False, 8, CONTEXT)[0] == "16bit"
 
 
 def test_on_the_cpu_it_is_done_where_it_is_asked_for_only(policy: Policy) -> None:

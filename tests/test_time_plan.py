@@ -15,7 +15,7 @@ from lowmem_grpo.kernels.nf4_decode import decode_launch, max_rows
 from lowmem_grpo.memory_plan import MemoryPlan, RunSettings
 from lowmem_grpo.model_shape import ModelShape, named_config
 from lowmem_grpo.planner import plan
-from lowmem_grpo.sampling_time import Sampling, block_outputs, dequantize_seconds, product_seconds
+from lowmem_grpo.sampling_time import Sampling, block_outputs, dequantize_seconds, faster_in_16_bit, product_seconds
 from lowmem_grpo.time_costs import (
     CALIBRATION,
     COSTS,
@@ -231,6 +231,13 @@ def test_micro_batches_hold_whole_sequences_up_to_the_bound(
     found = replace(planned(), settings=RunSettings(640, max_tokens=tokens, spread=100.0))
     costs = replace(COSTS, sequences_per_micro_batch=most)
     assert micro_batches(found, GSM8K, costs) == expected
+
+
+@pytest.mark.parametrize(("card", "rows", "faster"), [
+    ("NVIDIA H200", 64, True), ("NVIDIA H200", 8, False), ("NVIDIA GeForce RTX 4090", 64, False), ("24GiB", 8, True),
+])
+def test_few_rows_or_cards_with_slow_memory_are_given_weights_in_16_bits(card: str, rows: int, faster: bool) -> None:
+    assert faster_in_16_bit(SHAPE, card, rows, 320) == faster
 
 
 def test_every_card_has_a_speed() -> None:

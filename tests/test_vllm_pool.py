@@ -114,8 +114,8 @@ class Pool:
             self.error = self.error or not mapped
         self.parts = []
 
-    def python_unmap_and_release(self, *handle: int) -> None:
-        assert handle == (0, 0, 0, 0)
+    def python_unmap_and_release(self, device: int, size: int, address: int, handle: int) -> None:
+        assert (device, size, address) == (0, 0, 0) and handle  # nothing, and a handle that can be read
         self.error, self.resets = False, self.resets + 1
         raise RuntimeError("CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:175")
 
@@ -395,7 +395,7 @@ def test_an_engine_that_is_made_again_forgets_what_memory_had_room_for(
     monkeypatch.setattr("lowmem_grpo.engines.choice.import_from_a_thread", lambda: None)
     keeper = EngineKeeper(CONTEXT, EngineChoice("vllm", "a test"))
     keeper.settings = SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_bytes=8 * unit, max_num_seqs=16,
-                                      enforce_eager=None)
+                                      enforce_eager=None, sampling_weights=None)
     first = keeper.engine(policy, tokenizer)
     first.sleep()
     machine.card.trainer = 15 * unit
