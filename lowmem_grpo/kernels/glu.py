@@ -273,6 +273,8 @@ def glu_forward(gate: Tensor, up: Tensor, activation: str, out: Tensor | None = 
     gate, up, out (..., F) of one shape, dtype and device; activation "silu", "gelu_tanh" or "gelu".
     """
     check_arguments(gate, up, activation)
+    if out is None and not gate.numel():
+        return gate.new_empty(gate.shape)
     if out is None:
         return glu_fwd(rows_of(gate), rows_of(up), activation).view(gate.shape)
     check_arguments(gate, out, activation)
