@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class Costs:
     """Counts of one decoder layer and what each costs. Microseconds of the host unless it says otherwise."""
 
-    launches_forward: float = 38  # of a micro-batch's forward pass
-    launches_backward: float = 96  # of its backward pass, the recomputed forward pass included
+    launches_forward: float = 36  # of a micro-batch's forward pass
+    launches_backward: float = 88  # of its backward pass, the recomputed forward pass included
     launches_decode: float = 15  # of one token step, in a captured CUDA graph
     opaque_forward: float = 10  # of `launches_forward`, our own kernels: 6 dequantizations, 2 norms, rope, glu
     opaque_backward: float = 18  # 11 dequantizations, 4 of norms, 2 of rope, glu
