@@ -29,7 +29,8 @@ COLOURS = {  # the model in blue, LoRA in green, what depends on tokens in warm 
     "weights": "#2f5d9b", "embedding": "#6f9bd1", "head": "#a9c6e8", "adapters": "#2e8b57", "gradients": "#6cbf8b",
     "optimizer": "#b5dfc0", "KV cache": "#e0803a", "engine workspace": "#c98bbf", "layer inputs": "#c0504d",
     "layer recompute": "#e0803a", "MLP tile": "#f0b67f", "U and hidden states": "#f6d55c", "logits chunk": "#d9a441",
-    "attention workspace": "#8f6bb3", "CUDA context": "#8a8f98", "reserve": "#c4c8ce",
+    "attention workspace": "#8f6bb3", "adapter copy": "#1f6b43", "sampling weights": "#4a3f9b",
+    "CUDA context": "#8a8f98", "reserve": "#c4c8ce",
 }
 PHASES = ("train", "rollout")
 RIGHT, WRONG = "#2e8b57", "#c0504d"

@@ -93,7 +93,7 @@ def test_a_memory_bar_is_as_long_as_its_plan(phase: str) -> None:
 
 
 def test_every_component_of_a_bar_has_a_colour_that_no_other_of_the_phase_has() -> None:
-    found = planned(engine="vllm")
+    found = planned(engine="vllm", sampling_weights="16bit")
     assert {row.name for row in found.rows} - {"host buffers"} == set(COLOURS)
     for phase in ("train", "rollout"):
         figure = memory_bars({"a plan": found, "all kept": planned("h200", checkpointing=False, mlp_tile=0)}, phase)
