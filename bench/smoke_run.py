@@ -151,7 +151,7 @@ def wrong_state(trainer: GRPOTrainer, variant: Variant, device: str) -> list[str
     offload = trainer.learner.offload
     if trainer.engine.name != engine:
         wrong.append(f"the engine is {trainer.engine.name}, not {engine}")
-    if device == "cuda" and engine == "vllm" and trainer.engine.kv_bytes:
+    if device == "cuda" and engine == "vllm" and trainer.engine.sleeps and trainer.engine.kv_bytes:
         wrong.append("vLLM is awake after a rollout")
     if device == "cuda" and isinstance(offload, ActivationOffload) and not offload.host_bytes_peak:
         wrong.append("nothing was offloaded to the host")

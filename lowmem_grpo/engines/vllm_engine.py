@@ -357,7 +357,7 @@ class VLLMEngine:
     def restart(self) -> None:
         """A fresh engine around the same tensors."""
         self.close()
-        self.start()
+        self.start_surely()
 
     def close(self) -> None:
         """Free the cache and everything else of vLLM's; the trainer's tensors stay. Twice is once."""
