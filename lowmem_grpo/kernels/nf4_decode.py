@@ -216,7 +216,7 @@ def nf4_decode(
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every launch that the rule chooses and every candidate, with single and double quantization."""
+    """Every launch that the rule chooses, with single and double quantization, and every candidate."""
     value = "*" + TRITON_TYPES[dtype]
     types = dict.fromkeys(["out_ptr", "x_ptr", "xa_ptr", "lora_b_ptr", "bias_ptr"], value)
     scalars = {"scale_ptr": "*fp32", "scale": "fp32", "tensor_scale": "fp32"}
@@ -225,12 +225,15 @@ def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
         f"rows<={rows} wide={outputs == WIDE}": decode_launch(rows, outputs, capability)
         for rows in (1, 4, 8, 16, 32, 64) if rows <= max_rows(capability) and (rows >= 8 or capability < 80)
         for outputs in (WIDE // 2, WIDE)
-    } | {f"rows<=64 candidate={name}": launch for name, launch in candidates(64, capability).items()}
+    }
+    listed = [(name, launch, nested) for name, launch in launches.items() for nested in (False, True)]
+    if dtype == torch.bfloat16:  # a candidate is timed on weights of QLoRA's kind only
+        listed += [(f"rows<=64 candidate={name}", launch, True) for name, launch in candidates(64, capability).items()]
     return [
         Variant(
             f"nf4_decode {name} nested={nested}", nf4_decode_kernel,
             types | weight_types(nested) | scalars | dict.fromkeys(integers, "i32"), launch,
             {"NESTED": nested, "SHUFFLE": True},
         )
-        for name, launch in launches.items() for nested in (False, True)
+        for name, launch, nested in listed
     ]
