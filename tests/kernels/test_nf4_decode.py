@@ -113,7 +113,8 @@ def test_every_launch_of_the_decode_kernel_is_listed(capability: int) -> None:
         listed = [variant.launch for variant in variants(capability, dtype)]
         for rows, outputs in product(range(1, max_rows(capability) + 1), (1, 100, 8191, 8192, 150_000)):
             assert decode_launch(rows, outputs, capability) in listed
-            assert all(launch in listed for launch in candidates(rows, capability).values())
+            if dtype == torch.bfloat16:  # in which they are timed
+                assert all(launch in listed for launch in candidates(rows, capability).values())
 
 
 def test_decode_kernel_is_not_given_what_it_cannot_do() -> None:
