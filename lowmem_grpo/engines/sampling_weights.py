@@ -81,6 +81,7 @@ class SamplingWeights:
 
 
 def aligned(numbers: int) -> int:
+    """The next multiple of ALIGN, at which another group may begin."""
     return -(-numbers // ALIGN) * ALIGN
 
 
