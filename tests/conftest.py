@@ -1,5 +1,6 @@
 """What all tests share: the environment, the embedded model's tokenizer, policies of every family."""
 
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         why = card.why_skipped({} if call is None else call.params)
         if item.get_closest_marker("gpu") and why is not None:
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(autouse=True)
+def log_level_as_it_was() -> Iterator[None]:
+    """The command sets the level of the package's log: it is set back, so that no test counts more lines for that."""
+    log = logging.getLogger("lowmem_grpo")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture(scope="session")

@@ -44,12 +44,13 @@ def test_a_plan_chooses_the_size_of_micro_batches_and_is_logged(caplog: pytest.L
     ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}, "per_device_train_batch_size=1 counts"),
     ({"per_device_train_batch_size": 8}, ""),
 ])
-def test_a_batch_size_that_no_longer_cuts_is_not_said_or_is_said_where_it_would_cut_nothing(
+def test_a_batch_size_that_no_longer_cuts_is_said_and_one_that_changes_nothing_is_not(
     settings: dict[str, int], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, config, bound = loaded(), GRPOConfig(num_generations=8, **settings), RunMemory().train
     found = plan_run(settings_of(model, config, "transformers", 128), model, device("16GiB"))
     assert found is not None
+    caplog.clear()
     with caplog.at_level("WARNING", logger="lowmem_grpo"):
         bind(bound, found, config)
     assert (bound.planned, bound.spread) == (found.settings.max_tokens, found.settings.spread)
