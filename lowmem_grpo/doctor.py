@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import __version__
-from lowmem_grpo.sandbox_check import SandboxTrials
+from lowmem_grpo.sandbox.check import SandboxTrials
 
 PACKAGE = "lowmem-grpo"
 NEEDED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "tokenizers", "numpy", "click",

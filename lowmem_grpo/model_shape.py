@@ -149,7 +149,7 @@ class ModelShape:
 
 def named_shapes() -> list[str]:
     """The names that ship with the package."""
-    return sorted(entry.name.removesuffix(".json") for entry in (files("lowmem_grpo") / "shapes").iterdir())
+    return sorted(entry.name.removesuffix(".json") for entry in (files("lowmem_grpo") / "assets" / "shapes").iterdir())
 
 
 def named_config(name: str) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def named_config(name: str) -> dict[str, Any]:
         raise ValueError(
             f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a config.json"
         )
-    found: dict[str, Any] = json.loads((files("lowmem_grpo") / "shapes" / f"{short}.json").read_text())
+    found: dict[str, Any] = json.loads((files("lowmem_grpo") / "assets" / "shapes" / f"{short}.json").read_text())
     return found
 
 

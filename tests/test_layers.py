@@ -1,4 +1,5 @@
-"""The package's structure: layers import downwards only, heavy libraries stay in their few files, nothing is hidden."""
+"""The house: a folder imports from the floors below it and from those listed before it on its own; heavy libraries stay
+in their folders; nothing is hidden."""
 
 import ast
 import sys
@@ -11,59 +12,74 @@ import lowmem_grpo
 import lowmem_grpo.rewards
 
 ROOT = Path(lowmem_grpo.__file__).parent
-LAYERS: list[set[str]] = [  # a module belongs to the layer that names it, or a package that holds it
-    {"kernels"},
-    {"types", "config", "unsupported", "losses", "loss_types", "loss_settings", "loss_metrics", "kl", "entropy",
-     "sequences", "objective", "strategies", "difficulty", "replay", "advantages", "off_policy", "batching", "cutting",
-     "metrics",
-     "rewards", "sandbox", "sampling", "sampling_like", "fused_weights", "host_embedding", "host_memory", "callbacks",
-     "offload", "host_room", "host_store", "pinned_pool", "out_of_memory", "memory_advice", "packer", "rewind",
-     "accuracy", "gguf", "planner", "memory_plan", "plan_rows", "step_memory", "model_shape", "cards", "alarms",
-     "sft_config", "sandbox_check", "live_bytes", "token_rows", "packed_attention", "card_speeds", "time_costs",
-     "workload", "sampling_time", "training_time", "time_plan"},
-    {"attention", "lora_layers", "lean_modules", "lean_attention", "policy", "parity", "step", "optim", "model",
-     "loader", "pretrained", "engines", "checkpoint", "checkpoint_state", "planned", "planned_time", "saver", "scoring",
-     "sampler", "collector", "evaluation",
-     "early_scoring", "data", "records", "journal", "report", "charts", "live", "sinks", "export", "export_check",
-     "export_folder", "merge", "merged_folder", "lora_pairs", "base_weights", "base_record", "run_adapter", "hub",
-     "assessment", "reward_names", "data_files", "doctor", "sft_data", "nonfinite", "judge", "pace", "preflight",
-     "pictures",
-     "rewards.checking", "rewards.json_answer", "rewards.math_worker", "rewards.pay_table", "rewards.trials"},
-    {"trainer", "sft"},
-    {"cli", "commands", "plan_table", "eval_table", "__main__", "recipes", "integrations", "new_recipe"},
+FLOORS = [  # from below; ARCHITECTURE says what each folder is for. Files at the top of the package count as folders
+    ("kernels", "sandbox", "types", "hub"),
+    ("losses", "offload", "memory", "timing"),
+    ("config", "models"),
+    ("engines",),
+    ("data", "runs", "views"),
+    ("export", "fast_model", "loader", "rewards"),
+    ("rollout", "preflight", "train"),
+    ("recipes", "commands", "integrations", "cli", "__main__"),
 ]
-LAZY = {"lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES}  # names and their homes
-FREE = ("torch", *sys.stdlib_module_names)  # what layers 0 and 1 may import
-HEAVY = {  # everything else, and the files that may import it
-    "transformers": {"attention", "base_weights", "cli", "commands.terminal", "data", "engines.choice",
-                     "engines.kv_cache", "engines.stopping", "engines.transformers_engine", "engines.vllm_engine",
-                     "engines.vllm_settings", "export", "export_check", "integrations.trl", "lean_attention", "loader",
-                     "model", "optim",
-                     "policy", "pretrained", "recipes.from_scratch", "sampler", "sft_data"},
-    "peft": {"checkpoint", "checkpoint_state", "export", "export_check", "integrations.trl", "loader", "lora_layers",
-             "model", "policy", "saver"},
-    "trl": {"integrations.trl"},
-    "packaging": {"doctor", "engines.vllm_pool", "integrations.trl"},
-    "bitsandbytes": {"base_weights", "export_check", "optim"},
-    "datasets": {"data_files", "recipes.arithmetic", "recipes.code", "recipes.countdown", "recipes.email",
-                 "recipes.gsm8k", "recipes.held_out", "recipes.judge", "recipes.lesson", "recipes.own_data",
-                 "recipes.proximity", "recipes.warm_up"},
-    "plotly": {"pictures", "report"},
-    "rich": {"eval_table", "live", "plan_table", "recipes.lesson", "recipes.warm_up", "rewards.checking",
-             "rewards.pay_table"},
-    "jsonschema": {"rewards.json_answer"},
-    "math_verify": {"rewards.math_worker"},
-    "openai": {"judge.chat_api"},
-    "huggingface_hub": {"hub"},
-    "wandb": {"sinks"},
-    "numpy": {"checkpoint_state", "engines.process_state"},
-    "safetensors": {"base_weights", "checkpoint", "checkpoint_state", "export", "lora_pairs", "merge", "model"},
-    "tokenizers": {"recipes.from_scratch"},
-    "triton": {"kernels.triton_import"},
-    "click": {"cli", "commands.doctor", "commands.eval", "commands.export", "commands.new", "commands.terminal",
-              "recipes.from_scratch", "recipes.options", "recipes.recipe_file", "recipes.tiny_model"},
-    "pydantic": {"recipes.options"},
+NOT_MOVED = {  # modules that lie beside their folder yet
+    "accuracy": "runs", "advantages": "losses", "alarms": "runs", "assessment": "rollout", "attention": "models",
+    "base_record": "runs", "base_weights": "export", "batching": "models", "callbacks": "runs",
+    "card_speeds": "timing", "cards": "memory", "charts": "views", "checkpoint": "runs", "checkpoint_state": "runs",
+    "collector": "rollout", "commands.terminal": "views", "cutting": "memory", "data_files": "data",
+    "difficulty": "data", "doctor": "preflight", "early_scoring": "rewards", "engines.adjacent": "models",
+    "entropy": "losses", "eval_table": "views", "evaluation": "rollout", "export_check": "export",
+    "export_folder": "export", "fused_weights": "models", "gguf": "export", "host_embedding": "offload",
+    "host_memory": "memory", "host_room": "offload", "host_store": "offload", "journal": "runs", "judge": "rewards",
+    "kl": "losses", "lean_attention": "models", "lean_modules": "models", "live": "views", "live_bytes": "memory",
+    "lora_layers": "models", "lora_pairs": "export", "loss_metrics": "losses", "loss_settings": "losses",
+    "loss_types": "losses", "memory_advice": "memory", "memory_plan": "memory", "merge": "export",
+    "merged_folder": "export", "metrics": "rollout", "model": "fast_model", "model_shape": "memory",
+    "new_recipe": "recipes", "nonfinite": "train", "objective": "train", "off_policy": "losses", "optim": "train",
+    "out_of_memory": "memory", "pace": "views", "packed_attention": "models", "packer": "models", "parity": "rollout",
+    "pictures": "views", "pinned_pool": "offload", "plan_rows": "memory", "plan_table": "views", "planned": "train",
+    "planned_time": "timing", "planner": "memory", "policy": "models", "pretrained": "models", "records": "runs",
+    "replay": "rollout", "report": "views", "reward_names": "rewards", "rewind": "train", "run_adapter": "runs",
+    "sampler": "rollout", "sampling": "config", "sampling_like": "config", "sampling_time": "timing", "saver": "train",
+    "scoring": "rollout", "sequences": "losses", "sft": "train", "sft_config": "config", "sft_data": "data",
+    "sinks": "views", "step": "train", "step_memory": "memory", "strategies": "config", "time_costs": "timing",
+    "time_plan": "timing", "token_rows": "memory", "trainer": "train", "training_time": "timing",
+    "unsupported": "config", "workload": "timing",
 }
+UPWARD = {  # imports that run upwards yet: (module, what it imports)
+    ("collector", "objective"),
+    ("early_scoring", "scoring"),
+    ("export", "loader"),
+    ("journal", "metrics"),
+    ("memory_advice", "config"),
+    ("out_of_memory", "metrics"),
+    ("pictures", "assessment"),
+    ("planner", "sampling_time"),
+    ("preflight.room", "optim"),
+    ("rewards.trials", "scoring"),
+}
+LIBRARIES = {  # what each folder may import beside torch and the standard library
+    "kernels": {"triton"},
+    "hub": {"huggingface_hub"},
+    "models": {"peft", "transformers"},
+    "engines": {"numpy", "packaging", "transformers", "vllm"},
+    "data": {"datasets", "transformers"},
+    "runs": {"numpy", "peft", "safetensors"},
+    "views": {"click", "plotly", "rich", "transformers", "wandb"},
+    "export": {"bitsandbytes", "peft", "safetensors", "transformers"},
+    "fast_model": {"peft", "safetensors", "transformers"},
+    "loader": {"peft", "transformers"},
+    "rewards": {"jsonschema", "math_verify", "openai", "rich"},
+    "rollout": {"transformers"},
+    "preflight": {"packaging"},
+    "train": {"bitsandbytes", "peft", "transformers"},
+    "recipes": {"click", "datasets", "pydantic", "rich", "tokenizers", "transformers"},
+    "commands": {"click"},
+    "integrations": {"packaging", "peft", "transformers", "trl"},
+    "cli": {"click", "transformers"},
+}
+LAZY = {"lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES}  # names and their homes
+FREE = ("torch", *sys.stdlib_module_names)
 
 
 def module_name(path: Path) -> str:
@@ -75,6 +91,7 @@ def module_name(path: Path) -> str:
 SOURCES = {module_name(path): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 MODULES = sorted(name for name in TREES if name)
+ORDER = [folder for floor in FLOORS for folder in floor]
 
 
 def imports(name: str) -> set[str]:
@@ -112,35 +129,33 @@ def foreign(name: str) -> set[str]:
     return {found.partition(".")[0] for found in imports(name)} - {"lowmem_grpo", *FREE}
 
 
-def layer(name: str) -> int:
-    """Of the module itself, where the table names it, or of the package that holds it; the highest where none does."""
-    while name and not any(name in names for names in LAYERS):
-        name = name.rpartition(".")[0]
-    return next((number for number, names in enumerate(LAYERS) if name in names), len(LAYERS))
+def folder_of(name: str) -> str:
+    """The folder of the package in which a module lies, or the file itself where it lies in none."""
+    folder = NOT_MOVED.get(name) or NOT_MOVED.get(name.partition(".")[0])
+    return folder or name.partition(".")[0]
 
 
-def test_every_module_has_a_layer() -> None:
-    placed = set().union(*LAYERS)
-    assert [name for name in MODULES if name.partition(".")[0] not in placed] == []
+def test_every_folder_has_a_floor_and_every_name_of_the_table_is_there() -> None:
+    assert {folder_of(name) for name in MODULES} == set(ORDER)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_lower_layer_never_imports_a_higher_one(name: str) -> None:
-    assert sorted(other for other in ours(name) if layer(other) > layer(name)) == []
+def test_no_import_runs_upwards(name: str) -> None:
+    place = ORDER.index(folder_of(name))
+    above = {other for other in ours(name) if ORDER.index(folder_of(other)) > place}
+    assert sorted(other for other in above if (name, other) not in UPWARD) == []
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if layer(name) <= 1])
-def test_the_lowest_layers_need_torch_and_the_standard_library_alone(name: str) -> None:
-    assert foreign(name) - ({"triton"} if layer(name) == 0 else set()) == set()
+def test_every_exception_is_needed() -> None:
+    runs_up = {(name, other) for name in MODULES for other in ours(name)
+               if ORDER.index(folder_of(other)) > ORDER.index(folder_of(name))}
+    assert runs_up == set(UPWARD)
 
 
-def test_each_other_library_is_imported_in_its_named_files_alone() -> None:
-    used: dict[str, set[str]] = {}
-    for name in MODULES:
-        for library in foreign(name):
-            used.setdefault(library, set()).add(name)
-    assert all(name.startswith("engines.") for name in used.pop("vllm", set()))
-    assert used == HEAVY
+@pytest.mark.parametrize("folder", ORDER)
+def test_each_other_library_is_imported_in_its_named_folders_alone(folder: str) -> None:
+    used = set().union(*(foreign(name) for name in MODULES if folder_of(name) == folder))
+    assert used == LIBRARIES.get(folder, set())
 
 
 def test_the_trainer_imports_no_engine_but_their_common_face() -> None:
@@ -167,7 +182,8 @@ def test_nothing_is_run_read_or_caught_in_secret(name: str) -> None:
             assert node.func.id not in ("exec", "eval", "compile", "__import__"), f"{place}: {node.func.id}("
         if isinstance(node, ast.Attribute | ast.Name):
             word = node.attr if isinstance(node, ast.Attribute) else node.id
-            allowed = {"environ"} if name == "engines.vllm_import" else set()  # vLLM has settings that are nowhere else
+            vllm = name == "engines.vllm_import"  # it has settings that are nowhere else
+            allowed = {"environ"} if vllm else set()
             assert word not in {"getsource", "environ", "getenv", "putenv"} - allowed, f"{place}: {word}"
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{place}: a bare except"
     assert "TODO" not in SOURCES[name]

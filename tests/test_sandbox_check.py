@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.sandbox_check import SandboxTrials
+from lowmem_grpo.sandbox.check import SandboxTrials
 
 
 class Isolations:
@@ -72,7 +72,7 @@ def test_it_says_another_thing_than_the_sandbox_itself() -> None:
 
 
 def test_the_trials_load_torch() -> None:
-    script = ("import sys; import lowmem_grpo.sandbox_check as check, lowmem_grpo.sandbox.isolation as isolation; "
+    script = ("import sys; import lowmem_grpo.sandbox.check as check, lowmem_grpo.sandbox.isolation as isolation; "
               "check.SandboxTrials(lambda: isolation).line(60); print('torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"
