@@ -104,7 +104,7 @@ def show(rows: list[dict[str, Any]], planned: int) -> None:
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
 def main(shape: str, device: str, gib: float, generations: int, trials: int, start: int | None, output: Path) -> None:
     """Find the longest context that fits; exit code 1 where none does."""
-    from lowmem_grpo.model_shape import named_config
+    from lowmem_grpo.memory.model_shape import named_config
 
     common = machine() | {"run": datetime.now().isoformat(timespec="seconds")}  # first: the commit it began with
     case = Case(shape, 0, generations)

@@ -32,10 +32,10 @@ PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned for
 
 def planned(case: Case, budget: float | None) -> dict[str, int]:
     """What the planner says of the case: on a card of so many GiB, or with all memory it wants."""
-    from lowmem_grpo.cards import device
-    from lowmem_grpo.memory_plan import RunSettings
-    from lowmem_grpo.model_shape import named_config
-    from lowmem_grpo.planner import plan
+    from lowmem_grpo.memory.cards import device
+    from lowmem_grpo.memory.model_shape import named_config
+    from lowmem_grpo.memory.plan import RunSettings
+    from lowmem_grpo.memory.planner import plan
 
     settings = RunSettings(
         case.context, case.generations, case.rank, max_tokens=case.context, mlp_tile=4096, chunk_rows=1024,
@@ -50,7 +50,7 @@ def weigh_stage(case: Case, stage: str) -> dict[str, Any]:
     """The bytes of one stage of a case, on fake tensors."""
     from weigh import weigh
 
-    from lowmem_grpo.model_shape import named_config
+    from lowmem_grpo.memory.model_shape import named_config
 
     begin = time.perf_counter()
     found = weigh(named_config(case.shape), completion_lengths(case), STAGES[stage], case.rank)
@@ -62,7 +62,7 @@ def measure_stage(case: Case, stage: str, gib: float | None) -> dict[str, Any]:
     """The same for real, on a card that may use `gib` of its memory."""
     from on_card import measure
 
-    from lowmem_grpo.model_shape import named_config
+    from lowmem_grpo.memory.model_shape import named_config
 
     return measure(named_config(case.shape), completion_lengths(case), STAGES[stage], case.rank, gib)
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.engines.vllm_import import EngineUnavailableError
 from lowmem_grpo.loader import TINY, resolve
-from lowmem_grpo.offload import ActivationOffload
+from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.recipes.arithmetic import make_dataset
 
 KEPT = ("loss", "grad_norm", "entropy", "groups/with_signal", "memory/oom_train", "memory/oom_generate",

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.accuracy import wilson_interval
-from lowmem_grpo.cards import device
 from lowmem_grpo.cli import RECIPES
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.memory_plan import RunSettings
-from lowmem_grpo.model_shape import named_config
-from lowmem_grpo.planner import plan
+from lowmem_grpo.memory.cards import device
+from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.memory.plan import RunSettings
+from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import CPU, Preset, Presets
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowmem_grpo.cutting import SPREAD, Limits, cut
+from lowmem_grpo.memory.cutting import SPREAD, Limits, cut
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 Sequence = tuple[RolloutGroup, Rollout]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lowmem_grpo.advantages import AdvantageSettings
-from lowmem_grpo.loss_settings import LossSettings
+from lowmem_grpo.losses.advantages import AdvantageSettings
+from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.strategies import StrategySettings
 from lowmem_grpo.unsupported import FIXED, RENAMED, Fixed

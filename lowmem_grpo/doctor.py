@@ -197,13 +197,13 @@ def driver_version() -> str | None:
 
 def look_at_host(look: Look, found: Checkup) -> None:
     """Memory that can be had, and room on the disks of this folder and of downloaded models."""
-    memory, _ = attempt(lambda: look.load("lowmem_grpo.host_room").available_host_bytes())
+    memory, _ = attempt(lambda: look.load("lowmem_grpo.offload.host_room").available_host_bytes())
     cache, _ = attempt(lambda: Path(look.load("huggingface_hub.constants").HF_HUB_CACHE))
     found.host = {"available_bytes": memory, "disk_free_bytes": disk_free(Path.cwd()),
                   "model_cache": None if cache is None else str(cache),
                   "model_cache_free_bytes": None if cache is None else disk_free(cache)}
-    if attempt(lambda: look.load("lowmem_grpo.host_room").on_wsl())[0]:
-        found.advice.append(look.load("lowmem_grpo.host_room").WSL_ADVICE)
+    if attempt(lambda: look.load("lowmem_grpo.offload.host_room").on_wsl())[0]:
+        found.advice.append(look.load("lowmem_grpo.offload.host_room").WSL_ADVICE)
     if memory is not None and memory < LITTLE_HOST:
         found.advice.append(f"{memory / GIB:.1f} GiB of host memory are free: layer inputs go there with "
                             'use_gradient_checkpointing="offload"; True keeps them on the card')

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
 from lowmem_grpo.engines.sampling_weights import SIXTEEN
 from lowmem_grpo.fused_weights import fuse_weights
-from lowmem_grpo.host_embedding import embed_on_host
 from lowmem_grpo.lean_modules import MLP_TILE, make_lean
 from lowmem_grpo.lora_layers import use_kernel_layers
 from lowmem_grpo.model import FastModel, FastPeftModel, Loaded, compute_dtype
-from lowmem_grpo.offload import checkpointing_mode, enable_checkpointing
+from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
+from lowmem_grpo.offload.embedding import embed_on_host
 from lowmem_grpo.pretrained import Pretrained, linears_in_4bit
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import torch
 from lowmem_grpo.base_weights import Weight, live_weights, tensor_files
 from lowmem_grpo.export_check import LARGEST, Logits, check_loads, compare_logits, live_logits
 from lowmem_grpo.export_folder import Exported, ExportError, check_disk, finish, new_folder
-from lowmem_grpo.host_memory import freed_memory_returned
 from lowmem_grpo.lora_pairs import LoraPair, live_pairs
+from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.merge import check_merged, size_of, write_merged
 
 logger = logging.getLogger(__name__)

@@ -1,12 +1,10 @@
 """What a step measured: sums over micro-batches, statistics of rollouts, clocks and memory."""
 
 import re
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import fmean, stdev
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,40 +12,6 @@ from torch import Tensor, nn
 from lowmem_grpo.types import RolloutGroup
 
 PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter's name
-
-
-class Reducer:
-    """Weighted means over micro-batches; names that end in min or max take the extreme."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.weights: dict[str, float] = {}
-        self.samples: dict[str, list[Tensor]] = {}
-
-    def add(self, metrics: dict[str, Tensor], weight: float, counts: dict[str, float] | None = None) -> None:
-        """Take a micro-batch's metrics, means over `weight` things, or over those that `counts` says by name."""
-        for name, value in metrics.items():
-            seen = self.sums.get(name)
-            if name.endswith(("min", "max")):
-                extreme = torch.minimum if name.endswith("min") else torch.maximum
-                self.sums[name] = value if seen is None else extreme(seen, value)
-                self.weights[name] = 1.0
-            else:
-                share = (counts or {}).get(name, weight)
-                self.sums[name] = value * share if seen is None else seen + value * share
-                self.weights[name] = self.weights.get(name, 0.0) + share
-
-    def keep(self, samples: dict[str, Tensor]) -> None:
-        """Keep values (N,) of which the whole step's are wanted."""
-        for name, values in samples.items():
-            self.samples.setdefault(name, []).append(values)
-
-    def sampled(self, name: str) -> Tensor:
-        """All values kept under a name."""
-        return torch.cat(self.samples.get(name) or [torch.empty(0)])
-
-    def result(self) -> dict[str, float]:
-        return {name: (total / max(self.weights[name], 1e-12)).item() for name, total in self.sums.items()}
 
 
 class Clock:
@@ -126,19 +90,6 @@ def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[st
     total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms.values()]))
     logged = {"grad_norm": total, **{f"grad_norm/{name}": norm.float() for name, norm in norms.items()}}
     return total, dict(zip(logged, torch.stack(list(logged.values())).tolist(), strict=True))
-
-
-def peak_memory(device: torch.device) -> dict[str, Any]:
-    """Peak bytes so far: allocated and reserved on a card, resident set of the process on the CPU."""
-    if device.type == "cuda":
-        return {
-            "memory/peak_bytes": torch.cuda.max_memory_allocated(device),
-            "memory/reserved_bytes": torch.cuda.max_memory_reserved(device),
-        }
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"memory/peak_bytes": peak if sys.platform == "darwin" else peak * 1024}
 
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:

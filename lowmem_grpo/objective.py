@@ -5,78 +5,22 @@ fine-tuning in `sft.py` is one) is another small class.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.advantages import put_kl_in_reward
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.entropy import EntropyControl, top_entropy_mask
-from lowmem_grpo.loss_metrics import effective_sample_share, percentiles
-from lowmem_grpo.losses import grpo_loss
-from lowmem_grpo.metrics import Reducer
-from lowmem_grpo.off_policy import MismatchWatch, mean_k3
+from lowmem_grpo.losses.advantages import put_kl_in_reward
+from lowmem_grpo.losses.entropy import EntropyControl, top_entropy_mask
+from lowmem_grpo.losses.loss_metrics import effective_sample_share, percentiles
+from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
+from lowmem_grpo.losses.off_policy import MismatchWatch, mean_k3
+from lowmem_grpo.losses.policy_loss import grpo_loss
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """What one optimizer step's means are over, all of its groups counted."""
-
-    sequences: int
-    tokens: float  # that count in the loss
-    policy_tokens: float  # of these, those whose policy term counts
-
-
-class Objective:
-    """One algorithm, as the learner sees it; this one asks for nothing and counts every rollout."""
-
-    @property
-    def entropy_grad(self) -> bool:
-        """Whether the loss needs the gradient of the entropy."""
-        return False
-
-    def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """The fields of a rollout to fill before the first of so many steps: old_logprobs, ref_logprobs, entropy."""
-        return ()
-
-    def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
-        """An update begins on all these rollouts, with the policy of this version."""
-
-    def prepared(self, rollouts: list[Rollout]) -> None:
-        """The needed fields are filled."""
-
-    def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The rollouts whose tokens the step's means are over."""
-        return rollouts
-
-    def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The rollouts that can move the policy; others need no forward pass."""
-        return rollouts
-
-    def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        """This micro-batch's share of the step's loss; logprobs and entropy (N,) of its completion tokens."""
-        raise NotImplementedError
-
-    def measured(self, reducer: Reducer) -> dict[str, float]:
-        """Metrics of the whole step, from its means and from the samples that `loss` returned."""
-        return reducer.result()
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Undo `state`."""
-
-
-def policy_tokens(rollout: Rollout) -> int:
-    """Tokens of a rollout whose policy term counts."""
-    return len(rollout.completion_ids) if rollout.policy_mask is None else int(rollout.policy_mask.sum())
 
 
 class GRPOObjective(Objective):

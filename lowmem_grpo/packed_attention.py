@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from lowmem_grpo.kernels.spread import gather, spread
-from lowmem_grpo.token_rows import ALIGNED, prompts_once, window_block, window_reach
+from lowmem_grpo.memory.token_rows import ALIGNED, prompts_once, window_block, window_reach
 from lowmem_grpo.types import MicroBatch
 
 Masks = dict[tuple[Any, ...], Tensor]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.cutting import Limits
-from lowmem_grpo.off_policy import k3_of
-from lowmem_grpo.out_of_memory import Bound, RunMemory
+from lowmem_grpo.losses.off_policy import k3_of
+from lowmem_grpo.memory.bounds import Bound, RunMemory
+from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.packer import Packer
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import MicroBatch, RolloutGroup

@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 from lowmem_grpo.accuracy import accuracy_interval
 from lowmem_grpo.assessment import Answers
 from lowmem_grpo.charts import figures
-from lowmem_grpo.memory_plan import MemoryPlan
+from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.records import METRICS, prompt_text, read_lines
 from lowmem_grpo.report import merge_steps
 

@@ -3,9 +3,9 @@
 from rich.console import Console
 from rich.table import Table
 
-from lowmem_grpo.cards import GIB, MIB
-from lowmem_grpo.memory_plan import Choice, MemoryPlan
-from lowmem_grpo.time_plan import TimePlan
+from lowmem_grpo.memory.cards import GIB, MIB
+from lowmem_grpo.memory.plan import Choice, MemoryPlan
+from lowmem_grpo.timing.plan import TimePlan
 
 BYTES = ("kv_bytes",)  # choices whose value is one
 

@@ -1,18 +1,22 @@
 """Planned beside measured: the plan of a run on its own card, and the peaks of its phases."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from lowmem_grpo.cards import DEFAULT_SHARE, Device
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.host_embedding import HostEmbedding
-from lowmem_grpo.host_room import (
+from lowmem_grpo.kernels.linear_logprobs import default_rows
+from lowmem_grpo.lean_modules import LeanMLP
+from lowmem_grpo.memory.advice import MemoryAdvice
+from lowmem_grpo.memory.bounds import Bound, RunMemory
+from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.peaks import PhasePeaks, this_card
+from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
+from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.offload.embedding import HostEmbedding
+from lowmem_grpo.offload.host_room import (
     SPARE,
     WSL_ADVICE,
     available_host_bytes,
@@ -20,13 +24,6 @@ from lowmem_grpo.host_room import (
     host_bytes_needed,
     on_wsl,
 )
-from lowmem_grpo.kernels.linear_logprobs import default_rows
-from lowmem_grpo.lean_modules import LeanMLP
-from lowmem_grpo.memory_advice import MemoryAdvice, helpful_settings
-from lowmem_grpo.memory_plan import MemoryPlan, RunSettings
-from lowmem_grpo.model import FastPeftModel
-from lowmem_grpo.out_of_memory import Bound, RunMemory
-from lowmem_grpo.planner import plan
 from lowmem_grpo.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -55,49 +52,6 @@ def host_bytes_to_fill() -> int | None:
     """What a run may take of the host's memory; None where it cannot be told."""
     available = available_host_bytes()
     return None if available is None else max(0, available - SPARE)
-
-
-def this_card(device: torch.device) -> Device:
-    """The card that a run is on, and what of it this process may fill."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    share = min(DEFAULT_SHARE, torch.cuda.get_per_process_memory_fraction(device))
-    return Device(torch.cuda.get_device_name(device), total, int(total * share))
-
-
-class PhasePeaks:
-    """Peaks of torch's allocations in each phase of a step, on a card; on the CPU nothing is counted."""
-
-    def __init__(self, device: torch.device, plan: MemoryPlan | None = None) -> None:
-        self.device, self.plan = device, plan
-        self.counted = device.type == "cuda"
-        self.peaks: dict[str, int] = {}
-        self.highest = 0
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Inside is part of the phase "generate" or "train"."""
-        if not self.counted:
-            yield
-            return
-        self.highest = max(self.highest, torch.cuda.max_memory_allocated(self.device))
-        torch.cuda.reset_peak_memory_stats(self.device)
-        try:
-            yield
-        finally:
-            self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated(self.device))
-            self.highest = max(self.highest, self.peaks[name])
-
-    def metrics(self) -> dict[str, int]:
-        """Bytes: the highest peak so far, each phase's since the last call, and what was planned."""
-        if not self.counted:
-            return {}
-        measured = {"memory/peak_bytes": self.highest} | {f"memory/{name}_bytes": at for name, at in self.peaks.items()}
-        self.peaks = {}
-        if self.plan is None:
-            return measured
-        return measured | {
-            "memory/planned_generate_bytes": self.plan.rollout, "memory/planned_train_bytes": self.plan.train
-        }
 
 
 def plan_memory(
@@ -176,3 +130,20 @@ def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> Mem
         found.host / gib,
     )
     return found
+
+
+def helpful_settings(config: GRPOConfig, loaded: Any, four_bit: bool, engine: str) -> dict[str, list[str]]:
+    """For each phase, what is not on already and would help, the best first; `loaded` is the model's `Loaded`."""
+    shorter = (
+        f"a lower max_completion_length (now {config.max_completion_length}) or max_seq_length "
+        f"(now {loaded.max_seq_length})"
+    )
+    weights = [] if four_bit else ["load_in_4bit=True"]
+    offload = [] if loaded.offload else ['use_gradient_checkpointing="offload"']
+    eight_bit = [] if "8bit" in config.optim else ['optim="paged_adamw_8bit"']
+    share = ["a lower gpu_memory_utilization"] if engine == "vllm" else []
+    last = ["a smaller LoRA rank (r)", "nothing else on the card beside this run"]
+    return {
+        "train": [shorter, *offload, *weights, *eight_bit, *share, *last],
+        "rollout": [shorter, *weights, *share, *eight_bit, *last],
+    }

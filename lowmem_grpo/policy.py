@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowmem_grpo import attention
-from lowmem_grpo.host_embedding import HostEmbedding
 from lowmem_grpo.kernels import linear_logprobs
-from lowmem_grpo.offload import drops, enable_checkpointing
+from lowmem_grpo.offload.activations import drops, enable_checkpointing
+from lowmem_grpo.offload.embedding import HostEmbedding
 from lowmem_grpo.packed_attention import PackedLayout
 from lowmem_grpo.types import MicroBatch
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from lowmem_grpo import attention
-from lowmem_grpo.host_memory import freed_memory_returned
+from lowmem_grpo.memory.trim import freed_memory_returned
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.data import Prompt
 from lowmem_grpo.engines.base import Engine, OnGroup
+from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.model import FastPeftModel
-from lowmem_grpo.out_of_memory import RunMemory
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import RolloutGroup

@@ -10,7 +10,7 @@ from lowmem_grpo import checkpoint
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import PromptSource
-from lowmem_grpo.out_of_memory import RunMemory
+from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.replay import ReplayBuffer
 from lowmem_grpo.rewind import RandomStates
 from lowmem_grpo.step import Learner

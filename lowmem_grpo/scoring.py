@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.advantages import assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import is_chat
+from lowmem_grpo.losses.advantages import assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards import RewardScorer, Scores
 from lowmem_grpo.rewards.calls import Lists
 from lowmem_grpo.types import Rollout, RolloutGroup

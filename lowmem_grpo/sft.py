@@ -21,14 +21,15 @@ from lowmem_grpo.data import DataError, Prompt, PromptSource
 from lowmem_grpo.engines.stopping import eos_token_ids
 from lowmem_grpo.journal import LAST
 from lowmem_grpo.live import LiveView, shown
-from lowmem_grpo.memory_advice import MemoryAdvice
-from lowmem_grpo.metrics import Clock, mean_of, peak_memory
+from lowmem_grpo.losses.objective import Objective, StepTotals
+from lowmem_grpo.memory.advice import MemoryAdvice
+from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
+from lowmem_grpo.memory.peaks import peak_memory
+from lowmem_grpo.metrics import Clock, mean_of
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.nonfinite import Guard, NonFiniteError
-from lowmem_grpo.objective import Objective, StepTotals
-from lowmem_grpo.offload import enable_checkpointing
+from lowmem_grpo.offload.activations import enable_checkpointing
 from lowmem_grpo.optim import make_optimizer, make_scheduler
-from lowmem_grpo.out_of_memory import MemoryExhaustedError, RunMemory
 from lowmem_grpo.planned import plan_training
 from lowmem_grpo.policy import Policy, mixed_dtype
 from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight

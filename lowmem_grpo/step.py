@@ -15,13 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from lowmem_grpo.batching import unpack
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.cutting import Limits
-from lowmem_grpo.metrics import Reducer, gradient_norms
+from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals, policy_tokens
+from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
+from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.metrics import gradient_norms
 from lowmem_grpo.nonfinite import Flags, Guard, broken_gradients
-from lowmem_grpo.objective import GRPOObjective, Objective, StepTotals, policy_tokens
-from lowmem_grpo.offload import ActivationOffload
+from lowmem_grpo.objective import GRPOObjective
+from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.optim import allocates_each_step
-from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.packer import Packer
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.rewind import Gradients, OptimizerCopy, RandomStates

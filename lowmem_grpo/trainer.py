@@ -19,17 +19,17 @@ from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.evaluation import Evaluation
 from lowmem_grpo.journal import Journal
 from lowmem_grpo.live import LiveView
-from lowmem_grpo.loss_types import LOSS_TYPES
-from lowmem_grpo.metrics import Clock, mean_of, peak_memory
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.memory.bounds import MemoryExhaustedError
+from lowmem_grpo.memory.peaks import peak_memory
+from lowmem_grpo.metrics import Clock, mean_of
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.nonfinite import Guard, NonFiniteError
 from lowmem_grpo.objective import GRPOObjective
-from lowmem_grpo.offload import enable_checkpointing
+from lowmem_grpo.offload.activations import enable_checkpointing
 from lowmem_grpo.optim import make_optimizer, make_scheduler, steps_per_rollout, total_steps
-from lowmem_grpo.out_of_memory import MemoryExhaustedError
 from lowmem_grpo.parity import ParityGate
 from lowmem_grpo.planned import plan_memory
-from lowmem_grpo.planned_time import PlannedTime
 from lowmem_grpo.policy import Policy, mixed_dtype
 from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
 from lowmem_grpo.records import RecordError, RunRecords
@@ -41,6 +41,7 @@ from lowmem_grpo.saver import Saver
 from lowmem_grpo.scoring import score_groups, set_baselines
 from lowmem_grpo.sinks import make_sinks
 from lowmem_grpo.step import Learner
+from lowmem_grpo.timing.run_time import PlannedTime
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)

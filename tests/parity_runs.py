@@ -26,7 +26,7 @@ from trl.trainer.utils import split_tensor_dict
 from trl_runs import END, Rollouts, TrlRun, given_reward, make_trainer, model_logprobs, prepare, window
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.advantages import assign_advantages
+from lowmem_grpo.losses.advantages import assign_advantages
 from lowmem_grpo.metrics import rollout_metrics
 from lowmem_grpo.optim import make_optimizer, make_scheduler
 from lowmem_grpo.policy import Policy

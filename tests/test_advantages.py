@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowmem_grpo.advantages import (
+from lowmem_grpo.losses.advantages import (
     ESTIMATORS,
     SCALE_REWARDS,
     AdvantageSettings,
@@ -283,7 +283,8 @@ def test_gdpo_is_not_trls(missing: float, weights: list[float] | None) -> None:
 
 
 def test_completions_without_reward_in_groups_without_spread_shrink_gdpos_scale() -> None:
-    rewards = table([[[NAN, NAN], [1.0, 2.0]], [[0.0, 1.0], [1.0, 0.0]], [[3.0, 1.0], [1.0, 0.0]]])  # type: ignore[list-item]
+    rewards = table([[[NAN, NAN], [1.0, 2.0]], [[0.0, 1.0], [1.0, 0.0]], [[3.0, 1.0], [1.0,
+                                                                                       0.0]]])  # type: ignore[list-item]
     chosen = AdvantageSettings(multi_objective_aggregation="normalize_then_sum")
     each = [2 / 2 / (math.sqrt(2) + 1e-4), 0.5 / (math.sqrt(0.5) + 1e-4)]
     score = sum(each) / (std([0.0, 0.0, 0.0, sum(each), -sum(each)]) + 1e-4)  # the completion that nobody scored is out

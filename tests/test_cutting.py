@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_grpo.batching import pack
-from lowmem_grpo.cutting import Limits, Span, area, cut, places
-from lowmem_grpo.token_rows import prompts_once, token_rows
+from lowmem_grpo.memory.cutting import Limits, Span, area, cut, places
+from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), max_size=6)), max_size=5)
@@ -59,7 +59,7 @@ def test_the_prompt_is_counted_for_each_neighbour() -> None:
 
 
 def test_counting_micro_batches_needs_torch() -> None:
-    code = "import sys; from lowmem_grpo.cutting import Limits, cut; cut([(3, [4, 5])], Limits(8)); " \
+    code = "import sys; from lowmem_grpo.memory.cutting import Limits, cut; cut([(3, [4, 5])], Limits(8)); " \
            "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.advantages import ESTIMATORS
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.loss_types import LOSS_TYPES
-from lowmem_grpo.off_policy import CORRECTIONS
+from lowmem_grpo.losses.advantages import ESTIMATORS
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.losses.off_policy import CORRECTIONS
 from lowmem_grpo.recipes.arithmetic import PRESETS, ArithmeticOptions, make_lesson
 from lowmem_grpo.recipes.lesson import load
 from lowmem_grpo.recipes.presets import prepare

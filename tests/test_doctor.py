@@ -169,7 +169,7 @@ def with_card(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Checkup:
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.1")
     libraries = {name: object() for name in TRIED} | {"torch": FakeTorch(cuda)}
     return examine(fake_look(**libraries, lowmem_grpo_engines_choice=engines, lowmem_grpo_loader=object(),
-                             lowmem_grpo_trainer=object(), lowmem_grpo_host_room=object()))
+                             lowmem_grpo_trainer=object(), lowmem_grpo_offload_host_room=object()))
 
 
 def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,14 +244,14 @@ def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "disk_free", lambda folder: 2**30)
     room = type("Room", (), {"available_host_bytes": staticmethod(lambda: 2 * 2**30)})()
     found = Checkup()
-    doctor.look_at_host(fake_look(lowmem_grpo_host_room=room), found)
+    doctor.look_at_host(fake_look(lowmem_grpo_offload_host_room=room), found)
     assert "2.0 GiB of host memory are free" in found.advice[0]
     assert "1.0 GiB are free on this folder's disk" in found.advice[1]
 
 
 def test_an_old_card_wsl_or_a_vllm_without_its_pool_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowmem_grpo import host_room
     from lowmem_grpo.engines.choice import EngineChoice
+    from lowmem_grpo.offload import host_room
 
     def advice(major: int, files: list[str]) -> str:
         choice = type("Choice", (), {"choose_engine": staticmethod(lambda *_: EngineChoice("vllm", "it is here"))})

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from naive_loss import LENGTHS, LONGEST, STEP, close, close_with_gradients, example, naive_loss, places_of
 from torch import Tensor
 
-from lowmem_grpo.entropy import EntropyControl, quantile, top_entropy_mask
-from lowmem_grpo.loss_settings import LossSettings
-from lowmem_grpo.losses import grpo_loss
+from lowmem_grpo.losses.entropy import EntropyControl, quantile, top_entropy_mask
+from lowmem_grpo.losses.loss_settings import LossSettings
+from lowmem_grpo.losses.policy_loss import grpo_loss
 
 SHARES = (0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 COUNT = sum(LENGTHS)

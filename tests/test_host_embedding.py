@@ -10,7 +10,7 @@ from small_models import FAMILIES, TINY, random_model
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.batching import pack
-from lowmem_grpo.host_embedding import HostEmbedding, embed_on_host
+from lowmem_grpo.offload.embedding import HostEmbedding, embed_on_host
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 

@@ -7,7 +7,7 @@ import torch
 from naive_loss import close, kl_of
 from torch import Tensor
 
-from lowmem_grpo.kl import KL_ESTIMATORS
+from lowmem_grpo.losses.kl import KL_ESTIMATORS
 
 
 def distributions() -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.loss_settings import ADAPTIVE, OF_TYPES, LossSettings
-from lowmem_grpo.loss_types import LOSS_TYPES
+from lowmem_grpo.losses.loss_settings import ADAPTIVE, OF_TYPES, LossSettings
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
 
 GOOD: dict[str, Any] = {  # a value that every loss type which has the option takes
     "epsilon": 0.25, "epsilon_high": 1.5, "delta": 3.0, "importance_sampling_level": "sequence",

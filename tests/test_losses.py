@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from naive_loss import LENGTHS, LONGEST, STEP, close, close_with_gradients, example, naive_loss, naive_phi, places_of
 from torch import Tensor
 
-from lowmem_grpo.loss_settings import LossSettings
-from lowmem_grpo.loss_types import LOSS_TYPES
-from lowmem_grpo.losses import grpo_loss
-from lowmem_grpo.metrics import Reducer
+from lowmem_grpo.losses.loss_settings import LossSettings
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.losses.objective import Reducer
+from lowmem_grpo.losses.policy_loss import grpo_loss
 from lowmem_grpo.types import LossOutput
 
 Options = dict[str, Any]

@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import tensor
 
-from lowmem_grpo.metrics import Clock, Reducer, mean_and_std, mean_of, peak_memory, rollout_metrics, spread
+from lowmem_grpo.losses.objective import Reducer
+from lowmem_grpo.memory.peaks import peak_memory
+from lowmem_grpo.metrics import Clock, mean_and_std, mean_of, rollout_metrics, spread
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 
 def rollout(tokens: int, reward: float | None, finish: str = "stop", **rewards: float | None) -> Rollout:
     advantage = 0.0 if reward is None else reward - 0.5
-    return Rollout([1] * tokens, [0.0] * tokens, finish, rewards=rewards, reward=reward, advantage=advantage)  # type: ignore[arg-type]
+    return Rollout([1] * tokens, [0.0] * tokens, finish, rewards=rewards, reward=reward,
+                   advantage=advantage)  # type: ignore[arg-type]
 
 
 def test_means_over_micro_batches_are_weighted_by_their_tokens() -> None:

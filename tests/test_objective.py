@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_grpo.batching import collate
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.metrics import Reducer
-from lowmem_grpo.objective import GRPOObjective, StepTotals
+from lowmem_grpo.losses.objective import Reducer, StepTotals
+from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from naive_loss import LENGTHS, LONGEST, STEP, close, close_with_gradients, example, mean, naive_loss, places_of
 from torch import Tensor
 
-from lowmem_grpo.loss_types import LOSS_TYPES
-from lowmem_grpo.losses import grpo_loss
-from lowmem_grpo.off_policy import (
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.losses.off_policy import (
     CORRECTIONS,
     MismatchWatch,
     correction_weights,
     mean_k3,
     off_policy_sequence_mask,
 )
+from lowmem_grpo.losses.policy_loss import grpo_loss
 
 Bounds = tuple[float | None, float | None]
 BOUNDS: dict[str, list[Bounds]] = {

@@ -17,14 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lowmem_grpo.host_room import host_bytes_needed
-from lowmem_grpo.offload import (
+from lowmem_grpo.offload.activations import (
     ActivationOffload,
     checkpointed_layers,
     enable_checkpointing,
     offload_activations,
 )
-from lowmem_grpo.pinned_pool import ImmediateCopies
+from lowmem_grpo.offload.host_room import host_bytes_needed
+from lowmem_grpo.offload.pages import ImmediateCopies
 
 TOKENS, WIDTH, LAYERS = 16, 24, 5
 LAYER_INPUT = TOKENS * WIDTH * 4

@@ -14,8 +14,8 @@ from small_models import random_model, with_adapter
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_grpo.offload import ActivationOffload, enable_checkpointing
-from lowmem_grpo.pinned_pool import PagePool, StreamCopies
+from lowmem_grpo.offload.activations import ActivationOffload, enable_checkpointing
+from lowmem_grpo.offload.pages import PagePool, StreamCopies
 
 CYCLES = 4_000_000  # of the card's clock: a few milliseconds, far more than any copy or layer here takes
 WIDTH, LAYERS = 256, 12

@@ -22,9 +22,8 @@ from lowmem_grpo.batching import pack
 from lowmem_grpo.engines.borrowed import LAYERS
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm_import import installed
-from lowmem_grpo.memory_advice import MemoryAdvice
-from lowmem_grpo.offload import ActivationOffload
-from lowmem_grpo.out_of_memory import (
+from lowmem_grpo.memory.advice import MemoryAdvice
+from lowmem_grpo.memory.bounds import (
     Bound,
     MemoryExhaustedError,
     RunMemory,
@@ -33,6 +32,7 @@ from lowmem_grpo.out_of_memory import (
     smaller,
     tried,
 )
+from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.records import read_lines
 from lowmem_grpo.sampling import SamplingParams

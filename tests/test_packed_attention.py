@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowmem_grpo import packed_attention, token_rows
+from lowmem_grpo import packed_attention
 from lowmem_grpo.attention import without_cudnn
 from lowmem_grpo.batching import collate
+from lowmem_grpo.memory import token_rows
 from lowmem_grpo.packed_attention import Causal, PackedLayout
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup

@@ -8,15 +8,15 @@ import pytest
 import torch
 from card import HAS_CARD
 
-from lowmem_grpo import host_room
-from lowmem_grpo.host_room import (
+from lowmem_grpo.offload import host_room
+from lowmem_grpo.offload.host_room import (
     available_host_bytes,
     check_host_room,
     container_room,
     host_bytes_needed,
     system_room,
 )
-from lowmem_grpo.pinned_pool import PAGE_BYTES, ImmediateCopies, PagePool, StreamCopies
+from lowmem_grpo.offload.pages import PAGE_BYTES, ImmediateCopies, PagePool, StreamCopies
 
 GIB = 2**30
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from lowmem_grpo.cards import GIB
 from lowmem_grpo.cli import main
-from lowmem_grpo.model_shape import named_config
+from lowmem_grpo.memory.cards import GIB
+from lowmem_grpo.memory.model_shape import named_config
 
 
 def plan(*words: Any) -> Result:

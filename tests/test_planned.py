@@ -7,9 +7,10 @@ import torch
 from card import gpu
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
-from lowmem_grpo.cards import device
-from lowmem_grpo.out_of_memory import RunMemory
-from lowmem_grpo.planned import PhasePeaks, bind, plan_run, settings_of
+from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.cards import device
+from lowmem_grpo.memory.peaks import PhasePeaks
+from lowmem_grpo.planned import bind, plan_run, settings_of
 
 
 def loaded(**options: Any) -> Any:

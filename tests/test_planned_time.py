@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.cards import device
 from lowmem_grpo.charts import figures
-from lowmem_grpo.memory_plan import RunSettings
-from lowmem_grpo.model_shape import ModelShape, named_config
+from lowmem_grpo.memory.cards import device
+from lowmem_grpo.memory.model_shape import ModelShape, named_config
+from lowmem_grpo.memory.plan import RunSettings
+from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.planned import plan_run, settings_of
-from lowmem_grpo.planned_time import PlannedTime, workload_of
-from lowmem_grpo.planner import plan
 from lowmem_grpo.preflight import before_training
 from lowmem_grpo.preflight.how_long import how_long
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.time_plan import plan_time
+from lowmem_grpo.timing.plan import plan_time
+from lowmem_grpo.timing.run_time import PlannedTime, workload_of
+from lowmem_grpo.timing.workload import Workload
 from lowmem_grpo.types import Rollout, RolloutGroup
-from lowmem_grpo.workload import Workload
 
 CONFIG = named_config("qwen2.5-3b")
 ROWS = [{"prompt": f"Start with {n}. Add 4. What is the result?\n"} for n in range(3, 15)]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.batching import pack
-from lowmem_grpo.cards import GIB, Device, device
-from lowmem_grpo.memory_plan import MemoryPlan, RunSettings
-from lowmem_grpo.model_shape import ModelShape, named_config, named_shapes, shape_name
-from lowmem_grpo.plan_rows import build
-from lowmem_grpo.planner import EASE, max_context, plan
-from lowmem_grpo.token_rows import prompts_once, token_rows
+from lowmem_grpo.memory.cards import GIB, Device, device
+from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes, shape_name
+from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
+from lowmem_grpo.memory.planner import EASE, max_context, plan
+from lowmem_grpo.memory.rows import build
+from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 WEIGHING = Path(__file__).parents[1] / "bench" / "weighing"
@@ -387,8 +387,9 @@ def test_an_unknown_card_is_told_the_close_ones() -> None:
 def test_planning_needs_neither_torch_nor_transformers() -> None:
     import subprocess
 
-    code = ("import sys; from lowmem_grpo.planner import plan, named_config, RunSettings; "
-            "from lowmem_grpo.cards import device; plan(named_config('qwen3-4b'), RunSettings(2048), device('t4')); "
+    code = ("import sys; from lowmem_grpo.memory.planner import plan, named_config, RunSettings; "
+            "from lowmem_grpo.memory.cards import device; "
+            "plan(named_config('qwen3-4b'), RunSettings(2048), device('t4')); "
             "print([name for name in ('torch', 'transformers', 'rich') if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

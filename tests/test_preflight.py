@@ -18,9 +18,9 @@ import torch
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
 from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.cards import device
 from lowmem_grpo.commands.terminal import CurrentStderr
 from lowmem_grpo.data import PromptEncoder
+from lowmem_grpo.memory.cards import device
 from lowmem_grpo.pace import Pace
 from lowmem_grpo.planned import plan_run, settings_of
 from lowmem_grpo.preflight import CHECKS, FirstSteps, PreflightError, repeats, room, rows

@@ -19,8 +19,9 @@ import torch
 from small_models import TINY
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, loss_types, objective, sinks
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, objective, sinks
 from lowmem_grpo.data import DataError
+from lowmem_grpo.losses import loss_types
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.records import RecordError, read_lines

@@ -14,8 +14,8 @@ from torch import Tensor
 from trl_runs import END, TrlRun, make_trainer, random_rollouts
 
 from lowmem_grpo import GRPOConfig
-from lowmem_grpo.advantages import AdvantageSettings
-from lowmem_grpo.loss_settings import LossSettings
+from lowmem_grpo.losses.advantages import AdvantageSettings
+from lowmem_grpo.losses.loss_settings import LossSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(rollout_func|supports vLLM).*")
 

@@ -29,8 +29,8 @@ from parity_runs import (
 from trl_runs import END, Rollouts, TrlRun, make_trainer, prepare, random_rollouts, window
 
 from lowmem_grpo import GRPOConfig
-from lowmem_grpo.advantages import assign_advantages
-from lowmem_grpo.loss_types import LOSS_TYPES
+from lowmem_grpo.losses.advantages import assign_advantages
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(rollout_func|supports vLLM).*")
 

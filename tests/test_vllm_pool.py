@@ -22,17 +22,17 @@ from small_models import load_model, with_adapter
 from transformers import PreTrainedTokenizerBase
 from vllm_models import NEEDS_VLLM
 
-from lowmem_grpo.cards import Device, device
 from lowmem_grpo.engines import vllm_engine, vllm_pool, vllm_settings
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.vllm_engine import VLLMEngine
 from lowmem_grpo.engines.vllm_import import import_borrowing
 from lowmem_grpo.engines.vllm_settings import least_kv_bytes
-from lowmem_grpo.memory_plan import RunSettings
-from lowmem_grpo.model_shape import ModelShape, named_config
-from lowmem_grpo.out_of_memory import MemoryExhaustedError, RunMemory
-from lowmem_grpo.plan_rows import engine_workspace
-from lowmem_grpo.planner import plan
+from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
+from lowmem_grpo.memory.cards import Device, device
+from lowmem_grpo.memory.model_shape import ModelShape, named_config
+from lowmem_grpo.memory.plan import RunSettings
+from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.memory.rows import engine_workspace
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout

@@ -12,9 +12,9 @@ from weigh import LogitsPolicy, add_lora, groups_of, largest, sizes_of
 
 from lowmem_grpo import attention
 from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.host_embedding import embed_on_host
-from lowmem_grpo.objective import StepTotals
-from lowmem_grpo.offload import ActivationOffload
+from lowmem_grpo.losses.objective import StepTotals
+from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.offload.embedding import embed_on_host
 from lowmem_grpo.optim import make_optimizer
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.step import Learner

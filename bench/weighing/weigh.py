@@ -22,12 +22,12 @@ from transformers import AutoConfig
 from lowmem_grpo.batching import pack
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.loader import ALL_LINEAR, FastLanguageModel
-from lowmem_grpo.metrics import Reducer
+from lowmem_grpo.losses.objective import Reducer, StepTotals
 from lowmem_grpo.model import FastModel, Loaded
-from lowmem_grpo.objective import GRPOObjective, StepTotals
-from lowmem_grpo.offload import ActivationOffload
+from lowmem_grpo.objective import GRPOObjective
+from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.offload.pages import ImmediateCopies
 from lowmem_grpo.optim import make_optimizer
-from lowmem_grpo.pinned_pool import ImmediateCopies
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.step import Learner
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
@@ -201,7 +201,7 @@ def weight_count(weight: Tensor) -> int:
 
 def main() -> None:
     """Print the peak of one sequence, and what was alive then."""
-    from lowmem_grpo.model_shape import named_config
+    from lowmem_grpo.memory.model_shape import named_config
 
     name, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20480
     found = weigh(named_config(name), [tokens])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.lora import FrozenWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, check_adjacent
-from lowmem_grpo.offload import storage_id
+from lowmem_grpo.offload.activations import storage_id
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:

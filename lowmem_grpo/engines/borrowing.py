@@ -12,7 +12,7 @@ from lowmem_grpo.engines.adapters import AdapterCopy, Loras, lora_of
 from lowmem_grpo.engines.borrowed import ADVICE, OTHER_ENGINE, BorrowedLinear, BorrowError, same_tensors
 from lowmem_grpo.engines.sampling_weights import Room, SamplingWeights
 from lowmem_grpo.kernels.lora import LoRA
-from lowmem_grpo.out_of_memory import is_out_of_memory
+from lowmem_grpo.memory.bounds import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

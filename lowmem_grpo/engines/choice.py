@@ -25,7 +25,7 @@ from lowmem_grpo.engines.vllm_import import (
     why_not_beside,
     why_unavailable,
 )
-from lowmem_grpo.out_of_memory import RolloutBound
+from lowmem_grpo.memory.bounds import RolloutBound
 from lowmem_grpo.policy import Policy
 
 logger = logging.getLogger(__name__)

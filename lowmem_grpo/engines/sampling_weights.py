@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowmem_grpo.cards import DEFAULT_SHARE, GIB
 from lowmem_grpo.engines.borrowed import Product
 from lowmem_grpo.engines.vllm_settings import BLOCK, kv_bytes_of
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
-from lowmem_grpo.model_shape import ModelShape
+from lowmem_grpo.memory.cards import DEFAULT_SHARE, GIB
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.policy import Policy
-from lowmem_grpo.sampling_time import faster_in_16_bit
+from lowmem_grpo.timing.sampling import faster_in_16_bit
 
 logger = logging.getLogger(__name__)
 

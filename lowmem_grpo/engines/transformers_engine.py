@@ -22,7 +22,7 @@ from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
 from lowmem_grpo.engines.told import Told
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
-from lowmem_grpo.out_of_memory import Bound, RunMemory, Shortage, tried
+from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout

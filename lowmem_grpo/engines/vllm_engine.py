@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.cards import sequences_at_once
 from lowmem_grpo.engines import sampling_weights as wide
 from lowmem_grpo.engines import vllm_pool, vllm_settings
 from lowmem_grpo.engines.adapters import AdapterCopy
@@ -24,8 +23,9 @@ from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
 from lowmem_grpo.engines.told import Told
 from lowmem_grpo.engines.vllm_import import EngineUnavailableError, import_borrowing
 from lowmem_grpo.engines.vllm_steps import Work, outputs
-from lowmem_grpo.memory_advice import in_words
-from lowmem_grpo.out_of_memory import RolloutBound, RunMemory, Shortage, free, is_out_of_memory, tried
+from lowmem_grpo.memory.advice import in_words
+from lowmem_grpo.memory.bounds import RolloutBound, RunMemory, Shortage, free, is_out_of_memory, tried
+from lowmem_grpo.memory.cards import sequences_at_once
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.cards import prefill_tokens
 from lowmem_grpo.engines.borrowed import BorrowError
+from lowmem_grpo.memory.cards import prefill_tokens
 from lowmem_grpo.policy import Policy
 
 CPU_KV_BYTES = 1 << 30  # of the key-value cache on the CPU, where no card's memory says how much

@@ -54,7 +54,7 @@ class SelfJudge(Judge):
         self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
         self.template_kwargs, self.time_limit = dict(chat_template_kwargs or {}), float(time_limit)
         self.identity = repr(("self", *weights_of(model), max_tokens, temperature, seed, self.template_kwargs))
-        from lowmem_grpo.out_of_memory import RunMemory
+        from lowmem_grpo.memory.bounds import RunMemory
 
         self.memory = RunMemory()  # its own bound: what is judged at once is longer than what is sampled at once
 

@@ -3,10 +3,10 @@
 from statistics import fmean
 
 from lowmem_grpo.live import clock
-from lowmem_grpo.planned_time import PlannedTime
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.time_plan import TimePlan
-from lowmem_grpo.workload import COMPLETION_SHARE, Workload
+from lowmem_grpo.timing.plan import TimePlan
+from lowmem_grpo.timing.run_time import PlannedTime
+from lowmem_grpo.timing.workload import COMPLETION_SHARE, Workload
 
 
 def how_long(subject: Subject) -> str | None:

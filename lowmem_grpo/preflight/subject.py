@@ -8,8 +8,8 @@ from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.data import PromptSource, is_chat
 from lowmem_grpo.engines.stopping import eos_token_ids
 from lowmem_grpo.live import LiveView
-from lowmem_grpo.memory_plan import MemoryPlan
-from lowmem_grpo.out_of_memory import RunMemory
+from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.policy import Policy
 from lowmem_grpo.preflight.rows import LookedAt, RowSample, sample_rows
 from lowmem_grpo.rewards.scorer import RewardScorer

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowmem_grpo.advantages import combine_rewards, without_metrics_alone
 from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config import GRPOConfig
 from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, longest_prompt
 from lowmem_grpo.live import wilson_interval
+from lowmem_grpo.losses.advantages import combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards.diagnosis import about_length, about_signal, by_severity, differs, findings_of, in_groups
 from lowmem_grpo.rewards.findings import Finding, RewardCheck, Trial
 from lowmem_grpo.rewards.scorer import RewardScorer

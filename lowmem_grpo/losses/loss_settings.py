@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.kl import KL_ESTIMATORS
-from lowmem_grpo.loss_types import LOSS_TYPES
-from lowmem_grpo.off_policy import CORRECTIONS, Bounds
+from lowmem_grpo.losses.kl import KL_ESTIMATORS
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.losses.off_policy import CORRECTIONS, Bounds
 
 LEVELS = ("token", "sequence", "sequence_token")
 OF_TYPES = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_neg",

@@ -2,7 +2,7 @@
 
     mu: the sampler, pi_old: the trainer at the start of the update, pi: the policy in training
     d_t = log pi_old(t) - log mu(t),   rho_t = exp(d_t)                      the sampler's mismatch and its staleness
-    loss = sum_t weight_t sg(c_t) l_t                                        l_t has the ratio pi / pi_old (losses.py)
+    loss = sum_t weight_t sg(c_t) l_t                                  l_t has the ratio pi / pi_old (policy_loss.py)
 
 With old log-probabilities recomputed by the trainer this is decoupled PPO (Hilton et al., 2021; AReaL): c_t corrects
 what sampler and trainer disagree on, the clipped ratio bounds what the update itself changes. A product of ratios over
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowmem_grpo.sequences import sequence_means, sequence_sums
+from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
 
 Bounds = tuple[float | None, float | None]
 

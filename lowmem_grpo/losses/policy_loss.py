@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lowmem_grpo.entropy import top_entropy_mask
-from lowmem_grpo.kl import KL_ESTIMATORS
-from lowmem_grpo.loss_metrics import Means, clip_metrics, correction_metrics, mismatch_metrics
-from lowmem_grpo.loss_settings import LossSettings
-from lowmem_grpo.loss_types import LOSS_TYPES, LossTokens, StepCounts
-from lowmem_grpo.off_policy import CORRECTIONS, correction_weights, off_policy_sequence_mask
-from lowmem_grpo.sequences import sequence_lengths, sequence_means
+from lowmem_grpo.losses.entropy import top_entropy_mask
+from lowmem_grpo.losses.kl import KL_ESTIMATORS
+from lowmem_grpo.losses.loss_metrics import Means, clip_metrics, correction_metrics, mismatch_metrics
+from lowmem_grpo.losses.loss_settings import LossSettings
+from lowmem_grpo.losses.loss_types import LOSS_TYPES, LossTokens, StepCounts
+from lowmem_grpo.losses.off_policy import CORRECTIONS, correction_weights, off_policy_sequence_mask
+from lowmem_grpo.losses.sequences import sequence_lengths, sequence_means
 from lowmem_grpo.types import LossOutput
 
 

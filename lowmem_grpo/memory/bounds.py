@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from lowmem_grpo.memory_advice import MemoryAdvice, in_words
-from lowmem_grpo.metrics import peak_memory
+from lowmem_grpo.memory.advice import MemoryAdvice, in_words
+from lowmem_grpo.memory.peaks import peak_memory
 
 logger = logging.getLogger(__name__)
 

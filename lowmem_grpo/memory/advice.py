@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from lowmem_grpo.config import GRPOConfig
+from typing import Protocol
 
 # Rows of a plan that do not depend on how much is done at once: a shortage says nothing against them.
 FIXED = ("weight", "embedding", "head", "adapter", "gradient", "optimizer", "context", "reserve")
@@ -79,20 +77,3 @@ def size_of(row: PlanRow, phase: str) -> int:
 def in_words(size: int) -> str:
     """Bytes as a person reads them."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def helpful_settings(config: GRPOConfig, loaded: Any, four_bit: bool, engine: str) -> dict[str, list[str]]:
-    """For each phase, what is not on already and would help, the best first; `loaded` is the model's `Loaded`."""
-    shorter = (
-        f"a lower max_completion_length (now {config.max_completion_length}) or max_seq_length "
-        f"(now {loaded.max_seq_length})"
-    )
-    weights = [] if four_bit else ["load_in_4bit=True"]
-    offload = [] if loaded.offload else ['use_gradient_checkpointing="offload"']
-    eight_bit = [] if "8bit" in config.optim else ['optim="paged_adamw_8bit"']
-    share = ["a lower gpu_memory_utilization"] if engine == "vllm" else []
-    last = ["a smaller LoRA rank (r)", "nothing else on the card beside this run"]
-    return {
-        "train": [shorter, *offload, *weights, *eight_bit, *share, *last],
-        "rollout": [shorter, *weights, *share, *eight_bit, *last],
-    }

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowmem_grpo.host_store import HostStore, Offloaded, check_untouched, span
-from lowmem_grpo.pinned_pool import PAGE_BYTES, Copies, StreamCopies
+from lowmem_grpo.offload.pages import PAGE_BYTES, Copies, StreamCopies
+from lowmem_grpo.offload.store import HostStore, Offloaded, check_untouched, span
 
 MODES = (True, False, "offload")
 ALIASES = {"unsloth": "offload"}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.sequences import sequence_means, sequence_sums
+from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
 
 
 @dataclass(frozen=True)

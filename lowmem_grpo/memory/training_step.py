@@ -8,8 +8,8 @@ of a plan's rows. The sizes are those of the code that runs (`offload`, `lean_mo
 
 from dataclasses import dataclass
 
-from lowmem_grpo.model_shape import FUSED, WITH_QK_NORM, ModelShape
-from lowmem_grpo.token_rows import mask_numbers
+from lowmem_grpo.memory.model_shape import FUSED, WITH_QK_NORM, ModelShape
+from lowmem_grpo.memory.token_rows import mask_numbers
 
 WORD = 2  # bytes of a number in 16 bits
 BAND_BYTES = 64 * 2**20  # of dequantized weights at a time

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lowmem_grpo.token_rows import token_rows
+from lowmem_grpo.memory.token_rows import token_rows
 
 SPREAD = 2.0  # without a plan: many short completions of a long prompt take far more side by side than packed
 

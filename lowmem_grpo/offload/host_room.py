@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lowmem_grpo.pinned_pool import PAGE_BYTES
+from lowmem_grpo.offload.pages import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 

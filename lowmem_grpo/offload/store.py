@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowmem_grpo.pinned_pool import PAGE_BYTES, Copies, PagePool
+from lowmem_grpo.offload.pages import PAGE_BYTES, Copies, PagePool
 
 MAX_RESIDENT = 2
 

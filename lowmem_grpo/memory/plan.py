@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lowmem_grpo.cards import Device
-from lowmem_grpo.cutting import Limits, cut
+from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.cutting import Limits, cut
 
 OPTIMIZER_BYTES = {  # of a trained number; the states that stay on the device
     "adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.03125, "adamw_bnb_8bit": 2.03125,

@@ -1,9 +1,9 @@
 """The rows of a plan: every component's bytes in both phases, for settings in which nothing is left open."""
 
-from lowmem_grpo.cards import LARGE_PREFILL, MIB, Device, prefill_tokens
-from lowmem_grpo.memory_plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
-from lowmem_grpo.model_shape import ModelShape
-from lowmem_grpo.step_memory import (
+from lowmem_grpo.memory.cards import LARGE_PREFILL, MIB, Device, prefill_tokens
+from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
+from lowmem_grpo.memory.training_step import (
     BAND_BYTES,
     CARD_ONLY,
     CHUNK,

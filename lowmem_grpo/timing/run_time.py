@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from lowmem_grpo.memory_plan import MemoryPlan
-from lowmem_grpo.model_shape import ModelShape
-from lowmem_grpo.time_plan import TimePlan, plan_time
+from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.plan import MemoryPlan
+from lowmem_grpo.timing.plan import TimePlan, plan_time
+from lowmem_grpo.timing.workload import Workload
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.workload import Workload
 
 
 class PlannedTime:

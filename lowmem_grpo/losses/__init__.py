@@ -1,0 +1,34 @@
+"""The maths of a step: loss types, advantages, KL, entropy, corrections; torch alone is needed.
+
+Names load when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.losses.policy_loss import (
+        Report,
+        at_level,
+        factors,
+        given,
+        grpo_loss,
+        kl_term,
+        loss_tokens,
+        mean_entropy,
+        needed,
+        settings_of,
+    )
+
+__all__ = [
+    "Report", "at_level", "factors", "given", "grpo_loss", "kl_term", "loss_tokens", "mean_entropy", "needed",
+    "settings_of",
+]
+
+HOMES = dict.fromkeys(__all__, "losses.policy_loss")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'lowmem_grpo.losses' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)

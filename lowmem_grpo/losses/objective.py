@@ -1,0 +1,103 @@
+"""What a learner minimises: which rollouts and tokens count, and the loss of a micro-batch.
+
+`Learner` knows nothing of an algorithm but `Objective`. Another objective on the same frozen base (supervised
+fine-tuning in `train/sft.py` is one) is another small class.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout
+
+
+class Reducer:
+    """Weighted means over micro-batches; names that end in min or max take the extreme."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.weights: dict[str, float] = {}
+        self.samples: dict[str, list[Tensor]] = {}
+
+    def add(self, metrics: dict[str, Tensor], weight: float, counts: dict[str, float] | None = None) -> None:
+        """Take a micro-batch's metrics, means over `weight` things, or over those that `counts` says by name."""
+        for name, value in metrics.items():
+            seen = self.sums.get(name)
+            if name.endswith(("min", "max")):
+                extreme = torch.minimum if name.endswith("min") else torch.maximum
+                self.sums[name] = value if seen is None else extreme(seen, value)
+                self.weights[name] = 1.0
+            else:
+                share = (counts or {}).get(name, weight)
+                self.sums[name] = value * share if seen is None else seen + value * share
+                self.weights[name] = self.weights.get(name, 0.0) + share
+
+    def keep(self, samples: dict[str, Tensor]) -> None:
+        """Keep values (N,) of which the whole step's are wanted."""
+        for name, values in samples.items():
+            self.samples.setdefault(name, []).append(values)
+
+    def sampled(self, name: str) -> Tensor:
+        """All values kept under a name."""
+        return torch.cat(self.samples.get(name) or [torch.empty(0)])
+
+    def result(self) -> dict[str, float]:
+        return {name: (total / max(self.weights[name], 1e-12)).item() for name, total in self.sums.items()}
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What one optimizer step's means are over, all of its groups counted."""
+
+    sequences: int
+    tokens: float  # that count in the loss
+    policy_tokens: float  # of these, those whose policy term counts
+
+
+class Objective:
+    """One algorithm, as the learner sees it; this one asks for nothing and counts every rollout."""
+
+    @property
+    def entropy_grad(self) -> bool:
+        """Whether the loss needs the gradient of the entropy."""
+        return False
+
+    def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
+        """The fields of a rollout to fill before the first of so many steps: old_logprobs, ref_logprobs, entropy."""
+        return ()
+
+    def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
+        """An update begins on all these rollouts, with the policy of this version."""
+
+    def prepared(self, rollouts: list[Rollout]) -> None:
+        """The needed fields are filled."""
+
+    def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts whose tokens the step's means are over."""
+        return rollouts
+
+    def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts that can move the policy; others need no forward pass."""
+        return rollouts
+
+    def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
+        """This micro-batch's share of the step's loss; logprobs and entropy (N,) of its completion tokens."""
+        raise NotImplementedError
+
+    def measured(self, reducer: Reducer) -> dict[str, float]:
+        """Metrics of the whole step, from its means and from the samples that `loss` returned."""
+        return reducer.result()
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Undo `state`."""
+
+
+def policy_tokens(rollout: Rollout) -> int:
+    """Tokens of a rollout whose policy term counts."""
+    return len(rollout.completion_ids) if rollout.policy_mask is None else int(rollout.policy_mask.sum())

@@ -1,0 +1,1 @@
+"""Bytes: planned, measured, and what is done when they run out."""

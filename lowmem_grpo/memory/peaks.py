@@ -1,0 +1,67 @@
+"""Peaks of memory: of the process or card so far, and of each phase of a step."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lowmem_grpo.memory.cards import DEFAULT_SHARE, Device
+from lowmem_grpo.memory.plan import MemoryPlan
+
+
+def peak_memory(device: torch.device) -> dict[str, Any]:
+    """Peak bytes so far: allocated and reserved on a card, resident set of the process on the CPU."""
+    if device.type == "cuda":
+        return {
+            "memory/peak_bytes": torch.cuda.max_memory_allocated(device),
+            "memory/reserved_bytes": torch.cuda.max_memory_reserved(device),
+        }
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory/peak_bytes": peak if sys.platform == "darwin" else peak * 1024}
+
+
+def this_card(device: torch.device) -> Device:
+    """The card that a run is on, and what of it this process may fill."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = min(DEFAULT_SHARE, torch.cuda.get_per_process_memory_fraction(device))
+    return Device(torch.cuda.get_device_name(device), total, int(total * share))
+
+
+class PhasePeaks:
+    """Peaks of torch's allocations in each phase of a step, on a card; on the CPU nothing is counted."""
+
+    def __init__(self, device: torch.device, plan: MemoryPlan | None = None) -> None:
+        self.device, self.plan = device, plan
+        self.counted = device.type == "cuda"
+        self.peaks: dict[str, int] = {}
+        self.highest = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside is part of the phase "generate" or "train"."""
+        if not self.counted:
+            yield
+            return
+        self.highest = max(self.highest, torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        try:
+            yield
+        finally:
+            self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated(self.device))
+            self.highest = max(self.highest, self.peaks[name])
+
+    def metrics(self) -> dict[str, int]:
+        """Bytes: the highest peak so far, each phase's since the last call, and what was planned."""
+        if not self.counted:
+            return {}
+        measured = {"memory/peak_bytes": self.highest} | {f"memory/{name}_bytes": at for name, at in self.peaks.items()}
+        self.peaks = {}
+        if self.plan is None:
+            return measured
+        return measured | {
+            "memory/planned_generate_bytes": self.plan.rollout, "memory/planned_train_bytes": self.plan.train
+        }
