@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo.base_record import BaseRecord
-from lowmem_grpo.loader import resolve
 from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.models.pretrained import resolve
 
 RESULTS = Path(__file__).parent / "results" / "export.jsonl"
 SHARD, BLOCK = 2**30, 2**24  # bytes of a file; random numbers that are repeated over every tensor

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.batching import pack
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 FREE = {

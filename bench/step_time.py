@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rows import append_row, machine
 
-from lowmem_grpo.loader import TINY, resolve
+from lowmem_grpo.models.pretrained import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
 
 BENCH = Path(__file__).resolve().parent

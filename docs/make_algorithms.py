@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.config.strategies import STRATEGIES
 from lowmem_grpo.losses.advantages import ESTIMATORS
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.off_policy import CORRECTIONS
-from lowmem_grpo.strategies import STRATEGIES
 
 PAGE = Path(__file__).resolve().parent / "algorithms.md"
 HEADER = """# Algorithms

@@ -20,7 +20,7 @@ from typing import Any
 
 from lowmem_grpo.accuracy import wilson_interval
 from lowmem_grpo.cli import RECIPES
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.memory.plan import RunSettings

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.config import GRPOConfig
+    from lowmem_grpo.config.grpo import GRPOConfig
+    from lowmem_grpo.config.sampling import SamplingParams
+    from lowmem_grpo.config.sft import SFTConfig
     from lowmem_grpo.loader import FastLanguageModel
-    from lowmem_grpo.model import is_bfloat16_supported
-    from lowmem_grpo.sampling import SamplingParams
+    from lowmem_grpo.models.dtypes import is_bfloat16_supported
     from lowmem_grpo.sft import SFTTrainer
-    from lowmem_grpo.sft_config import SFTConfig
     from lowmem_grpo.trainer import GRPOTrainer
 
 __version__ = "0.1.0"
@@ -19,8 +19,8 @@ __all__ = [
 ]
 
 HOMES = {
-    "FastLanguageModel": "loader", "GRPOConfig": "config", "GRPOTrainer": "trainer", "SFTConfig": "sft_config",
-    "SFTTrainer": "sft", "SamplingParams": "sampling", "is_bfloat16_supported": "model",
+    "FastLanguageModel": "loader", "GRPOConfig": "config.grpo", "GRPOTrainer": "trainer", "SFTConfig": "config.sft",
+    "SFTTrainer": "sft", "SamplingParams": "config.sampling", "is_bfloat16_supported": "models.dtypes",
 }
 
 

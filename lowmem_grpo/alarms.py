@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 
 logger = logging.getLogger(__name__)
 

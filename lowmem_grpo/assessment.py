@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_grpo.accuracy import accuracy_interval, paired_difference, pass_at_k
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data import check_dataset
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.rewards.verifier import Verifier
-from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.scoring import score_rows
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_grpo.kernels.nf4 import NF4Weight, aligned_rows, nf4_dequantize
 from lowmem_grpo.lora_pairs import PREFIX
-from lowmem_grpo.pretrained import nf4
+from lowmem_grpo.models.pretrained import nf4
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PARTS = ".weight."  # of a 4-bit weight: `q_proj.weight.absmax` beside `q_proj.weight`

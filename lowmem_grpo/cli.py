@@ -95,8 +95,8 @@ def generate(prompt: str, model: str, adapter: Path | None, as_json: bool, load_
     """Answer PROMPT as a chat turn, with the base model or with a saved adapter."""
     quiet()
     with plain_errors():
+        from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.loader import FastLanguageModel
-        from lowmem_grpo.sampling import SamplingParams
 
         params = SamplingParams(n=sampling.pop("samples"), **sampling)
         loaded: Any = None

@@ -6,7 +6,8 @@ from statistics import fmean
 from typing import Protocol
 
 from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data import Prompt, PromptSource
 from lowmem_grpo.early_scoring import EarlyScoring
 from lowmem_grpo.engines.base import OnGroup
@@ -15,7 +16,6 @@ from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.metrics import rollout_metrics
 from lowmem_grpo.replay import ReplayBuffer, age_of
 from lowmem_grpo.sampler import greedy
-from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import RolloutGroup
 
 COUNTS = ("/invalid", "/unjudged")

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data import DataError, Prompt, PromptEncoder, check_dataset
 from lowmem_grpo.metrics import rollout_metrics
-from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import RolloutGroup
 
 Sample = Callable[[list[Prompt], SamplingParams], list[RolloutGroup]]

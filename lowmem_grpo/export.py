@@ -22,11 +22,10 @@ from lowmem_grpo.checkpoint import ADAPTER_FILE
 from lowmem_grpo.export_check import LARGEST, adapter_logits
 from lowmem_grpo.export_folder import Exported, ExportError, finish, new_folder
 from lowmem_grpo.hub import check_repo, model_folder, push
-from lowmem_grpo.loader import resolve
 from lowmem_grpo.lora_pairs import read_pairs
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.merged_folder import DTYPES, Merge, compare, elements, output_dtype, write_folder
-from lowmem_grpo.pretrained import Pretrained
+from lowmem_grpo.models.pretrained import Pretrained, resolve
 from lowmem_grpo.run_adapter import RunAdapter, find_adapter
 
 FORMATS = ("adapter", "merged", "gguf")

@@ -17,9 +17,9 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_grpo import attention
 from lowmem_grpo.merge import MergeError
-from lowmem_grpo.pretrained import Pretrained, compute_in
+from lowmem_grpo.models import attention
+from lowmem_grpo.models.pretrained import Pretrained, compute_in
 
 TEXTS = (
     "Start with 17. Add 8. Subtract 13. What is the result?", "The capital of France is", "def add(a, b):\n    return",

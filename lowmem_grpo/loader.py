@@ -3,8 +3,6 @@
 import difflib
 import inspect
 import logging
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +11,17 @@ from transformers import PreTrainedModel
 
 from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
 from lowmem_grpo.engines.sampling_weights import SIXTEEN
-from lowmem_grpo.fused_weights import fuse_weights
-from lowmem_grpo.lean_modules import MLP_TILE, make_lean
-from lowmem_grpo.lora_layers import use_kernel_layers
-from lowmem_grpo.model import FastModel, FastPeftModel, Loaded, compute_dtype
+from lowmem_grpo.model import FastModel, FastPeftModel, Loaded
+from lowmem_grpo.models.dtypes import compute_dtype
+from lowmem_grpo.models.fused_weights import fuse_weights
+from lowmem_grpo.models.lean_modules import MLP_TILE, make_lean
+from lowmem_grpo.models.lora_layers import use_kernel_layers
+from lowmem_grpo.models.pretrained import TINY, Pretrained, linears_in_4bit, resolve
 from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.offload.embedding import embed_on_host
-from lowmem_grpo.pretrained import Pretrained, linears_in_4bit
 
 logger = logging.getLogger(__name__)
 
-TINY = "tiny"  # the model that ships with the package
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 OFF = (False, None)  # values of a refused option that ask for nothing
 
@@ -150,20 +148,6 @@ class FastLanguageModel:
     def for_training(model: Any) -> Any:
         """Training mode."""
         return model.train()
-
-
-def resolve(model_name: str) -> str:
-    """A folder for "tiny", the name itself otherwise; OSError for what is clearly a path to nothing."""
-    if model_name == TINY:
-        return str(files("lowmem_grpo") / "assets" / TINY)
-    looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
-    folder = Path(model_name).expanduser()
-    if not looks_like_path and not folder.is_dir():
-        return model_name
-    if not (folder / "config.json").is_file():
-        why = "the folder holds no config.json" if folder.is_dir() else "there is no such folder"
-        raise OSError(f"no model {model_name!r}: {why}")
-    return str(folder)
 
 
 def refuse(options: dict[str, Any], method: str) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModelForCausalLM
 from safetensors import safe_open
 from torch import nn
@@ -14,11 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.base_record import BaseRecord
 from lowmem_grpo.checkpoint import ADAPTER_FILE, check_adapter_folder
+from lowmem_grpo.config.sampling_like import as_sampling_params
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
-from lowmem_grpo.policy import Policy
-from lowmem_grpo.pretrained import linears_in_4bit
-from lowmem_grpo.sampling_like import as_sampling_params
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.pretrained import linears_in_4bit
 from lowmem_grpo.types import Rollout
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
@@ -272,26 +271,3 @@ def request_output(text: str, ids: list[int], rollouts: list[Rollout]) -> Reques
         for index, rollout in enumerate(rollouts)
     ]
     return RequestOutput(text, ids, outputs)
-
-
-def compute_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
-    """The dtype to load in: the given one, else bfloat16 or float16 by the card, float32 on the CPU."""
-    if isinstance(dtype, str) and dtype != "auto":
-        dtype = getattr(torch, dtype, dtype)
-    if isinstance(dtype, torch.dtype):
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
-        return dtype
-    if dtype not in (None, "auto"):
-        raise ValueError(f'dtype is {dtype!r}; allowed are float32, bfloat16, float16, "auto" and None')
-    if not torch.cuda.is_available():
-        return torch.float32
-    return torch.bfloat16 if is_bfloat16_supported() else torch.float16
-
-
-def is_bfloat16_supported() -> bool:
-    """Whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype runs.
-
-    Older cards hold it and emulate some operations, which is slow, and Triton does not compile for it there.
-    """
-    return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.advantages import put_kl_in_reward
 from lowmem_grpo.losses.entropy import EntropyControl, top_entropy_mask
 from lowmem_grpo.losses.loss_metrics import effective_sample_share, percentiles

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig, steps_per_rollout
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: GRPOConfig) -> torch.optim.Optimizer:
@@ -42,11 +42,6 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: GRPOConfig, total_s
     if config.lr_scheduler_type == "constant" and warmup:
         raise ValueError('lr_scheduler_type is "constant", which has no warm-up; use "constant_with_warmup"')
     return get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
-
-
-def steps_per_rollout(config: GRPOConfig) -> int:
-    """Optimizer steps of one update."""
-    return config.optimizer_steps_per_generation * config.num_iterations
 
 
 def total_steps(config: GRPOConfig, rows: int) -> int:

@@ -10,12 +10,12 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.off_policy import k3_of
 from lowmem_grpo.memory.bounds import Bound, RunMemory
 from lowmem_grpo.memory.cutting import Limits
-from lowmem_grpo.packer import Packer
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.001}  # of the mean difference, by weight dtype

@@ -4,10 +4,9 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.kernels.linear_logprobs import default_rows
-from lowmem_grpo.lean_modules import LeanMLP
 from lowmem_grpo.memory.advice import MemoryAdvice
 from lowmem_grpo.memory.bounds import Bound, RunMemory
 from lowmem_grpo.memory.cards import Device
@@ -15,6 +14,8 @@ from lowmem_grpo.memory.peaks import PhasePeaks, this_card
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.models.lean_modules import LeanMLP
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.embedding import HostEmbedding
 from lowmem_grpo.offload.host_room import (
     SPARE,
@@ -24,7 +25,6 @@ from lowmem_grpo.offload.host_room import (
     host_bytes_needed,
     on_wsl,
 )
-from lowmem_grpo.policy import Policy
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from peft import PeftModel
 
 from lowmem_grpo import checkpoint
 from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data import PromptSource
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.replay import ReplayBuffer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data import is_chat
 from lowmem_grpo.losses.advantages import assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards import RewardScorer, Scores

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from lowmem_grpo.batching import unpack
 from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals, policy_tokens
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.metrics import gradient_norms
+from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.packing import unpack
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.optim import allocates_each_step
-from lowmem_grpo.packer import Packer
-from lowmem_grpo.policy import Policy
 from lowmem_grpo.rewind import Gradients, OptimizerCopy, RandomStates
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 

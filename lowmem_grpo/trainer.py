@@ -11,7 +11,8 @@ import torch
 
 from lowmem_grpo.callbacks import Callbacks, Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.collector import Collector
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig, steps_per_rollout
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, longest_prompt
 from lowmem_grpo.difficulty import DifficultyPools
 from lowmem_grpo.early_scoring import EarlyScoring
@@ -24,19 +25,18 @@ from lowmem_grpo.memory.bounds import MemoryExhaustedError
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.metrics import Clock, mean_of
 from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.nonfinite import Guard, NonFiniteError
 from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.offload.activations import enable_checkpointing
-from lowmem_grpo.optim import make_optimizer, make_scheduler, steps_per_rollout, total_steps
+from lowmem_grpo.optim import make_optimizer, make_scheduler, total_steps
 from lowmem_grpo.parity import ParityGate
 from lowmem_grpo.planned import plan_memory
-from lowmem_grpo.policy import Policy, mixed_dtype
 from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
 from lowmem_grpo.records import RecordError, RunRecords
 from lowmem_grpo.report import write_report
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.sampler import Sampler
-from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.saver import Saver
 from lowmem_grpo.scoring import score_groups, set_baselines
 from lowmem_grpo.sinks import make_sinks

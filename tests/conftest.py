@@ -20,7 +20,7 @@ import pytest
 from small_models import FAMILIES, TINY, load_model, with_adapter
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.policy import Policy
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C is tested, here and in what tests start

@@ -10,7 +10,7 @@ import pytest
 
 from lowmem_grpo.alarms import ALARMS, Alarms
 from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.journal import Journal
 from lowmem_grpo.metrics import rollout_metrics
 from lowmem_grpo.records import RunRecords, read_lines

@@ -9,9 +9,9 @@ from live_storage import LiveStorage
 from small_models import FAMILIES, load_model, random_model, with_adapter
 from torch import Tensor
 
-from lowmem_grpo import attention, packed_attention
-from lowmem_grpo.batching import collate, pack
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models import attention, packed_attention
+from lowmem_grpo.models.packing import collate, pack
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 LENGTHS = [(5, 9), (1, 1), (30, 3), (2, 24), (11, 1)]  # of prompts and completions

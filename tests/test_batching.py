@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_grpo.batching import collate, pack, unpack
+from lowmem_grpo.models.packing import collate, pack, unpack
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 PAD, EOS = 0, 2

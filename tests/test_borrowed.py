@@ -19,7 +19,7 @@ from lowmem_grpo.engines.adapters import AdapterCopy
 from lowmem_grpo.engines.borrowed import LAYERS, BorrowedLinear, BorrowError, Product, borrowed_linear
 from lowmem_grpo.engines.borrowing import Borrowing, loras_of
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.policy import Policy
 
 CPU = torch.device("cpu")
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -34,7 +34,7 @@ def loaded_after(code: str) -> list[str]:
     "from lowmem_grpo.cli import main\nmain(['--help'], standalone_mode=False)",
     "from lowmem_grpo.cli import main\nmain(['run'], standalone_mode=False)",
     "from lowmem_grpo.cli import main\nmain(['run', '--help'], standalone_mode=False)",
-    "import lowmem_grpo.sampling",
+    "import lowmem_grpo.config.sampling",
 ])
 def test_looking_at_the_package_loads_no_heavy_library(code: str) -> None:
     assert loaded_after(code) == []
@@ -42,7 +42,7 @@ def test_looking_at_the_package_loads_no_heavy_library(code: str) -> None:
 
 def test_kernels_and_losses_load_torch_and_no_other_heavy_library() -> None:
     code = "import lowmem_grpo.kernels, lowmem_grpo.losses.policy_loss, " \
-           "lowmem_grpo.offload.activations, lowmem_grpo.batching"
+           "lowmem_grpo.offload.activations, lowmem_grpo.models.packing"
     assert set(loaded_after(code)) <= {"torch", "numpy"}  # torch loads numpy by itself
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.config import GRPOConfig
-from lowmem_grpo.sampling import SamplingParams
-from lowmem_grpo.unsupported import FIXED, RENAMED
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.config.unsupported import FIXED, RENAMED
 
 TRL_FIELDS = [
     line for line in (Path(__file__).parent / "data" / "trl_1_16_grpo_config_fields.txt").read_text().splitlines()

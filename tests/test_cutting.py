@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_grpo.batching import pack
 from lowmem_grpo.memory.cutting import Limits, Span, area, cut, places
 from lowmem_grpo.memory.token_rows import prompts_once, token_rows
+from lowmem_grpo.models.packing import pack
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), max_size=6)), max_size=5)

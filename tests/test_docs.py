@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.strategies import STRATEGIES
 from lowmem_grpo.losses.advantages import ESTIMATORS
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.off_policy import CORRECTIONS
 from lowmem_grpo.recipes.arithmetic import PRESETS, ArithmeticOptions, make_lesson
 from lowmem_grpo.recipes.lesson import load
 from lowmem_grpo.recipes.presets import prepare
-from lowmem_grpo.strategies import STRATEGIES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")

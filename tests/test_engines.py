@@ -9,14 +9,14 @@ from small_models import load_model, with_adapter
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo import attention
-from lowmem_grpo.batching import collate
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.decoding import draw
 from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
 from lowmem_grpo.engines.stopping import cut_at_stop
 from lowmem_grpo.engines.transformers_engine import Decode, TransformersEngine
-from lowmem_grpo.policy import Policy
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.models import attention
+from lowmem_grpo.models.packing import collate
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"

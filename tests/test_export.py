@@ -24,13 +24,13 @@ from lowmem_grpo.checkpoint import CheckpointError, save_checkpoint
 from lowmem_grpo.cli import main
 from lowmem_grpo.export import ExportSettings, export
 from lowmem_grpo.export_folder import ExportError, new_folder
-from lowmem_grpo.fused_weights import fuse_weights
 from lowmem_grpo.gguf import GGUFError, command, find_converter, read_gguf
 from lowmem_grpo.hub import HubError
 from lowmem_grpo.lora_pairs import AdapterError, LoraPair, live_pairs, read_pairs
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.merge import MergeCheck, MergeError, check_merged, plan_shards, size_of, tiles, write_merged
 from lowmem_grpo.model import FastPeftModel, UnsupportedError
+from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.run_adapter import RunError, find_adapter
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])

@@ -19,14 +19,14 @@ import torch
 from small_models import SPLIT
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
-from lowmem_grpo.batching import collate
 from lowmem_grpo.engines import choice
 from lowmem_grpo.engines.borrowed import BorrowError
 from lowmem_grpo.engines.choice import EngineSettings, choose_engine, living, why_not_here
 from lowmem_grpo.engines.vllm_engine import VLLMEngine
 from lowmem_grpo.engines.vllm_import import EngineUnavailableError
 from lowmem_grpo.model import FastModel, FastPeftModel, RequestOutput
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.packing import collate
+from lowmem_grpo.models.policy import Policy
 
 CHAT = [{"role": "user", "content": "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"}]
 PROMPTS = [CHAT, "Start with 5. Add 3.", [5, 6, 7]]

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.engines.adjacent import joined_weights
-from lowmem_grpo.fused_weights import fuse_weights
 from lowmem_grpo.kernels.lora import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.model import FastModel, FastPeftModel
-from lowmem_grpo.pretrained import Pretrained, compute_in
+from lowmem_grpo.models.adjacent import joined_weights
+from lowmem_grpo.models.fused_weights import fuse_weights
+from lowmem_grpo.models.pretrained import Pretrained, compute_in
 
 SHAPE: dict[str, Any] = {  # whose matrices end where a block of the double quantization ends
     "vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,9 +9,9 @@ from card import gpu
 from small_models import FAMILIES, TINY, random_model
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.batching import pack
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.embedding import HostEmbedding, embed_on_host
-from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 IDS = torch.arange(3, 40)[None]

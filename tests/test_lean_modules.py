@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
-from lowmem_grpo.batching import pack
-from lowmem_grpo.fused_weights import fuse_weights
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.lean_attention import LeanAttention
-from lowmem_grpo.lean_modules import LeanMLP, LeanRMSNorm, make_lean
-from lowmem_grpo.lora_layers import (
+from lowmem_grpo.models.fused_weights import fuse_weights
+from lowmem_grpo.models.lean_attention import LeanAttention
+from lowmem_grpo.models.lean_modules import LeanMLP, LeanRMSNorm, make_lean
+from lowmem_grpo.models.lora_layers import (
     JoinedWeights,
     KernelLinear,
     OneNode,
@@ -26,7 +25,8 @@ from lowmem_grpo.lora_layers import (
     kernel_linear_4bit,
     use_kernel_layers,
 )
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}

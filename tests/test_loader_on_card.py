@@ -13,8 +13,8 @@ from test_loader import save_large
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
-from lowmem_grpo.model import compute_dtype, is_bfloat16_supported
-from lowmem_grpo.pretrained import linears_in_4bit
+from lowmem_grpo.models.dtypes import compute_dtype, is_bfloat16_supported
+from lowmem_grpo.models.pretrained import linears_in_4bit
 
 
 def load(device: torch.device, name: str = "tiny", **options: Any) -> Any:

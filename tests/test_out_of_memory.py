@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm_models import engine_on
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.batching import pack
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.borrowed import LAYERS
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm_import import installed
@@ -32,10 +32,10 @@ from lowmem_grpo.memory.bounds import (
     smaller,
     tried,
 )
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.policy import Policy
 from lowmem_grpo.records import read_lines
-from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 CPU = torch.device("cpu")

@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowmem_grpo import packed_attention
-from lowmem_grpo.attention import without_cudnn
-from lowmem_grpo.batching import collate
 from lowmem_grpo.memory import token_rows
-from lowmem_grpo.packed_attention import Causal, PackedLayout
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models import packed_attention
+from lowmem_grpo.models.attention import without_cudnn
+from lowmem_grpo.models.packed_attention import Causal, PackedLayout
+from lowmem_grpo.models.packing import collate
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 GROUPS = {  # (prompt, completions) of each group; a prompt's last token belongs to its completions

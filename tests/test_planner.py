@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.batching import pack
 from lowmem_grpo.memory.cards import GIB, Device, device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes, shape_name
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import EASE, max_context, plan
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.memory.token_rows import prompts_once, token_rows
+from lowmem_grpo.models.packing import pack
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 WEIGHING = Path(__file__).parents[1] / "bench" / "weighing"

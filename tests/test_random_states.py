@@ -7,9 +7,9 @@ import torch
 from small_models import random_model, with_adapter
 from torch import Tensor, nn
 
-from lowmem_grpo.batching import pack
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import drops, enable_checkpointing
-from lowmem_grpo.policy import Policy
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 

@@ -70,7 +70,7 @@ def test_by_itself_it_does_the_same_as_under_run(
 ) -> None:
     recipe("from lowmem_grpo.recipes.recipe_file import start\n\ndef run(options):\n    print(options.word)\n"
            "    if options.word == 'none':\n        raise KeyError('lost')\n    if options.word == 'bad':\n"
-           "        from lowmem_grpo.config import GRPOConfig\n        GRPOConfig(num_generations=1)\n\n"
+           "        from lowmem_grpo.config.grpo import GRPOConfig\n        GRPOConfig(num_generations=1)\n\n"
            "if __name__ == '__main__':\n    start(run, OPTIONS)\n")
 
     def alone(*words: str) -> tuple[Any, str, str]:
@@ -111,7 +111,7 @@ def test_an_error_in_the_file_is_shown_from_that_file_on(body: str, last: str) -
 
 
 def test_a_setting_that_the_package_refuses_is_one_line_though_the_file_asked_for_it() -> None:
-    done = run(recipe("def run(options):\n    from lowmem_grpo.config import GRPOConfig\n"
+    done = run(recipe("def run(options):\n    from lowmem_grpo.config.grpo import GRPOConfig\n"
                       "    GRPOConfig(num_generations=1)\n"))
     assert done.exit_code == 1
     assert done.output.startswith("Error: num_generations is 1")

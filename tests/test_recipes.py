@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo.cli import main
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.recipes import arithmetic_problems, gsm8k, tiny_model
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset
@@ -102,7 +102,8 @@ def test_the_reference_solution_ends_in_the_answer_and_every_line_of_it_is_true(
         *steps, last = solution.splitlines()
         assert last == f"Answer: {problem.answer}"
         for (before, after), step in zip(pairwise(evaluate(problem.question)), steps, strict=True):
-            left, operator, right, result = re.fullmatch(r"(\d+) ([-+*]) (\d+) = (\d+)", step).groups()  # type: ignore[union-attr]
+            left, operator, right, result = re.fullmatch(r"(\d+) ([-+*]) (\d+) = (\d+)",
+                                                         step).groups()  # type: ignore[union-attr]
             verb = {"+": "Add", "-": "Subtract", "*": "Multiply by"}[operator]
             assert (int(left), int(result)) == (before, after)
             assert RULES[verb](int(left), int(right)) == after
@@ -113,7 +114,8 @@ def test_demonstrations_err_as_often_as_they_should() -> None:
     wrong = steps = 0
     for problem in (next(source) for _ in range(1000)):
         for line in tiny_model.demonstration(problem, rng).splitlines()[:-1]:
-            left, operator, right, result = re.fullmatch(r"(-?\d+) ([-+*]) (\d+) = (-?\d+)", line).groups()  # type: ignore[union-attr]
+            left, operator, right, result = re.fullmatch(r"(-?\d+) ([-+*]) (\d+) = (-?\d+)",
+                                                         line).groups()  # type: ignore[union-attr]
             verb = {"+": "Add", "-": "Subtract", "*": "Multiply by"}[operator]
             steps += 1
             wrong += RULES[verb](int(left), int(right)) != int(result)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.rewards import (
     SYSTEM_PROMPT,
     RewardError,

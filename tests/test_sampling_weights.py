@@ -14,6 +14,7 @@ from test_borrowed import LAYERS, MODULES, PARTS, close_to, fuse, inputs, ours, 
 from torch import Tensor
 from vllm_models import CONTEXT, NEEDS_VLLM, differences, engine_on, move_adapter, policy_of
 
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import sampling_weights
 from lowmem_grpo.engines.borrowed import BorrowError, Product
 from lowmem_grpo.engines.borrowing import Borrowing
@@ -22,8 +23,7 @@ from lowmem_grpo.engines.vllm_import import import_borrowing, installed
 from lowmem_grpo.engines.vllm_settings import kv_bytes_of
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.loader import FastLanguageModel
-from lowmem_grpo.policy import Policy
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.models.policy import Policy
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]

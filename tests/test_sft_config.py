@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import SFTConfig
-from lowmem_grpo.sft_config import FIXED
+from lowmem_grpo.config.sft import FIXED
 
 TRL_FIELDS = [
     line for line in (Path(__file__).parent / "data" / "trl_1_16_sft_config_fields.txt").read_text().splitlines()

@@ -23,7 +23,7 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, objective, s
 from lowmem_grpo.data import DataError
 from lowmem_grpo.losses import loss_types
 from lowmem_grpo.model import FastPeftModel
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.records import RecordError, read_lines
 from lowmem_grpo.rewards.scorer import RewardError
 from lowmem_grpo.types import RolloutGroup

@@ -19,8 +19,8 @@ from vllm_models import (
     storages,
 )
 
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm_engine import VLLMEngine
-from lowmem_grpo.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
 
 pytestmark = NEEDS_VLLM

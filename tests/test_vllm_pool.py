@@ -22,6 +22,7 @@ from small_models import load_model, with_adapter
 from transformers import PreTrainedTokenizerBase
 from vllm_models import NEEDS_VLLM
 
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import vllm_engine, vllm_pool, vllm_settings
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.vllm_engine import VLLMEngine
@@ -33,8 +34,7 @@ from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.memory.rows import engine_workspace
-from lowmem_grpo.policy import Policy
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 CONTEXT, PARTS = 256, 4

@@ -25,13 +25,13 @@ from common import TARGETS, print_result, resident_bytes
 from rollout_shapes import LORA_RANK, SHAPES, Shape
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.batching import pack
 from lowmem_grpo.engines.vllm_import import EngineUnavailableError
 from lowmem_grpo.kernels.lora import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.loader import TINY, resolve
 from lowmem_grpo.model import FastPeftModel
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.pretrained import TINY, resolve
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 SYNCS = 20  # optimizer steps whose sync is timed

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lowmem_grpo import attention
-from lowmem_grpo.fused_weights import GROUPS, fuse
+from lowmem_grpo.models import attention
+from lowmem_grpo.models.fused_weights import GROUPS, fuse
 
 BLOCK, NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one of theirs
 SCALES = ("absmax", "code", "offset")

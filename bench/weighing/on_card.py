@@ -10,13 +10,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from weigh import LogitsPolicy, add_lora, groups_of, largest, sizes_of
 
-from lowmem_grpo import attention
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.objective import StepTotals
+from lowmem_grpo.models import attention
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.offload.embedding import embed_on_host
 from lowmem_grpo.optim import make_optimizer
-from lowmem_grpo.policy import Policy
 from lowmem_grpo.step import Learner
 
 GIB = 2**30

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoConfig
 
-from lowmem_grpo.batching import pack
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.loader import ALL_LINEAR, FastLanguageModel
 from lowmem_grpo.losses.objective import Reducer, StepTotals
 from lowmem_grpo.model import FastModel, Loaded
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.offload.pages import ImmediateCopies
 from lowmem_grpo.optim import make_optimizer
-from lowmem_grpo.policy import Policy
 from lowmem_grpo.step import Learner
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 

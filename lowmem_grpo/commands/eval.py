@@ -132,7 +132,7 @@ def run(subject: Subject, chosen: dict[str, Any]) -> dict[str, Any]:
     """Sample and score: the content of eval.json."""
     from lowmem_grpo.accuracy import powers_of_two
     from lowmem_grpo.assessment import answer, answered_rows, compared, described
-    from lowmem_grpo.sampling import SamplingParams
+    from lowmem_grpo.config.sampling import SamplingParams
 
     rows, functions, max_tokens = problems(subject, chosen)
     params = SamplingParams(

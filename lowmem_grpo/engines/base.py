@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
 
 OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its rollouts)

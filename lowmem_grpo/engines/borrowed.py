@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.engines.adjacent import joined, joined_weights
 from lowmem_grpo.kernels.lora import FrozenWeight, LoRA, frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, project
 from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.models.adjacent import joined, joined_weights
 
 LAYERS: dict[str, "BorrowedLinear"] = {}  # what the op finds by name, while an engine lives
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

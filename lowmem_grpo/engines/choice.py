@@ -26,7 +26,7 @@ from lowmem_grpo.engines.vllm_import import (
     why_unavailable,
 )
 from lowmem_grpo.memory.bounds import RolloutBound
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.config.sampling import SamplingParams
 
 
 def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.policy import Policy
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.models.policy import Policy
 
 
 def budget_of(prompt: list[int], params: SamplingParams, max_seq_length: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.engines.decoding import draw
 from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
@@ -23,8 +24,7 @@ from lowmem_grpo.engines.told import Told
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
-from lowmem_grpo.policy import Policy
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch when fewer than this share of it is alive

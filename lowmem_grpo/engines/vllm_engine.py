@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import sampling_weights as wide
 from lowmem_grpo.engines import vllm_pool, vllm_settings
 from lowmem_grpo.engines.adapters import AdapterCopy
@@ -26,8 +27,7 @@ from lowmem_grpo.engines.vllm_steps import Work, outputs
 from lowmem_grpo.memory.advice import in_words
 from lowmem_grpo.memory.bounds import RolloutBound, RunMemory, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.memory.cards import sequences_at_once
-from lowmem_grpo.policy import Policy
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines.borrowed import BorrowError
 from lowmem_grpo.memory.cards import prefill_tokens
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.policy import Policy
 
 CPU_KV_BYTES = 1 << 30  # of the key-value cache on the CPU, where no card's memory says how much
 PREFILL_TOKENS = 4096  # read in one pass on the CPU, at least

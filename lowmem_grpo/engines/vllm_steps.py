@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.config.sampling import SamplingParams
 
 
 @dataclass(frozen=True)

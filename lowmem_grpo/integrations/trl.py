@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.extras.profiling import profiling_decorator
 
 from lowmem_grpo.kernels import linear_logprobs
-from lowmem_grpo.policy import logit_shape
+from lowmem_grpo.models.policy import logit_shape
 
 TRL = ">=1.16,<1.17"  # whose overridden method, and what calls it, were checked
 OVERRIDDEN = "_get_per_token_logps_and_entropies"

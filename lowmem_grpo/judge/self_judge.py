@@ -5,13 +5,13 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.judge.controls import without_controls
 from lowmem_grpo.judge.judge import Judge, Round, check_settings, is_count, is_seconds
 from lowmem_grpo.judge.meter import Prices
 from lowmem_grpo.judge.question import Question
 from lowmem_grpo.judge.replies import BadReplyError, shown
 from lowmem_grpo.judge.troubles import Trouble
-from lowmem_grpo.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from lowmem_grpo.checkpoint import list_checkpoints
+from lowmem_grpo.config.grpo import steps_per_rollout
 from lowmem_grpo.memory.advice import in_words
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
-from lowmem_grpo.model import is_bfloat16_supported
+from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
-from lowmem_grpo.optim import steps_per_rollout
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards.findings import Finding
 

@@ -10,7 +10,7 @@ from lowmem_grpo.engines.stopping import eos_token_ids
 from lowmem_grpo.live import LiveView
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.plan import MemoryPlan
-from lowmem_grpo.policy import Policy
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.preflight.rows import LookedAt, RowSample, sample_rows
 from lowmem_grpo.rewards.scorer import RewardScorer
 

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 import click
 from pydantic import TypeAdapter, ValidationError
 
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 
 TINY = "tiny"  # the model that ships with the package, which a CPU trains in minutes
 NONE_IS_A_CHOICE = ("scale_rewards",)

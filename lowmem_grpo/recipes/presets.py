@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.recipes.options import TINY, RecipeOptions
 
 CPU = "cpu"

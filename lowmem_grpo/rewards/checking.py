@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.config import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, longest_prompt
 from lowmem_grpo.live import wilson_interval
 from lowmem_grpo.losses.advantages import combine_rewards, without_metrics_alone

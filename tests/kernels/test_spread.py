@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem_grpo.batching import collate
 from lowmem_grpo.kernels.spread import gather, gather_ref, spread, spread_ref
+from lowmem_grpo.models.packing import collate
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 module = importlib.import_module("lowmem_grpo.kernels.spread")

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lowmem_grpo.packed_attention import PackedLayout, packed_attention, window_mask
+from lowmem_grpo.models.packed_attention import PackedLayout, packed_attention, window_mask
 
 NAME = "lowmem_grpo"
 CHANGES = {  # what a model may hand over that changes the result, and that is not in any of the three forms

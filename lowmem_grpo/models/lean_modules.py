@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp
 from lowmem_grpo.kernels.rms_norm import rms_norm
-from lowmem_grpo.lean_attention import ATTENTIONS, LeanAttention
-from lowmem_grpo.lora_layers import JoinedWeights, active_lora, base_of, computes
+from lowmem_grpo.models.lean_attention import ATTENTIONS, LeanAttention
+from lowmem_grpo.models.lora_layers import JoinedWeights, active_lora, base_of, computes
 
 MLP_TILE = 4096  # tokens of a tile: large enough to fill a card's matrix units
 GATE_AND_UP, BOTH_IN_ONE = ("gate_proj", "up_proj"), ("gate_up_proj",)

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from lowmem_grpo.sampling import SamplingParams
+from lowmem_grpo.config.sampling import SamplingParams
 
 OURS = tuple(field.name for field in fields(SamplingParams))
 DERIVED = ("output_text_buffer_length",)  # vLLM computes it from `stop`

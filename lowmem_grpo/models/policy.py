@@ -10,11 +10,11 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowmem_grpo import attention
 from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.models import attention
+from lowmem_grpo.models.packed_attention import PackedLayout
 from lowmem_grpo.offload.activations import drops, enable_checkpointing
 from lowmem_grpo.offload.embedding import HostEmbedding
-from lowmem_grpo.packed_attention import PackedLayout
 from lowmem_grpo.types import MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has counts

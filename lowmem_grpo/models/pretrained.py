@@ -8,13 +8,17 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from lowmem_grpo import attention
 from lowmem_grpo.memory.trim import freed_memory_returned
+from lowmem_grpo.models import attention
+
+TINY = "tiny"  # the model that ships with the package
 
 logger = logging.getLogger(__name__)
 
@@ -98,3 +102,17 @@ def keep_layout(model: PreTrainedModel) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def resolve(model_name: str) -> str:
+    """A folder for "tiny", the name itself otherwise; OSError for what is clearly a path to nothing."""
+    if model_name == TINY:
+        return str(files("lowmem_grpo") / "assets" / TINY)
+    looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
+    folder = Path(model_name).expanduser()
+    if not looks_like_path and not folder.is_dir():
+        return model_name
+    if not (folder / "config.json").is_file():
+        why = "the folder holds no config.json" if folder.is_dir() else "there is no such folder"
+        raise OSError(f"no model {model_name!r}: {why}")
+    return str(folder)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.config.strategies import StrategySettings
+from lowmem_grpo.config.unsupported import FIXED, RENAMED, Fixed
 from lowmem_grpo.losses.advantages import AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
-from lowmem_grpo.sampling import SamplingParams
-from lowmem_grpo.strategies import StrategySettings
-from lowmem_grpo.unsupported import FIXED, RENAMED, Fixed
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup")
@@ -336,3 +336,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, metaclass=Ch
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for records and checkpoints."""
         return asdict(self)
+
+
+def steps_per_rollout(config: GRPOConfig) -> int:
+    """Optimizer steps of one update."""
+    return config.optimizer_steps_per_generation * config.num_iterations

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import torch
 
-from lowmem_grpo.batching import pack
 from lowmem_grpo.memory.bounds import Bound, Shortage, smaller, tried
 from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.models.packing import pack
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
 T = TypeVar("T")

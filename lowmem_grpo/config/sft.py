@@ -4,9 +4,9 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from lowmem_grpo import unsupported
-from lowmem_grpo.config import OPTIMIZERS, RANGES, SCHEDULERS, SINKS, STRATEGIES, CheckedCall
-from lowmem_grpo.unsupported import Fixed, group, off
+from lowmem_grpo.config import unsupported
+from lowmem_grpo.config.grpo import OPTIMIZERS, RANGES, SCHEDULERS, SINKS, STRATEGIES, CheckedCall
+from lowmem_grpo.config.unsupported import Fixed, group, off
 
 AT_LEAST_ONE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps", "max_length", "eval_steps",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lowmem_grpo.kernels.rope import rope
-from lowmem_grpo.lora_layers import JoinedWeights, one_node
+from lowmem_grpo.models.lora_layers import JoinedWeights, one_node
 
 APART, IN_ONE = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
 ATTENTIONS = {  # transformers' class: the children that make q, k and v

@@ -1,0 +1,42 @@
+"""Every field of a run, and what is refused.
+
+Names load when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.config.grpo import (
+        DECAY,
+        GRPO_DEFAULTS,
+        MAY_BE_NONE,
+        MUST_AGREE,
+        OPTIMIZERS,
+        POSITIVE,
+        RANGES,
+        SCHEDULERS,
+        SHARE,
+        SINKS,
+        STRATEGIES,
+        ZERO_OR_MORE,
+        CheckedCall,
+        GRPOConfig,
+        Rule,
+        field_names,
+        refuse_unsupported,
+    )
+
+__all__ = [
+    "DECAY", "GRPO_DEFAULTS", "MAY_BE_NONE", "MUST_AGREE", "OPTIMIZERS", "POSITIVE", "RANGES", "SCHEDULERS",
+    "SHARE", "SINKS", "STRATEGIES", "ZERO_OR_MORE", "CheckedCall", "GRPOConfig", "Rule", "field_names",
+    "refuse_unsupported",
+]
+
+HOMES = dict.fromkeys(__all__, "config.grpo")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'lowmem_grpo.config' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)

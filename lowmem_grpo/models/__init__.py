@@ -1,0 +1,1 @@
+"""The trained model: layers on our kernels, packed micro-batches in, log-probabilities out."""

@@ -1,0 +1,26 @@
+"""In which dtype a model computes on this machine."""
+
+import torch
+
+
+def compute_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
+    """The dtype to load in: the given one, else bfloat16 or float16 by the card, float32 on the CPU."""
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype, dtype)
+    if isinstance(dtype, torch.dtype):
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
+        return dtype
+    if dtype not in (None, "auto"):
+        raise ValueError(f'dtype is {dtype!r}; allowed are float32, bfloat16, float16, "auto" and None')
+    if not torch.cuda.is_available():
+        return torch.float32
+    return torch.bfloat16 if is_bfloat16_supported() else torch.float16
+
+
+def is_bfloat16_supported() -> bool:
+    """Whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype runs.
+
+    Older cards hold it and emulate some operations, which is slow, and Triton does not compile for it there.
+    """
+    return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True
