@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem_grpo.engines.borrowed import Product
+from lowmem_grpo.engines.vllm.lent_layers import Product
 from lowmem_grpo.kernels import nf4_decode
 from lowmem_grpo.kernels.lora import FrozenWeight, LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight

@@ -18,7 +18,7 @@ from smoke_variants import CACHE, CARD, VARIANTS, Variant
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.engines.vllm_import import EngineUnavailableError
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.models.pretrained import TINY, resolve
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.recipes.arithmetic import make_dataset

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_models import move_adapter, policy_of
 
-from lowmem_grpo.engines import borrowed
-from lowmem_grpo.engines.adapters import AdapterCopy
-from lowmem_grpo.engines.borrowed import LAYERS, BorrowedLinear, BorrowError, Product, borrowed_linear
-from lowmem_grpo.engines.borrowing import Borrowing, loras_of
+from lowmem_grpo.engines.vllm import lent_layers as borrowed
+from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy
+from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowedLinear, BorrowError, Product, borrowed_linear
+from lowmem_grpo.engines.vllm.loan import Borrowing, loras_of
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.policy import Policy
 

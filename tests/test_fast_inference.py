@@ -20,10 +20,10 @@ from small_models import SPLIT
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.engines import choice
-from lowmem_grpo.engines.borrowed import BorrowError
 from lowmem_grpo.engines.choice import EngineSettings, choose_engine, living, why_not_here
-from lowmem_grpo.engines.vllm_engine import VLLMEngine
-from lowmem_grpo.engines.vllm_import import EngineUnavailableError
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 from lowmem_grpo.model import FastModel, FastPeftModel, RequestOutput
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy

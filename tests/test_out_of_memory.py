@@ -19,9 +19,9 @@ from vllm_models import engine_on
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.borrowed import LAYERS
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.engines.vllm_import import installed
+from lowmem_grpo.engines.vllm.installed import installed
+from lowmem_grpo.engines.vllm.lent_layers import LAYERS
 from lowmem_grpo.memory.advice import MemoryAdvice
 from lowmem_grpo.memory.bounds import (
     Bound,

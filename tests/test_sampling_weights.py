@@ -15,12 +15,12 @@ from torch import Tensor
 from vllm_models import CONTEXT, NEEDS_VLLM, differences, engine_on, move_adapter, policy_of
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines import sampling_weights
-from lowmem_grpo.engines.borrowed import BorrowError, Product
-from lowmem_grpo.engines.borrowing import Borrowing
-from lowmem_grpo.engines.sampling_weights import PlainRoom, SamplingWeights, choose, wide_bytes
-from lowmem_grpo.engines.vllm_import import import_borrowing, installed
-from lowmem_grpo.engines.vllm_settings import kv_bytes_of
+from lowmem_grpo.engines.vllm import sampling_weights
+from lowmem_grpo.engines.vllm.installed import import_borrowing, installed
+from lowmem_grpo.engines.vllm.lent_layers import BorrowError, Product
+from lowmem_grpo.engines.vllm.loan import Borrowing
+from lowmem_grpo.engines.vllm.sampling_weights import PlainRoom, SamplingWeights, choose, wide_bytes
+from lowmem_grpo.engines.vllm.settings import kv_bytes_of
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.policy import Policy
@@ -143,7 +143,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakePool]:
     if installed() is None:
         pytest.skip("needs vLLM, which is not installed")
     import_borrowing()
-    from lowmem_grpo.engines import vllm_pool
+    from lowmem_grpo.engines.vllm import pool as vllm_pool
 
     def make(available: bool = True, version: str = "0.32.0", **options: Any) -> FakePool:
         fake = FakePool(**options)
@@ -162,7 +162,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakePool]:
 def test_addresses_are_the_same_after_sleep_and_the_weights_are_made_again(
     policy: Policy, pool: Callable[..., FakePool]
 ) -> None:
-    from lowmem_grpo.engines.vllm_pool import SleepingRoom
+    from lowmem_grpo.engines.vllm.pool import SleepingRoom
 
     fake = pool()
     borrowing = borrow(policy, SleepingRoom())
@@ -191,7 +191,7 @@ def test_addresses_are_the_same_after_sleep_and_the_weights_are_made_again(
 def test_a_pool_that_is_not_as_it_was_read_is_refused_by_name(
     pool: Callable[..., FakePool], options: dict[str, Any], message: str
 ) -> None:
-    from lowmem_grpo.engines.vllm_pool import SleepingRoom
+    from lowmem_grpo.engines.vllm.pool import SleepingRoom
 
     pool(**options)
     with pytest.raises(BorrowError, match=message):
@@ -202,7 +202,7 @@ def test_a_pool_that_is_not_as_it_was_read_is_refused_by_name(
 def test_a_pool_that_cannot_be_used_leaves_the_4_bit_kernels_and_says_so(
     policy: Policy, pool: Callable[..., FakePool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from lowmem_grpo.engines.vllm_pool import SleepingRoom
+    from lowmem_grpo.engines.vllm.pool import SleepingRoom
 
     pool(tag="weights")
     with caplog.at_level(logging.WARNING):

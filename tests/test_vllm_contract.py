@@ -11,8 +11,8 @@ import pytest
 from vllm_models import NEEDS_VLLM
 
 import lowmem_grpo
-from lowmem_grpo.engines import vllm_engine
-from lowmem_grpo.engines.vllm_import import import_borrowing
+from lowmem_grpo.engines.vllm import engine as vllm_engine
+from lowmem_grpo.engines.vllm.installed import import_borrowing
 
 pytestmark = NEEDS_VLLM
 
@@ -96,7 +96,7 @@ def test_names_are_where_they_are_imported_from(module: str) -> None:
 
 
 def test_every_name_that_is_imported_is_in_the_table_above() -> None:
-    tree = ast.parse((Path(lowmem_grpo.__file__).parent / "engines" / "vllm_borrow.py").read_text())
+    tree = ast.parse((Path(lowmem_grpo.__file__).parent / "engines" / "vllm" / "plugin.py").read_text())
     imported = {(node.module, alias.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
                 for alias in node.names if (node.module or "").startswith("vllm")}
     assert imported == {(module, name) for module, names in NAMES.items() for name in names}

@@ -23,12 +23,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Starcoder2Confi
 from vllm_models import CONTEXT, KV_BYTES, NEEDS_VLLM, differences, engine_on, move_adapter, policy_of
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.borrowed import LAYERS, BorrowedLinear, BorrowError
 from lowmem_grpo.engines.decoding import truncate
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.engines.vllm_engine import VLLMEngine
-from lowmem_grpo.engines.vllm_import import EngineUnavailableError
-from lowmem_grpo.engines.vllm_settings import kv_bytes_of
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowedLinear, BorrowError
+from lowmem_grpo.engines.vllm.settings import kv_bytes_of
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
@@ -645,7 +645,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from small_models import TINY, load_model, with_adapter
 from transformers import AutoTokenizer
-from lowmem_grpo.engines.vllm_engine import VLLMEngine
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.config.sampling import SamplingParams
 engine = VLLMEngine(Policy(with_adapter(load_model("tiny"))), AutoTokenizer.from_pretrained(TINY), 64,

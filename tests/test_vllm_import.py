@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import lowmem_grpo.engines
-from lowmem_grpo.engines import vllm_import
-from lowmem_grpo.engines.vllm_import import EngineUnavailableError, import_borrowing, why_not_beside, why_unavailable
+import lowmem_grpo.engines.vllm
+from lowmem_grpo.engines.vllm import installed as vllm_import
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_borrowing, why_not_beside, why_unavailable
 
-MODULE = "lowmem_grpo.engines.vllm_borrow"
+MODULE = "lowmem_grpo.engines.vllm.plugin"
 
 
 def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requirements: list[str] | None = None) -> None:
@@ -28,7 +28,7 @@ def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requireme
 
 def importable(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     """As if importing vLLM gave `module`, or failed (None)."""
-    monkeypatch.delattr(lowmem_grpo.engines, "vllm_borrow", raising=False)
+    monkeypatch.delattr(lowmem_grpo.engines.vllm, "plugin", raising=False)
     monkeypatch.setitem(sys.modules, MODULE, module)
 
 
@@ -98,7 +98,7 @@ def test_a_vllm_that_cannot_be_imported_says_why_and_what_to_do(
 
     install(monkeypatch, {"vllm": "0.32.0"}, [])
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.delattr(lowmem_grpo.engines, "vllm_borrow", raising=False)
+    monkeypatch.delattr(lowmem_grpo.engines.vllm, "plugin", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     with pytest.raises(EngineUnavailableError) as caught:
         import_borrowing()
@@ -147,5 +147,5 @@ def test_a_vllm_that_was_set_up_for_another_process_is_refused(monkeypatch: pyte
 
 
 def test_nothing_of_vllm_is_imported_to_choose_an_engine() -> None:
-    source = "import sys, lowmem_grpo.engines.vllm_engine; sys.exit('vllm' in sys.modules)"
+    source = "import sys, lowmem_grpo.engines.vllm.engine; sys.exit('vllm' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", source]) == 0

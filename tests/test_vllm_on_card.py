@@ -31,7 +31,7 @@ from vllm_models import (
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import choice
-from lowmem_grpo.engines.vllm_engine import VLLMEngine
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.records import read_lines
 

@@ -20,7 +20,7 @@ from vllm_models import (
 )
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.vllm_engine import VLLMEngine
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.types import Rollout
 
 pytestmark = NEEDS_VLLM

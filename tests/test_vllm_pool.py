@@ -23,11 +23,13 @@ from transformers import PreTrainedTokenizerBase
 from vllm_models import NEEDS_VLLM
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines import vllm_engine, vllm_pool, vllm_settings
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
-from lowmem_grpo.engines.vllm_engine import VLLMEngine
-from lowmem_grpo.engines.vllm_import import import_borrowing
-from lowmem_grpo.engines.vllm_settings import least_kv_bytes
+from lowmem_grpo.engines.vllm import engine as vllm_engine
+from lowmem_grpo.engines.vllm import pool as vllm_pool
+from lowmem_grpo.engines.vllm import settings as vllm_settings
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.installed import import_borrowing
+from lowmem_grpo.engines.vllm.settings import least_kv_bytes
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config

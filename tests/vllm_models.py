@@ -16,8 +16,8 @@ from small_models import FAMILIES, SHAPE, TINY, with_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from lowmem_grpo.engines.vllm_engine import VLLMEngine
-from lowmem_grpo.engines.vllm_import import installed
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.installed import installed
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup

@@ -55,7 +55,7 @@ def vllm_works(device: str) -> str:
     """vLLM is a checked version beside the torch that it was built for; on a card, its own kernels run too."""
     import torch
 
-    from lowmem_grpo.engines.vllm_import import import_borrowing
+    from lowmem_grpo.engines.vllm.installed import import_borrowing
 
     import_borrowing()
     if device == "cpu":

@@ -25,7 +25,7 @@ from common import TARGETS, print_result, resident_bytes
 from rollout_shapes import LORA_RANK, SHAPES, Shape
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.engines.vllm_import import EngineUnavailableError
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.kernels.lora import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.model import FastPeftModel

@@ -14,17 +14,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.engines.borrowed import BorrowError
-from lowmem_grpo.engines.sampling_weights import FOUR, SIXTEEN
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.engines.vllm_engine import VLLMEngine
-from lowmem_grpo.engines.vllm_import import (
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.installed import (
     EngineUnavailableError,
     import_borrowing,
     installed,
     why_not_beside,
     why_unavailable,
 )
+from lowmem_grpo.engines.vllm.lent_layers import BorrowError
+from lowmem_grpo.engines.vllm.sampling_weights import FOUR, SIXTEEN
 from lowmem_grpo.memory.bounds import RolloutBound
 from lowmem_grpo.models.policy import Policy
 

@@ -19,8 +19,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from lowmem_grpo.engines.borrowed import BorrowError
-from lowmem_grpo.engines.vllm_import import installed
+from lowmem_grpo.engines.vllm.installed import installed
+from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 
 logger = logging.getLogger(__name__)
 

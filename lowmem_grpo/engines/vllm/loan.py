@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.engines import adapters
-from lowmem_grpo.engines.adapters import AdapterCopy, Loras, lora_of
-from lowmem_grpo.engines.borrowed import ADVICE, OTHER_ENGINE, BorrowedLinear, BorrowError, same_tensors
-from lowmem_grpo.engines.sampling_weights import Room, SamplingWeights
+from lowmem_grpo.engines.vllm import lent_adapter as adapters
+from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy, Loras, lora_of
+from lowmem_grpo.engines.vllm.lent_layers import ADVICE, OTHER_ENGINE, BorrowedLinear, BorrowError, same_tensors
+from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.memory.bounds import is_out_of_memory
 

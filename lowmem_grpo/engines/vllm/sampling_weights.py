@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowmem_grpo.engines.borrowed import Product
-from lowmem_grpo.engines.vllm_settings import BLOCK, kv_bytes_of
+from lowmem_grpo.engines.vllm.lent_layers import Product
+from lowmem_grpo.engines.vllm.settings import BLOCK, kv_bytes_of
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.memory.cards import DEFAULT_SHARE, GIB
 from lowmem_grpo.memory.model_shape import ModelShape

@@ -5,7 +5,7 @@ output is the concatenation of theirs, LoRA and biases included, by one product 
 
 Everything goes through one opaque op, so that an engine's compiler and CUDA graphs pass over it; the op finds its layer
 by name. A captured graph keeps the addresses of tensors and what Python decided while it was captured. So the op
-decides nothing: it always applies the same tensors, whose numbers are those of the adapter or zeros (adapters.py).
+decides nothing: it always applies the same tensors, whose numbers are those of the adapter or zeros (lent_adapter.py).
 """
 
 from collections.abc import Sequence

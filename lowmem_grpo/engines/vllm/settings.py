@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.engines.borrowed import BorrowError
+from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 from lowmem_grpo.memory.cards import prefill_tokens
 from lowmem_grpo.models.policy import Policy
 

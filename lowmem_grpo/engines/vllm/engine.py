@@ -14,16 +14,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines import sampling_weights as wide
-from lowmem_grpo.engines import vllm_pool, vllm_settings
-from lowmem_grpo.engines.adapters import AdapterCopy
 from lowmem_grpo.engines.base import OnGroup
-from lowmem_grpo.engines.borrowing import Borrowing, active_adapter, loras_of
-from lowmem_grpo.engines.process_state import seeds_of, undisturbed
 from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
 from lowmem_grpo.engines.told import Told
-from lowmem_grpo.engines.vllm_import import EngineUnavailableError, import_borrowing
-from lowmem_grpo.engines.vllm_steps import Work, outputs
+from lowmem_grpo.engines.vllm import pool as vllm_pool
+from lowmem_grpo.engines.vllm import sampling_weights as wide
+from lowmem_grpo.engines.vllm import settings as vllm_settings
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_borrowing
+from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy
+from lowmem_grpo.engines.vllm.loan import Borrowing, active_adapter, loras_of
+from lowmem_grpo.engines.vllm.process_state import seeds_of, undisturbed
+from lowmem_grpo.engines.vllm.steps import Work, outputs
 from lowmem_grpo.memory.advice import in_words
 from lowmem_grpo.memory.bounds import RolloutBound, RunMemory, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.memory.cards import sequences_at_once

@@ -3,7 +3,7 @@
 vLLM asks the quantization config for a method for each linear layer, embedding and head; ours makes no weights and
 computes with the trainer's. Then it asks the loader for the rest; ours points each remaining parameter (norms) at the
 trainer's storage. No weight is copied and nothing of vLLM is changed. Both registries are public and are the same in
-the versions of `vllm_import.py`.
+the versions of `installed.py`.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from lowmem_grpo.engines.borrowed import OTHER_ENGINE, BorrowedLinear, BorrowError, borrowed_linear
-from lowmem_grpo.engines.borrowing import Borrowing
+from lowmem_grpo.engines.vllm.lent_layers import OTHER_ENGINE, BorrowedLinear, BorrowError, borrowed_linear
+from lowmem_grpo.engines.vllm.loan import Borrowing
 from lowmem_grpo.kernels.matmul import matmul_fp32
 
 __all__ = ["LLM", "NAME", "SamplingParams", "check_architecture", "cleanup_dist_env_and_memory", "envs", "lending"]

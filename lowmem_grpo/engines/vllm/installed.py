@@ -75,7 +75,7 @@ def import_borrowing() -> Any:
         raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
     set_environment()
     try:
-        from lowmem_grpo.engines import vllm_borrow
+        from lowmem_grpo.engines.vllm import plugin as vllm_borrow
     except Exception as error:  # a broken installation shows itself by errors of any kind
         raise EngineUnavailableError(
             f"{' '.join(found or ())} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "

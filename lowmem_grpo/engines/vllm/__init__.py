@@ -1,0 +1,1 @@
+"""vLLM as a sampler that computes with the trainer's own weights."""
