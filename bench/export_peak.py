@@ -24,9 +24,9 @@ from rows import append_row, machine
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lowmem_grpo.base_record import BaseRecord
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.models.pretrained import resolve
+from lowmem_grpo.runs.base_record import BaseRecord
 
 RESULTS = Path(__file__).parent / "results" / "export.jsonl"
 SHARD, BLOCK = 2**30, 2**24  # bytes of a file; random numbers that are repeated over every tensor

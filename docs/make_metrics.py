@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from lowmem_grpo.alarms import ALARMS
+from lowmem_grpo.runs.alarms import ALARMS
 
 PAGE = Path(__file__).resolve().parent / "metrics.md"
 HEADER = """# Metrics and alarms

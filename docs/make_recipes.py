@@ -18,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.accuracy import wilson_interval
 from lowmem_grpo.cli import RECIPES
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.memory.cards import device
@@ -27,6 +26,7 @@ from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import CPU, Preset, Presets
+from lowmem_grpo.runs.accuracy import wilson_interval
 
 HERE = Path(__file__).resolve().parent
 PAGES, TABLE = HERE / "recipes", HERE.parent / "lowmem_grpo" / "recipes" / "README.md"

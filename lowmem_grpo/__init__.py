@@ -25,6 +25,8 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "pictures":  # a module of functions
+        return import_module("lowmem_grpo.views.pictures")
     if name not in HOMES:
         raise AttributeError(f"module 'lowmem_grpo' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)

@@ -2,37 +2,19 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.accuracy import accuracy_interval, paired_difference, pass_at_k
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.data import check_dataset
+from lowmem_grpo.data.prompts import check_dataset
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.rewards.verifier import Verifier
+from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.scoring import score_rows
 
 logger = logging.getLogger(__name__)
 
 TOGETHER = 256  # completions that are sampled at a time
 Right = Callable[..., list[float | None]] | Verifier
-
-
-@dataclass
-class Answers:
-    """n answers to each of P prompts."""
-
-    texts: list[list[str]]  # (P, n)
-    right: list[list[bool]]  # (P, n)
-    unjudged: int  # answers that could not be judged; they count as wrong
-    tokens: int
-    cut_off: int  # answers that ended at max_tokens
-    metrics: dict[str, float]  # mean of each further reward function
-
-    @property
-    def counts(self) -> list[int]:
-        """Right answers of each prompt (P,)."""
-        return [sum(row) for row in self.right]
 
 
 def answer(
@@ -99,39 +81,3 @@ def rows_of(dataset: Any, limit: int | None) -> list[dict[str, Any]]:
     if len(usable) < len(rows):
         logger.warning("%d of %d rows have an empty prompt and are left out", len(rows) - len(usable), len(rows))
     return usable
-
-
-def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
-    """One model's numbers."""
-    samples = len(answers.right[0])
-    share, interval = accuracy_interval(answers.counts, samples)
-    total = samples * len(answers.right)
-    return {
-        "accuracy": share, "interval": list(interval),
-        "pass_at_k": {str(k): pass_at_k(answers.counts, samples, k) for k in ks},
-        "mean_tokens": answers.tokens / total, "cut_off": answers.cut_off / total, "unjudged": answers.unjudged / total,
-        **({"rewards": answers.metrics} if answers.metrics else {}),
-    }
-
-
-def compared(base: Answers, adapter: Answers) -> dict[str, Any]:
-    """What the adapter changes on the same prompts."""
-    samples = len(base.right[0])
-    change, interval = paired_difference(base.counts, adapter.counts, samples)
-    pairs = list(zip(base.counts, adapter.counts, strict=True))
-    return {
-        "accuracy": change, "interval": list(interval), "better": sum(new > old for old, new in pairs),
-        "worse": sum(new < old for old, new in pairs), "same": sum(new == old for old, new in pairs),
-    }
-
-
-def answered_rows(rows: list[dict[str, Any]], found: dict[str, Answers]) -> list[dict[str, Any]]:
-    """Every row with its answers, in plain values."""
-    return [
-        {name: value for name, value in row.items() if isinstance(value, str | int | float | list | bool | None)} | {
-            model: [{"text": text, "right": right} for text, right in zip(
-                answers.texts[index], answers.right[index], strict=True)]
-            for model, answers in found.items()
-        }
-        for index, row in enumerate(rows)
-    ]

@@ -13,9 +13,9 @@ from lowmem_grpo.commands.doctor import doctor
 from lowmem_grpo.commands.eval import evaluate
 from lowmem_grpo.commands.export import export
 from lowmem_grpo.commands.new import new
-from lowmem_grpo.commands.terminal import plain_errors, quiet
 from lowmem_grpo.recipes import RECIPES as RECIPES
 from lowmem_grpo.recipes.recipe_file import file_hint, is_recipe_file, load_recipe, run_module
+from lowmem_grpo.views.terminal import plain_errors, quiet
 
 OWN_RECIPES = (
     "lowmem-grpo new NAME [--data FILE]       writes one for your own data, NAME.py\n"
@@ -76,7 +76,7 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
 def report(run_dir: Path) -> None:
     """Remake RUN_DIR/report.html, also while the run goes on."""
     with plain_errors():
-        from lowmem_grpo.report import write_report
+        from lowmem_grpo.views.report import write_report
 
         click.echo(write_report(run_dir))
 
@@ -164,7 +164,7 @@ def plan(
             extra = {"max_context": longest} if max_context else {}
             click.echo(json.dumps(found.to_dict() | {"time": time.to_dict()} | extra, indent=2))
         else:
-            from lowmem_grpo.plan_table import show
+            from lowmem_grpo.views.plan_table import show
 
             show(found, longest, time=time)
     if not found.fits:

@@ -2,11 +2,11 @@
 
 from itertools import accumulate
 
-from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.data import Prompt
+from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.rewards import RewardScorer, Scores
 from lowmem_grpo.rewards.early import EarlyCalls
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.scoring import columns_of, lists_of
 from lowmem_grpo.types import Rollout, RolloutGroup
 

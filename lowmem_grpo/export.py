@@ -16,9 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from lowmem_grpo import gguf
-from lowmem_grpo.base_record import BASE_FILE, BaseRecord, base_of_adapter
 from lowmem_grpo.base_weights import stored_weights, tensor_files
-from lowmem_grpo.checkpoint import ADAPTER_FILE
 from lowmem_grpo.export_check import LARGEST, adapter_logits
 from lowmem_grpo.export_folder import Exported, ExportError, finish, new_folder
 from lowmem_grpo.hub import check_repo, model_folder, push
@@ -26,7 +24,9 @@ from lowmem_grpo.lora_pairs import read_pairs
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.merged_folder import DTYPES, Merge, compare, elements, output_dtype, write_folder
 from lowmem_grpo.models.pretrained import Pretrained, resolve
-from lowmem_grpo.run_adapter import RunAdapter, find_adapter
+from lowmem_grpo.runs.base_record import BASE_FILE, BaseRecord, base_of_adapter
+from lowmem_grpo.runs.checkpoint import ADAPTER_FILE
+from lowmem_grpo.runs.saved_adapter import RunAdapter, find_adapter
 
 FORMATS = ("adapter", "merged", "gguf")
 COMPUTED = ("float32", *DTYPES)  # what a run may have computed in

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lowmem_grpo.checkpoint import ADAPTER_FILE, check_adapter_folder
+from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, check_adapter_folder
 
 PREFIX = "base_model.model."  # that PEFT puts before the names of a model's modules
 PLAIN: dict[str, tuple[Any, ...]] = {  # settings of PEFT that change what is computed: the values that we merge

@@ -1,9 +1,6 @@
 """What a step measured: sums over micro-batches, statistics of rollouts, clocks and memory."""
 
 import re
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import fmean, stdev
 
 import torch
@@ -12,34 +9,6 @@ from torch import Tensor, nn
 from lowmem_grpo.types import RolloutGroup
 
 PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter's name
-
-
-class Clock:
-    """Seconds spent in each phase since `restart`; what no phase claims is idle."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self.started = time.perf_counter()
-        self.seconds = {"generate": 0.0, "reward": 0.0, "train": 0.0}
-        self.reward_hidden = 0.0  # seconds of reward functions in which others decoded: they are of another phase
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - began
-
-    def metrics(self) -> dict[str, float]:
-        """Step time in seconds, and each phase's share of it; and the seconds of rewards in the shade of others, as a
-        share of it too."""
-        total = max(time.perf_counter() - self.started, 1e-9)
-        shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
-        return {"step_time": total, **shares, "time/idle": max(0.0, 1 - sum(shares.values())),
-                "time/reward_hidden": self.reward_hidden / total}
 
 
 def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, float]:
@@ -90,9 +59,3 @@ def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[st
     total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms.values()]))
     logged = {"grad_norm": total, **{f"grad_norm/{name}": norm.float() for name, norm in norms.items()}}
     return total, dict(zip(logged, torch.stack(list(logged.values())).tolist(), strict=True))
-
-
-def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the steps that have it."""
-    names = sorted({name for step in steps for name in step})
-    return {name: fmean(step[name] for step in steps if name in step) for name in names}

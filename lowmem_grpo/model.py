@@ -11,13 +11,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_grpo.base_record import BaseRecord
-from lowmem_grpo.checkpoint import ADAPTER_FILE, check_adapter_folder
 from lowmem_grpo.config.sampling_like import as_sampling_params
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.pretrained import linears_in_4bit
+from lowmem_grpo.runs.base_record import BaseRecord
+from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, check_adapter_folder
 from lowmem_grpo.types import Rollout
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples

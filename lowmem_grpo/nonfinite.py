@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.records import RecordError, RunRecords, prompt_text
+from lowmem_grpo.runs.records import RecordError, RunRecords, prompt_text
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)

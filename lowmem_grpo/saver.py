@@ -6,13 +6,13 @@ from typing import Any
 
 from peft import PeftModel
 
-from lowmem_grpo import checkpoint
-from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.data import PromptSource
+from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.replay import ReplayBuffer
 from lowmem_grpo.rewind import RandomStates
+from lowmem_grpo.runs import checkpoint
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.step import Learner
 
 logger = logging.getLogger(__name__)

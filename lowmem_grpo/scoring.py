@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.data import is_chat
+from lowmem_grpo.data.prompts import is_chat
 from lowmem_grpo.losses.advantages import assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards import RewardScorer, Scores
 from lowmem_grpo.rewards.calls import Lists
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)

@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.callbacks import Callbacks, Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.config.sft import SFTConfig
-from lowmem_grpo.data import DataError, Prompt, PromptSource
+from lowmem_grpo.data.examples import Example, ExampleEncoder, as_examples
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.engines.stopping import eos_token_ids
-from lowmem_grpo.journal import LAST
-from lowmem_grpo.live import LiveView, shown
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.memory.advice import MemoryAdvice
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.peaks import peak_memory
-from lowmem_grpo.metrics import Clock, mean_of
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.nonfinite import Guard, NonFiniteError
@@ -34,12 +31,15 @@ from lowmem_grpo.offload.activations import enable_checkpointing
 from lowmem_grpo.optim import make_optimizer, make_scheduler
 from lowmem_grpo.planned import plan_training
 from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
-from lowmem_grpo.records import RunRecords
-from lowmem_grpo.sft_data import Example, ExampleEncoder, as_examples
-from lowmem_grpo.sinks import make_sinks
+from lowmem_grpo.runs.clock import Clock, mean_of
+from lowmem_grpo.runs.journal import LAST
+from lowmem_grpo.runs.records import RunRecords
+from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.step import Learner
 from lowmem_grpo.trainer import TrainOutput
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.views.live import LiveView, shown
+from lowmem_grpo.views.sinks import make_sinks
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals, policy_tokens
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
@@ -26,6 +25,7 @@ from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.optim import allocates_each_step
 from lowmem_grpo.rewind import Gradients, OptimizerCopy, RandomStates
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 

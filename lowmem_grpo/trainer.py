@@ -9,21 +9,17 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.callbacks import Callbacks, Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.collector import Collector
 from lowmem_grpo.config.grpo import GRPOConfig, steps_per_rollout
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, longest_prompt
-from lowmem_grpo.difficulty import DifficultyPools
+from lowmem_grpo.data.difficulty import DifficultyPools
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, longest_prompt
 from lowmem_grpo.early_scoring import EarlyScoring
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.evaluation import Evaluation
-from lowmem_grpo.journal import Journal
-from lowmem_grpo.live import LiveView
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.memory.bounds import MemoryExhaustedError
 from lowmem_grpo.memory.peaks import peak_memory
-from lowmem_grpo.metrics import Clock, mean_of
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.nonfinite import Guard, NonFiniteError
@@ -33,16 +29,20 @@ from lowmem_grpo.optim import make_optimizer, make_scheduler, total_steps
 from lowmem_grpo.parity import ParityGate
 from lowmem_grpo.planned import plan_memory
 from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
-from lowmem_grpo.records import RecordError, RunRecords
-from lowmem_grpo.report import write_report
 from lowmem_grpo.rewards import RewardScorer
+from lowmem_grpo.runs.clock import Clock, mean_of
+from lowmem_grpo.runs.journal import Journal
+from lowmem_grpo.runs.records import RecordError, RunRecords
+from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.sampler import Sampler
 from lowmem_grpo.saver import Saver
 from lowmem_grpo.scoring import score_groups, set_baselines
-from lowmem_grpo.sinks import make_sinks
 from lowmem_grpo.step import Learner
 from lowmem_grpo.timing.run_time import PlannedTime
 from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.views.live import LiveView
+from lowmem_grpo.views.report import write_report
+from lowmem_grpo.views.sinks import make_sinks
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.alarms import ALARMS, Alarms
-from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.journal import Journal
 from lowmem_grpo.metrics import rollout_metrics
-from lowmem_grpo.records import RunRecords, read_lines
+from lowmem_grpo.runs.alarms import ALARMS, Alarms
+from lowmem_grpo.runs.journal import Journal
+from lowmem_grpo.runs.records import RunRecords, read_lines
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 Line = dict[str, float]

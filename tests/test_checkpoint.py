@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, get_scheduler
 
-from lowmem_grpo import checkpoint, checkpoint_state
-from lowmem_grpo.checkpoint import CheckpointError
+from lowmem_grpo.runs import checkpoint, checkpoint_state
+from lowmem_grpo.runs.checkpoint import CheckpointError
 
 Optimizers = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 STATE = {"step": 3, "reward": 0.1, "rows": [1, 2], "best": None}
@@ -330,7 +330,7 @@ SAVER = """
 import os, random, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from lowmem_grpo.checkpoint import list_checkpoints
+from lowmem_grpo.runs.checkpoint import list_checkpoints
 from test_checkpoint import training
 
 def save_without_end(run_dir):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data import DataError, Prompt, PromptEncoder, PromptSource
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, PromptSource
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 
@@ -28,7 +28,8 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 def source(dataset: Any, seed: int = 0, max_prompt_length: int = 20, **options: Any) -> PromptSource:
-    return PromptSource(dataset, PromptEncoder(CharTokenizer(), max_prompt_length), seed, **options)  # type: ignore[arg-type]
+    return PromptSource(dataset, PromptEncoder(CharTokenizer(), max_prompt_length), seed,
+                        **options)  # type: ignore[arg-type]
 
 
 def drawn(prompts: PromptSource, count: int) -> list[int]:

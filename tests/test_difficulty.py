@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_data import CharTokenizer, rows
 
-from lowmem_grpo.data import DataError, PromptEncoder, PromptSource
-from lowmem_grpo.difficulty import LONGEST_REST, DifficultyPools
+from lowmem_grpo.data.difficulty import LONGEST_REST, DifficultyPools
+from lowmem_grpo.data.prompts import DataError, PromptEncoder, PromptSource
 
 MIXED, SOLVED, FAILED = [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]
 
 
 def source(dataset: Any, shuffle: bool = True) -> PromptSource:
-    return PromptSource(dataset, PromptEncoder(CharTokenizer(), 20), 0, shuffle, DifficultyPools())  # type: ignore[arg-type]
+    return PromptSource(dataset, PromptEncoder(CharTokenizer(), 20), 0, shuffle,
+                        DifficultyPools())  # type: ignore[arg-type]
 
 
 def visit(prompts: PromptSource, count: int, outcome: Any) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from card import CARD, DEVICES, half
 from card_runs import make
 
-from lowmem_grpo.records import read_lines
+from lowmem_grpo.runs.records import read_lines
 
 
 @pytest.mark.parametrize("device", DEVICES)

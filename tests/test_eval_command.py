@@ -11,26 +11,29 @@ from click.testing import CliRunner, Result
 from datasets import Dataset
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.accuracy import (
-    accuracy_interval,
-    independent_answers,
-    paired_difference,
-    pass_at_k,
-    powers_of_two,
-    wilson_interval,
-)
-from lowmem_grpo.assessment import Answers, answer, compared, described, rows_of
+from lowmem_grpo.assessment import answer, rows_of
 from lowmem_grpo.cli import main
 from lowmem_grpo.commands.eval import Subject, find_subject, load, problems
-from lowmem_grpo.data import DataError
-from lowmem_grpo.data_files import read_dataset
-from lowmem_grpo.eval_table import show_result
+from lowmem_grpo.data.files import read_dataset
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.recipes.exam import Exam, find_exam
 from lowmem_grpo.recipes.proximity import STEPS, WORDS, Task
 from lowmem_grpo.recipes.proximity import make_dataset as proximity_problems
 from lowmem_grpo.reward_names import find_function
 from lowmem_grpo.rewards import RewardError, Verifier
+from lowmem_grpo.runs.accuracy import (
+    Answers,
+    accuracy_interval,
+    compared,
+    described,
+    independent_answers,
+    paired_difference,
+    pass_at_k,
+    powers_of_two,
+    wilson_interval,
+)
+from lowmem_grpo.views.eval_table import show_result
 
 
 def invoke(*words: Any) -> Result:

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo import FastLanguageModel, merge
 from lowmem_grpo.base_weights import Weight, live_weights, stored_weights, tensor_files
-from lowmem_grpo.checkpoint import CheckpointError, save_checkpoint
 from lowmem_grpo.cli import main
 from lowmem_grpo.export import ExportSettings, export
 from lowmem_grpo.export_folder import ExportError, new_folder
@@ -31,7 +30,8 @@ from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.merge import MergeCheck, MergeError, check_merged, plan_shards, size_of, tiles, write_merged
 from lowmem_grpo.model import FastPeftModel, UnsupportedError
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.run_adapter import RunError, find_adapter
+from lowmem_grpo.runs.checkpoint import CheckpointError, save_checkpoint
+from lowmem_grpo.runs.saved_adapter import RunError, find_adapter
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 GIB = 2**30

@@ -10,6 +10,7 @@ import pytest
 
 import lowmem_grpo
 import lowmem_grpo.config
+import lowmem_grpo.data
 import lowmem_grpo.losses
 import lowmem_grpo.offload
 import lowmem_grpo.rewards
@@ -26,23 +27,17 @@ FLOORS = [  # from below; ARCHITECTURE says what each folder is for. Files at th
     ("recipes", "commands", "integrations", "cli", "__main__"),
 ]
 NOT_MOVED = {  # modules that lie beside their folder yet
-    "accuracy": "runs", "alarms": "runs", "assessment": "rollout", "base_record": "runs", "base_weights": "export",
-    "callbacks": "runs", "charts": "views", "checkpoint": "runs", "checkpoint_state": "runs", "collector": "rollout",
-    "commands.terminal": "views", "data_files": "data", "difficulty": "data", "doctor": "preflight",
-    "early_scoring": "rewards", "eval_table": "views", "evaluation": "rollout", "export_check": "export",
-    "export_folder": "export", "gguf": "export", "journal": "runs", "judge": "rewards", "live": "views",
-    "lora_pairs": "export", "merge": "export", "merged_folder": "export", "metrics": "rollout", "model": "fast_model",
-    "new_recipe": "recipes", "nonfinite": "train", "objective": "train", "optim": "train", "pace": "views",
-    "parity": "rollout", "pictures": "views", "plan_table": "views", "planned": "train", "records": "runs",
-    "replay": "rollout", "report": "views", "reward_names": "rewards", "rewind": "train", "run_adapter": "runs",
-    "sampler": "rollout", "saver": "train", "scoring": "rollout", "sft": "train", "sft_data": "data", "sinks": "views",
-    "step": "train", "trainer": "train",
+    "assessment": "rollout", "base_weights": "export", "collector": "rollout", "doctor": "preflight",
+    "early_scoring": "rewards", "evaluation": "rollout", "export_check": "export", "export_folder": "export",
+    "gguf": "export", "judge": "rewards", "lora_pairs": "export", "merge": "export", "merged_folder": "export",
+    "metrics": "rollout", "model": "fast_model", "new_recipe": "recipes", "nonfinite": "train", "objective": "train",
+    "optim": "train", "parity": "rollout", "planned": "train", "replay": "rollout", "reward_names": "rewards",
+    "rewind": "train", "sampler": "rollout", "saver": "train", "scoring": "rollout", "sft": "train", "step": "train",
+    "trainer": "train",
 }
 UPWARD = {  # imports that run upwards yet: (module, what it imports)
     ("early_scoring", "scoring"),
-    ("journal", "metrics"),
     ("memory.planner", "timing.sampling"),  # which weights sample faster; to be handed to it
-    ("pictures", "assessment"),
     ("rewards.trials", "scoring"),
 }
 LIBRARIES = {  # what each folder may import beside torch and the standard library
@@ -67,8 +62,8 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
 }
 LAZY = {  # packages with doors: their names, and the homes of these
     "lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.config": lowmem_grpo.config.HOMES,
-    "lowmem_grpo.losses": lowmem_grpo.losses.HOMES, "lowmem_grpo.offload": lowmem_grpo.offload.HOMES,
-    "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES,
+    "lowmem_grpo.data": lowmem_grpo.data.HOMES, "lowmem_grpo.losses": lowmem_grpo.losses.HOMES,
+    "lowmem_grpo.offload": lowmem_grpo.offload.HOMES, "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES,
 }
 FREE = ("torch", *sys.stdlib_module_names)
 

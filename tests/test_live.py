@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lowmem_grpo.live import BLOCKS, LiveView, print_accuracy, print_samples, sparkline, wilson_interval
+from lowmem_grpo.views.live import BLOCKS, LiveView, print_accuracy, print_samples, sparkline, wilson_interval
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
@@ -107,10 +107,10 @@ def test_close_before_training_does_nothing() -> None:
 
 def test_time_left_counts_only_steps_done_since_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     view = LiveView(console(terminal=False))
-    monkeypatch.setattr("lowmem_grpo.pace.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("lowmem_grpo.views.pace.time.monotonic", lambda: 100.0)
     view.on_train_begin(None, state(50), None)
     assert view.time_left() == "unknown"
-    monkeypatch.setattr("lowmem_grpo.pace.time.monotonic", lambda: 120.0)
+    monkeypatch.setattr("lowmem_grpo.views.pace.time.monotonic", lambda: 120.0)
     view.on_log(None, state(52), None, logs=LOGS)
     assert view.time_left() == "1:20"
 

@@ -12,10 +12,10 @@ from small_models import TINY
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.base_record import base_of_adapter
-from lowmem_grpo.checkpoint import CheckpointError
 from lowmem_grpo.config.sampling_like import as_sampling_params
 from lowmem_grpo.model import FastModel, FastPeftModel, RequestOutput, UnsupportedError, adapter_for
+from lowmem_grpo.runs.base_record import base_of_adapter
+from lowmem_grpo.runs.checkpoint import CheckpointError
 
 QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
 CHAT = [{"role": "user", "content": QUESTION}]

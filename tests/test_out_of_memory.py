@@ -35,7 +35,7 @@ from lowmem_grpo.memory.bounds import (
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.records import read_lines
+from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 CPU = torch.device("cpu")

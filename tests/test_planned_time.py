@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.charts import figures
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import RunSettings
@@ -22,6 +21,7 @@ from lowmem_grpo.timing.plan import plan_time
 from lowmem_grpo.timing.run_time import PlannedTime, workload_of
 from lowmem_grpo.timing.workload import Workload
 from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.views.charts import figures
 
 CONFIG = named_config("qwen2.5-3b")
 ROWS = [{"prompt": f"Start with {n}. Add 4. What is the result?\n"} for n in range(3, 15)]

@@ -17,20 +17,20 @@ import pytest
 import torch
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
-from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.commands.terminal import CurrentStderr
-from lowmem_grpo.data import PromptEncoder
+from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.memory.cards import device
-from lowmem_grpo.pace import Pace
 from lowmem_grpo.planned import plan_run, settings_of
 from lowmem_grpo.preflight import CHECKS, FirstSteps, PreflightError, repeats, room, rows
 from lowmem_grpo.preflight.first_steps import about_rewards
 from lowmem_grpo.preflight.report import line_of
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.records import RunRecords
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.rewards.findings import SEVERITIES
+from lowmem_grpo.runs.records import RunRecords
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.views.pace import Pace
+from lowmem_grpo.views.terminal import CurrentStderr
 
 GIB = 2**30
 ROWS: list[dict[str, Any]] = [
@@ -585,7 +585,7 @@ def test_a_newcomer_is_not_told_that_nothing_is_learned_or_again_and_again(
 
 def test_the_pace_counts_the_first_step_or_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("lowmem_grpo.pace.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lowmem_grpo.views.pace.time.monotonic", lambda: now[0])
     pace = Pace()
     pace.begin(10)
     assert pace.left(20) is None
@@ -600,7 +600,7 @@ def test_the_pace_counts_the_first_step_or_none_at_all(monkeypatch: pytest.Monke
 
 def test_the_expected_time_is_wrong_or_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("lowmem_grpo.pace.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lowmem_grpo.views.pace.time.monotonic", lambda: now[0])
     args = GRPOConfig(save_steps=25)
     said: list[str] = []
     first = FirstSteps(RunRecords(tmp_path), said.append)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.records import RecordError, RunRecords, completion_lines, read_lines, to_line
+from lowmem_grpo.runs.records import RecordError, RunRecords, completion_lines, read_lines, to_line
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NAN = float("nan")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.report import MAX_SAMPLES, spread, write_report
+from lowmem_grpo.views.report import MAX_SAMPLES, spread, write_report
 
 ATTACK = "</script><img src=x onerror=alert(1)><!--"
 

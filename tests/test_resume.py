@@ -17,10 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, checkpoint
-from lowmem_grpo.checkpoint import CheckpointError
-from lowmem_grpo.data import DataError
-from lowmem_grpo.records import read_lines
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.runs import checkpoint
+from lowmem_grpo.runs.checkpoint import CheckpointError
+from lowmem_grpo.runs.records import read_lines
 
 KILLS = 10
 KILLED: dict[str, Any] = {"max_steps": 16, "save_steps": 1, "save_total_limit": 3}

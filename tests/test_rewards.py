@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.rewards import (
     SYSTEM_PROMPT,
@@ -33,6 +32,7 @@ from lowmem_grpo.rewards import (
     strict_format_reward_func,
     xmlcount_reward_func,
 )
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.scoring import score_groups
 from lowmem_grpo.types import Rollout, RolloutGroup
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, rewards
-from lowmem_grpo.data import DataError
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import answer_line, correct_answer, make_dataset
 from lowmem_grpo.rewards.findings import Trial

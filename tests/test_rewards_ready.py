@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import rewards
-from lowmem_grpo.charts import figures
 from lowmem_grpo.rewards import math_answer
 from lowmem_grpo.rewards.reading import read_number
 from lowmem_grpo.rewards.texts import completion_text
+from lowmem_grpo.views.charts import figures
 
 ROW = {"answer": "10", "keyword": "step", "ideal": "Yes.", "recipient": "Bo"}
 TAGGED = "<start_working_out>{}<end_working_out><SOLUTION>{}</SOLUTION>"

@@ -6,8 +6,8 @@ import pytest
 from small_models import TINY
 from transformers import AutoTokenizer
 
-from lowmem_grpo.data import DataError
-from lowmem_grpo.sft_data import Example, ExampleEncoder
+from lowmem_grpo.data.examples import Example, ExampleEncoder
+from lowmem_grpo.data.prompts import DataError
 
 
 def question(text: str) -> list[dict[str, str]]:

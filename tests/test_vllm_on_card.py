@@ -33,7 +33,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import choice
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.records import read_lines
+from lowmem_grpo.runs.records import read_lines
 
 pytestmark = NEEDS_VLLM
 

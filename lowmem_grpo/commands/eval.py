@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.commands.terminal import plain_errors, quiet
+from lowmem_grpo.views.terminal import plain_errors, quiet
 
 FILE = "eval.json"
 MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
@@ -61,7 +61,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     with plain_errors():
         subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"])
         result = run(subject, chosen)
-        from lowmem_grpo.records import finite, replace_text
+        from lowmem_grpo.runs.records import finite, replace_text
 
         folder = out or subject.out
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         if as_json:
             click.echo(json.dumps(finite(numbers | {"file": str(folder / FILE)}), indent=2, ensure_ascii=False))
         else:
-            from lowmem_grpo.eval_table import show_result
+            from lowmem_grpo.views.eval_table import show_result
 
             show_result(result, subject.note, show)
             click.echo(f"all answers: {folder / FILE}")
@@ -99,8 +99,8 @@ def refuse_beside_recipe() -> None:
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Subject:
     """The model and the adapter that TARGET and --adapter mean."""
-    from lowmem_grpo.base_record import base_of_adapter
-    from lowmem_grpo.run_adapter import RunError, find_adapter
+    from lowmem_grpo.runs.base_record import base_of_adapter
+    from lowmem_grpo.runs.saved_adapter import RunError, find_adapter
 
     path = Path(target)
     if adapter is not None or not path.exists() or (path / "config.json").is_file():
@@ -115,8 +115,8 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -
 
 def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Subject:
     """A model that was named, and the adapter on it; the revision is the record's where that is of this very model."""
-    from lowmem_grpo.base_record import base_of_adapter
-    from lowmem_grpo.run_adapter import find_adapter
+    from lowmem_grpo.runs.base_record import base_of_adapter
+    from lowmem_grpo.runs.saved_adapter import find_adapter
 
     if adapter is None:
         place = Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
@@ -130,9 +130,9 @@ def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None) ->
 
 def run(subject: Subject, chosen: dict[str, Any]) -> dict[str, Any]:
     """Sample and score: the content of eval.json."""
-    from lowmem_grpo.accuracy import powers_of_two
-    from lowmem_grpo.assessment import answer, answered_rows, compared, described
+    from lowmem_grpo.assessment import answer
     from lowmem_grpo.config.sampling import SamplingParams
+    from lowmem_grpo.runs.accuracy import answered_rows, compared, described, powers_of_two
 
     rows, functions, max_tokens = problems(subject, chosen)
     params = SamplingParams(
@@ -158,7 +158,7 @@ def tokens_of_run(subject: Subject) -> int | None:
     """What the longest answer had in the run that left the adapter; None where that is not known. It is said."""
     if subject.adapter is None:
         return None
-    from lowmem_grpo.run_adapter import read_summary
+    from lowmem_grpo.runs.saved_adapter import read_summary
 
     config = read_summary(subject.adapter.absolute().parent).get("config")
     longest = config.get("max_completion_length") if isinstance(config, dict) else None
@@ -175,7 +175,7 @@ def problems(subject: Subject, chosen: dict[str, Any]) -> tuple[list[dict[str, A
 
     functions = [find_function(name) for name in chosen["rewards"]]
     if not chosen["recipe"]:
-        from lowmem_grpo.data_files import read_dataset
+        from lowmem_grpo.data.files import read_dataset
 
         dataset = read_dataset(chosen["dataset"], chosen["split"], chosen["prompt_column"])
         rows = rows_of(dataset, chosen["limit"])

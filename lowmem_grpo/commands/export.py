@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.commands.terminal import plain_errors, quiet
+from lowmem_grpo.views.terminal import plain_errors, quiet
 
 
 @click.command()

@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from lowmem_grpo import recipes
-from lowmem_grpo.commands.terminal import plain_errors
 from lowmem_grpo.recipes.arithmetic_problems import problems
+from lowmem_grpo.views.terminal import plain_errors
 
 LOOKED = 1000  # rows that are looked at
 LONGEST = 100  # characters of a name
@@ -108,7 +108,7 @@ def example(name: str, out: Path, chosen: dict[str, Any]) -> tuple[Any, str]:
 
 def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
     """A recipe for the user's data. OSError and ValueError say what is wrong with it."""
-    from lowmem_grpo.data_files import cell_text, is_file_name
+    from lowmem_grpo.data.files import cell_text, is_file_name
     from lowmem_grpo.new_recipe.columns import Columns, find_columns
     from lowmem_grpo.new_recipe.kinds import kind_of, marks_of
     from lowmem_grpo.new_recipe.writing import Wanted
@@ -140,7 +140,7 @@ def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
 
 def look(data: str, split: str, is_file: bool) -> tuple[list[dict[str, Any]], str]:
     """The first rows; none of a dataset of the hub that cannot be reached, and why."""
-    from lowmem_grpo.data_files import first_rows
+    from lowmem_grpo.data.files import first_rows
 
     if is_file:
         return first_rows(data, split, LOOKED), ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-from lowmem_grpo.data import is_chat
+from lowmem_grpo.data.prompts import is_chat
 from lowmem_grpo.judge.question import Question
 
 EQUAL = 0.5  # what completions score that cannot be compared with another one

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowmem_grpo.data_files import listed
+from lowmem_grpo.data.files import listed
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "task", "puzzle", "text", "user",
            "messages")

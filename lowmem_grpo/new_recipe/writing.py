@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from lowmem_grpo.data_files import listed
+from lowmem_grpo.data.files import listed
 from lowmem_grpo.new_recipe.columns import CHOICES, Columns
 from lowmem_grpo.new_recipe.kinds import EXAMPLE, KINDS, Kind, math_verifier
 

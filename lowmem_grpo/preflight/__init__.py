@@ -10,7 +10,7 @@ warnings are logged.
 import logging
 import time
 
-from lowmem_grpo.data import DataError
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.preflight.checks import CHECKS
 from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.preflight.how_long import how_long

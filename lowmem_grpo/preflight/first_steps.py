@@ -5,11 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.live import clock
-from lowmem_grpo.pace import Pace
 from lowmem_grpo.preflight.report import line_of
-from lowmem_grpo.records import RunRecords
 from lowmem_grpo.rewards.diagnosis import (
     about_length,
     about_signal,
@@ -21,7 +17,11 @@ from lowmem_grpo.rewards.diagnosis import (
 )
 from lowmem_grpo.rewards.findings import Finding, Trial
 from lowmem_grpo.rewards.scorer import RewardScorer
+from lowmem_grpo.runs.records import RunRecords
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.views.live import clock
+from lowmem_grpo.views.pace import Pace
 
 logger = logging.getLogger(__name__)
 

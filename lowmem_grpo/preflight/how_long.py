@@ -2,11 +2,11 @@
 
 from statistics import fmean
 
-from lowmem_grpo.live import clock
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.timing.plan import TimePlan
 from lowmem_grpo.timing.run_time import PlannedTime
 from lowmem_grpo.timing.workload import COMPLETION_SHARE, Workload
+from lowmem_grpo.views.live import clock
 
 
 def how_long(subject: Subject) -> str | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from lowmem_grpo.checkpoint import list_checkpoints
 from lowmem_grpo.config.grpo import steps_per_rollout
 from lowmem_grpo.memory.advice import in_words
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
@@ -16,6 +15,7 @@ from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards.findings import Finding
+from lowmem_grpo.runs.checkpoint import list_checkpoints
 
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES = 300, 40, 5  # of a completion in completions.jsonl; of each reward, each token
 DISK_FIX = "make room, or choose another output_dir"

@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.data import Prompt, PromptEncoder
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 
 MOST_ROWS, LEAST_ROWS = 256, 16
 SECONDS = 1.0  # after which no more rows are looked at, once there are LEAST_ROWS

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from lowmem_grpo.callbacks import TrainerState
-from lowmem_grpo.data import PromptSource, is_chat
+from lowmem_grpo.data.prompts import PromptSource, is_chat
 from lowmem_grpo.engines.stopping import eos_token_ids
-from lowmem_grpo.live import LiveView
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.preflight.rows import LookedAt, RowSample, sample_rows
 from lowmem_grpo.rewards.scorer import RewardScorer
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.views.live import LiveView
 
 Messages = list[dict[str, str]]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.data_files import cell_text, listed, read_rows
+from lowmem_grpo.data.files import cell_text, listed, read_rows
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions

@@ -9,16 +9,16 @@ from datasets import Dataset
 from rich.console import Console
 
 from lowmem_grpo import FastLanguageModel, GRPOTrainer
-from lowmem_grpo.live import print_accuracy, print_samples
 from lowmem_grpo.model import FastPeftModel, LoraRequest
 from lowmem_grpo.preflight import PreflightError
 from lowmem_grpo.preflight.report import report
 from lowmem_grpo.recipes.held_out import Answers, measure, side_by_side
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.recipes.warm_up import SFT, WarmUp
-from lowmem_grpo.records import RunRecords
 from lowmem_grpo.rewards import RewardCheck, check
-from lowmem_grpo.run_adapter import FINAL, read_summary
+from lowmem_grpo.runs.records import RunRecords
+from lowmem_grpo.runs.saved_adapter import FINAL, read_summary
+from lowmem_grpo.views.live import print_accuracy, print_samples
 
 RewardFunctions = list[Any]  # callables; `Any`, since lists of one kind of them are no list[Callable]
 

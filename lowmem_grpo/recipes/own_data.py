@@ -16,7 +16,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.data_files import cell_text, listed, read_rows
+from lowmem_grpo.data.files import cell_text, listed, read_rows
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.options import RecipeOptions
 

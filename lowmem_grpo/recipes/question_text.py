@@ -3,7 +3,7 @@
 from itertools import chain, repeat
 from typing import Any
 
-from lowmem_grpo.data_files import cell_text
+from lowmem_grpo.data.files import cell_text
 
 
 def question_text(*parts: Any, marks: str = "") -> str:

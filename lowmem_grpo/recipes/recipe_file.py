@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.commands.terminal import is_ours, plain_errors, quiet
 from lowmem_grpo.reward_names import load_file
+from lowmem_grpo.views.terminal import is_ours, plain_errors, quiet
 
 NEEDED = (
     "A recipe has OPTIONS, a subclass of lowmem_grpo.recipes.options.RecipeOptions, and run(options); "

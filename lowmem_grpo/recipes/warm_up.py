@@ -9,10 +9,10 @@ from datasets import Dataset
 from rich.console import Console
 
 from lowmem_grpo import SFTConfig, SFTTrainer
-from lowmem_grpo.checkpoint import last_good
 from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.recipes.held_out import Answers
 from lowmem_grpo.recipes.presets import Setup
+from lowmem_grpo.runs.checkpoint import last_good
 
 SFT = "sft"  # the warm-up's folder in that of the run
 SHARED = ("seed", "optim", "bf16", "fp16", "max_tokens_per_micro_batch", "logits_chunk", "disable_tqdm")

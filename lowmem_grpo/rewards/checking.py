@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.data import Prompt, PromptEncoder, PromptSource, longest_prompt
-from lowmem_grpo.live import wilson_interval
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, longest_prompt
 from lowmem_grpo.losses.advantages import combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards.diagnosis import about_length, about_signal, by_severity, differs, findings_of, in_groups
 from lowmem_grpo.rewards.findings import Finding, RewardCheck, Trial
 from lowmem_grpo.rewards.scorer import RewardScorer
 from lowmem_grpo.rewards.trials import try_all
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.views.live import wilson_interval
 
 if TYPE_CHECKING:
     from rich.console import Console

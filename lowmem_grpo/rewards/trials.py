@@ -4,12 +4,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.rewards.failures import RewardError
 from lowmem_grpo.rewards.findings import Trial
 from lowmem_grpo.rewards.functions import own_limit, unwrap
 from lowmem_grpo.rewards.scorer import RewardScorer
 from lowmem_grpo.rewards.verifier import VerifiedReward
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.scoring import call
 from lowmem_grpo.types import RolloutGroup
 

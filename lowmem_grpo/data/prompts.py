@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.difficulty import DifficultyPools
+from lowmem_grpo.data.difficulty import DifficultyPools
 
 logger = logging.getLogger(__name__)
 

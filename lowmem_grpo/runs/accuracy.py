@@ -6,6 +6,8 @@ next prompt, so an interval counts prompts, and answers only as far as they diff
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 Z_95 = 1.959964  # the normal distribution's 97.5% quantile
 
@@ -68,3 +70,56 @@ def powers_of_two(samples: int) -> list[int]:
     """1, 2, 4 ... up to `samples`, which is the last."""
     found = [2**power for power in range(samples.bit_length()) if 2**power < samples]
     return [*found, samples]
+
+
+@dataclass
+class Answers:
+    """n answers to each of P prompts."""
+
+    texts: list[list[str]]  # (P, n)
+    right: list[list[bool]]  # (P, n)
+    unjudged: int  # answers that could not be judged; they count as wrong
+    tokens: int
+    cut_off: int  # answers that ended at max_tokens
+    metrics: dict[str, float]  # mean of each further reward function
+
+    @property
+    def counts(self) -> list[int]:
+        """Right answers of each prompt (P,)."""
+        return [sum(row) for row in self.right]
+
+
+def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
+    """One model's numbers."""
+    samples = len(answers.right[0])
+    share, interval = accuracy_interval(answers.counts, samples)
+    total = samples * len(answers.right)
+    return {
+        "accuracy": share, "interval": list(interval),
+        "pass_at_k": {str(k): pass_at_k(answers.counts, samples, k) for k in ks},
+        "mean_tokens": answers.tokens / total, "cut_off": answers.cut_off / total, "unjudged": answers.unjudged / total,
+        **({"rewards": answers.metrics} if answers.metrics else {}),
+    }
+
+
+def compared(base: Answers, adapter: Answers) -> dict[str, Any]:
+    """What the adapter changes on the same prompts."""
+    samples = len(base.right[0])
+    change, interval = paired_difference(base.counts, adapter.counts, samples)
+    pairs = list(zip(base.counts, adapter.counts, strict=True))
+    return {
+        "accuracy": change, "interval": list(interval), "better": sum(new > old for old, new in pairs),
+        "worse": sum(new < old for old, new in pairs), "same": sum(new == old for old, new in pairs),
+    }
+
+
+def answered_rows(rows: list[dict[str, Any]], found: dict[str, Answers]) -> list[dict[str, Any]]:
+    """Every row with its answers, in plain values."""
+    return [
+        {name: value for name, value in row.items() if isinstance(value, str | int | float | list | bool | None)} | {
+            model: [{"text": text, "right": right} for text, right in zip(
+                answers.texts[index], answers.right[index], strict=True)]
+            for model, answers in found.items()
+        }
+        for index, row in enumerate(rows)
+    ]

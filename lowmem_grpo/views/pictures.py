@@ -14,12 +14,11 @@ from typing import Any
 from plotly.graph_objects import Bar, Figure
 from plotly.subplots import make_subplots
 
-from lowmem_grpo.accuracy import accuracy_interval
-from lowmem_grpo.assessment import Answers
-from lowmem_grpo.charts import figures
 from lowmem_grpo.memory.plan import MemoryPlan
-from lowmem_grpo.records import METRICS, prompt_text, read_lines
-from lowmem_grpo.report import merge_steps
+from lowmem_grpo.runs.accuracy import Answers, accuracy_interval
+from lowmem_grpo.runs.records import METRICS, prompt_text, read_lines
+from lowmem_grpo.views.charts import figures
+from lowmem_grpo.views.report import merge_steps
 
 GIB = 2**30
 COLUMNS = 2  # of charts beside each other

@@ -16,8 +16,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lowmem_grpo.checkpoint_state import (
+from lowmem_grpo.runs.checkpoint_state import (
     ADAPTER,
     FORMAT,
     adapter_tensors,
@@ -41,6 +39,7 @@ from lowmem_grpo.checkpoint_state import (
     restore_random,
     saved_copy,
 )
+from lowmem_grpo.runs.whole_folder import aside_of, flush, remove, removed_after, swap_in
 
 ADAPTER_FILE = "adapter_model.safetensors"
 FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "state.json")
@@ -209,53 +208,6 @@ def write_files(temp: Path, model: PeftModel, tensors: dict[str, Tensor], text: 
     (temp / "manifest.json").write_text(json.dumps(manifest, indent=1))
     for path in (*files, temp / "manifest.json", temp):
         flush(path)
-
-
-def swap_in(temp: Path, folder: Path) -> None:
-    """Give `temp` its final name. A checkpoint that has this name already is moved aside, and back on a failure."""
-    aside = aside_of(folder)
-    remove(aside)
-    if folder.exists():
-        os.rename(folder, aside)
-    try:
-        os.rename(temp, folder)
-        flush(folder.parent)
-    except BaseException:
-        if not temp.exists():
-            os.rename(folder, temp)
-        if aside.exists():
-            os.rename(aside, folder)
-        raise
-
-
-def aside_of(folder: Path) -> Path:
-    """Where a checkpoint waits while its successor takes its name."""
-    return folder.with_name(f".{folder.name}.old-{os.getpid()}")
-
-
-def remove(folder: Path) -> None:
-    """Delete a folder, if it is there."""
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-@contextmanager
-def removed_after(temp: Path) -> Iterator[None]:
-    """Whatever happens inside, `temp` is gone afterwards; so is an earlier process's folder of that name before."""
-    remove(temp)
-    try:
-        yield
-    finally:
-        remove(temp)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def refused(folder: Path, needed: int, error: Exception) -> str:

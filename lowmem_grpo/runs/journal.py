@@ -3,11 +3,11 @@
 import logging
 from typing import Any
 
-from lowmem_grpo.alarms import Alarms
-from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.metrics import mean_of
-from lowmem_grpo.records import RunRecords, prompt_text
+from lowmem_grpo.runs.alarms import Alarms
+from lowmem_grpo.runs.clock import mean_of
+from lowmem_grpo.runs.records import RunRecords, prompt_text
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)

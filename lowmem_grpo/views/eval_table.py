@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.live import plain, shortened
-from lowmem_grpo.records import prompt_text
+from lowmem_grpo.runs.records import prompt_text
+from lowmem_grpo.views.live import plain, shortened
 
 MODELS = ("base", "adapter")
 LONGEST = 600  # characters of an answer that are shown

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data import DataError, Prompt, PromptEncoder, check_dataset, is_chat
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, check_dataset, is_chat
 
 SHOWN = 60  # characters of a text in a message
 

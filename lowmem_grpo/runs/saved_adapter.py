@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.checkpoint import ADAPTER_FILE, CheckpointError, check_adapter_folder, last_good, verify
-from lowmem_grpo.records import SUMMARY
+from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, CheckpointError, check_adapter_folder, last_good, verify
+from lowmem_grpo.runs.records import SUMMARY
 
 MANIFEST, FINAL = "manifest.json", "adapter"
 

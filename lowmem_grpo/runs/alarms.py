@@ -13,8 +13,8 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
-from lowmem_grpo.callbacks import TrainerState
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.runs.state import TrainerState
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from lowmem_grpo.charts import Record, figures
-from lowmem_grpo.records import read_lines
+from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.views.charts import Record, figures
 
 NOTHING = "\u2013"  # a dash where a value is missing
 MAX_SAMPLES = 1500  # more would make the page slow to open

@@ -20,8 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.accuracy import wilson_interval
-from lowmem_grpo.pace import Pace
+from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.views.pace import Pace
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHARES = ("generate", "reward", "train", "idle")

@@ -1,0 +1,31 @@
+"""From rows to prompts and examples, in a seeded order that can be continued.
+
+Names load when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.data.prompts import (
+        SHOWN,
+        DataError,
+        Prompt,
+        PromptEncoder,
+        PromptSource,
+        check_dataset,
+        is_chat,
+        longest_prompt,
+    )
+
+__all__ = [
+    "SHOWN", "DataError", "Prompt", "PromptEncoder", "PromptSource", "check_dataset", "is_chat", "longest_prompt",
+]
+
+HOMES = dict.fromkeys(__all__, "data.prompts")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'lowmem_grpo.data' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)

@@ -1,0 +1,1 @@
+"""What a run is and leaves on disk: state, records, checkpoints, alarms."""

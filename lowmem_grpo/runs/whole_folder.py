@@ -1,0 +1,54 @@
+"""A folder that is there whole or not at all: written aside, then swapped in."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def swap_in(temp: Path, folder: Path) -> None:
+    """Give `temp` its final name. A checkpoint that has this name already is moved aside, and back on a failure."""
+    aside = aside_of(folder)
+    remove(aside)
+    if folder.exists():
+        os.rename(folder, aside)
+    try:
+        os.rename(temp, folder)
+        flush(folder.parent)
+    except BaseException:
+        if not temp.exists():
+            os.rename(folder, temp)
+        if aside.exists():
+            os.rename(aside, folder)
+        raise
+
+
+def aside_of(folder: Path) -> Path:
+    """Where a checkpoint waits while its successor takes its name."""
+    return folder.with_name(f".{folder.name}.old-{os.getpid()}")
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder, if it is there."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def removed_after(temp: Path) -> Iterator[None]:
+    """Whatever happens inside, `temp` is gone afterwards; so is an earlier process's folder of that name before."""
+    remove(temp)
+    try:
+        yield
+    finally:
+        remove(temp)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
