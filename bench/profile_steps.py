@@ -10,7 +10,7 @@ import torch
 from rollout_shapes import LORA_RANK, Shape
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
-from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 WARM_UP = 2  # calls before the one that is looked at

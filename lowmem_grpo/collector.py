@@ -8,12 +8,12 @@ from typing import Protocol
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptSource
-from lowmem_grpo.early_scoring import EarlyScoring
 from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.losses.advantages import assign_advantages
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.metrics import rollout_metrics
 from lowmem_grpo.replay import ReplayBuffer, age_of
+from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.sampler import greedy
 from lowmem_grpo.types import RolloutGroup

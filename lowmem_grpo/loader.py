@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
 from lowmem_grpo.engines.vllm.sampling_weights import SIXTEEN
-from lowmem_grpo.model import FastModel, FastPeftModel, Loaded
+from lowmem_grpo.fast_model import FastModel, FastPeftModel, Loaded
 from lowmem_grpo.models.dtypes import compute_dtype
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lean_modules import MLP_TILE, make_lean

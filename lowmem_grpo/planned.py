@@ -6,6 +6,7 @@ from typing import Any
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
 from lowmem_grpo.memory.advice import MemoryAdvice
 from lowmem_grpo.memory.bounds import Bound, RunMemory
@@ -13,7 +14,6 @@ from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import plan
-from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.models.lean_modules import LeanMLP
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.embedding import HostEmbedding

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import Engine, OnGroup
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.bounds import RunMemory
-from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup

@@ -2,17 +2,15 @@
 
 import logging
 import math
-from typing import Any
 
 import torch
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.data.prompts import is_chat
 from lowmem_grpo.losses.advantages import assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards import RewardScorer, Scores
-from lowmem_grpo.rewards.calls import Lists
+from lowmem_grpo.rewards.calling.of_groups import call
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -83,40 +81,3 @@ def set_baselines(
     mark_unjudged(scorer, greedy, scores)
     for group, alone, reward in zip(waiting, greedy, sums.flatten().tolist(), strict=True):
         group.baseline = None if alone.unjudged or reward != reward else reward
-
-
-def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Scores:
-    """What the functions say of each rollout."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rows = [group.row for group in groups for _ in group.rollouts]
-    texts, ids = [rollout.text for rollout in rollouts], [rollout.completion_ids for rollout in rollouts]
-    return score_rows(scorer, rows, texts, ids, state)
-
-
-def score_rows(
-    scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
-    state: TrainerState | None,
-) -> Scores:
-    """What the functions say of one completion to each row, which they get in its prompt's form: text, or a chat."""
-    columns = {name: [row.get(name) for row in rows] for name in columns_of(rows)}
-    return scorer.score([row["prompt"] for row in rows], in_form(rows, texts), ids, columns, state)
-
-
-def lists_of(
-    scorer: RewardScorer, rows: list[dict[str, Any]], columns: list[str], rollouts: list[Rollout]
-) -> Lists:
-    """What functions get of one rollout to each row."""
-    texts, ids = [rollout.text for rollout in rollouts], [rollout.completion_ids for rollout in rollouts]
-    values = {name: [row.get(name) for row in rows] for name in columns}
-    return scorer.lists([row["prompt"] for row in rows], in_form(rows, texts), ids, values)
-
-
-def in_form(rows: list[dict[str, Any]], texts: list[str]) -> list[Any]:
-    """Completions as text, or as a chat where the row's prompt is one."""
-    return [[{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
-            for row, text in zip(rows, texts, strict=True)]
-
-
-def columns_of(rows: list[dict[str, Any]]) -> list[str]:
-    """The dataset columns that functions get; a row that lacks one has None in it."""
-    return sorted({name for row in rows for name in row} - {"prompt", "completion"})

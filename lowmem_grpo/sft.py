@@ -20,11 +20,11 @@ from lowmem_grpo.config.sft import SFTConfig
 from lowmem_grpo.data.examples import Example, ExampleEncoder, as_examples
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.engines.stopping import eos_token_ids
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.memory.advice import MemoryAdvice
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.peaks import peak_memory
-from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.nonfinite import Guard, NonFiniteError
 from lowmem_grpo.offload.activations import enable_checkpointing

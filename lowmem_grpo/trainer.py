@@ -14,13 +14,12 @@ from lowmem_grpo.config.grpo import GRPOConfig, steps_per_rollout
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, longest_prompt
-from lowmem_grpo.early_scoring import EarlyScoring
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.evaluation import Evaluation
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.memory.bounds import MemoryExhaustedError
 from lowmem_grpo.memory.peaks import peak_memory
-from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.nonfinite import Guard, NonFiniteError
 from lowmem_grpo.objective import GRPOObjective
@@ -30,6 +29,7 @@ from lowmem_grpo.parity import ParityGate
 from lowmem_grpo.planned import plan_memory
 from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
 from lowmem_grpo.rewards import RewardScorer
+from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.runs.clock import Clock, mean_of
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.records import RecordError, RunRecords

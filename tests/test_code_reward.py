@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.rewards import code as code_rewards
-from lowmem_grpo.rewards.code import CodeVerifier, code_passes_tests, python_code
-from lowmem_grpo.rewards.scorer import RewardScorer
-from lowmem_grpo.rewards.side_by_side import run_side_by_side
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rewards.calling.threads import run_side_by_side
+from lowmem_grpo.rewards.ready import code as code_rewards
+from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests, python_code
 from lowmem_grpo.sandbox.isolation import ISOLATIONS, SandboxError, why_not
 from lowmem_grpo.sandbox.limits import MIB, Limits
 from lowmem_grpo.sandbox.trial import OUTCOMES, Verdict
@@ -223,7 +223,7 @@ def test_an_interrupt_begins_no_other_work(monkeypatch: pytest.MonkeyPatch) -> N
 
 LINGERS = """
 import threading, time
-from lowmem_grpo.rewards.side_by_side import run_side_by_side
+from lowmem_grpo.rewards.calling.threads import run_side_by_side
 begun = threading.Event()
 def run(seconds):
     begun.set()

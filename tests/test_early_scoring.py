@@ -16,13 +16,12 @@ import torch
 from test_trainer import adapter, make, same
 
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.early_scoring import EarlyScoring
 from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Scores, number_match
-from lowmem_grpo.rewards.early import covered
-from lowmem_grpo.rewards.failures import MissingColumnError, TooLateError
+from lowmem_grpo.rewards.calling.early import covered
+from lowmem_grpo.rewards.calling.failures import MissingColumnError, TooLateError
+from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, call
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.scoring import call
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 SIZE = 3  # completions of a group

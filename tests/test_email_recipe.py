@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from lowmem_grpo.cli import main
 from lowmem_grpo.recipes import email
 from lowmem_grpo.recipes.email_problems import KINDS, NAMES, SIGNATURE, Request, requests
-from lowmem_grpo.rewards.mail import email_rewards, has_word
+from lowmem_grpo.rewards.ready.mail import email_rewards, has_word
 
 
 def take(count: int, split: str = "train", seed: int = 0) -> list[Request]:

@@ -20,8 +20,8 @@ from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.recipes.exam import Exam, find_exam
 from lowmem_grpo.recipes.proximity import STEPS, WORDS, Task
 from lowmem_grpo.recipes.proximity import make_dataset as proximity_problems
-from lowmem_grpo.reward_names import find_function
 from lowmem_grpo.rewards import RewardError, Verifier
+from lowmem_grpo.rewards.by_name import find_function
 from lowmem_grpo.runs.accuracy import (
     Answers,
     accuracy_interval,

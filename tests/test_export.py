@@ -18,17 +18,18 @@ from small_models import TINY
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowmem_grpo import FastLanguageModel, merge
-from lowmem_grpo.base_weights import Weight, live_weights, stored_weights, tensor_files
+from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.cli import main
-from lowmem_grpo.export import ExportSettings, export
-from lowmem_grpo.export_folder import ExportError, new_folder
-from lowmem_grpo.gguf import GGUFError, command, find_converter, read_gguf
+from lowmem_grpo.export import merge
+from lowmem_grpo.export.base_weights import Weight, live_weights, stored_weights, tensor_files
+from lowmem_grpo.export.folder import ExportError, new_folder
+from lowmem_grpo.export.formats import ExportSettings, export
+from lowmem_grpo.export.gguf import GGUFError, command, find_converter, read_gguf
+from lowmem_grpo.export.lora_pairs import AdapterError, LoraPair, live_pairs, read_pairs
+from lowmem_grpo.export.merge import MergeCheck, MergeError, check_merged, plan_shards, size_of, tiles, write_merged
+from lowmem_grpo.fast_model import FastPeftModel, UnsupportedError
 from lowmem_grpo.hub import HubError
-from lowmem_grpo.lora_pairs import AdapterError, LoraPair, live_pairs, read_pairs
 from lowmem_grpo.memory.model_shape import named_config
-from lowmem_grpo.merge import MergeCheck, MergeError, check_merged, plan_shards, size_of, tiles, write_merged
-from lowmem_grpo.model import FastPeftModel, UnsupportedError
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.runs.checkpoint import CheckpointError, save_checkpoint
 from lowmem_grpo.runs.saved_adapter import RunError, find_adapter
@@ -80,8 +81,8 @@ def copy(adapter: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the comparison of logits, which loads three models: what is tested is something else."""
-    monkeypatch.setattr("lowmem_grpo.export.LARGEST", 0)
-    monkeypatch.setattr("lowmem_grpo.merged_folder.LARGEST", 0)
+    monkeypatch.setattr("lowmem_grpo.export.formats.LARGEST", 0)
+    monkeypatch.setattr("lowmem_grpo.export.merged.LARGEST", 0)
 
 
 def invoke(*words: Any) -> Result:
@@ -315,7 +316,7 @@ def test_what_rounding_takes_from_a_small_update_is_measured_and_said(
 
 def test_logits_that_differ_stop_the_export(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = lambda ids: torch.zeros(*ids.shape, 384)  # noqa: E731
-    monkeypatch.setattr("lowmem_grpo.export.adapter_logits", lambda *_: other)
+    monkeypatch.setattr("lowmem_grpo.export.formats.adapter_logits", lambda *_: other)
     with pytest.raises(MergeError, match=r"its logits differ from the adapter's by .* nothing was exported"):
         export(adapter, "merged", tmp_path / "out")
     assert names_beside(tmp_path) == []
@@ -587,7 +588,7 @@ def test_a_place_that_cannot_be_written_is_named(adapter: Path, tmp_path: Path) 
 def test_a_full_disk_is_named_before_anything_is_written(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowmem_grpo.export_folder.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr("lowmem_grpo.export.folder.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(ExportError, match=r"needs 0.00 GiB and 0.00 GiB are free"):
         export(adapter, "merged", tmp_path / "out")
     assert names_beside(tmp_path) == []

@@ -24,7 +24,7 @@ from lowmem_grpo.engines.choice import EngineSettings, choose_engine, living, wh
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
-from lowmem_grpo.model import FastModel, FastPeftModel, RequestOutput
+from lowmem_grpo.fast_model import FastModel, FastPeftModel, RequestOutput
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import rewards
-from lowmem_grpo.judge.cache import Cache
-from lowmem_grpo.judge.judge import Judge, Round
-from lowmem_grpo.judge.meter import Meter, Prices, summary
-from lowmem_grpo.judge.question import Question
-from lowmem_grpo.judge.replies import BadReplyError, read_group, read_single
-from lowmem_grpo.judge.rubrics import GROUP_RUBRIC
-from lowmem_grpo.judge.troubles import Complaints, Trouble
+from lowmem_grpo.rewards.judge.cache import Cache
+from lowmem_grpo.rewards.judge.judge import Judge, Round
+from lowmem_grpo.rewards.judge.meter import Meter, Prices, summary
+from lowmem_grpo.rewards.judge.question import Question
+from lowmem_grpo.rewards.judge.replies import BadReplyError, read_group, read_single
+from lowmem_grpo.rewards.judge.rubrics import GROUP_RUBRIC
+from lowmem_grpo.rewards.judge.troubles import Complaints, Trouble
 
 
 class Scripted(Judge):

@@ -52,7 +52,7 @@ def test_code_on_the_page_does_not_run(
 
 
 def test_a_metric_or_a_message_on_the_page_is_not_there() -> None:
-    source = (Path(rewards.__file__).parent.parent / "judge")
+    source = (Path(rewards.__file__).parent / "judge")
     code = "".join(file.read_text(encoding="utf-8") for file in source.glob("*.py"))
     for name in re.findall(r"`judge/NAME/(\w+)`", PAGE):
         assert f'"{name}"' in code, name

@@ -12,7 +12,7 @@ from small_models import TINY, load_model
 from transformers import AutoTokenizer
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, rewards
-from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import correct_answer, make_dataset
 
 DATA = make_dataset("train", 16)

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.cutting import SPREAD
 from lowmem_grpo.memory.live_bytes import LiveBytes, update_peak
 from lowmem_grpo.memory.planner import plan
-from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.planned import settings_of
 from lowmem_grpo.recipes.arithmetic import make_dataset
 

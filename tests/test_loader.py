@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo.fast_model import FastModel, FastPeftModel
 from lowmem_grpo.loader import REFUSED
-from lowmem_grpo.model import FastModel, FastPeftModel
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup

@@ -123,7 +123,7 @@ def test_the_example_is_clean_and_runs_by_itself_and_its_rewards_can_be_tried(fo
 
 
 def test_true_steps_of_the_example_pays_for_true_lines(folder: Path) -> None:
-    from lowmem_grpo.reward_names import load_file
+    from lowmem_grpo.rewards.by_name import load_file
 
     invoke("new", "first")
     pay = load_file(folder / "first.py").true_steps(completions=["1 + 2 = 3\n3 * 2 = 7\nAnswer: 7", "no", "5 - 9 = 4"])

@@ -25,7 +25,7 @@ from lowmem_grpo.preflight.first_steps import about_rewards
 from lowmem_grpo.preflight.report import line_of
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards import RewardScorer
-from lowmem_grpo.rewards.findings import SEVERITIES
+from lowmem_grpo.rewards.checking.findings import SEVERITIES
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo.cli import main
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes import arithmetic_problems, gsm8k, tiny_model
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset
 from lowmem_grpo.recipes.gsm8k import Gsm8kOptions

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, rewards
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import answer_line, correct_answer, make_dataset
-from lowmem_grpo.rewards.findings import Trial
-from lowmem_grpo.rewards.pay_table import print_check
+from lowmem_grpo.rewards.checking.findings import Trial
+from lowmem_grpo.rewards.checking.pay_table import print_check
 
 ARGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 48}
 DATA = make_dataset("train", 16)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards import math_answer
-from lowmem_grpo.rewards.reading import read_number
+from lowmem_grpo.rewards.ready import math_answer
+from lowmem_grpo.rewards.ready.reading import read_number
 from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.views.charts import figures
 
@@ -259,7 +259,7 @@ def test_a_schema_that_is_none_is_taken() -> None:
 ])
 def test_a_missing_package_is_not_named(package: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("math_answer", "json_answer"):
-        monkeypatch.setattr(f"lowmem_grpo.rewards.{module}.find_spec", lambda name: None)
+        monkeypatch.setattr(f"lowmem_grpo.rewards.ready.{module}.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=f"needs the package {package.replace('_', '-')}: pip install"):
         make()
 

@@ -17,7 +17,7 @@ from vllm_models import NEEDS_VLLM
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowmem_grpo.data.examples import Example
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.nonfinite import NonFiniteError
 from lowmem_grpo.runs.records import RecordError, read_lines
 from lowmem_grpo.sft import as_groups

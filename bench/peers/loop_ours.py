@@ -9,9 +9,9 @@ from rollout_shapes import LORA_RANK, Shape
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.engines.base import Engine, OnGroup
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.planner import plan
-from lowmem_grpo.model import FastPeftModel
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.planned import settings_of
 from lowmem_grpo.timing.card_speeds import card_of

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoConfig
 
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.fast_model import FastModel, Loaded
 from lowmem_grpo.loader import ALL_LINEAR, FastLanguageModel
 from lowmem_grpo.losses.objective import Reducer, StepTotals
-from lowmem_grpo.model import FastModel, Loaded
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.objective import GRPOObjective

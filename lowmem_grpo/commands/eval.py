@@ -171,7 +171,7 @@ def tokens_of_run(subject: Subject) -> int | None:
 def problems(subject: Subject, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int]:
     """Rows, the functions that judge, and tokens of an answer."""
     from lowmem_grpo.assessment import rows_of
-    from lowmem_grpo.reward_names import find_function
+    from lowmem_grpo.rewards.by_name import find_function
 
     functions = [find_function(name) for name in chosen["rewards"]]
     if not chosen["recipe"]:
@@ -199,7 +199,7 @@ def load(subject: Subject, chosen: dict[str, Any], context: int) -> tuple[Any, A
     engine: Any = chosen["engine"]
     adapter = None
     if subject.adapter is not None:
-        from lowmem_grpo.lora_pairs import read_pairs
+        from lowmem_grpo.export.lora_pairs import read_pairs
 
         adapter = read_pairs(subject.adapter)  # one that is broken is refused before anything is loaded
     model, _ = FastLanguageModel.from_pretrained(

@@ -37,7 +37,7 @@ def export(
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
     quiet()
     with plain_errors():
-        from lowmem_grpo.export import ExportSettings, export
+        from lowmem_grpo.export.formats import ExportSettings, export
 
         done = export(run, kind, out, ExportSettings(**chosen), unfinished, overwrite, repo, private=not public)
     for line in summary(done):

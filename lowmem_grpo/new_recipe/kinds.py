@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from lowmem_grpo.rewards.reading import boxed, read_number
+from lowmem_grpo.rewards.ready.reading import boxed, read_number
 
 MOSTLY = 0.9  # share of answers that a kind must suit
 SHORT = (8, 60)  # words and characters of a short answer

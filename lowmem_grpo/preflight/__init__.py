@@ -16,8 +16,8 @@ from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.preflight.how_long import how_long
 from lowmem_grpo.preflight.report import line_of, report
 from lowmem_grpo.preflight.subject import Subject, Trainer
-from lowmem_grpo.rewards.diagnosis import by_severity
-from lowmem_grpo.rewards.findings import Finding
+from lowmem_grpo.rewards.checking.diagnosis import by_severity
+from lowmem_grpo.rewards.checking.findings import Finding
 
 __all__ = ["CHECKS", "Finding", "FirstSteps", "PreflightError", "before_training", "preflight"]
 

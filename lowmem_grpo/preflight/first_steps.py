@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lowmem_grpo.preflight.report import line_of
-from lowmem_grpo.rewards.diagnosis import (
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rewards.checking.diagnosis import (
     about_length,
     about_signal,
     by_severity,
@@ -15,8 +16,7 @@ from lowmem_grpo.rewards.diagnosis import (
     silent,
     unlike_numbers,
 )
-from lowmem_grpo.rewards.findings import Finding, Trial
-from lowmem_grpo.rewards.scorer import RewardScorer
+from lowmem_grpo.rewards.checking.findings import Finding, Trial
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup

@@ -1,6 +1,6 @@
 """Findings in words, a line each."""
 
-from lowmem_grpo.rewards.findings import Finding
+from lowmem_grpo.rewards.checking.findings import Finding
 
 
 def line_of(finding: Finding) -> str:

@@ -14,7 +14,7 @@ from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.rewards.findings import Finding
+from lowmem_grpo.rewards.checking.findings import Finding
 from lowmem_grpo.runs.checkpoint import list_checkpoints
 
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES = 300, 40, 5  # of a completion in completions.jsonl; of each reward, each token

@@ -10,7 +10,7 @@ from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.preflight.rows import LookedAt, RowSample, sample_rows
-from lowmem_grpo.rewards.scorer import RewardScorer
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.views.live import LiveView
 

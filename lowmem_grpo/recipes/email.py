@@ -19,7 +19,7 @@ from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
-from lowmem_grpo.rewards.mail import email_rewards
+from lowmem_grpo.rewards.ready.mail import email_rewards
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/email", "seed": 0, "max_steps": 100, "learning_rate": 1e-5, "max_completion_length": 192,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datasets import Dataset
 
 from lowmem_grpo import GRPOConfig, SamplingParams
-from lowmem_grpo.model import FastPeftModel, LoraRequest
+from lowmem_grpo.fast_model import FastPeftModel, LoraRequest
 
 SHOWN = 6  # samples in the report
 

@@ -15,17 +15,17 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.judge.judge import Judge
-from lowmem_grpo.judge.ready import ruler
-from lowmem_grpo.judge.self_judge import SelfJudge
-from lowmem_grpo.judge.url_judge import UrlJudge
-from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
 from lowmem_grpo.recipes.summary_problems import WORDS_ALLOWED, is_short, reports, share_kept
-from lowmem_grpo.rewards.lengths import too_long
+from lowmem_grpo.rewards.judge.judge import Judge
+from lowmem_grpo.rewards.judge.ready import ruler
+from lowmem_grpo.rewards.judge.self_judge import SelfJudge
+from lowmem_grpo.rewards.judge.url_judge import UrlJudge
+from lowmem_grpo.rewards.ready.lengths import too_long
 from lowmem_grpo.rewards.texts import completion_texts
 
 SELF = "self"

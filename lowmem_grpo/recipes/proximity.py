@@ -22,10 +22,10 @@ from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.stock_problems import stock_problems
 from lowmem_grpo.recipes.warm_up import WarmUp
-from lowmem_grpo.rewards.answers import number_match, regex_match
-from lowmem_grpo.rewards.formats import REASONING_TAGS, format_kept, format_match, tags_counted
-from lowmem_grpo.rewards.number_rewards import number_equal, proximity
-from lowmem_grpo.rewards.reading import Place, after, in_tag, last_line
+from lowmem_grpo.rewards.ready.answers import number_match, regex_match
+from lowmem_grpo.rewards.ready.formats import REASONING_TAGS, format_kept, format_match, tags_counted
+from lowmem_grpo.rewards.ready.numbers import number_equal, proximity
+from lowmem_grpo.rewards.ready.reading import Place, after, in_tag, last_line
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.rewards.verifier import Verifier
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.reward_names import load_file
+from lowmem_grpo.rewards.by_name import load_file
 from lowmem_grpo.views.terminal import is_ours, plain_errors, quiet
 
 NEEDED = (

@@ -9,7 +9,7 @@ from datasets import Dataset
 from rich.console import Console
 
 from lowmem_grpo import SFTConfig, SFTTrainer
-from lowmem_grpo.model import FastPeftModel
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.held_out import Answers
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.runs.checkpoint import last_good

@@ -7,15 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.judge.ready import judged, ruler
-    from lowmem_grpo.judge.self_judge import SelfJudge
-    from lowmem_grpo.judge.url_judge import UrlJudge
-    from lowmem_grpo.rewards.answers import answer_match, boxed_match, number_match, regex_match
-    from lowmem_grpo.rewards.checking import check
-    from lowmem_grpo.rewards.code import code_passes_tests
-    from lowmem_grpo.rewards.findings import Finding, RewardCheck
-    from lowmem_grpo.rewards.formats import format_kept, format_match, tags_counted
-    from lowmem_grpo.rewards.gsm8k import (
+    from lowmem_grpo.rewards.calling.scorer import RewardError, RewardScorer, Scores
+    from lowmem_grpo.rewards.checking.check import check
+    from lowmem_grpo.rewards.checking.findings import Finding, RewardCheck
+    from lowmem_grpo.rewards.judge.ready import judged, ruler
+    from lowmem_grpo.rewards.judge.self_judge import SelfJudge
+    from lowmem_grpo.rewards.judge.url_judge import UrlJudge
+    from lowmem_grpo.rewards.means import MeanOf
+    from lowmem_grpo.rewards.ready.answers import answer_match, boxed_match, number_match, regex_match
+    from lowmem_grpo.rewards.ready.code import code_passes_tests
+    from lowmem_grpo.rewards.ready.formats import format_kept, format_match, tags_counted
+    from lowmem_grpo.rewards.ready.gsm8k import (
         SYSTEM_PROMPT,
         correctness_reward_func,
         extract_hash_answer,
@@ -25,17 +27,15 @@ if TYPE_CHECKING:
         strict_format_reward_func,
         xmlcount_reward_func,
     )
-    from lowmem_grpo.rewards.json_answer import json_match
-    from lowmem_grpo.rewards.lengths import length_near, too_long
-    from lowmem_grpo.rewards.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
-    from lowmem_grpo.rewards.math_answer import math_match
-    from lowmem_grpo.rewards.means import MeanOf
-    from lowmem_grpo.rewards.number_rewards import number_equal, number_present, proximity
-    from lowmem_grpo.rewards.overlong import soft_overlong_penalty
-    from lowmem_grpo.rewards.reading import after, boxed, in_tag, last_line, last_number, whole
-    from lowmem_grpo.rewards.repetition import repetition_penalty
+    from lowmem_grpo.rewards.ready.json_answer import json_match
+    from lowmem_grpo.rewards.ready.lengths import length_near, too_long
+    from lowmem_grpo.rewards.ready.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
+    from lowmem_grpo.rewards.ready.math_answer import math_match
+    from lowmem_grpo.rewards.ready.numbers import number_equal, number_present, proximity
+    from lowmem_grpo.rewards.ready.overlong import soft_overlong_penalty
+    from lowmem_grpo.rewards.ready.reading import after, boxed, in_tag, last_line, last_number, whole
+    from lowmem_grpo.rewards.ready.repetition import repetition_penalty
     from lowmem_grpo.rewards.reward import Reward
-    from lowmem_grpo.rewards.scorer import RewardError, RewardScorer, Scores
     from lowmem_grpo.rewards.verifier import Verifier
 
 __all__ = [
@@ -50,29 +50,30 @@ __all__ = [
 ]
 
 NAMES = {
-    "answers": ("answer_match", "boxed_match", "number_match", "regex_match"),
-    "checking": ("check",),
-    "code": ("code_passes_tests",),
-    "findings": ("Finding", "RewardCheck"),
-    "formats": ("format_kept", "format_match", "tags_counted"),
-    "gsm8k": ("SYSTEM_PROMPT", "correctness_reward_func", "extract_hash_answer", "extract_xml_answer",
+    "ready.answers": ("answer_match", "boxed_match", "number_match", "regex_match"),
+    "checking.check": ("check",),
+    "ready.code": ("code_passes_tests",),
+    "checking.findings": ("Finding", "RewardCheck"),
+    "ready.formats": ("format_kept", "format_match", "tags_counted"),
+    "ready.gsm8k": ("SYSTEM_PROMPT", "correctness_reward_func", "extract_hash_answer", "extract_xml_answer",
               "int_reward_func", "soft_format_reward_func", "strict_format_reward_func", "xmlcount_reward_func"),
-    "json_answer": ("json_match",),
-    "lengths": ("length_near", "too_long"),
-    "mail": ("email_rewards", "ideal_answer", "keyword_present", "recipient_named", "signed"),
-    "math_answer": ("math_match",),
+    "ready.json_answer": ("json_match",),
+    "ready.lengths": ("length_near", "too_long"),
+    "ready.mail": ("email_rewards", "ideal_answer", "keyword_present", "recipient_named", "signed"),
+    "ready.math_answer": ("math_match",),
     "means": ("MeanOf",),
-    "number_rewards": ("number_equal", "number_present", "proximity"),
-    "overlong": ("soft_overlong_penalty",),
-    "reading": ("after", "boxed", "in_tag", "last_line", "last_number", "whole"),
-    "repetition": ("repetition_penalty",),
+    "ready.numbers": ("number_equal", "number_present", "proximity"),
+    "ready.overlong": ("soft_overlong_penalty",),
+    "ready.reading": ("after", "boxed", "in_tag", "last_line", "last_number", "whole"),
+    "ready.repetition": ("repetition_penalty",),
     "reward": ("Reward",),
-    "scorer": ("RewardError", "RewardScorer", "Scores"),
+    "calling.scorer": ("RewardError", "RewardScorer", "Scores"),
     "verifier": ("Verifier",),
 }
 HOMES = {
     **{name: f"rewards.{module}" for module, names in NAMES.items() for name in names},
-    "judged": "judge.ready", "ruler": "judge.ready", "SelfJudge": "judge.self_judge", "UrlJudge": "judge.url_judge",
+    "judged": "rewards.judge.ready", "ruler": "rewards.judge.ready", "SelfJudge": "rewards.judge.self_judge",
+    "UrlJudge": "rewards.judge.url_judge",
 }
 
 

@@ -1,0 +1,124 @@
+"""A merged model against the adapter that it was made from: logits of a few prompts, for models that fit twice.
+
+Both compute in float32. What the merge may change is the rounding of weights to 16 bits; what is allowed is what 16
+bits change anyway: the difference that the merged model shows between computing in float32 and in its own dtype.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Params4bit
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lowmem_grpo.export.merge import MergeError
+from lowmem_grpo.models import attention
+from lowmem_grpo.models.pretrained import Pretrained, compute_in
+
+TEXTS = (
+    "Start with 17. Add 8. Subtract 13. What is the result?", "The capital of France is", "def add(a, b):\n    return",
+)
+LARGEST = 2**31  # bytes in float32 of a model that is compared by its logits; larger ones by their weights alone
+ALLOWED = 2.0  # times the difference between float32 and 16 bits: the adapter's own side may be in 16 bits as well
+Logits = Callable[[Tensor], Tensor]  # ids (1, T) -> (1, T, V)
+
+
+@dataclass(frozen=True)
+class LogitCheck:
+    """Root mean squares over all places and tokens."""
+
+    difference: float  # between the merged model and the adapter
+    rounding: float  # between the merged model in float32 and in 16 bits
+    same_choice: float  # share of places where both find the same token likeliest
+
+
+def compare_logits(reference: Logits, folder: Path, dtype: torch.dtype, tokenizer: Any, device: str) -> LogitCheck:
+    """Load a merged model with transformers and compare; MergeError where the difference is more than rounding."""
+    prompts = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in TEXTS]
+    wanted = [reference(ids).float() for ids in prompts]
+    exact, rounded = (answers(folder, kind, prompts, device) for kind in (torch.float32, dtype))
+    difference, rounding = rms(exact, wanted), rms(exact, rounded)
+    agree = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(exact, wanted, strict=True)])
+    check = LogitCheck(difference, rounding, agree.float().mean().item())
+    if not difference <= ALLOWED * rounding:
+        raise MergeError("the merged model was loaded back, and its logits differ from the adapter's by "
+                         f"{difference:.3g} (rounding to {dtype} explains {rounding:.3g}); nothing was exported")
+    return check
+
+
+def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str) -> list[Tensor]:
+    """Logits of a model in `folder`, loaded with plain transformers in `dtype`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device}).eval()
+    with torch.no_grad(), freed():
+        return [model(input_ids=ids).logits.float() for ids in prompts]
+
+
+@contextmanager
+def freed() -> Iterator[None]:
+    """Afterwards what was held inside can be used again."""
+    try:
+        yield
+    finally:
+        gc.collect()
+
+
+def rms(left: list[Tensor], right: list[Tensor]) -> float:
+    """Root mean square of the difference."""
+    squares = torch.cat([(a - b).double().square().flatten() for a, b in zip(left, right, strict=True)])
+    return squares.mean().sqrt().item()
+
+
+def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, load_in_4bit: bool) -> Logits:
+    """What plain PEFT computes in float32 with base and adapter, the base held in `dtype` or 4 bit as in training."""
+    model, _ = base.load(dtype, device, load_in_4bit)
+    adapted: Any = PeftModel.from_pretrained(in_float32(model), str(adapter)).eval()
+    adapted.get_base_model().set_attn_implementation("sdpa")
+
+    def logits(ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            result: Tensor = adapted(input_ids=ids).logits
+        return result
+
+    return logits
+
+
+def in_float32(model: Any) -> Any:
+    """The model with its weights as they are, computing in float32: what is in 4 bit stays so, and keeps its values
+    (weights that are quantized out of another dtype would not)."""
+    compute_in(model, torch.float32)
+    for parameter in model.parameters():
+        if not isinstance(parameter, Params4bit) and parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    return model
+
+
+def live_logits(model: Any) -> Logits:
+    """What a loaded model computes now; its mode is as before afterwards."""
+    def logits(ids: Tensor) -> Tensor:
+        training = model.training
+        try:
+            with torch.no_grad():
+                result: Tensor = model.eval()(input_ids=ids).logits
+        finally:
+            model.train(training)
+        return result
+
+    return logits
+
+
+def check_loads(folder: Path, names: set[str]) -> None:
+    """MergeError unless the folder's config describes a model of exactly these tensors: asked of an empty one."""
+    config = AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise MergeError(f"{folder}/config.json still speaks of quantization")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    own = {name for name, _ in model.named_parameters()}
+    if missing := sorted(own - names):
+        raise MergeError(f"{folder} holds no {missing[0]}, which a {type(model).__name__} has")

@@ -1,0 +1,164 @@
+"""From an adapter to a model in use: a PEFT folder, a merged model in 16 bits, or a GGUF file.
+
+Everything is written into a folder beside its final place, loaded back and compared, and only then given its name.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.utils.save_and_load import load_peft_weights
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from lowmem_grpo.export import gguf
+from lowmem_grpo.export.base_weights import stored_weights, tensor_files
+from lowmem_grpo.export.check import LARGEST, adapter_logits
+from lowmem_grpo.export.folder import Exported, ExportError, finish, new_folder
+from lowmem_grpo.export.lora_pairs import read_pairs
+from lowmem_grpo.export.merged import DTYPES, Merge, compare, elements, output_dtype, write_folder
+from lowmem_grpo.hub import check_repo, model_folder, push
+from lowmem_grpo.memory.trim import freed_memory_returned
+from lowmem_grpo.models.pretrained import Pretrained, resolve
+from lowmem_grpo.runs.base_record import BASE_FILE, BaseRecord, base_of_adapter
+from lowmem_grpo.runs.checkpoint import ADAPTER_FILE
+from lowmem_grpo.runs.saved_adapter import RunAdapter, find_adapter
+
+FORMATS = ("adapter", "merged", "gguf")
+COMPUTED = ("float32", *DTYPES)  # what a run may have computed in
+ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, "README.md")
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """What can be chosen; None is what the adapter's record says."""
+
+    base: str | None = None
+    load_in_4bit: bool | None = None
+    dtype: str | None = None
+    device: str | None = None
+    gguf_type: str = "bf16"
+    llama_cpp: Path | None = None
+
+
+def export(
+    run: Path, kind: str, out: Path, settings: ExportSettings | None = None, unfinished: bool = False,
+    overwrite: bool = False, repo: str | None = None, private: bool = True, api: Any = None,
+) -> Exported:
+    """Export the adapter that `run` means (a run, a checkpoint, a saved adapter) as one of FORMATS into `out`, and
+    push the folder to the hub where a `repo` is named.
+
+    Raises ExportError, RunError, CheckpointError, AdapterError, MergeError, GGUFError, HubError or OSError; `out` is
+    then as it was.
+    """
+    settings = settings or ExportSettings()
+    check_choices(kind, settings)
+    if repo is not None:
+        check_repo(repo)
+    converter = gguf.find_converter(settings.llama_cpp) if kind == "gguf" else None
+    adapter = find_adapter(run, unfinished)
+    with new_folder(out, overwrite, adapter.folder) as temp:
+        done = Exported(out, kind, adapter.note, None)
+        if kind == "adapter":
+            export_adapter(adapter, temp, done)
+        elif kind == "merged":
+            export_merged(adapter, settings, temp, done)
+        elif converter is not None:
+            export_gguf(adapter, settings, converter, temp, done)
+        finish(temp, done)
+    if repo is not None:
+        done.address = push(out, repo, private, api)
+    return done
+
+
+def check_choices(kind: str, settings: ExportSettings) -> None:
+    """ExportError for a format, a dtype or a type of GGUF that there is not."""
+    given = {"format": (kind, FORMATS), "dtype": (settings.dtype, (None, *DTYPES)),
+             "gguf_type": (settings.gguf_type, gguf.TYPES)}
+    for name, (value, allowed) in given.items():
+        if value not in allowed:
+            raise ExportError(f"{name} is {value!r}; allowed are {', '.join(str(a) for a in allowed if a)}")
+
+
+def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
+    """PEFT's own files, read back with PEFT."""
+    pairs = read_pairs(adapter.folder)
+    for name in ADAPTER_FILES:
+        if (adapter.folder / name).is_file():
+            shutil.copyfile(adapter.folder / name, temp / name)
+    done.base = base_of_adapter(adapter.folder).model
+    PeftConfig.from_pretrained(str(temp))
+    saved, found = load_file(adapter.folder / ADAPTER_FILE), load_peft_weights(str(temp), device="cpu")
+    if saved.keys() != found.keys() or not all(torch.equal(saved[name], found[name]) for name in saved):
+        raise ExportError(f"PEFT read back other tensors than {adapter.folder} holds")
+    done.checks = {"layers": len(pairs), "tensors_equal": len(found)}
+
+
+def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:
+    """Merge a saved adapter into the stored base. Neither is loaded as a model, but for small ones, to compare."""
+    pairs = read_pairs(adapter.folder)
+    record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
+    name, four_bit = str(record.model), bool(record.load_in_4bit)
+    done.base, computed = name, getattr(torch, str(record.dtype))
+    device = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    stored = Pretrained(name, str(model_folder(resolve(name), record.revision)), {})
+    with stored.naming_the_model():
+        config, tokenizer = AutoConfig.from_pretrained(stored.path), AutoTokenizer.from_pretrained(stored.path)
+    four_bit = stored.is_stored_in_4bit() or four_bit
+    with freed_memory_returned():
+        weights = stored_weights(Path(stored.path), config, four_bit, computed, device)
+        dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
+        merge = Merge(weights, pairs, dtype, config, generation, tokenizer)
+        write_folder(merge, temp, done)
+    if elements(weights) * 4 <= LARGEST:
+        reference = adapter_logits(stored, adapter.folder, computed, device, four_bit)
+        compare(reference, merge, temp, device, done)
+
+
+def export_gguf(
+    adapter: RunAdapter, settings: ExportSettings, converter: Path, temp: Path, done: Exported
+) -> None:
+    """Merge, convert, and compare the number of weights; the merged model is deleted again."""
+    merged = temp / "merged"
+    merged.mkdir()
+    export_merged(adapter, settings, merged, done)
+    name = Path(str(done.base)).name.lower() or "model"
+    content = gguf.convert(converter, merged, temp / f"{name}-{settings.gguf_type}.gguf", settings.gguf_type)
+    wanted = matrix_elements(merged)
+    if content.elements != wanted:
+        raise ExportError(f"the GGUF file holds {content.elements:,} weights in matrices, the merged model {wanted:,}")
+    done.checks |= {"gguf_architecture": content.architecture, "gguf_tensors": len(content.shapes)}
+    shutil.rmtree(merged)
+
+
+def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseRecord:
+    """The record with what was chosen; ExportError where something that decides the result is not known."""
+    model = settings.base or record.model
+    four_bit = record.load_in_4bit if settings.load_in_4bit is None else settings.load_in_4bit
+    if model is None:
+        raise ExportError(f"the adapter in {folder} does not say which model it was trained on; name it with --base")
+    if four_bit is None:
+        raise ExportError(f"the adapter in {folder} does not say whether {model} was held in 4 bit while it was "
+                          "trained; say --load-in-4bit or --16bit: the adapter fits what it was trained on")
+    if record.dtype not in (None, *COMPUTED):
+        raise ExportError(f"{folder / BASE_FILE} says dtype {record.dtype!r}; allowed are {', '.join(COMPUTED)}")
+    return BaseRecord(model, four_bit, record.dtype or "bfloat16", None if settings.base else record.revision)
+
+
+def generation_of(path: str) -> Any:
+    """The stored generation config; None where there is none."""
+    return GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").is_file() else None
+
+
+def matrix_elements(folder: Path) -> int:
+    """Numbers in all matrices of a merged model."""
+    total = 0
+    for file in sorted(set(tensor_files(folder).values())):
+        with safe_open(file, "pt") as opened:
+            shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118 - it is no dict
+        total += sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    return total

@@ -1,0 +1,216 @@
+"""A merged model on disk: every weight in 16 bits, LoRA's product added in float32 and rounded once.
+
+Written shard by shard: a shard of about a GiB and one tile of float32 rows are all that is held, whatever the model's
+size. Everything is read back and compared with W + s B A in float64: the same rounded value but for ties that float32
+decides otherwise, and never off by more than half a unit of the last place.
+
+Rounding keeps an update on average where W lies anywhere between two 16-bit numbers, as weights out of NF4 do. Where W
+is a 16-bit number itself, an update of less than half a unit is lost; how much is kept is measured and said.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lowmem_grpo.export.base_weights import INDEX, SINGLE, Weight
+from lowmem_grpo.export.lora_pairs import LoraPair
+
+SHARD_BYTES = 2**30
+TILE_ELEMENTS = 2**23  # of a float32 tile: 32 MiB
+OTHERWISE = 1e-3  # share of elements that may be rounded to the neighbour: sums of float32 near a tie
+
+
+class MergeError(RuntimeError):
+    """A merged model cannot be made, or is not what it should be; the message says where and what to do."""
+
+
+@dataclass
+class MergeCheck:
+    """What reading a merged model back has shown."""
+
+    tensors: int = 0
+    merged: int = 0
+    worst_rounding: float = 0.0  # largest |error| in half units of the weight's own last place: at most 1
+    rounded_otherwise: float = 0.0  # largest share of a tensor's elements that float32 and float64 round differently
+    gained: float = 0.0  # sum of (merged - W) * update
+    norm: float = 0.0  # sum of update ** 2
+
+    @property
+    def kept(self) -> float:
+        """The part of the adapter's update that rounding to 16 bits leaves in the merged weights."""
+        return self.gained / self.norm if self.norm else 1.0
+
+
+def write_merged(
+    folder: Path, weights: list[Weight], pairs: dict[str, LoraPair], dtype: torch.dtype,
+    said: Callable[[int, int], None] = lambda done, total: None, shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write model*.safetensors (and their index) into `folder`; the bytes of all tensors. `said(done, total)` is told
+    how many tensors are written. MergeError where a layer of the adapter has no weight, or a weight overflows."""
+    check_layers(weights, pairs)
+    shards = plan_shards(weights, dtype, shard_bytes)
+    names = [SINGLE] if len(shards) == 1 else [shard_name(i + 1, len(shards)) for i in range(len(shards))]
+    done = 0
+    for name, shard in zip(names, shards, strict=True):
+        tensors = {}
+        for weight in shard:
+            tensors[weight.name] = merged_tensor(weight, pair_of(weight, pairs), dtype)
+            done += 1
+            said(done, len(weights))
+        save_file(tensors, folder / name, {"format": "pt"})
+        del tensors
+    total = sum(size_of(weight, dtype) for weight in weights)
+    if len(shards) > 1:
+        places = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
+    return total
+
+
+def pair_of(weight: Weight, pairs: dict[str, LoraPair]) -> LoraPair | None:
+    """What is added to a tensor: nothing to biases."""
+    return pairs.get(weight.module) if weight.name.endswith(".weight") else None
+
+
+def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
+    """MergeError where the adapter's layers are not the model's."""
+    shapes = {weight.module: weight.shape for weight in weights if weight.name.endswith(".weight")}
+    for name, pair in pairs.items():
+        wanted = (pair.b.shape[0], pair.a.shape[1])
+        if shapes.get(name) != wanted:
+            found = f"{shapes[name]} in the base model" if name in shapes else "not in the base model"
+            raise MergeError(f"the adapter's layer {name}, {wanted}, is {found}: the adapter was trained on another "
+                             "model. Name the right one with --base")
+
+
+def plan_shards(weights: list[Weight], dtype: torch.dtype, shard_bytes: int) -> list[list[Weight]]:
+    """The tensors of each file, in order; a tensor that is larger than a shard has one to itself."""
+    shards: list[list[Weight]] = [[]]
+    room = shard_bytes
+    for weight in weights:
+        if shards[-1] and size_of(weight, dtype) > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(weight)
+        room -= size_of(weight, dtype)
+    return shards
+
+
+def size_of(weight: Weight, dtype: torch.dtype) -> int:
+    """Bytes of a tensor as it will be written."""
+    return math.prod(weight.shape) * written_dtype(weight, dtype).itemsize
+
+
+def written_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
+    return dtype if weight.dtype.is_floating_point else weight.dtype
+
+
+def shard_name(number: int, count: int) -> str:
+    return f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def tiles(weight: Weight) -> Iterator[tuple[int, int]]:
+    """Row ranges of about TILE_ELEMENTS."""
+    rows, width = weight.shape[0], max(1, math.prod(weight.shape[1:]))
+    step = max(1, TILE_ELEMENTS // width // weight.step) * weight.step
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def merged_tensor(weight: Weight, pair: LoraPair | None, dtype: torch.dtype) -> Tensor:
+    """The tensor to be written, on the host."""
+    rows = weight.open()
+    if not weight.shape:
+        return rows(0, 1).to("cpu", written_dtype(weight, dtype))
+    out = torch.empty(weight.shape, dtype=written_dtype(weight, dtype))
+    for start, stop in tiles(weight):
+        tile = rows(start, stop)
+        if pair is not None:
+            tile = tile.float() + pair.rows(start, stop, tile.device)
+        out[start:stop] = tile
+        if out.is_floating_point() and not out[start:stop].isfinite().all():
+            raise MergeError(overflow(weight.name, tile, dtype))
+    return out
+
+
+def overflow(name: str, tile: Tensor, dtype: torch.dtype) -> str:
+    """Why a weight is not finite."""
+    if not tile.isfinite().all():
+        return f"{name} is not finite in the base model or with the adapter; use an older checkpoint"
+    largest = tile.abs().max().item()
+    return f"{name} reaches {largest:.4g}, too large for {dtype}; export in bfloat16 (--dtype bfloat16)"
+
+
+# reading back
+
+
+def check_merged(folder: Path, files: dict[str, Path], weights: list[Weight], pairs: dict[str, LoraPair]) -> MergeCheck:
+    """Compare what was written with base and adapter, by rows; MergeError where it is not within rounding."""
+    wanted = {weight.name for weight in weights}
+    if files.keys() != wanted:
+        odd = sorted(files.keys() ^ wanted)[0]
+        raise MergeError(f"{folder} does not hold the model's tensors: {odd} is missing or too many")
+    check = MergeCheck(len(weights))
+    for weight in weights:
+        with safe_open(files[weight.name], "pt") as file:
+            if weight.shape:
+                check_tensor(weight, file.get_slice(weight.name), pair_of(weight, pairs), check)
+            else:  # a slice needs a dimension
+                check_same(weight, weight.open()(0, 1), file.get_tensor(weight.name))
+    return check
+
+
+def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: MergeCheck) -> None:
+    """One of them; what it shows goes into `check`. `written` is a slice of the file."""
+    rows, otherwise, elements = weight.open(), 0, max(1, math.prod(weight.shape))
+    for start, stop in tiles(weight):
+        base, found = rows(start, stop), written[start:stop]
+        found = found.to(base.device)
+        if pair is None:
+            check_same(weight, base, found)
+        else:
+            otherwise += check_rows(weight.name, base, found, pair_rows(pair, start, stop, base.device), check)
+    check.merged += pair is not None
+    check.rounded_otherwise = max(check.rounded_otherwise, otherwise / elements)
+    if otherwise > max(4, OTHERWISE * elements):
+        raise MergeError(f"{weight.name} was read back and is not base plus adapter, rounded: {otherwise:,} of "
+                         f"{elements:,} elements are a unit off")
+
+
+def check_same(weight: Weight, base: Tensor, found: Tensor) -> None:
+    """MergeError where what nothing is added to is not the base's, in the dtype that was written."""
+    if not torch.equal(base.to(found.device, found.dtype), found):
+        raise MergeError(f"{weight.name} was read back and is not what the base model has")
+
+
+def check_rows(name: str, base: Tensor, found: Tensor, update: Tensor, check: MergeCheck) -> int:
+    """Rows of a merged weight, in float64; how many elements are rounded otherwise."""
+    base, values = base.double(), found.double()
+    exact = base + update
+    worst = worst_rounding(exact, values, found.dtype, base.abs().amax().item())
+    if not worst <= 1:  # also NaN
+        raise MergeError(f"{name} was read back and is not base plus adapter: off by {worst:.3g} half units")
+    check.worst_rounding = max(check.worst_rounding, worst)
+    check.gained += ((values - base) * update).sum().item()
+    check.norm += update.square().sum().item()
+    return int((found != exact.to(found.dtype)).sum())
+
+
+def worst_rounding(exact: Tensor, values: Tensor, dtype: torch.dtype, summed: float) -> float:
+    """Largest error of `values`, in half units of their last place; `summed` is the size of what float32 has added."""
+    info = torch.finfo(dtype)
+    half = info.eps / 2 * (1 + 1e-3) * values.abs() + info.smallest_normal * info.eps / 2 + 1e-6 * summed
+    return ((values - exact).abs() / half).max().item()
+
+
+def pair_rows(pair: LoraPair, start: int, stop: int, device: torch.device) -> Tensor:
+    """Rows of the update in float64."""
+    b, a = pair.b[start:stop].to(device, torch.float64), pair.a.to(device, torch.float64)
+    return pair.scaling * (b @ a)

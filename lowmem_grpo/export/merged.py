@@ -1,0 +1,109 @@
+"""The folder of a merged model: weights, cleaned config, tokenizer, generation config; compared with the adapter."""
+
+import copy
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem_grpo.export.base_weights import Weight, live_weights, tensor_files
+from lowmem_grpo.export.check import LARGEST, Logits, check_loads, compare_logits, live_logits
+from lowmem_grpo.export.folder import Exported, ExportError, check_disk, finish, new_folder
+from lowmem_grpo.export.lora_pairs import LoraPair, live_pairs
+from lowmem_grpo.export.merge import check_merged, size_of, write_merged
+from lowmem_grpo.memory.trim import freed_memory_returned
+
+logger = logging.getLogger(__name__)
+
+MUCH = 0.9  # of an update: where rounding keeps less, that is said
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merged model that is to be written: tensors, what is added to them, and what comes along."""
+
+    weights: list[Weight]
+    pairs: dict[str, LoraPair]
+    dtype: torch.dtype
+    config: Any
+    generation_config: Any
+    tokenizer: Any
+
+
+def save_merged(
+    model: Any, out: Path, tokenizer: Any, dtype: str | None, overwrite: bool, name: str | None = None
+) -> Exported:
+    """Merge a loaded model (under PEFT, or bare) with the adapter that is in it."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    computed = base.get_input_embeddings().weight.dtype
+    weights = live_weights(model)
+    pairs = live_pairs(model) if hasattr(model, "peft_config") else {}
+    wanted = output_dtype(dtype, computed)
+    done = Exported(out, "merged", "a loaded model", name)
+    with new_folder(out, overwrite) as temp, freed_memory_returned():
+        merge = Merge(weights, pairs, wanted, base.config, base.generation_config, tokenizer)
+        write_folder(merge, temp, done)
+        if elements(weights) * 4 <= LARGEST and tokenizer is not None:
+            compare(live_logits(model), merge, temp, str(base.device), done)
+        finish(temp, done)
+    return done
+
+
+def save_adapter(model: Any, out: Path, overwrite: bool, name: str | None = None) -> Exported:
+    """Write the adapter in a loaded model under PEFT, as `save_pretrained` does, and mark the folder as an export."""
+    done = Exported(out, "adapter", "a loaded model", name)
+    with new_folder(out, overwrite) as temp:
+        model.save_pretrained(str(temp))
+        finish(temp, done)
+    return done
+
+
+def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
+    """Weights, config, tokenizer and generation config; then everything but the logits is checked."""
+    check_disk(temp, sum(size_of(weight, merge.dtype) for weight in merge.weights))
+    total = write_merged(temp, merge.weights, merge.pairs, merge.dtype)
+    config = copy.deepcopy(merge.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = merge.dtype
+    config.save_pretrained(temp)
+    for part in (merge.generation_config, merge.tokenizer):
+        if part is not None:
+            part.save_pretrained(temp)
+    checked = check_merged(temp, tensor_files(temp), merge.weights, merge.pairs)
+    check_loads(temp, {weight.name for weight in merge.weights} | tied_names(merge))
+    if checked.kept < MUCH:
+        logger.warning("of the adapter's update %.0f%% is left after rounding to %s: most of its elements are smaller "
+                       "than the steps between 16-bit numbers. The adapter itself loses nothing; float16 is finer",
+                       100 * checked.kept, merge.dtype)
+    done.checks |= {"tensors": checked.tensors, "merged": checked.merged, "worst_rounding": checked.worst_rounding,
+                    "rounded_otherwise": checked.rounded_otherwise, "update_kept": checked.kept, "tensor_bytes": total,
+                    "dtype": str(merge.dtype).removeprefix("torch.")}
+
+
+def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Exported) -> None:
+    """The check of the logits; its numbers go into the record."""
+    found = compare_logits(reference, temp, merge.dtype, merge.tokenizer, device)
+    done.checks |= {f"logits_{name}": value for name, value in asdict(found).items()}
+
+
+def tied_names(merge: Merge) -> set[str]:
+    """Tensors that the config makes out of others."""
+    return {"lm_head.weight"} if getattr(merge.config.get_text_config(), "tie_word_embeddings", False) else set()
+
+
+def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:
+    """The dtype asked for, else the one computed in, bfloat16 where that has 32 bits. ExportError for another one."""
+    if asked is not None:
+        if asked not in DTYPES:
+            raise ExportError(f"dtype is {asked!r}; allowed are {', '.join(DTYPES)}")
+        return DTYPES[asked]
+    return torch.bfloat16 if computed == torch.float32 else computed
+
+
+def elements(weights: list[Weight]) -> int:
+    """Numbers in all tensors."""
+    return sum(torch.Size(weight.shape).numel() for weight in weights)

@@ -1,0 +1,273 @@
+"""What `FastLanguageModel` hands out: a model that can also sample, and save and load its adapter."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModelForCausalLM
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lowmem_grpo.config.sampling_like import as_sampling_params
+from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.pretrained import linears_in_4bit
+from lowmem_grpo.runs.base_record import BaseRecord
+from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, check_adapter_folder
+from lowmem_grpo.types import Rollout
+
+SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
+EXPORT_ADVICE = (
+    "is not supported: save the adapter with model.save_lora(PATH), then `lowmem-grpo export PATH --format merged|gguf "
+    "--out FOLDER` makes the files and `--push OWNER/NAME` sends them to the hub"
+)
+MERGED_16BIT, LORA = "merged_16bit", "lora"
+
+
+@dataclass(frozen=True)
+class LoraRequest:
+    """Which adapter `fast_generate` uses: a saved one by its folder, or (path None) the one in the model."""
+
+    path: Path | None
+
+
+@dataclass
+class Loaded:
+    """What was loaded beside the weights."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    max_seq_length: int
+    max_lora_rank: int
+    keeper: EngineKeeper  # of the rollout engine
+    offload: bool = False  # activations to the host, set by get_peft_model
+    revision: str | None = None  # of the stored model
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion, with vLLM's field names."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The completions of one prompt, with vLLM's field names."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class FastGeneration:
+    """`fast_generate` and the export calls, shared by the bare model and the one with an adapter."""
+
+    loaded: Loaded
+
+    def fast_generate(
+        self, prompts: Any, sampling_params: Any = None, lora_request: LoraRequest | None = None,
+    ) -> list[RequestOutput]:
+        """Sample completions; results have vLLM's shape: `out[0].outputs[0].text`.
+
+        `prompts` is a string (already rendered), a list of chat messages, a list of token ids, or a list of any of
+        these. `sampling_params` is a SamplingParams, ours or vLLM's own. As in vLLM, `lora_request=None` samples from
+        the base model: pass `model.load_lora(folder)` for a saved adapter, or `model.current_lora()` for the one that
+        is being trained.
+        """
+        params = as_sampling_params(sampling_params, self.loaded.max_seq_length)
+        texts, ids = zip(*(self.encode(prompt) for prompt in as_list(prompts)), strict=True)
+        engine = self.engine()
+        with adapter_for(self.inner, lora_request):
+            groups = engine.generate(list(ids), params)
+        return [request_output(*item) for item in zip(texts, ids, groups, strict=True)]
+
+    @property
+    def inner(self) -> Any:
+        """The transformers or PEFT model itself."""
+        return self
+
+    def engine(self, policy: Policy | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Engine:
+        """An engine over this model's own weights, decoding with the given tokenizer or the one loaded beside them.
+
+        vLLM's is made at the first call, and given again afterwards.
+        """
+        return self.loaded.keeper.engine(policy or Policy(self.inner), tokenizer or self.loaded.tokenizer)
+
+    def close_engine(self) -> None:
+        """Free what the rollout engine holds beside the weights; whatever samples next makes a new one."""
+        self.loaded.keeper.close()
+
+    @property
+    def engine_choice(self) -> EngineChoice:
+        """Which engine samples (`name`) and why (`why`)."""
+        return self.loaded.keeper.choice
+
+    def encode(self, prompt: Any) -> tuple[str, list[int]]:
+        """(text, token ids) of a string, of chat messages or of token ids."""
+        tokenizer: Any = self.loaded.tokenizer
+        if isinstance(prompt, str):
+            return prompt, tokenizer(prompt).input_ids
+        if prompt and isinstance(prompt[0], int):
+            return tokenizer.decode(prompt), list(prompt)
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return text, tokenizer(text, add_special_tokens=False).input_ids
+
+    def save_pretrained_merged(
+        self, save_directory: str | Path, tokenizer: Any = None, save_method: str = MERGED_16BIT,
+        dtype: str | None = None, overwrite: bool = False,
+    ) -> Path:
+        """Write the model with its adapter merged ("merged_16bit": rounded once to `dtype`, "bfloat16" or "float16",
+        that of the model where it is None), or the adapter alone ("lora"); the folder.
+
+        One tensor is on its way at a time, and what was written is read back and compared. The model in memory stays
+        as it is. Raises ExportError for a folder that is not empty (unless `overwrite` and an earlier export), and
+        UnsupportedError for other methods and for a `dtype` with "lora", which keeps the adapter's own.
+        """
+        if save_method not in (MERGED_16BIT, LORA):
+            raise UnsupportedError(f"save_method is {save_method!r}; allowed are {MERGED_16BIT!r} and {LORA!r}")
+        from lowmem_grpo.export.merged import save_adapter, save_merged
+
+        if save_method == LORA:
+            if not isinstance(self.inner, PeftModelForCausalLM):
+                raise UnsupportedError('save_method="lora" needs a model with LoRA')
+            if dtype is not None:
+                raise UnsupportedError(f'dtype is {dtype!r}; save_method="lora" keeps the adapter\'s own: leave it out')
+            return save_adapter(self.inner, Path(save_directory), overwrite, self.loaded.name).folder
+        return save_merged(
+            self.inner, Path(save_directory), tokenizer or self.loaded.tokenizer, dtype, overwrite, self.loaded.name
+        ).folder
+
+    def save_pretrained_gguf(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(f"save_pretrained_gguf {EXPORT_ADVICE}")
+
+    def push_to_hub_merged(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(f"push_to_hub_merged {EXPORT_ADVICE}")
+
+    def push_to_hub_gguf(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(f"push_to_hub_gguf {EXPORT_ADVICE}")
+
+
+class UnsupportedError(RuntimeError):
+    """Something that people know from elsewhere and that is not here; the message says what to use instead."""
+
+
+class FastModel(FastGeneration, nn.Module):
+    """A loaded model before `get_peft_model`; whatever it lacks is the transformers model's own."""
+
+    def __init__(self, model: PreTrainedModel, loaded: Loaded) -> None:
+        super().__init__()
+        self.transformers_model = model
+        self.loaded = loaded
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        return self.transformers_model
+
+    def engine(self, policy: Policy | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Engine:
+        if hasattr(self.transformers_model, "peft_config"):
+            raise ValueError("this model has LoRA now: sample with the model that get_peft_model returned")
+        return super().engine(policy, tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("transformers_model"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.transformers_model(*args, **kwargs)
+
+
+class FastPeftModel(FastGeneration, PeftModelForCausalLM):
+    """A PEFT model (plain peft's own methods all work) that can sample with its live adapter."""
+
+    def save_lora(self, path: str | Path) -> None:
+        """Write the adapter to a folder, in PEFT format."""
+        self.save_pretrained(str(path))
+
+    def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+        """PEFT's own, and beside the adapter a note of the base model: an export needs to know how it was held."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        base: Any = self.get_base_model()
+        held = next(linears_in_4bit(base), None)
+        dtype = base.get_input_embeddings().weight.dtype if held is None else held.weight.quant_state.dtype
+        BaseRecord(
+            self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision
+        ).write(Path(save_directory))
+
+    def load_lora(self, path: str | Path) -> LoraRequest:
+        """A saved adapter for `fast_generate(lora_request=...)`; the one in the model stays as it is."""
+        check_adapter_folder(Path(path))
+        return LoraRequest(Path(path))
+
+    def current_lora(self) -> LoraRequest:
+        """The adapter in the model, as it is when `fast_generate` runs."""
+        return LoraRequest(None)
+
+
+@contextmanager
+def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
+    """The model computes with the requested adapter inside, and is as before afterwards."""
+    if request is None:
+        with Policy(model).base_model():
+            yield
+        return
+    if not isinstance(model, PeftModelForCausalLM):
+        raise ValueError("lora_request needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first")
+    if request.path is None:
+        yield
+    else:
+        check_layers(model, request.path)
+        live, training = model.active_adapter, model.training
+        try:
+            model.load_adapter(str(request.path), SAVED_ADAPTER, is_trainable=False)  # also turns training mode off
+            model.set_adapter(SAVED_ADAPTER)
+            yield
+        finally:
+            model.set_adapter(live)
+            if SAVED_ADAPTER in model.peft_config:
+                model.delete_adapter(SAVED_ADAPTER)
+            model.train(training)
+
+
+def check_layers(model: PeftModelForCausalLM, folder: Path) -> None:
+    """Raise ValueError where a saved adapter has layers that the one in the model lacks: peft would wrap them now, and
+    an engine that samples with the model would find them replaced."""
+    check_adapter_folder(folder)
+    with safe_open(folder / ADAPTER_FILE, "pt") as file:
+        saved = {name.partition(".lora_")[0] for name in file.keys()}  # noqa: SIM118 - it is no dict
+    missing = sorted(saved - {name for name, module in model.named_modules() if hasattr(module, "lora_A")})
+    if missing:
+        raise ValueError(
+            f"the adapter in {folder} has {len(missing)} layers that the one in the model lacks, {missing[0]} among "
+            "them; load the model again and put LoRA on the same target_modules"
+        )
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt of any kind, or a list of them, as a list."""
+    if isinstance(prompts, dict) or not hasattr(prompts, "__getitem__"):
+        raise TypeError(f"fast_generate got a {type(prompts).__name__}; pass text, chat messages, token ids or a list")
+    single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], (int, dict)))
+    many = [prompts] if single else list(prompts)
+    if not many or any(len(prompt) == 0 for prompt in many):
+        raise ValueError("fast_generate got no prompt, or an empty one")
+    return many
+
+
+def request_output(text: str, ids: list[int], rollouts: list[Rollout]) -> RequestOutput:
+    """vLLM's shape of one prompt's rollouts."""
+    outputs = [
+        CompletionOutput(index, rollout.text, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason)
+        for index, rollout in enumerate(rollouts)
+    ]
+    return RequestOutput(text, ids, outputs)

@@ -1,0 +1,1 @@
+"""How reward functions are called, and what they may return."""

@@ -1,0 +1,202 @@
+"""One call of a reward function: its arguments, its thread or task, its time limit, and what came of it."""
+
+import asyncio
+import contextvars
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowmem_grpo.rewards.calling.failures import RewardError, TooLateError
+from lowmem_grpo.rewards.calling.functions import RewardFunction, bind, own_limit
+from lowmem_grpo.rewards.calling.returned import as_list, as_number
+from lowmem_grpo.rewards.means import MeanOf
+
+POLL_SECONDS = 0.1  # between looks for failures, and for Ctrl-C, which some systems deliver only between waits
+
+Lists = dict[str, list[Any]]  # arguments of a call that have an entry for each completion
+
+
+@dataclass
+class Recorder:
+    """Collects what a function logs while a batch of completions is scored."""
+
+    num_completions: int
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Keep one value per completion; a second call for the same column replaces the first."""
+        values = as_list(values)
+        if len(values) != self.num_completions:
+            raise RewardError(f"log_extra({column!r}) got {len(values)} values, expected {self.num_completions}")
+        self.extras[column] = values
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Keep one number towards the mean of `name`."""
+        if (number := as_number(value)) is None:
+            raise RewardError(f"log_metric({name!r}) got None, expected a number")
+        self.values[name].append(MeanOf(number, value.count) if isinstance(value, MeanOf) else number)
+
+    def weighted(self, name: str) -> list[tuple[float, float]]:
+        """(value, weight) of all that was logged under a name: the number of values that each is the mean of. Plain
+        numbers share all completions between them: one is a mean over these, and as many are one for each."""
+        values = self.values[name]
+        return [(value, value.count if isinstance(value, MeanOf) else (self.num_completions or 1) / len(values))
+                for value in values]
+
+
+class Call:
+    """A function under a name, with the lists of N completions; begun by one of the methods that begin with "run"."""
+
+    def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float) -> None:
+        """MissingColumnError where the function needs an argument that is not there."""
+        self.name, self.completions = name, lists["completions"]
+        self.own_limit = own_limit(func)
+        self.limit = timeout if self.own_limit is None else self.own_limit
+        self.recorder = Recorder(len(self.completions))
+        shared = {"trainer_state": state, "log_extra": self.recorder.log_extra,
+                  "log_metric": self.recorder.log_metric}
+        self.bound = bind(name, func, {**lists, **shared})
+        self.future: Future[Any] = Future()
+        self.groups: list[int] = []  # of the batch, which its completions are of; left empty for a whole batch
+        self.began = self.ended = 0.0
+
+    def run(self) -> None:
+        """Here and now, unless it was stopped before; what it returns, or whatever it raises, is in `future`."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        self.begin()
+        try:
+            result = self.bound()
+        except BaseException as error:  # noqa: BLE001, the thread that asked raises it again
+            self.end()
+            self.future.set_exception(error)
+        else:
+            self.end()
+            self.future.set_result(result)
+
+    def run_in_thread(self) -> None:
+        """In a daemon thread of its own, under the caller's context variables."""
+        self.begin()
+        start_thread(f"reward {self.name}", self.run)
+
+    def run_in_loop(self, loop: "EventLoop") -> None:
+        """Beside other async functions."""
+        self.begin()
+        self.future = loop.submit(self.bound)
+        self.future.add_done_callback(lambda _: self.end())
+
+    def begin(self) -> None:
+        self.began = time.monotonic()
+
+    def end(self) -> None:
+        self.ended = time.monotonic()
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """From when to when it has run so far, on the monotonic clock."""
+        return self.began, self.ended or time.monotonic()
+
+    @property
+    def late(self) -> bool:
+        """Whether it took longer than its time limit, or has by now."""
+        began, ended = self.interval
+        return bool(began) and ended - began >= self.limit
+
+    @property
+    def seconds_left(self) -> float:
+        """Before its time limit; negative beyond it."""
+        return self.began + self.limit - time.monotonic()
+
+    def raise_failure(self) -> None:
+        """Raises RewardError from what the call raised, if it is over and did."""
+        if self.future.done() and (error := failure(self.future)) is not None:
+            raise RewardError(
+                f"reward function {self.name} raised {type(error).__name__}: {error}; "
+                f"the first completion begins {repr(self.completions[0])[:120] if self.completions else None}"
+            ) from error
+
+
+class EventLoop:
+    """Where async functions run: it lives as long as this object, so that a client kept between steps stays usable."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=run_loop, args=(self.loop,), name="async rewards", daemon=True).start()
+        weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
+
+    def submit(self, bound: Callable[[], Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(run_async(bound), self.loop)
+
+
+def start_thread(name: str, work: Callable[[], None]) -> None:
+    """Run `work` in a daemon thread, under the caller's context variables."""
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(work,), name=name, daemon=True).start()
+
+
+async def run_async(bound: Callable[[], Any]) -> Any:
+    """Await the call. SystemExit would end the event loop for everyone, so it leaves as RewardError."""
+    try:
+        return await bound()
+    except SystemExit as error:
+        raise RewardError(f"it called sys.exit({error.code!r})") from error
+
+
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Serve `loop` until it is stopped."""
+    loop.run_forever()
+    loop.close()
+
+
+def wait_for(calls: list[Call]) -> None:
+    """Return when calls that run side by side are over. RewardError for the first that fails, TooLateError for those
+    beyond their time limits; what still awaits something is then stopped, and nothing can stop a thread."""
+    try:
+        while True:
+            check(calls)
+            if not (pending := {call.future for call in calls if not call.future.done()}):
+                return
+            wait(pending, pause(calls), FIRST_EXCEPTION)
+    finally:
+        stop(calls)
+
+
+def check(calls: list[Call]) -> None:
+    """Raises RewardError where one of them failed or has no time left."""
+    for call in calls:
+        call.raise_failure()
+    raise_late(calls)
+
+
+def pause(calls: list[Call]) -> float:
+    """Seconds to wait for a change: up to the first time limit of those that are not over, and no longer than
+    POLL_SECONDS."""
+    return max(0.0, min([POLL_SECONDS, *(call.seconds_left for call in calls if not call.future.done())]))
+
+
+def raise_late(calls: list[Call]) -> None:
+    """Raises TooLateError where calls took longer than their time limits, whether anyone waited for them or not."""
+    late = [call for call in calls if call.late]
+    for own in (True, False):
+        if names := list(dict.fromkeys(call.name for call in late if (call.own_limit is not None) == own)):
+            limit = max(call.limit for call in late if call.name in names)
+            raise TooLateError(
+                f"reward function {', '.join(names)} did not return within {limit:g} s; raise the limit with "
+                + ("its time_limit" if own else "GRPOConfig(reward_timeout=...)")
+            )
+
+
+def stop(calls: list[Call]) -> None:
+    for call in calls:
+        call.future.cancel()
+
+
+def failure(future: Future[Any]) -> BaseException | None:
+    """What a finished call raised; a coroutine that cancelled itself counts too."""
+    return asyncio.CancelledError() if future.cancelled() else future.exception()

@@ -1,0 +1,111 @@
+"""Reward functions as they are given: checked, named, bound to their arguments, and what they say of themselves."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from lowmem_grpo.rewards.calling.failures import MissingColumnError, RewardError
+from lowmem_grpo.rewards.verifier import Verifier
+
+RewardFunction = Callable[..., Any]
+
+RESERVED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # no column may have these names
+NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns left out, as in TRL: the arguments carry them
+
+
+def check_function(func: Any) -> None:
+    """Raises TypeError for a model or a model's name, a verifier, and anything else that cannot be called."""
+    if isinstance(func, Verifier):
+        raise TypeError(
+            f"reward_funcs holds the verifier {func.name}, which says right or wrong and pays nothing; make a reward "
+            "function of it with .reward(right=1.0, wrong=0.0)"
+        )
+    if isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__):
+        what = repr(func) if isinstance(func, str) else f"a {type(func).__name__}"
+        raise TypeError(f"reward_funcs holds {what}; reward models are not supported, give a function that calls it")
+    if not callable(func):
+        raise TypeError(f"reward_funcs holds a {type(func).__name__}, which cannot be called; give a function")
+
+
+def unwrap(func: Any) -> Any:
+    """The function inside any number of functools.partial."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return func
+
+
+def function_name(func: RewardFunction) -> str:
+    """`__name__`, or the class's name for an object that is callable."""
+    func = unwrap(func)
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def unique_names(names: list[str]) -> list[str]:
+    """The same names, where a repeated one gets the first free suffix of _2, _3, ..."""
+    unique: list[str] = []
+    for name in names:
+        candidates = [name, *(f"{name}_{number}" for number in range(2, len(names) + 1))]
+        unique.append(next(candidate for candidate in candidates if candidate not in unique))
+    return unique
+
+
+def is_async(func: RewardFunction) -> bool:
+    """Whether a call gives a coroutine; for an object that is callable, its `__call__` decides."""
+    func = unwrap(func)
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
+
+
+# What a `Reward` says of itself; a plain function says nothing.
+
+
+def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
+    """Whether it may be called while other groups decode: `chosen` is GRPOConfig.score_while_sampling, which speaks
+    for those that say nothing themselves, and False for all."""
+    func = unwrap(func)
+    if getattr(func, "after_sampling", False) or chosen is False:
+        return False
+    return bool(getattr(func, "by_group", chosen))
+
+
+def own_limit(func: RewardFunction) -> float | None:
+    """The seconds that it keeps to by itself, where it says so."""
+    return getattr(unwrap(func), "time_limit", None)
+
+
+def is_required(func: RewardFunction) -> bool:
+    """Whether None from it takes the whole group out of the step."""
+    return bool(getattr(unwrap(func), "required", False))
+
+
+# Arguments
+
+
+def passed_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns that functions get. Raises RewardError for one that has an argument's name."""
+    clashes = [name for name in columns if name in RESERVED]
+    if clashes:
+        raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them")
+    return {name: values for name, values in columns.items() if name not in NOT_PASSED}
+
+
+def check_lengths(lists: dict[str, list[Any]], expected: int) -> None:
+    """Raises RewardError for a list that does not have one entry per completion."""
+    wrong = {name: len(values) for name, values in lists.items() if len(values) != expected}
+    if wrong:
+        raise RewardError(f"{expected} completions need lists of that length; these have another: {wrong}")
+
+
+def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functools.partial[Any]:
+    """`func` with the arguments that it takes. MissingColumnError where one that it requires is not there."""
+    parameters = inspect.signature(func).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in available]
+    if missing:
+        raise MissingColumnError(
+            f"reward function {name} requires {', '.join(missing)}, which no dataset column provides; "
+            f"available are {', '.join(available)}"
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return functools.partial(func, **available)
+    return functools.partial(func, **{p.name: available[p.name] for p in named if p.name in available})

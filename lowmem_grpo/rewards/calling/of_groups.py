@@ -1,0 +1,87 @@
+"""Scoring groups while other groups are still sampled: what the engine tells of goes to the early reward functions."""
+
+from itertools import accumulate
+from typing import Any
+
+from lowmem_grpo.data.prompts import Prompt, is_chat
+from lowmem_grpo.engines.base import OnGroup
+from lowmem_grpo.rewards import RewardScorer, Scores
+from lowmem_grpo.rewards.calling.calls import Lists
+from lowmem_grpo.rewards.calling.early import EarlyCalls
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+
+class EarlyScoring(EarlyCalls):
+    """The scoring of a batch of prompts, in the order: made, `on_group` while sampling, `settle`, `scores`."""
+
+    def __init__(self, scorer: RewardScorer, prompts: list[Prompt], state: TrainerState | None) -> None:
+        """RewardError, before anything is sampled, where a function needs a column that no row has."""
+        self.rows = [prompt.row for prompt in prompts]
+        self.columns = columns_of(self.rows)
+        lists = scorer.lists([], [], [], {name: [] for name in self.columns})
+        super().__init__(scorer, list(lists), state)
+
+    @property
+    def on_group(self) -> OnGroup | None:
+        """What an engine is to call; None where no function is early."""
+        return self.take_in if self.names else None
+
+    def take_in(self, index: int, rollouts: list[Rollout]) -> None:
+        """All rollouts of a prompt are there."""
+        if self.names and index not in self.known:
+            self.add(index, lists_of(self.scorer, [self.rows[index]] * len(rollouts), self.columns, rollouts))
+
+    def settle(self, groups: list[RolloutGroup]) -> float:
+        """Return when the early functions have scored all groups: the seconds of their calls that others decoded in.
+        RewardError where one failed."""
+        for index, group in enumerate(groups):
+            self.take_in(index, group.rollouts)  # whatever the engine has not told of
+        return self.wait()
+
+    def scores(self, groups: list[RolloutGroup], state: TrainerState | None) -> Scores:
+        """What all functions say of settled groups; those that are not early are called now, each once."""
+        rest = [name for name in self.scorer.names if name not in self.names]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rows = [group.row for group in groups for _ in group.rollouts]
+        whole = self.scorer.call_whole(rest, lists_of(self.scorer, rows, self.columns, rollouts), state)
+        sizes = [len(group.rollouts) for group in groups]
+        spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        return self.scorer.scores(whole, self.calls, spans)
+
+
+def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Scores:
+    """What the functions say of each rollout."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rows = [group.row for group in groups for _ in group.rollouts]
+    texts, ids = [rollout.text for rollout in rollouts], [rollout.completion_ids for rollout in rollouts]
+    return score_rows(scorer, rows, texts, ids, state)
+
+
+def score_rows(
+    scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
+    state: TrainerState | None,
+) -> Scores:
+    """What the functions say of one completion to each row, which they get in its prompt's form: text, or a chat."""
+    columns = {name: [row.get(name) for row in rows] for name in columns_of(rows)}
+    return scorer.score([row["prompt"] for row in rows], in_form(rows, texts), ids, columns, state)
+
+
+def lists_of(
+    scorer: RewardScorer, rows: list[dict[str, Any]], columns: list[str], rollouts: list[Rollout]
+) -> Lists:
+    """What functions get of one rollout to each row."""
+    texts, ids = [rollout.text for rollout in rollouts], [rollout.completion_ids for rollout in rollouts]
+    values = {name: [row.get(name) for row in rows] for name in columns}
+    return scorer.lists([row["prompt"] for row in rows], in_form(rows, texts), ids, values)
+
+
+def in_form(rows: list[dict[str, Any]], texts: list[str]) -> list[Any]:
+    """Completions as text, or as a chat where the row's prompt is one."""
+    return [[{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
+            for row, text in zip(rows, texts, strict=True)]
+
+
+def columns_of(rows: list[dict[str, Any]]) -> list[str]:
+    """The dataset columns that functions get; a row that lacks one has None in it."""
+    return sorted({name for row in rows for name in row} - {"prompt", "completion"})

@@ -1,0 +1,134 @@
+"""Calls reward functions under TRL's contract, each within a time limit, and checks what they return.
+
+A function is called by keyword with `prompts`, `completions` and `completion_ids`, a list for every dataset column,
+`trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. It returns one number or None per
+completion; booleans, tensors and arrays are taken as numbers, which a warning says once, anything else is refused.
+Without **kwargs it gets only the arguments that it names.
+
+Plain functions run one after another, each in a daemon thread; async ones together, in one event loop that lives as
+long as the scorer. A notebook's running loop is no obstacle, and a function that never returns holds up nothing. Not
+available in these threads: signal.alarm, and what is built on it. `rewards.early` calls functions sooner.
+"""
+
+import logging
+from typing import Any
+
+from lowmem_grpo.rewards.calling.calls import Call, EventLoop, Lists, wait_for
+from lowmem_grpo.rewards.calling.failures import RewardError
+from lowmem_grpo.rewards.calling.functions import (
+    RewardFunction,
+    check_function,
+    check_lengths,
+    function_name,
+    is_async,
+    is_required,
+    may_be_early,
+    passed_columns,
+    unique_names,
+)
+from lowmem_grpo.rewards.calling.scores import Scores, put_together
+
+__all__ = ["RewardError", "RewardScorer", "Scores"]
+
+logger = logging.getLogger(__name__)
+
+
+class RewardScorer:
+    """A fixed set of reward functions, with the names and the weights of their rewards."""
+
+    def __init__(
+        self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
+        weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
+    ) -> None:
+        """`timeout` is in seconds, for functions without a `time_limit` of their own; `while_sampling` is
+        GRPOConfig.score_while_sampling, and says nothing to `score`.
+
+        Raises TypeError for what is not a function, ValueError for no functions or a wrong number of weights."""
+        functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        self.funcs: list[RewardFunction] = list(functions)
+        if not self.funcs:
+            raise ValueError("reward_funcs is empty; give at least one reward function")
+        for func in self.funcs:
+            check_function(func)
+        self.names = unique_names([function_name(func) for func in self.funcs])
+        self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(self.funcs):
+            raise ValueError(f"got {len(self.weights)} reward weights for {len(self.funcs)} reward functions")
+        if not any(self.weights):
+            raise ValueError(f"reward_weights is {self.weights}: nothing pays; weight 0 only logs a function's rewards")
+        self.timeout, self.while_sampling = timeout, while_sampling
+        self.said: set[str] = set()  # functions whose conversions have been told of
+        self._loop: EventLoop | None = None
+
+    @property
+    def early(self) -> list[str]:
+        """The functions that may be called while other groups decode."""
+        return [name for name, func in self.by_name.items() if may_be_early(func, self.while_sampling)]
+
+    @property
+    def required(self) -> list[str]:
+        """The functions whose None takes a group out of the step; one of weight 0 is a metric and requires nothing."""
+        named = zip(self.names, self.funcs, self.weights, strict=True)
+        return [name for name, func, weight in named if weight and is_required(func)]
+
+    @property
+    def by_name(self) -> dict[str, RewardFunction]:
+        return dict(zip(self.names, self.funcs, strict=True))
+
+    @property
+    def loop(self) -> EventLoop:
+        """Of the async functions, set up when it is first needed."""
+        if self._loop is None:
+            self._loop = EventLoop()
+        return self._loop
+
+    def score(
+        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
+        columns: dict[str, list[Any]], trainer_state: Any,
+    ) -> Scores:
+        """Rewards of N completions; every list has length N. All failures leave as RewardError, in this thread."""
+        lists = self.lists(prompts, completions, completion_ids, columns)
+        calls = self.call_whole(self.names, lists, trainer_state)
+        return self.scores(calls, [], [range(len(completions))])
+
+    def lists(
+        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
+        columns: dict[str, list[Any]],
+    ) -> Lists:
+        """The arguments that have an entry for each completion. RewardError where they have not, or clash."""
+        lists = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        lists |= passed_columns(columns)
+        check_lengths(lists, len(completions))
+        return lists
+
+    def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
+        """One call of each of these functions, over: plain ones first. Arguments of all are checked before."""
+        calls = [self.call(name, lists, state) for name in names]
+        together = [call for call in calls if is_async(self.by_name[call.name])]
+        alone = [call for call in calls if call not in together]
+        for call in alone:
+            call.run_in_thread()
+            wait_for([call])
+        for call in together:
+            call.run_in_loop(self.loop)
+        wait_for(together)
+        return [*alone, *together]
+
+    def call(self, name: str, lists: Lists, state: Any) -> Call:
+        """A call to be run. MissingColumnError where the function needs an argument that is not there."""
+        return Call(name, self.by_name[name], lists, state, self.timeout)
+
+    def scores(self, whole: list[Call], early: list[Call], spans: list[range]) -> Scores:
+        """What calls of the whole batch and of some of its groups came to; see `put_together`."""
+        scores = put_together(whole, early, self.names, spans)
+        self.tell(scores.converted)
+        return scores
+
+    def tell(self, converted: dict[str, list[str]]) -> None:
+        """Say once of each function what was made into floats."""
+        for name in converted.keys() - self.said:
+            logger.warning(
+                "reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of floats",
+                name, " and ".join(converted[name]),
+            )
+            self.said.add(name)

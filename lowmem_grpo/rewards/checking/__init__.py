@@ -1,0 +1,1 @@
+"""A try of rewards before a run."""

@@ -1,0 +1,134 @@
+"""`rewards.check`: what reward functions make of a model's samples, before a run is spent on them."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, longest_prompt
+from lowmem_grpo.losses.advantages import combine_rewards, without_metrics_alone
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rewards.checking.diagnosis import (
+    about_length,
+    about_signal,
+    by_severity,
+    differs,
+    findings_of,
+    in_groups,
+)
+from lowmem_grpo.rewards.checking.findings import Finding, RewardCheck, Trial
+from lowmem_grpo.rewards.checking.trials import try_all
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.views.live import wilson_interval
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lowmem_grpo.fast_model import FastGeneration
+
+SECONDS = 10.0  # that one function may take here, unless the run allows it less
+
+
+def check(
+    reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]], dataset: Any, model: "FastGeneration",
+    args: GRPOConfig | None = None, *, groups: int = 8, timeout: float | None = None, tokenizer: Any = None,
+    console: "Console | None" = None, show: bool = True,
+) -> RewardCheck:
+    """Sample `groups` prompts of the dataset as a run with `args` would, score them, and say what is wrong.
+
+    Finds functions that fail, take too long, return what is no list of numbers, need a column that is missing, pay
+    all completions alike, pay what another pays, or pay the empty answer; and estimates the share of groups that will
+    carry signal. `model` is what FastLanguageModel returned, with LoRA or without; its weights, the dataset and the
+    random state of torch stay as they are. Prints tables unless `show` is False. `timeout` is what each function may
+    take here, in seconds: by default `args.reward_timeout`, 10 at most.
+
+    Raises what a trainer would raise at once: TypeError for what is no function, ValueError for a wrong number of
+    weights or `groups` below 1, DataError for a dataset that cannot be trained on.
+    """
+    started = time.monotonic()
+    if groups < 1:
+        raise ValueError(f"groups is {groups}; at least one prompt has to be sampled")
+    args = args or GRPOConfig()
+    limit = min(args.reward_timeout, SECONDS) if timeout is None else timeout
+    functions = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
+    scorer = RewardScorer(functions, args.reward_weights, limit)
+    source = prompt_source(dataset, model, args, tokenizer)
+    prompts = source.take(min(groups, len(source.dataset)))
+    sampled = sample(model, prompts, args, tokenizer)
+    columns = sorted({name for group in sampled for name in group.row})
+    trials = try_all(scorer, sampled, TrainerState(max_steps=max(args.max_steps, 0)), limit)
+    found = findings_of(
+        trials, args.num_generations, columns, limit, args.reward_timeout,
+        args.prompts_per_generation * args.num_generations,
+    )
+    result = summed_up(trials, found + about_samples(sampled, source), prompts, sampled, scorer.required)
+    result.columns, result.seconds = columns, time.monotonic() - started
+    if show:
+        from lowmem_grpo.rewards.checking.pay_table import print_check
+
+        print_check(result, console)
+    return result
+
+
+def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, tokenizer: Any) -> PromptSource:
+    """The prompts of the run, in its order."""
+    longest = longest_prompt(args.max_prompt_length, args.max_completion_length, model.loaded.max_seq_length)
+    encoder = PromptEncoder(tokenizer or model.loaded.tokenizer, longest, args.chat_template_kwargs)
+    return PromptSource(dataset, encoder, args.seed, args.shuffle_dataset)
+
+
+def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tokenizer: Any) -> list[RolloutGroup]:
+    """A group of each prompt, by the model as it is."""
+    engine = model.engine(None, tokenizer)
+    try:
+        completions = engine.generate([prompt.ids for prompt in prompts], args.sampling(args.rollout_seed(0)))
+    finally:
+        engine.sleep()
+    pairs = zip(prompts, completions, strict=True)
+    return [RolloutGroup(prompt.row, prompt.ids, rollouts, row_index=prompt.index) for prompt, rollouts in pairs]
+
+
+def about_samples(groups: list[RolloutGroup], source: PromptSource) -> list[Finding]:
+    """Rows that were skipped, and completions that were cut off: both decide what rewards get to see."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
+    found = []
+    if source.skipped:
+        found.append(Finding("warning", "", f"rows were skipped: {source.skip_summary()}", "mend or remove such rows"))
+    return found + about_length(cut)
+
+
+def summed_up(
+    trials: list[Trial], findings: list[Finding], prompts: list[Prompt], groups: list[RolloutGroup],
+    required: list[str],
+) -> RewardCheck:
+    """Weighted sums of what the functions paid, and the share of groups in which they differ; a group in which one of
+    those `required` paid None has no signal."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    size, worked = len(groups[0].rollouts), [trial for trial in trials if trial.error is None]
+    totals = weighted_sums(worked, len(rollouts))
+    judges = [in_groups(trial.pays, size) for trial in worked if trial.name in required]
+    with_signal = sum(
+        differs(sums) and not any(None in pays[number] for pays in judges)
+        for number, sums in enumerate(in_groups(totals, size))
+    )
+    share = with_signal / len(groups)
+    failed = sum(trial.error is not None for trial in trials)
+    return RewardCheck(
+        by_severity(findings + about_signal(share, with_signal, len(groups), failed)), trials,
+        [prompt.text for prompt in prompts], [rollout.text for rollout in rollouts], totals, len(groups), with_signal,
+        share, wilson_interval(share, len(groups)), 0.0,
+    )
+
+
+def weighted_sums(trials: list[Trial], count: int) -> list[float | None]:
+    """(N,) as the run adds them up; None where no function that pays has an opinion."""
+    if not trials:
+        return [None] * count
+    columns = [[torch.nan if pay is None else pay for pay in trial.pays] for trial in trials]
+    weights = torch.tensor([trial.weight for trial in trials], dtype=torch.float64)
+    sums = combine_rewards(without_metrics_alone(torch.tensor(columns, dtype=torch.float64).T, weights), weights)
+    return [None if total != total else total for total in sums.tolist()]

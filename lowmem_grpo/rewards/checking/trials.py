@@ -1,0 +1,54 @@
+"""Reward functions tried one by one, so that the failure of one hides nothing about the others."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from lowmem_grpo.rewards.calling.failures import RewardError
+from lowmem_grpo.rewards.calling.functions import own_limit, unwrap
+from lowmem_grpo.rewards.calling.of_groups import call
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rewards.checking.findings import Trial
+from lowmem_grpo.rewards.verifier import VerifiedReward
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.types import RolloutGroup
+
+
+def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState, limit: float) -> list[Trial]:
+    """A trial of each function of the scorer on all rollouts; each may take `limit` seconds."""
+    named = zip(scorer.names, scorer.funcs, scorer.weights, strict=True)
+    return [try_one(Trial(name, kind_of(func), weight), func, groups, state, limit) for name, func, weight in named]
+
+
+def kind_of(func: Any) -> str:
+    return "verifier" if isinstance(unwrap(func), VerifiedReward) else "reward"
+
+
+def try_one(trial: Trial, func: Any, groups: list[RolloutGroup], state: TrainerState, limit: float) -> Trial:
+    """Fill in what the function says of the rollouts, and of an empty completion of each prompt."""
+    scorer = RewardScorer(func, None, limit)
+    scorer.names = [trial.name]
+    scorer.said.add(trial.name)  # conversions become findings here
+    started = time.monotonic()
+    try:
+        scores = call(scorer, groups, state)
+    except RewardError as error:
+        trial.error = error
+        return trial
+    finally:
+        trial.seconds = time.monotonic() - started
+    trial.pays, trial.invalid = scores.rewards[trial.name], scores.invalid[trial.name]
+    trial.converted = scores.converted.get(trial.name, [])
+    trial.own_limit, trial.trouble = own_limit(func), getattr(unwrap(func), "trouble", None)
+    trial.verdicts = scores.metrics.get(f"verdicts/{getattr(func, '__name__', trial.name)}")
+    try:
+        trial.empty = call(scorer, [without_text(group) for group in groups], state).rewards[trial.name]
+    except RewardError as error:
+        trial.empty_error = error
+    return trial
+
+
+def without_text(group: RolloutGroup) -> RolloutGroup:
+    """The group with one rollout, which ended at once."""
+    rollout = replace(group.rollouts[0], completion_ids=[], rollout_logprobs=[], text="", rewards={}, extras={})
+    return replace(group, rollouts=[rollout])

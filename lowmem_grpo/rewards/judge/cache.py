@@ -1,0 +1,103 @@
+"""What a judge said before, in memory and, if wanted, in a file that outlives the run."""
+
+import json
+import logging
+import math
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.rewards.judge.question import Ratings
+from lowmem_grpo.rewards.judge.replies import writable
+
+logger = logging.getLogger(__name__)
+
+
+class Cache:
+    """Ratings by key: the last `size` that were used, and a JSONL file with all that were ever added to it.
+
+    The file is read once, its last lines first kept; a damaged line is left out, which a warning says. Where it cannot
+    be written any more, a warning says so once and memory goes on. Safe between threads.
+    """
+
+    def __init__(self, size: int = 10_000, path: str | Path | None = None) -> None:
+        """Raises ValueError for a negative size, for none with a path, and for a path that cannot be read."""
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"cache_size is {size!r}; it must be a number of entries, 0 for no cache in memory")
+        if path is not None and not size:
+            raise ValueError(f"cache_size is 0 and cache_file is {str(path)!r}: what the file holds is kept in that "
+                             "memory; give a cache_size of 1 or more, or no cache_file")
+        self.size, self.path = size, None if path is None else Path(path)
+        self.found: OrderedDict[str, Ratings] = OrderedDict()
+        self.lock = threading.Lock()
+        if self.path is not None:
+            self.load(self.path)
+
+    def load(self, path: Path) -> None:
+        """Take over what the file holds."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().split(b"\n") if path.exists() else []
+        except OSError as error:
+            raise ValueError(f"cache_file {path} cannot be used: {error}; give the path of a file") from error
+        damaged = 0
+        for line in filter(None, map(bytes.strip, lines)):
+            entry = entry_of(line)
+            if entry is None:
+                damaged += 1
+            else:
+                self.remember(*entry)
+        if damaged:
+            logger.warning("cache_file %s: %d damaged lines left out; what they held is judged again", path, damaged)
+
+    def get(self, key: str, count: int) -> Ratings | None:
+        """Ratings of `count` answers, if they are known."""
+        with self.lock:
+            ratings = self.found.get(key)
+            if ratings is None or len(ratings) != count:
+                return None
+            self.found.move_to_end(key)
+            return ratings
+
+    def put(self, key: str, ratings: Ratings) -> None:
+        """Keep ratings, and add them to the file."""
+        with self.lock:
+            self.remember(key, ratings)
+            if self.path is not None:
+                self.append(self.path, json.dumps({"key": key, "ratings": ratings}))
+
+    def remember(self, key: str, ratings: Ratings) -> None:
+        self.found[key] = ratings
+        self.found.move_to_end(key)
+        while len(self.found) > self.size:
+            self.found.popitem(last=False)
+
+    def append(self, path: Path, line: str) -> None:
+        """Add a line; a line that an earlier run did not finish ends before it."""
+        try:
+            with path.open("ab+") as file:
+                if file.tell():
+                    file.seek(-1, 2)
+                    line = line if file.read(1) == b"\n" else "\n" + line
+                file.write(line.encode() + b"\n")
+        except OSError as error:
+            logger.warning("cache_file %s cannot be written (%s): it stays as it is from here on", path, error)
+            self.path = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.Lock())
+
+
+def entry_of(line: bytes) -> tuple[str, Ratings] | None:
+    """(key, ratings) of a line of the file; None where it is damaged."""
+    try:
+        held = json.loads(line)
+        key, ratings = held["key"], [(float(score), reason) for score, reason in held["ratings"]]
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        return None
+    sound = isinstance(key, str) and all(math.isfinite(score) and isinstance(reason, str) for score, reason in ratings)
+    return (key, [(score, writable(reason)) for score, reason in ratings]) if sound and ratings else None

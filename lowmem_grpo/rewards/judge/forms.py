@@ -1,0 +1,139 @@
+"""From completions to questions for a judge: one by one, or the completions of a group side by side."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+from lowmem_grpo.data.prompts import is_chat
+from lowmem_grpo.rewards.judge.question import Question
+
+EQUAL = 0.5  # what completions score that cannot be compared with another one
+
+
+@dataclass(frozen=True)
+class Row:
+    """A completion and what it is judged by."""
+
+    prompt: str
+    rubric: str
+    reference: str | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and the completions (by number) behind each of its answers; without one, all score `equal`."""
+
+    places: list[list[int]]
+    question: Question | None = None
+    equal: float = EQUAL
+
+
+class Form(Protocol):
+    """How completions are put to a judge, and what its scores are worth."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The dataset columns that it reads."""
+        ...
+
+    def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
+        """Questions about N completions; each completion has one place in one of them."""
+        ...
+
+    def worth(self, score: float) -> float:
+        """The reward of a score."""
+        ...
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """A rubric, and the columns of a dataset that hold a row's own or a reference answer."""
+
+    rubric: str
+    rubric_column: str | None = None
+    reference: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for name in (self.rubric_column, self.reference) if name is not None))
+
+    def rows(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Row]:
+        """Each completion with its prompt, rubric and reference, as text."""
+        nothing = [None] * len(texts)
+        rubrics = nothing if self.rubric_column is None else columns[self.rubric_column]
+        references = nothing if self.reference is None else columns[self.reference]
+        together = zip(texts, prompts, rubrics, references, strict=True)
+        return [Row(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
+                    None if known is None else str(known), text) for text, prompt, rubric, known in together]
+
+
+@dataclass(frozen=True)
+class SingleForm:
+    """Each completion by itself, on a scale from `low` to `high`; rewards go from 0 to 1."""
+
+    criteria: Criteria
+    low: float
+    high: float
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.criteria.columns
+
+    def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
+        places: dict[Row, list[int]] = {}
+        for place, row in enumerate(self.criteria.rows(texts, columns, prompts)):
+            places.setdefault(row, []).append(place)
+        return [Asked([found], Question(row.prompt, (row.text,), row.rubric, row.reference, False, self.low, self.high))
+                for row, found in places.items()]
+
+    def worth(self, score: float) -> float:
+        return (score - self.low) / (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class GroupForm:
+    """The completions of each group in one question, identical ones once; a group is what has the same prompt in a
+    row. Where there is nothing to compare, nothing is asked."""
+
+    criteria: Criteria
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.criteria.columns
+
+    def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
+        rows = enumerate(self.criteria.rows(texts, columns, prompts))
+        return [self.group(list(found)) for _, found in groupby(rows, lambda item: common(item[1]))]
+
+    def group(self, rows: list[tuple[int, Row]]) -> Asked:
+        """The question of one group."""
+        places: dict[str, list[int]] = {}
+        for place, row in rows:
+            places.setdefault(row.text, []).append(place)
+        if len(places) == 1:
+            return Asked(list(places.values()), equal=EQUAL if rows[0][1].text.strip() else 0.0)
+        prompt, rubric, reference = common(rows[0][1])
+        return Asked(list(places.values()), Question(prompt, tuple(places), rubric, reference, grouped=True))
+
+    def worth(self, score: float) -> float:
+        return score
+
+
+def common(row: Row) -> tuple[str, str, str | None]:
+    """What the completions of a group share."""
+    return row.prompt, row.rubric, row.reference
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt as it is shown to a judge: text as it is, a chat with the role above each message."""
+    if not is_chat(prompt):
+        return str(prompt)
+    return "\n\n".join(turns(prompt))
+
+
+def turns(prompt: list[dict[str, Any]]) -> Iterator[str]:
+    """Each message with its role; of a chat with one message, its text alone."""
+    for message in prompt:
+        yield message["content"] if len(prompt) == 1 else f"[{message['role']}]\n{message['content']}"

@@ -1,0 +1,99 @@
+"""A judge's scores as a reward function. Where it gives none, the group is left out of the step and the run goes on."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lowmem_grpo.rewards.judge.forms import Asked, Form
+from lowmem_grpo.rewards.judge.judge import Judge, Round
+from lowmem_grpo.rewards.judge.question import Question
+from lowmem_grpo.rewards.judge.troubles import Trouble
+from lowmem_grpo.rewards.reward import Reward
+
+
+class JudgeReward(Reward):
+    """By a judge whose `rate` is a plain function; `AsyncJudgeReward` by one that waits for a server.
+
+    Logs for each call, so that means over completions are right: judge/NAME/failed and /cached (shares of the
+    completions), /retries, /tokens and where prices are known /cost (of a completion), and where the judge was asked
+    /seconds (of the call); reasons as the extra column NAME_reason.
+    """
+
+    required = True
+
+    def __init__(self, name: str, judge: Judge, form: Form) -> None:
+        super().__init__(name, form.columns)
+        self.judge, self.form = judge, form
+        self.after_sampling, self.time_limit = judge.after_sampling, judge.time_limit
+        self.trouble: Trouble | None = None  # the last reason for a None; `rewards.check` shows it
+
+    @property
+    def meter(self) -> Any:
+        """Calls and tokens of the judge, over all rewards that it serves."""
+        return self.judge.meter
+
+    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        asked, began = self.ask(texts, columns, call), time.monotonic()
+        now: Any = self.judge.rate(questions_of(asked))
+        return self.settle(asked, now, time.monotonic() - began, call)
+
+    def ask(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Asked]:
+        """Questions about the completions of a call."""
+        if (prompts := call.get("prompts")) is None:
+            raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
+        return self.form.ask(texts, columns, prompts)
+
+    def settle(self, asked: list[Asked], now: Round, seconds: float, call: dict[str, Any]) -> list[float | None]:
+        """Rewards of a round's scores, None where there are none; and what is logged."""
+        size = sum(len(places) for one in asked for places in one.places)
+        rewards: list[float | None] = [None] * size
+        reasons = ["not judged"] * size
+        for one in asked:
+            ratings = now.found.get(one.question) if one.question else [(None, "nothing to compare")] * len(one.places)
+            for places, (score, reason) in zip(one.places, ratings or [], strict=False):
+                for place in places:
+                    rewards[place] = one.equal if score is None else self.form.worth(score)
+                    reasons[place] = reason
+        if now.troubles:
+            self.trouble = now.troubles[-1]
+        self.log(asked, now, seconds, reasons, call)
+        return rewards
+
+    def log(self, asked: list[Asked], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]) -> None:
+        if callable(log := call.get("log_extra")):
+            log(f"{self.__name__}_reason", reasons)
+        if not callable(log := call.get("log_metric")) or not reasons:
+            return
+        meter, cost = now.meter, self.judge.prices.cost(now.meter)
+        totals = {
+            "failed": completions_of(asked, lambda question: question not in now.found),
+            "cached": completions_of(asked, lambda question: question in now.known), "retries": meter.retried,
+            "tokens": meter.prompt_tokens + meter.completion_tokens, **({} if cost is None else {"cost": cost}),
+        }
+        found = {name: total / len(reasons) for name, total in totals.items()}
+        for name, value in (found | ({"seconds": seconds} if meter.calls else {})).items():
+            log(f"judge/{self.__name__}/{name}", value)
+
+
+class AsyncJudgeReward(JudgeReward):
+    """By a judge that waits for a server: others go on meanwhile."""
+
+    async def __call__(self, *, completions: list[Any], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        return await super().__call__(completions=completions, **kwargs)  # type: ignore[misc]
+
+    async def pay(  # type: ignore[override]
+        self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]
+    ) -> list[float | None]:
+        asked, began = self.ask(texts, columns, call), time.monotonic()
+        now = await self.judge.rate(questions_of(asked))
+        return self.settle(asked, now, time.monotonic() - began, call)
+
+
+def questions_of(asked: list[Asked]) -> list[Any]:
+    """Those that a judge has to be asked: groups whose completions are all alike have none."""
+    return [one.question for one in asked if one.question is not None]
+
+
+def completions_of(asked: list[Asked], holds: Callable[[Question], bool]) -> int:
+    """How many completions are behind the questions for which something holds."""
+    return sum(len(places) for one in asked if one.question and holds(one.question) for places in one.places)

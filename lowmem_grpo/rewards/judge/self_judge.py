@@ -1,0 +1,148 @@
+"""The base model as its own judge: the engine that samples the run answers, with the adapter off. No second model."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.rewards.judge.controls import without_controls
+from lowmem_grpo.rewards.judge.judge import Judge, Round, check_settings, is_count, is_seconds
+from lowmem_grpo.rewards.judge.meter import Prices
+from lowmem_grpo.rewards.judge.question import Question
+from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
+from lowmem_grpo.rewards.judge.troubles import Trouble
+
+logger = logging.getLogger(__name__)
+
+TOKENS_OF_A_RATING = 24  # below this there is no room for a reply
+SECOND_TEMPERATURE = 0.7  # greedy again would say the same again
+
+
+class Sampling(Protocol):
+    """What a judge needs of a model: FastLanguageModel's, with LoRA or without."""
+
+    loaded: Any
+
+    @property
+    def inner(self) -> Any: ...
+
+    def engine(self) -> Any: ...
+
+
+class SelfJudge(Judge):
+    """The model that is trained, without what it has learnt: it cannot drift towards pleasing itself."""
+
+    after_sampling = True
+
+    def __init__(
+        self, model: Sampling, *, max_tokens: int = 1024, temperature: float = 0.0, seed: int = 0,
+        chat_template_kwargs: dict[str, Any] | None = None, time_limit: float = 3600.0, cache_size: int = 10_000,
+        cache_file: str | Path | None = None,
+    ) -> None:
+        """`model` is what FastLanguageModel returned; what is asked is at most its max_seq_length, reply included.
+
+        max_tokens: of a reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for all
+        questions of a step; a generation cannot be broken off, but no second one begins when half of them are gone.
+        """
+        check_settings({
+            "max_tokens": (max_tokens, is_count(max_tokens, 1), "a number of tokens"),
+            "temperature": (temperature, isinstance(temperature, int | float) and temperature >= 0, "0 or above"),
+            "time_limit": (time_limit, is_seconds(time_limit), "seconds above 0"),
+        })
+        super().__init__("self", cache_size, cache_file, Prices())
+        self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
+        self.template_kwargs, self.time_limit = dict(chat_template_kwargs or {}), float(time_limit)
+        self.identity = repr(("self", *weights_of(model), max_tokens, temperature, seed, self.template_kwargs))
+        from lowmem_grpo.memory.bounds import RunMemory
+
+        self.memory = RunMemory()  # its own bound: what is judged at once is longer than what is sampled at once
+
+    def rate(self, questions: list[Question]) -> Round:
+        """Ratings of the questions that the base model could answer. Never raises for a failure of judging."""
+        now, waiting = self.begin(questions)
+        began = time.monotonic()
+        try:
+            asked = {question: ids for question in waiting if (ids := self.encode(question, None, now)) is not None}
+            faults = self.ask(asked, self.temperature, now)
+            again = {question: ids for question, bad in faults.items()
+                     if (ids := self.encode(question, bad.fault, now)) is not None}
+            if again and time.monotonic() - began < self.time_limit / 2:
+                now.meter.retried += len(again)
+                faults |= self.ask(again, max(self.temperature, SECOND_TEMPERATURE), now)
+            left = [str(bad) for question, bad in faults.items() if question not in now.found]
+            if left:
+                now.troubles.append(Trouble(
+                    "babble", f"{len(left)} of {len(questions)} replies have no scores that can be used: {left[0]}",
+                    "take a larger model, raise max_tokens, or judge by URL: a small one may not follow the form",
+                ))
+        finally:
+            self.end(now)
+        return now
+
+    def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:
+        """Token ids of a question as one user turn (some templates have no system turn); None where it is too long."""
+        tokenizer = self.model.loaded.tokenizer
+        text = "\n\n".join(message["content"] for message in question.messages(fault))
+        text = without_controls(text, tokenizer)
+        if tokenizer.chat_template:
+            turn = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(
+                turn, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+            )
+        ids = list(tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids)
+        room = self.model.loaded.max_seq_length - len(ids)
+        if room >= min(self.max_tokens, TOKENS_OF_A_RATING * len(question.answers)):
+            return ids
+        now.troubles.append(Trouble(
+            "long", f"a question of {len(ids)} tokens leaves too little room for its reply in a context of "
+            f"{self.model.loaded.max_seq_length}",
+            "load with a larger max_seq_length, or lower num_generations or max_completion_length",
+        ))
+        return None
+
+    def ask(self, asked: dict[Question, list[int]], temperature: float, now: Round) -> dict[Question, BadReplyError]:
+        """Let the base model answer all at once; of each reply without scores, what is wrong with it."""
+        if not asked:
+            return {}
+        params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
+        try:
+            outputs = self.generate(list(asked.values()), params)
+        except (RuntimeError, ValueError, ArithmeticError) as error:  # too little memory, NaN logits, a dead engine
+            now.troubles.append(Trouble(
+                "engine", f"the engine could not answer ({type(error).__name__}: {error})",
+                "lower max_seq_length, num_generations or max_completion_length, or judge by URL",
+            ))
+            return {}
+        faults: dict[Question, BadReplyError] = {}
+        for question, ids, output in zip(asked, asked.values(), outputs, strict=True):
+            (reply,) = output
+            now.meter.prompt_tokens += len(ids)
+            now.meter.completion_tokens += len(reply.completion_ids)
+            try:
+                if reply.finish_reason == "length":
+                    raise BadReplyError("it was cut off at max_tokens", shown(reply.text))
+                self.learn(now, question, question.read(reply.text))
+            except BadReplyError as bad:
+                faults[question] = bad
+        return faults
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+        """A list with one rollout of each prompt, by the base model in the engine that samples the run; it sleeps again
+        afterwards."""
+        engine = self.model.engine()
+        if engine.name == "transformers":  # made anew each time, and would run out of memory anew; vLLM's is the run's
+            self.memory.watch(engine)
+        try:
+            with engine.policy.base_model():
+                found: list[Any] = engine.generate(prompts, params)
+        finally:
+            engine.sleep()
+        return found
+
+
+def weights_of(model: Sampling) -> tuple[Any, ...]:
+    """What tells a model's weights from those of another: name, revision, quantization and dtype."""
+    inner, loaded = model.inner, model.loaded
+    quantization = getattr(getattr(inner, "config", None), "quantization_config", None)
+    return loaded.name, getattr(loaded, "revision", None), str(quantization), str(getattr(inner, "dtype", None))

@@ -1,0 +1,1 @@
+"""The ready-made rewards and verifiers."""

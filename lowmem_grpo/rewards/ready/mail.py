@@ -1,0 +1,76 @@
+"""The e-mail example: what a good reply has, each criterion paid and logged by itself."""
+
+import functools
+import re
+from typing import Any
+
+from lowmem_grpo.rewards.ready.answers import answer_match
+from lowmem_grpo.rewards.ready.lengths import too_long
+from lowmem_grpo.rewards.reward import LabelReward, Reward, TextReward
+from lowmem_grpo.rewards.verifier import VerifiedReward
+
+GREETING_LINES = 2  # at the top of a mail, where the recipient's name is looked for
+
+
+def email_rewards(signature: str, longest_words: int = 150) -> list[Reward]:
+    """The five of the e-mail example, each worth 1, for `reward_funcs=[*email_rewards("Best regards,\\nAda")]`.
+
+    The dataset has the columns `keyword`, `ideal` (a reply that would be perfect) and `recipient` (a name).
+    """
+    return [keyword_present(), ideal_answer(), too_long(longest_words, "words"), recipient_named(), signed(signature)]
+
+
+def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "keyword") -> LabelReward:
+    """`present` where the row's keyword is in the completion, as a word by itself and in any case. A list of keywords
+    asks for all of them. None where the row has none."""
+    return LabelReward("keyword_present", functools.partial(pay_keywords, amounts=(present, absent)), column)
+
+
+def pay_keywords(text: str, label: Any, amounts: tuple[float, float]) -> float | None:
+    wanted = [str(word).strip() for word in (label if isinstance(label, (list, tuple)) else [label])]
+    if not any(wanted):
+        return None
+    return amounts[0] if all(has_word(text, word) for word in wanted if word) else amounts[1]
+
+
+def has_word(text: str, word: str) -> bool:
+    """Whether the word, or several, stands in the text by itself; letter case and kind of white space do not count."""
+    inside, wanted = text.casefold(), " ".join(word.casefold().split())
+    if " " in wanted:
+        inside = " ".join(inside.split())
+    return wanted in inside and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", inside) is not None
+
+
+def ideal_answer(exact: float = 1.0, other: float = 0.0, column: str = "ideal") -> VerifiedReward:
+    """`exact` where the completion is the row's ideal answer word for word: `answer_match` with amounts."""
+    return answer_match(column).reward(exact, other, "ideal_answer")
+
+
+def recipient_named(named: float = 1.0, unnamed: float = 0.0, column: str = "recipient") -> LabelReward:
+    """`named` where one of the first two lines that are not blank holds the row's recipient's name."""
+    return LabelReward("recipient_named", functools.partial(pay_recipient, amounts=(named, unnamed)), column)
+
+
+def pay_recipient(text: str, label: Any, amounts: tuple[float, float]) -> float | None:
+    if not str(label).strip():
+        return None
+    greeting = [line for line in text.splitlines() if line.strip()][:GREETING_LINES]
+    return amounts[0] if any(has_word(line, str(label)) for line in greeting) else amounts[1]
+
+
+def signed(signature: str, present: float = 1.0, absent: float = 0.0) -> TextReward:
+    """`present` where the completion ends in the signature, line for line; white space at the lines' ends is free.
+    Raises ValueError for an empty one."""
+    lines = stripped_lines(signature)
+    if not lines:
+        raise ValueError("signed got an empty signature; give the lines that a mail should end in")
+    return TextReward("signed", functools.partial(pay_signature, lines=lines, amounts=(present, absent)))
+
+
+def pay_signature(text: str, lines: list[str], amounts: tuple[float, float]) -> float:
+    return amounts[0] if stripped_lines(text)[-len(lines) :] == lines else amounts[1]
+
+
+def stripped_lines(text: str) -> list[str]:
+    """The lines that are not blank, each stripped."""
+    return [line.strip() for line in text.splitlines() if line.strip()]

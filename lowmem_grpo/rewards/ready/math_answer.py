@@ -1,0 +1,139 @@
+r"""A verifier of equal mathematics through the package math-verify: 1/2 is \frac{1}{2}, x+1 is 1+x."""
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.rewards.ready.answers import plain_math, same_plain
+from lowmem_grpo.rewards.ready.reading import Place, boxed, read_number
+from lowmem_grpo.rewards.verifier import Verdict, Verifier
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 2.0  # of processor time for one comparison
+LONGEST = 300  # characters of an expression; a longer one is no answer
+MAX_KILLED = 5  # comparisons of one call that may run out of time; the rest of them then stay without a verdict
+REMEMBERED = 100_000  # comparisons; a run meets most pairs many times
+
+
+class TooSlowError(RuntimeError):
+    """A comparison had its time and did not end."""
+
+
+class MathWorker:
+    """The process that compares, started when it is first asked and again after each that ran out of time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[str] | None = None
+        self.known: dict[tuple[str, str], Verdict] = {}
+
+    def ask(self, label: str, answer: str) -> Verdict:
+        """Whether the two are equal. Raises TooSlowError where that takes longer than SECONDS, RuntimeError where the
+        process does not start."""
+        with self.lock:
+            if (label, answer) not in self.known:
+                self.start()
+                if len(self.known) >= REMEMBERED:
+                    self.known.clear()
+                self.known[label, answer] = False  # also what a comparison is that ends the process
+                self.known[label, answer] = self.compare(label, answer)
+            return self.known[label, answer]
+
+    def start(self) -> None:
+        """Start the process unless it runs, and wait until it has imported what it needs."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        worker = Path(__file__).with_name("math_worker.py")
+        with tempfile.TemporaryFile() as words:
+            self.process = subprocess.Popen(  # -P: the folder of this file is no place to import from
+                [sys.executable, "-P", str(worker), str(SECONDS)], text=True, encoding="utf-8",
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
+            )
+            assert self.process.stdout is not None
+            if self.process.stdout.readline().strip() != "ready":
+                self.close()
+                words.seek(0)
+                last = words.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+                raise RuntimeError(f"the process that compares mathematics does not start: {last or 'it says nothing'}")
+
+    def compare(self, label: str, answer: str) -> Verdict:
+        """Ask the process that was started."""
+        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps([label, answer]) + "\n")
+            self.process.stdin.flush()
+            said = self.process.stdout.readline()
+        except BrokenPipeError:
+            said = ""
+        if not said:
+            self.close()
+            raise TooSlowError(f"comparing {answer[:60]!r} took more than {SECONDS:g} s or too much memory")
+        found: Verdict = json.loads(said)
+        return found
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+WORKER = MathWorker()  # one a process: importing math-verify takes a second
+
+
+class MathMatch(Verifier):
+    """See `math_match`."""
+
+    def __init__(self, column: str, where: Place) -> None:
+        self.name, self.columns, self.where = "math_match", (column,), where
+
+    def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
+        killed = 0
+        found: list[Verdict] = []
+        for text, label in zip(completions, columns[self.columns[0]], strict=True):
+            try:
+                found.append(same_mathematics(self.where(text), label, ask=killed < MAX_KILLED))
+            except TooSlowError as error:
+                killed += 1
+                found.append(False)
+                logger.warning("math_match: %s; it counts as wrong", error)
+        return found
+
+
+def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
+    r"""The answer, by default what the last \boxed{...} holds, equals the label as mathematics.
+
+    Equal texts and numbers are told at once; everything else is compared by math-verify (a few milliseconds for each
+    pair not met before) in a process of its own, which is ended where a comparison takes more than 2 s of processor
+    time: that answer is wrong. After 5 such in one call, the others without a verdict get None. Raises ImportError
+    where math-verify is not installed, RuntimeError where that process does not start.
+    """
+    if find_spec("math_verify") is None:
+        raise ImportError(
+            "math_match needs the package math-verify: pip install math-verify; boxed_match compares numbers and text "
+            "without it"
+        )
+    return MathMatch(column, where)
+
+
+def same_mathematics(answer: str | None, label: Any, ask: bool) -> Verdict:
+    """The verdict on one answer; without `ask` only what can be told without the worker. TooSlowError: see there."""
+    wanted = plain_math(boxed(str(label)) or str(label)) if label is not None else ""
+    if not wanted:
+        return None
+    if answer is None or len(answer) > LONGEST:
+        return False
+    found = plain_math(answer)
+    if same_plain(found, wanted):
+        return True
+    if read_number(found) is not None and read_number(wanted) is not None:
+        return False
+    return WORKER.ask(wanted, found) if ask else None
