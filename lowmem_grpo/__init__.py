@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from lowmem_grpo.config.sft import SFTConfig
     from lowmem_grpo.loader import FastLanguageModel
     from lowmem_grpo.models.dtypes import is_bfloat16_supported
-    from lowmem_grpo.sft import SFTTrainer
-    from lowmem_grpo.trainer import GRPOTrainer
+    from lowmem_grpo.train.grpo import GRPOTrainer
+    from lowmem_grpo.train.sft import SFTTrainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,8 +19,8 @@ __all__ = [
 ]
 
 HOMES = {
-    "FastLanguageModel": "loader", "GRPOConfig": "config.grpo", "GRPOTrainer": "trainer", "SFTConfig": "config.sft",
-    "SFTTrainer": "sft", "SamplingParams": "config.sampling", "is_bfloat16_supported": "models.dtypes",
+    "FastLanguageModel": "loader", "GRPOConfig": "config.grpo", "GRPOTrainer": "train.grpo", "SFTConfig": "config.sft",
+    "SFTTrainer": "train.sft", "SamplingParams": "config.sampling", "is_bfloat16_supported": "models.dtypes",
 }
 
 

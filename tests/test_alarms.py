@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.metrics import rollout_metrics
+from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.runs.alarms import ALARMS, Alarms
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.records import RunRecords, read_lines

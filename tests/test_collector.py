@@ -15,14 +15,14 @@ from test_trainer import make as make_plain
 from test_trainer import naive_logprobs, plain_peft, relative
 
 from lowmem_grpo import GRPOConfig
-from lowmem_grpo.collector import Collector
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource
-from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.rewards import Reward, RewardScorer
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rollout.collector import Collector
+from lowmem_grpo.rollout.scoring import score_groups, set_baselines
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.scoring import score_groups, set_baselines
+from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 REWARDS: dict[str, list[float | None]] = {  # of the four completions of a row, and of its greedy one

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from lowmem_grpo import __version__, doctor
+from lowmem_grpo import __version__
 from lowmem_grpo.cli import main
 from lowmem_grpo.commands.doctor import report
-from lowmem_grpo.doctor import NEEDED, TRIED, Checkup, Look, examine
+from lowmem_grpo.preflight import doctor
+from lowmem_grpo.preflight.doctor import NEEDED, TRIED, Checkup, Look, examine
 
 BLOCK = """
     import importlib.abc, importlib.metadata, sys
@@ -169,7 +170,7 @@ def with_card(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Checkup:
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.1")
     libraries = {name: object() for name in TRIED} | {"torch": FakeTorch(cuda)}
     return examine(fake_look(**libraries, lowmem_grpo_engines_choice=engines, lowmem_grpo_loader=object(),
-                             lowmem_grpo_trainer=object(), lowmem_grpo_offload_host_room=object()))
+                             lowmem_grpo_train_grpo=object(), lowmem_grpo_offload_host_room=object()))
 
 
 def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 from datasets import Dataset
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.assessment import answer, rows_of
 from lowmem_grpo.cli import main
 from lowmem_grpo.commands.eval import Subject, find_subject, load, problems
 from lowmem_grpo.data.files import read_dataset
@@ -22,6 +21,7 @@ from lowmem_grpo.recipes.proximity import STEPS, WORDS, Task
 from lowmem_grpo.recipes.proximity import make_dataset as proximity_problems
 from lowmem_grpo.rewards import RewardError, Verifier
 from lowmem_grpo.rewards.by_name import find_function
+from lowmem_grpo.rollout.assessment import answer, rows_of
 from lowmem_grpo.runs.accuracy import (
     Answers,
     accuracy_interval,
@@ -351,7 +351,7 @@ def test_a_verifier_without_a_verdict_counts_as_wrong_and_is_reported() -> None:
 
 
 def test_more_prompts_than_fit_at_a_time_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowmem_grpo.assessment.TOGETHER", 4)
+    monkeypatch.setattr("lowmem_grpo.rollout.assessment.TOGETHER", 4)
     model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)
     rows = [{"prompt": "Start", "answer": "1"}] * 5
     params = SamplingParams(max_tokens=6, temperature=1.5, n=2, seed=3)

@@ -8,7 +8,7 @@ from torch import tensor
 
 from lowmem_grpo.losses.objective import Reducer
 from lowmem_grpo.memory.peaks import peak_memory
-from lowmem_grpo.metrics import mean_and_std, rollout_metrics, spread
+from lowmem_grpo.rollout.metrics import mean_and_std, rollout_metrics, spread
 from lowmem_grpo.runs.clock import Clock, mean_of
 from lowmem_grpo.types import Rollout, RolloutGroup
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, step
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.models.packing import pack
-from lowmem_grpo.nonfinite import FILE, WRITTEN, Finding, Flags, Guard, NonFiniteError, lines
 from lowmem_grpo.runs.records import RunRecords, read_lines
 from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.train import learner as step
+from lowmem_grpo.train.nonfinite import FILE, WRITTEN, Finding, Flags, Guard, NonFiniteError, lines
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NAN, INF = math.nan, math.inf

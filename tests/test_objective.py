@@ -11,7 +11,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.objective import Reducer, StepTotals
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.objective import GRPOObjective
+from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 FAR = torch.tensor([1.4, 0.7])  # ratios of trainer to sampler, of mean k3 0.06

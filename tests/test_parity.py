@@ -10,7 +10,7 @@ from lowmem_grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.parity import ParityError, ParityGate
+from lowmem_grpo.rollout.parity import ParityError, ParityGate
 from lowmem_grpo.types import RolloutGroup
 
 

@@ -10,7 +10,7 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.peaks import PhasePeaks
-from lowmem_grpo.planned import bind, plan_run, settings_of
+from lowmem_grpo.train.run_memory import bind, plan_run, settings_of
 
 
 def loaded(**options: Any) -> Any:

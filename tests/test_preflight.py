@@ -19,15 +19,17 @@ import torch
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.memory.cards import device
-from lowmem_grpo.planned import plan_run, settings_of
-from lowmem_grpo.preflight import CHECKS, FirstSteps, PreflightError, repeats, room, rows
-from lowmem_grpo.preflight.first_steps import about_rewards
+from lowmem_grpo.preflight import repeats, room, rows
+from lowmem_grpo.preflight.before_run import PreflightError
+from lowmem_grpo.preflight.checks import CHECKS
+from lowmem_grpo.preflight.first_steps import FirstSteps, about_rewards
 from lowmem_grpo.preflight.report import line_of
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.rewards.checking.findings import SEVERITIES
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.train.run_memory import plan_run, settings_of
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.views.pace import Pace
 from lowmem_grpo.views.terminal import CurrentStderr
@@ -441,7 +443,7 @@ def test_preflight_cannot_be_turned_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lowmem_grpo.preflight.look_over", lambda subject: pytest.fail("it looked"))
+    monkeypatch.setattr("lowmem_grpo.preflight.before_run.look_over", lambda subject: pytest.fail("it looked"))
     trainer = make(tmp_path, [*ROWS, {"prompt": ""}], nothing_right, preflight=False, max_steps=3)
     assert trainer.train().finished
     assert [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()] == ["step"] * 3

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_grpo.replay import ReplayBuffer, age_of, spread_of
+from lowmem_grpo.rollout.replay import ReplayBuffer, age_of, spread_of
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 ROWS = [{"prompt": f"row {index}"} for index in range(20)]

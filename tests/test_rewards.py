@@ -32,8 +32,8 @@ from lowmem_grpo.rewards import (
     strict_format_reward_func,
     xmlcount_reward_func,
 )
+from lowmem_grpo.rollout.scoring import score_groups
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.scoring import score_groups
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 ROOT = Path(__file__).parents[1]

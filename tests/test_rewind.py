@@ -8,9 +8,9 @@ from card import CARD, gpu
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem_grpo import rewind
-from lowmem_grpo.optim import allocates_each_step
-from lowmem_grpo.rewind import OptimizerCopy
+from lowmem_grpo.train import rewind
+from lowmem_grpo.train.optim import allocates_each_step
+from lowmem_grpo.train.rewind import OptimizerCopy
 
 CPU = torch.device("cpu")
 

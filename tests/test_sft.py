@@ -18,9 +18,9 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, S
 from lowmem_grpo.data.examples import Example
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.nonfinite import NonFiniteError
 from lowmem_grpo.runs.records import RecordError, read_lines
-from lowmem_grpo.sft import as_groups
+from lowmem_grpo.train.nonfinite import NonFiniteError
+from lowmem_grpo.train.sft import as_groups
 from lowmem_grpo.types import RolloutGroup
 
 Gradients = dict[str, torch.Tensor]

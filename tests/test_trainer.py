@@ -19,13 +19,14 @@ import torch
 from small_models import TINY
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, objective
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses import loss_types
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.runs.records import RecordError, read_lines
+from lowmem_grpo.train import grpo_objective as objective
 from lowmem_grpo.types import RolloutGroup
 from lowmem_grpo.views import sinks
 

@@ -27,8 +27,8 @@ from card_runs import (
 from safetensors.torch import load_file
 
 from lowmem_grpo import GRPOTrainer
-from lowmem_grpo.nonfinite import FILE
 from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.train.nonfinite import FILE
 from lowmem_grpo.types import RolloutGroup
 
 TOKENS = 160  # of a micro-batch: the groups make at least three of them

@@ -16,8 +16,8 @@ from lowmem_grpo.models import attention
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.offload.embedding import embed_on_host
-from lowmem_grpo.optim import make_optimizer
-from lowmem_grpo.step import Learner
+from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.train.optim import make_optimizer
 
 GIB = 2**30
 

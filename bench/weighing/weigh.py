@@ -25,11 +25,11 @@ from lowmem_grpo.loader import ALL_LINEAR, FastLanguageModel
 from lowmem_grpo.losses.objective import Reducer, StepTotals
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.offload.pages import ImmediateCopies
-from lowmem_grpo.optim import make_optimizer
-from lowmem_grpo.step import Learner
+from lowmem_grpo.train.grpo_objective import GRPOObjective
+from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.train.optim import make_optimizer
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 PROMPT = 512  # tokens, or half a sequence that is shorter

@@ -21,7 +21,7 @@ def doctor(as_json: bool) -> None:
 
     Ends with 1 where training is not possible at all, else with 0.
     """
-    from lowmem_grpo.doctor import examine
+    from lowmem_grpo.preflight.doctor import examine
 
     logging.disable(logging.WARNING)  # libraries that complain while they load: what is wrong, the report says
     try:

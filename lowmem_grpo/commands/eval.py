@@ -130,8 +130,8 @@ def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None) ->
 
 def run(subject: Subject, chosen: dict[str, Any]) -> dict[str, Any]:
     """Sample and score: the content of eval.json."""
-    from lowmem_grpo.assessment import answer
     from lowmem_grpo.config.sampling import SamplingParams
+    from lowmem_grpo.rollout.assessment import answer
     from lowmem_grpo.runs.accuracy import answered_rows, compared, described, powers_of_two
 
     rows, functions, max_tokens = problems(subject, chosen)
@@ -170,8 +170,8 @@ def tokens_of_run(subject: Subject) -> int | None:
 
 def problems(subject: Subject, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int]:
     """Rows, the functions that judge, and tokens of an answer."""
-    from lowmem_grpo.assessment import rows_of
     from lowmem_grpo.rewards.by_name import find_function
+    from lowmem_grpo.rollout.assessment import rows_of
 
     functions = [find_function(name) for name in chosen["rewards"]]
     if not chosen["recipe"]:

@@ -1,63 +1,27 @@
-"""Before a run: what it would stumble over, one line for each problem and its fix. docs/preflight.md lists the checks.
+"""Before a run: what would stop it or make it learn nothing, one line for each problem and its fix.
 
-    for finding in trainer.preflight():
-        print(finding.severity, finding.problem, finding.fix)
-
-`train()` does this by itself, unless GRPOConfig(preflight=False): errors end it before anything is sampled or written,
-warnings are logged.
+Names load when they are first used.
 """
 
-import logging
-import time
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.preflight.checks import CHECKS
-from lowmem_grpo.preflight.first_steps import FirstSteps
-from lowmem_grpo.preflight.how_long import how_long
-from lowmem_grpo.preflight.report import line_of, report
-from lowmem_grpo.preflight.subject import Subject, Trainer
-from lowmem_grpo.rewards.checking.diagnosis import by_severity
-from lowmem_grpo.rewards.checking.findings import Finding
+if TYPE_CHECKING:
+    from lowmem_grpo.preflight.before_run import PreflightError, before_training, preflight
+    from lowmem_grpo.preflight.checks import CHECKS
+    from lowmem_grpo.preflight.first_steps import FirstSteps
+    from lowmem_grpo.rewards.checking.findings import Finding
 
 __all__ = ["CHECKS", "Finding", "FirstSteps", "PreflightError", "before_training", "preflight"]
 
-logger = logging.getLogger(__name__)
+HOMES = {
+    "CHECKS": "preflight.checks", "Finding": "rewards.checking.findings", "FirstSteps": "preflight.first_steps",
+    "PreflightError": "preflight.before_run", "before_training": "preflight.before_run",
+    "preflight": "preflight.before_run",
+}
 
 
-class PreflightError(DataError):
-    """A run would fail or teach nothing: the message has a line for each problem, with its fix."""
-
-
-def preflight(trainer: Trainer) -> list[Finding]:
-    """Every finding about a GRPOTrainer or SFTTrainer, errors first. Nothing is sampled, called or written."""
-    return look_over(Subject.of(trainer))
-
-
-def look_over(subject: Subject) -> list[Finding]:
-    """What the checks find."""
-    fitting = [check for check in CHECKS if subject.scorer is not None or check.with_sft]
-    return by_severity([finding for check in fitting for finding in check.look(subject)])
-
-
-def before_training(trainer: Trainer) -> None:
-    """What `train()` does: PreflightError for errors, a warning in the log for each other problem, or one line in the
-    live view where nothing is wrong; and, on a card whose data sheet is known, how long the run should take."""
-    if not trainer.args.preflight:
-        return
-    began = time.monotonic()
-    subject = Subject.of(trainer)
-    found = look_over(subject)
-    wrong = [finding for finding in found if finding.severity != "note"]
-    if any(finding.severity == "error" for finding in wrong):
-        raise PreflightError(report(wrong))
-    for finding in wrong:
-        logger.warning("preflight: %s", line_of(finding))
-    if not wrong and trainer.view is not None:
-        looked = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows"
-        seconds = time.monotonic() - began
-        trainer.view.say(f"preflight: {looked} looked at, nothing wrong with them, rewards, disk or memory "
-                         f"({seconds:.1f} s)")
-    expected = None if trainer.view is None else how_long(subject)
-    if trainer.view is not None and expected is not None:
-        trainer.view.say(expected)
-
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'lowmem_grpo.preflight' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)

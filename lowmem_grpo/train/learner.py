@@ -16,16 +16,15 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals, policy_tokens
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.memory.cutting import Limits
-from lowmem_grpo.metrics import gradient_norms
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.nonfinite import Flags, Guard, broken_gradients
-from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.optim import allocates_each_step
-from lowmem_grpo.rewind import Gradients, OptimizerCopy, RandomStates
 from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.train.grpo_objective import GRPOObjective
+from lowmem_grpo.train.nonfinite import Flags, Guard, broken_gradients
+from lowmem_grpo.train.optim import allocates_each_step, gradient_norms
+from lowmem_grpo.train.rewind import Gradients, OptimizerCopy, RandomStates
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 

@@ -9,11 +9,11 @@ from peft import PeftModel
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.memory.bounds import RunMemory
-from lowmem_grpo.replay import ReplayBuffer
-from lowmem_grpo.rewind import RandomStates
+from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.step import Learner
+from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.train.rewind import RandomStates
 
 logger = logging.getLogger(__name__)
 

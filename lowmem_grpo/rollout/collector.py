@@ -11,11 +11,11 @@ from lowmem_grpo.data.prompts import Prompt, PromptSource
 from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.losses.advantages import assign_advantages
 from lowmem_grpo.losses.objective import Objective
-from lowmem_grpo.metrics import rollout_metrics
-from lowmem_grpo.replay import ReplayBuffer, age_of
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rollout.metrics import rollout_metrics
+from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
+from lowmem_grpo.rollout.sampler import greedy
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.sampler import greedy
 from lowmem_grpo.types import RolloutGroup
 
 COUNTS = ("/invalid", "/unjudged")

@@ -295,7 +295,7 @@ def look_at_weights(look: Look, torch: Any, broken: set[str], found: Checkup) ->
 
 def look_at_training(look: Look, found: Checkup) -> None:
     """Whether the package's own loader and trainer can be imported."""
-    for name in ("lowmem_grpo.loader", "lowmem_grpo.trainer") if found.can_train else ():
+    for name in ("lowmem_grpo.loader", "lowmem_grpo.train.grpo") if found.can_train else ():
         _, why = attempt(lambda name=name: look.load(name))  # type: ignore[misc]
         if why is not None:
             found.can_train = False

@@ -26,17 +26,19 @@ from lowmem_grpo.memory.advice import MemoryAdvice
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.models.policy import Policy, mixed_dtype
-from lowmem_grpo.nonfinite import Guard, NonFiniteError
 from lowmem_grpo.offload.activations import enable_checkpointing
-from lowmem_grpo.optim import make_optimizer, make_scheduler
-from lowmem_grpo.planned import plan_training
-from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
+from lowmem_grpo.preflight.before_run import before_training, preflight
+from lowmem_grpo.preflight.first_steps import FirstSteps
+from lowmem_grpo.rewards.checking.findings import Finding
 from lowmem_grpo.runs.clock import Clock, mean_of
 from lowmem_grpo.runs.journal import LAST
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, TrainerState
-from lowmem_grpo.step import Learner
-from lowmem_grpo.trainer import TrainOutput
+from lowmem_grpo.train.grpo import TrainOutput
+from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.train.nonfinite import Guard, NonFiniteError
+from lowmem_grpo.train.optim import make_optimizer, make_scheduler
+from lowmem_grpo.train.run_memory import plan_training
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.views.live import LiveView, shown
 from lowmem_grpo.views.sinks import make_sinks

@@ -6,7 +6,7 @@ from typing import Any
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, check_dataset
-from lowmem_grpo.metrics import rollout_metrics
+from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.types import RolloutGroup
 
 Sample = Callable[[list[Prompt], SamplingParams], list[RolloutGroup]]

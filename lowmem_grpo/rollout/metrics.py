@@ -1,14 +1,8 @@
 """What a step measured: sums over micro-batches, statistics of rollouts, clocks and memory."""
 
-import re
 from statistics import fmean, stdev
 
-import torch
-from torch import Tensor, nn
-
 from lowmem_grpo.types import RolloutGroup
-
-PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter's name
 
 
 def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, float]:
@@ -42,20 +36,3 @@ def mean_and_std(mean_name: str, std_name: str, values: list[float | None]) -> d
     if not present:
         return {}
     return {mean_name: fmean(present), std_name: stdev(present) if len(present) > 1 else 0.0}
-
-
-def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:
-    """(norm of all gradients, on their device; the same and each adapter group's for the log).
-
-    A group is an adapted projection in all layers (`grad_norm/q_proj`); what is no adapter's is "other". One
-    synchronisation for all of them.
-    """
-    groups: dict[str, list[Tensor]] = {"other": []}
-    for name, parameter in parameters.items():
-        found = PROJECTION.search(name)
-        if parameter.grad is not None:
-            groups.setdefault(found[1] if found else "other", []).append(parameter.grad)
-    norms = {name: torch.nn.utils.get_total_norm(gradients) for name, gradients in groups.items() if gradients}
-    total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms.values()]))
-    logged = {"grad_norm": total, **{f"grad_norm/{name}": norm.float() for name, norm in norms.items()}}
-    return total, dict(zip(logged, torch.stack(list(logged.values())).tolist(), strict=True))

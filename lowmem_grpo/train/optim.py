@@ -1,14 +1,17 @@
 """The optimizer and the learning-rate schedule of a run."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from lowmem_grpo.config.grpo import GRPOConfig, steps_per_rollout
+
+PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter's name
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: GRPOConfig) -> torch.optim.Optimizer:
@@ -50,3 +53,20 @@ def total_steps(config: GRPOConfig, rows: int) -> int:
         return config.max_steps
     prompts = config.num_train_epochs * rows
     return max(1, round(prompts / config.prompts_per_generation)) * steps_per_rollout(config)
+
+
+def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:
+    """(norm of all gradients, on their device; the same and each adapter group's for the log).
+
+    A group is an adapted projection in all layers (`grad_norm/q_proj`); what is no adapter's is "other". One
+    synchronisation for all of them.
+    """
+    groups: dict[str, list[Tensor]] = {"other": []}
+    for name, parameter in parameters.items():
+        found = PROJECTION.search(name)
+        if parameter.grad is not None:
+            groups.setdefault(found[1] if found else "other", []).append(parameter.grad)
+    norms = {name: torch.nn.utils.get_total_norm(gradients) for name, gradients in groups.items() if gradients}
+    total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms.values()]))
+    logged = {"grad_norm": total, **{f"grad_norm/{name}": norm.float() for name, norm in norms.items()}}
+    return total, dict(zip(logged, torch.stack(list(logged.values())).tolist(), strict=True))

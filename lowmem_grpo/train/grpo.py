@@ -9,36 +9,38 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.collector import Collector
 from lowmem_grpo.config.grpo import GRPOConfig, steps_per_rollout
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, longest_prompt
 from lowmem_grpo.engines.base import Engine, OnGroup
-from lowmem_grpo.evaluation import Evaluation
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.memory.bounds import MemoryExhaustedError
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.models.policy import Policy, mixed_dtype
-from lowmem_grpo.nonfinite import Guard, NonFiniteError
-from lowmem_grpo.objective import GRPOObjective
 from lowmem_grpo.offload.activations import enable_checkpointing
-from lowmem_grpo.optim import make_optimizer, make_scheduler, total_steps
-from lowmem_grpo.parity import ParityGate
-from lowmem_grpo.planned import plan_memory
-from lowmem_grpo.preflight import Finding, FirstSteps, before_training, preflight
+from lowmem_grpo.preflight.before_run import before_training, preflight
+from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rewards.checking.findings import Finding
+from lowmem_grpo.rollout.collector import Collector
+from lowmem_grpo.rollout.evaluation import Evaluation
+from lowmem_grpo.rollout.parity import ParityGate
+from lowmem_grpo.rollout.sampler import Sampler
+from lowmem_grpo.rollout.scoring import score_groups, set_baselines
 from lowmem_grpo.runs.clock import Clock, mean_of
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.records import RecordError, RunRecords
 from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, TrainerState
-from lowmem_grpo.sampler import Sampler
-from lowmem_grpo.saver import Saver
-from lowmem_grpo.scoring import score_groups, set_baselines
-from lowmem_grpo.step import Learner
 from lowmem_grpo.timing.run_time import PlannedTime
+from lowmem_grpo.train.grpo_objective import GRPOObjective
+from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.train.nonfinite import Guard, NonFiniteError
+from lowmem_grpo.train.optim import make_optimizer, make_scheduler, total_steps
+from lowmem_grpo.train.run_memory import plan_memory
+from lowmem_grpo.train.saver import Saver
 from lowmem_grpo.types import RolloutGroup
 from lowmem_grpo.views.live import LiveView
 from lowmem_grpo.views.report import write_report

@@ -1,0 +1,1 @@
+"""The learner, and one file a trainer."""
