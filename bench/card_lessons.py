@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from card_sizes import PUZZLES
 
-from lowmem_grpo.recipes.arithmetic_problems import Problem, problems
-from lowmem_grpo.recipes.countdown_problems import Countdown, Difficulty, Step, combine, draws
-from lowmem_grpo.recipes.tiny_model import ERROR_RATE, demonstration
+from lowmem_grpo.recipes.problems.arithmetic import Problem, problems
+from lowmem_grpo.recipes.problems.countdown import Countdown, Difficulty, Step, combine, draws
+from lowmem_grpo.recipes.tiny.tiny_model import ERROR_RATE, demonstration
 
 TRIES = 6  # wrong ways that a planted mistake is chosen from: the nearest to the target is the most tempting
 TEXTS = 4000  # that the tokenizer is learnt from

@@ -21,7 +21,7 @@ from card_sizes import LESSON, SIZES, Size, read_lesson, settings
 from pretend import is_pretend
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lowmem_grpo.recipes.from_scratch import Batch, batches, describe, make_model, make_tokenizer, train
+from lowmem_grpo.recipes.tiny.from_scratch import Batch, batches, describe, make_model, make_tokenizer, train
 
 WORKERS = 12  # processes that write demonstrations beside a card, at most
 

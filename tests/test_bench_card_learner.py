@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lowmem_grpo.recipes.arithmetic_problems import Problem
-from lowmem_grpo.recipes.countdown_problems import Countdown, answer_text, evaluate
-from lowmem_grpo.recipes.tiny_model import ERROR_RATE
+from lowmem_grpo.recipes.problems.arithmetic import Problem
+from lowmem_grpo.recipes.problems.countdown import Countdown, answer_text, evaluate
+from lowmem_grpo.recipes.tiny.tiny_model import ERROR_RATE
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
@@ -79,7 +79,7 @@ def test_a_size_does_not_suit_nf4_blocks_or_attention_kernels(name: str) -> None
 def test_the_full_size_is_no_small_language_model() -> None:
     from card_sizes import SIZES
 
-    from lowmem_grpo.recipes.from_scratch import make_model, make_tokenizer
+    from lowmem_grpo.recipes.tiny.from_scratch import make_model, make_tokenizer
 
     model = make_model(make_tokenizer(["a text"], 300), 0, SIZES["full"].shape)
     assert 10e6 <= model.num_parameters() <= 30e6

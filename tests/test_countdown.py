@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowmem_grpo.cli import main
-from lowmem_grpo.recipes import countdown, countdown_problems
+from lowmem_grpo.recipes import countdown
 from lowmem_grpo.recipes.countdown import answer_line, given_numbers, make_dataset, reaches_target
-from lowmem_grpo.recipes.countdown_problems import (
+from lowmem_grpo.recipes.problems import countdown as countdown_problems
+from lowmem_grpo.recipes.problems.countdown import (
     LONGEST,
     Countdown,
     Difficulty,

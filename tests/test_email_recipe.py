@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from lowmem_grpo.cli import main
 from lowmem_grpo.recipes import email
-from lowmem_grpo.recipes.email_problems import KINDS, NAMES, SIGNATURE, Request, requests
+from lowmem_grpo.recipes.problems.email import KINDS, NAMES, SIGNATURE, Request, requests
 from lowmem_grpo.rewards.ready.mail import email_rewards, has_word
 
 

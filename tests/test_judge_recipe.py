@@ -12,7 +12,7 @@ from judge_server import by_length, serving
 
 from lowmem_grpo.cli import main
 from lowmem_grpo.recipes import judge
-from lowmem_grpo.recipes.summary_problems import KINDS, WORDS_ALLOWED, Report, is_short, reports, share_kept
+from lowmem_grpo.recipes.problems.summary import KINDS, WORDS_ALLOWED, Report, is_short, reports, share_kept
 
 
 def take(count: int, split: str = "train", seed: int = 0) -> list[Report]:

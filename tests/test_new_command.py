@@ -14,7 +14,7 @@ from datasets import Dataset
 from lowmem_grpo import hub
 from lowmem_grpo.cli import main
 from lowmem_grpo.commands import new as command
-from lowmem_grpo.new_recipe.kinds import CHOICES, kind_of
+from lowmem_grpo.recipes.new.kinds import CHOICES, kind_of
 from lowmem_grpo.recipes.recipe_file import load_recipe
 
 ROOT = Path(__file__).parents[1]

@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 from datasets import Dataset
 
 from lowmem_grpo.cli import main
-from lowmem_grpo.recipes.proximity import RIGHT, STEPS, WORDS, Task, make_dataset, make_demonstrations, rewards
-from lowmem_grpo.recipes.stock_problems import (
+from lowmem_grpo.recipes.problems.stock import (
     GOODS,
     MAX_STEPS,
     MAX_STOCK,
@@ -23,6 +22,7 @@ from lowmem_grpo.recipes.stock_problems import (
     StockProblem,
     stock_problems,
 )
+from lowmem_grpo.recipes.proximity import RIGHT, STEPS, WORDS, Task, make_dataset, make_demonstrations, rewards
 
 TASKS = pytest.mark.parametrize("task", [WORDS, STEPS], ids=["words", "steps"])
 PARTS = {"Half": 2, "A third": 3, "A quarter": 4, "A fifth": 5, "An eighth": 8}

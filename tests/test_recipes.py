@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowmem_grpo.cli import main
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.recipes import arithmetic_problems, gsm8k, tiny_model
+from lowmem_grpo.recipes import gsm8k
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset
 from lowmem_grpo.recipes.gsm8k import Gsm8kOptions
 from lowmem_grpo.recipes.held_out import SHOWN
 from lowmem_grpo.recipes.options import fill, parse
+from lowmem_grpo.recipes.problems import arithmetic as arithmetic_problems
+from lowmem_grpo.recipes.tiny import tiny_model
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "train.jsonl"
 RULES: dict[str, Callable[[int, int], int]] = {

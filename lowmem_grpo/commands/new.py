@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from lowmem_grpo import recipes
-from lowmem_grpo.recipes.arithmetic_problems import problems
+from lowmem_grpo.recipes.problems.arithmetic import problems
 from lowmem_grpo.views.terminal import plain_errors
 
 LOOKED = 1000  # rows that are looked at
@@ -45,7 +45,7 @@ def new(name: str, data: str | None, out: Path, overwrite: bool, **chosen: Any) 
             wanted, rows = example(name, out, chosen)
         else:
             wanted, rows = from_data(name, data, out, chosen), ""
-        from lowmem_grpo.new_recipe.writing import recipe_text
+        from lowmem_grpo.recipes.new.writing import recipe_text
 
         written = recipe_text(wanted)
         save(recipe, written, out / f"{name}.jsonl", rows)
@@ -91,9 +91,9 @@ def example(name: str, out: Path, chosen: dict[str, Any]) -> tuple[Any, str]:
     their place."""
     if given := next((option for option in ("prompt_column", "answer_column", "answers") if chosen[option]), None):
         raise ValueError(f"--{given.replace('_', '-')} is about --data FILE, which is not given")
-    from lowmem_grpo.new_recipe.columns import Columns
-    from lowmem_grpo.new_recipe.kinds import EXAMPLE
-    from lowmem_grpo.new_recipe.writing import Wanted
+    from lowmem_grpo.recipes.new.columns import Columns
+    from lowmem_grpo.recipes.new.kinds import EXAMPLE
+    from lowmem_grpo.recipes.new.writing import Wanted
 
     source = problems("train", seed=0)
     rows = "".join(json.dumps({"question": problem.question, "answer": problem.answer}) + "\n"
@@ -109,9 +109,9 @@ def example(name: str, out: Path, chosen: dict[str, Any]) -> tuple[Any, str]:
 def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
     """A recipe for the user's data. OSError and ValueError say what is wrong with it."""
     from lowmem_grpo.data.files import cell_text, is_file_name
-    from lowmem_grpo.new_recipe.columns import Columns, find_columns
-    from lowmem_grpo.new_recipe.kinds import kind_of, marks_of
-    from lowmem_grpo.new_recipe.writing import Wanted
+    from lowmem_grpo.recipes.new.columns import Columns, find_columns
+    from lowmem_grpo.recipes.new.kinds import kind_of, marks_of
+    from lowmem_grpo.recipes.new.writing import Wanted
 
     is_file = is_file_name(data)
     if not is_file and not HUB_NAME.fullmatch(data):
@@ -165,7 +165,7 @@ def save(recipe: Path, written: str, data: Path, rows: str) -> None:
 
 def told(wanted: Any, recipe: Path, written: str, with_rows: bool) -> list[str]:
     """What was written, what was guessed and how to change it, what to do next."""
-    from lowmem_grpo.new_recipe.kinds import KINDS as ABOUT
+    from lowmem_grpo.recipes.new.kinds import KINDS as ABOUT
 
     columns = wanted.columns
     lines = [f"{recipe}: a recipe of {len(written.splitlines())} lines, made to be read and changed"]

@@ -13,11 +13,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.recipes.code_problems import code_problems
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.problems.code import code_problems
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests
 from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.sandbox.isolation import SandboxError

@@ -13,11 +13,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.recipes.countdown_problems import Difficulty, allowed, answer_text, countdowns, evaluate
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.problems.countdown import Difficulty, allowed, answer_text, countdowns, evaluate
 from lowmem_grpo.rewards.texts import completion_text
 
 DEFAULTS: dict[str, Any] = {

@@ -14,11 +14,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.recipes.email_problems import SIGNATURE, requests
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.problems.email import SIGNATURE, requests
 from lowmem_grpo.rewards.ready.mail import email_rewards
 
 DEFAULTS: dict[str, Any] = {

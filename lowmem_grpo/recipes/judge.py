@@ -20,7 +20,7 @@ from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
-from lowmem_grpo.recipes.summary_problems import WORDS_ALLOWED, is_short, reports, share_kept
+from lowmem_grpo.recipes.problems.summary import WORDS_ALLOWED, is_short, reports, share_kept
 from lowmem_grpo.rewards.judge.judge import Judge
 from lowmem_grpo.rewards.judge.ready import ruler
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge

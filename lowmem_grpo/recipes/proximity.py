@@ -15,12 +15,12 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.recipes import arithmetic_problems
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
-from lowmem_grpo.recipes.stock_problems import stock_problems
+from lowmem_grpo.recipes.problems import arithmetic as arithmetic_problems
+from lowmem_grpo.recipes.problems.stock import stock_problems
 from lowmem_grpo.recipes.warm_up import WarmUp
 from lowmem_grpo.rewards.ready.answers import number_match, regex_match
 from lowmem_grpo.rewards.ready.formats import REASONING_TAGS, format_kept, format_match, tags_counted

@@ -6,10 +6,10 @@ from pathlib import Path
 from string import Template
 
 from lowmem_grpo.data.files import listed
-from lowmem_grpo.new_recipe.columns import CHOICES, Columns
-from lowmem_grpo.new_recipe.kinds import EXAMPLE, KINDS, Kind, math_verifier
+from lowmem_grpo.recipes.new.columns import CHOICES, Columns
+from lowmem_grpo.recipes.new.kinds import EXAMPLE, KINDS, Kind, math_verifier
 
-TEMPLATE = Path(__file__).parents[1] / "assets" / "new_recipe" / "recipe.txt"
+TEMPLATE = Path(__file__).parents[2] / "assets" / "new_recipe" / "recipe.txt"
 EXAMPLE_CPU = '''    "cpu": Preset("tiny", 128, 16, 32, {  # the embedded model, which errs at just this arithmetic
         "max_steps": 20, "learning_rate": 3e-3, "max_completion_length": 64, "per_device_train_batch_size": 64,
         "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "warmup_ratio": 0.0,
@@ -144,7 +144,7 @@ def data_arguments(wanted: Wanted) -> list[str]:
     if not wanted.is_file:
         place = literal(wanted.source)
     elif (path := relative(wanted)) is not None:
-        place = f"Path(__file__).parent / {literal(path)}"
+        place = f"Path(__file__).parents[1] / {literal(path)}"
     else:
         place = literal(str(Path(wanted.source).resolve()))
     split = [f"split={literal(wanted.split)}"] if not wanted.is_file else []

@@ -1,0 +1,1 @@
+"""The problems that recipes generate or bring along."""

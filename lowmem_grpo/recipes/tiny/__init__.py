@@ -1,0 +1,1 @@
+"""The embedded model, and how it is made from scratch."""
