@@ -24,17 +24,17 @@ lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/mypy
 
 gpu: $(VENV)/.installed-vllm  ## everything that needs a card, on this machine's
-	$(BIN)/python bench/gpu_gate.py $(GATE)
+	$(BIN)/python -m bench.gate.bench $(GATE)
 
 gpu-cpu: $(VENV)/.installed-vllm  ## the same on the CPU with tiny shapes: every command runs, nothing is measured
-	$(BIN)/python bench/gpu_gate.py --dry-run $(GATE)
+	$(BIN)/python -m bench.gate.bench --dry-run $(GATE)
 
 gpu-bundle:  ## what a GPU machine without a network lacks, packed; there: bench/gate/offline.sh
 	PYTHON=$(PYTHON) bench/gate/bundle.sh $(GPU_TOOLS) $(BUNDLE)
 
 gpu-dry: gpu-bundle  ## the gate on a pretend card (a CUDA build of torch is needed: several GB), never in CI
 	bench/gate/pretend.sh $(GPU_TOOLS) $(BUNDLE) $(PRETEND)
-	$(PRETEND)/run bench/gpu_gate.py $(GATE)
+	$(PRETEND)/run -m bench.gate.bench $(GATE)
 
 # With JSON=1 the benches print their rows as JSON on standard output, nothing else, and append none to bench/results.
 JSON ?=
@@ -45,19 +45,19 @@ UNSAVED := --json --output /dev/null
 endif
 
 bench-launches: $(VENV)/.installed  ## launches of a decoder layer and host microseconds of a call, counted on the CPU
-	$(BIN)/python bench/launches.py $(ROWS)
+	$(BIN)/python -m bench.launches.bench $(ROWS)
 
 bench-memory: $(VENV)/.installed  ## peaks of a training step on fake tensors, feature by feature
-	$(BIN)/python bench/memory.py $(UNSAVED)
+	$(BIN)/python -m bench.memory.bench $(UNSAVED)
 
 bench-step: $(VENV)/.installed  ## a training step of ours beside TRL's, on this machine
-	$(BIN)/python bench/step_time.py $(ROWS)
+	$(BIN)/python -m bench.loop.step_time $(ROWS)
 
 bench-rollout: $(VENV)/.installed-vllm  ## sampling with the trainer's own weights, tokens a second
-	$(BIN)/python bench/rollout.py $(ROWS)
+	$(BIN)/python -m bench.rollout.bench $(ROWS)
 
 compile-kernels: $(VENV)/.installed  ## every kernel compiled for every chip, without a card
-	$(BIN)/python bench/compile_kernels.py $(ROWS)
+	$(BIN)/python -m bench.kernels.compile $(ROWS)
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,5 @@
-"""bench/card_learner.py: lessons, verdicts on made-up rows, the page and the picture, and one tiny run of all of it."""
+"""bench/learner/bench.py: lessons, verdicts on made-up rows, the page and the picture, and one tiny run of all of
+it."""
 
 import json
 import os
@@ -21,7 +22,7 @@ BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 @pytest.fixture(autouse=True)
 def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.syspath_prepend(str(BENCH.parent))
 
 
 def row(recipe: str = "countdown", **changes: Any) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def gone(row: dict[str, Any], reason: str) -> dict[str, Any]:
 
 
 def test_a_planted_mistake_is_right_or_uses_other_numbers_or_mistakes_are_too_many() -> None:
-    from card_lessons import answer_of, lessons
+    from bench.learner.lessons import answer_of, lessons
 
     rng, source, wrong = random.Random(0), lessons("test"), 0
     puzzles = [problem for problem, _ in zip(source, range(2000), strict=False) if isinstance(problem, Countdown)]
@@ -57,7 +58,7 @@ def test_a_planted_mistake_is_right_or_uses_other_numbers_or_mistakes_are_too_ma
 
 
 def test_a_lesson_is_a_test_problem_or_one_task_is_missing() -> None:
-    from card_lessons import lessons
+    from bench.learner.lessons import lessons
 
     taught = [problem for problem, _ in zip(lessons("a"), range(400), strict=False)]
     assert {problem.split for problem in taught} == {"train"}
@@ -68,7 +69,7 @@ def test_a_lesson_is_a_test_problem_or_one_task_is_missing() -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "small", "full"])
 def test_a_size_does_not_suit_nf4_blocks_or_attention_kernels(name: str) -> None:
-    from card_sizes import SIZES
+    from bench.learner.sizes import SIZES
 
     shape = SIZES[name].shape
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -77,8 +78,7 @@ def test_a_size_does_not_suit_nf4_blocks_or_attention_kernels(name: str) -> None
 
 
 def test_the_full_size_is_no_small_language_model() -> None:
-    from card_sizes import SIZES
-
+    from bench.learner.sizes import SIZES
     from lowmem_grpo.recipes.tiny.from_scratch import make_model, make_tokenizer
 
     model = make_model(make_tokenizer(["a text"], 300), 0, SIZES["full"].shape)
@@ -86,7 +86,7 @@ def test_the_full_size_is_no_small_language_model() -> None:
 
 
 def test_a_model_of_other_settings_is_taken_for_the_one_that_is_wanted(tmp_path: Path) -> None:
-    from card_sizes import LESSON, read_lesson, settings
+    from bench.learner.sizes import LESSON, read_lesson, settings
 
     wanted = settings("tiny", 10, 0)
     assert read_lesson(tmp_path, wanted) is None
@@ -107,7 +107,7 @@ def test_a_model_of_other_settings_is_taken_for_the_one_that_is_wanted(tmp_path:
     ({"accuracy_after": 0.3, "gpu": "Null CUDA sm_90 (no GPU)"}, True, "nothing can be learnt"),
 ])
 def test_a_run_that_did_not_learn_on_a_card_passes(changes: dict[str, Any], good: bool, said: str) -> None:
-    from card_learner import verdict
+    from bench.learner.bench import verdict
 
     fine, line = verdict(row(**changes))
     assert fine is good and said in line, line
@@ -115,13 +115,13 @@ def test_a_run_that_did_not_learn_on_a_card_passes(changes: dict[str, Any], good
 
 @pytest.mark.parametrize("size", ["tiny", "full"])
 def test_a_run_that_broke_off_passes(size: str) -> None:
-    from card_learner import verdict
+    from bench.learner.bench import verdict
 
     assert verdict(gone(row(size=size), "out of memory")) == (False, "countdown: out of memory")
 
 
 def test_a_process_that_fails_or_hangs_goes_unseen() -> None:
-    from card_learner import fresh
+    from bench.learner.bench import fresh
 
     assert fresh([sys.executable, "-c", "print('well')"], "cpu", None) is None
     assert fresh([sys.executable, "-c", "raise ValueError('no')"], "cpu", None) == "ValueError: no"
@@ -133,7 +133,7 @@ def test_a_process_that_fails_or_hangs_goes_unseen() -> None:
 
 
 def test_the_page_shows_an_old_row_or_hides_a_failure() -> None:
-    from results_card_learning import card_learning_table
+    from bench.learner.section import card_learning_table
 
     rows = [row(accuracy_after=0.1), row(), gone(row("arithmetic"), "no | vLLM"), row("arithmetic", size="tiny"),
             row(gpu="Null CUDA sm_90 (no GPU)", accuracy_after=0.99)]
@@ -147,7 +147,7 @@ def test_the_page_shows_an_old_row_or_hides_a_failure() -> None:
 
 
 def test_the_picture_is_no_svg_or_lacks_a_recipe() -> None:
-    from card_learner_picture import svg
+    from bench.learner.picture import svg
 
     picture = svg([row("arithmetic", rewards=[0.2, 1.1, 0.9]), row(rewards=[0.5])])
     words = " ".join(ElementTree.fromstring(picture).itertext())
@@ -157,7 +157,7 @@ def test_the_picture_is_no_svg_or_lacks_a_recipe() -> None:
 
 
 def test_the_picture_mixes_sizes_or_shows_a_pretend_card(tmp_path: Path) -> None:
-    from card_learner import draw
+    from bench.learner.bench import draw
 
     rows = [row("arithmetic", size="small", device="cpu", parameters=10**6), row(),
             row("arithmetic", gpu="Null CUDA sm_90 (no GPU)")]
@@ -173,7 +173,7 @@ def test_the_picture_mixes_sizes_or_shows_a_pretend_card(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_tiny_run_does_not_go_through_everything(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH / "card_learner.py"), "--device", "cpu", "--size", "tiny", "--time-limit", "5",
+    command = [sys.executable, "-m", "bench.learner.bench", "--device", "cpu", "--size", "tiny", "--time-limit", "5",
                "--recipes", "countdown", "--workdir", str(tmp_path / "work"), "--output", str(tmp_path / "rows.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False, cwd=tmp_path,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -196,8 +196,9 @@ def test_a_tiny_run_does_not_go_through_everything(tmp_path: Path) -> None:
     (["--time-limit", "0"], "0"),
 ])
 def test_an_unknown_recipe_or_size_is_taken(words: list[str], said: str) -> None:
-    from card_learner import main
     from click.testing import CliRunner
+
+    from bench.learner.bench import main
 
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2 and said in result.output

@@ -9,7 +9,7 @@ import pytest
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The bench, as its own folder imports it."""
     monkeypatch.syspath_prepend("bench")
-    import decode_launches
+    from bench.launches import decode as decode_launches
 
     return decode_launches
 

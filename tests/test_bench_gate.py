@@ -17,9 +17,9 @@ HEADER = """
 import json, sys, time
 from dataclasses import replace
 from pathlib import Path
-from gate import facts, last_page, runner, stages
-from gate.runner import Outcome, attempt
-from gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
+from bench.gate import facts, last_page, runner, stages
+from bench.gate.runner import Outcome, attempt
+from bench.gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
 out = Path(sys.argv[1])
 WORKS = {name: "works" for name in ("triton", "bitsandbytes", "datasets", "vllm", "trl", "unsloth", "plotly")}
 FACTS = {"gpu": "NVIDIA H200", "cpu": "a CPU", "cores": 16, "capability": [9, 0], "bf16": True, "card_gib": 139.8,
@@ -34,7 +34,8 @@ def command(code):
 
 def gate(code: str, folder: Path) -> Any:
     """What a few lines within the gate's modules print, as JSON."""
-    done = subprocess.run([sys.executable, "-c", HEADER + code, str(folder)], cwd=BENCH, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", HEADER + code, str(folder)], cwd=BENCH.parent, capture_output=True,
+                          text=True,
                           timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -42,7 +43,8 @@ def gate(code: str, folder: Path) -> Any:
 
 def call(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command."""
-    return subprocess.run([sys.executable, str(BENCH / "gpu_gate.py"), *options], capture_output=True, text=True,
+    return subprocess.run([sys.executable, "-m", "bench.gate.bench", *options], cwd=BENCH.parent, capture_output=True,
+                          text=True,
                           timeout=230, env=os.environ | {"COLUMNS": "150"} | environment, check=False)
 
 
@@ -210,7 +212,7 @@ print(json.dumps([attempt(p, setup(), 100, "abc").row() for p in pieces]))""", t
 
 
 ORDER = """
-from gate.order import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, ordered
+from bench.gate.order import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, ordered
 def pieces(form=CARD):
     return [piece for stage in STAGES.values() for piece in stage(setup(form))]
 def names(asked, form=CARD):
@@ -268,9 +270,9 @@ def test_call_and_stages_at_once_are_refused() -> None:
 
 
 RUNNERS = """
-sys.argv = ["gpu_gate.py"]
-import gpu_gate
-from gate.runner import OLDER, OWN, environment
+sys.argv = ["bench.py"]
+import bench.gate.bench as gpu_gate
+from bench.gate.runner import OLDER, OWN, environment
 ENGINE = "tests/smoke vllm"
 asked = []
 def answers(works):
@@ -331,7 +333,7 @@ print(json.dumps(asked))""", tmp_path)
 
 def test_on_a_pretend_card_memory_that_sleeps_is_counted_and_other_values_are_zeros(tmp_path: Path) -> None:
     found = gate(ORDER + """
-from gate.runner import environment
+from bench.gate.runner import environment
 now = setup(PRETEND)
 print(json.dumps({p.name: environment(p, now) for p in pieces(PRETEND)}))""", tmp_path)
     read, cached = "NULL_CUDA_READ_ZEROS", "PYTORCH_NO_CUDA_MEMORY_CACHING"
@@ -363,8 +365,8 @@ def test_a_dry_run_writes_rows_log_state_and_page_and_measures_nothing(
 
 def test_the_machine_is_looked_at_in_every_call(tmp_path: Path) -> None:
     found = gate("""
-sys.argv = ["gpu_gate.py"]
-import gpu_gate
+sys.argv = ["bench.py"]
+import bench.gate.bench as gpu_gate
 before = [Outcome(name, "passed").row() for name in ("environment", "kernels/rope")]
 print(json.dumps(sorted(gpu_gate.Gate(setup(), 100, before, "abc").done)))""", tmp_path)
     assert found == ["kernels/rope"], "facts of another machine, or of before a mend, would be taken for this one's"
@@ -372,9 +374,9 @@ print(json.dumps(sorted(gpu_gate.Gate(setup(), 100, before, "abc").done)))""", t
 
 def test_what_passed_on_this_commit_is_not_run_again_unless_asked_for(tmp_path: Path) -> None:
     found = gate("""
-sys.argv = ["gpu_gate.py"]
-import gpu_gate
-from rows import append_row
+sys.argv = ["bench.py"]
+import bench.gate.bench as gpu_gate
+from bench.common.rows import append_row
 for name, status, commit, form in [("a", "passed", "abc", CARD), ("b", "failed", "abc", CARD),
                                    ("c", "passed", "old", CARD), ("d", "passed", "abc", CPU)]:
     append_row(out / "gate.jsonl", Outcome(name, status, run="r1", commit=commit, form=form).row())

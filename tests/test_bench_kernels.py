@@ -60,7 +60,7 @@ def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
 def run(script: str, *arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
     """A benchmark script in a process in which Triton compiles rather than interprets."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    command = [sys.executable, str(BENCH / script), *map(str, arguments)]
+    command = [sys.executable, "-m", script, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=kept, check=False)
 
 
@@ -69,7 +69,7 @@ def compile_chosen(folder: Path, chosen: list[tuple[str, int, int]], chips: str)
     path = folder / "some_kernels.py"
     listed = ", ".join(f"({', '.join(map(str, entry))})" for entry in chosen)
     path.write_text(f"{KERNELS}\n\nCHOSEN = [{listed}]\n")
-    done = run("compile_kernels.py", "--json", "--file", path, "--chips", chips, "--jobs", 1,
+    done = run("bench.kernels.compile", "--json", "--file", path, "--chips", chips, "--jobs", 1,
                TRITON_CACHE_DIR=str(folder / "cache"))
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -123,7 +123,7 @@ def test_good_kernels_pass_with_their_registers_counted(compiled: tuple[int, dic
 
 
 def test_the_check_refuses_to_interpret() -> None:
-    done = run("compile_kernels.py", TRITON_INTERPRET="1")
+    done = run("bench.kernels.compile", TRITON_INTERPRET="1")
     assert done.returncode == 1 and "env -u TRITON_INTERPRET" in done.stderr
 
 
@@ -131,7 +131,7 @@ def test_the_check_refuses_to_interpret() -> None:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The rows of a tiny run of every op on the CPU, without the compiler of torch."""
     output = tmp_path_factory.mktemp("measure") / "rows.jsonl"
-    done = run("kernel_bench.py", "--device", "cpu", "--shapes", "tiny", "--output", output, "--dtype", "float32",
+    done = run("bench.kernels.bench", "--device", "cpu", "--shapes", "tiny", "--output", output, "--dtype", "float32",
                "--providers", "lowmem_grpo,reference,two_gemms,trl_chunked,dense")
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in output.read_text().splitlines()]
@@ -170,7 +170,7 @@ def page(folder: Path, rows: list[dict[str, Any]]) -> str:
     """RESULTS.md made of these kernel rows alone."""
     (folder / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = folder / "RESULTS.md"
-    done = run("make_results.py", "--results", folder, "--output", output)
+    done = run("bench.common.make_results", "--results", folder, "--output", output)
     assert done.returncode == 0, done.stderr
     return output.read_text()
 

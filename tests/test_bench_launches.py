@@ -17,7 +17,7 @@ TRAINING, DECODE, MICROSECONDS = 170, 16, 5.0  # at most
 def printed() -> str:
     """Standard output of `make bench-launches JSON=1`, by the command that it runs."""
     done = subprocess.run(
-        [sys.executable, "bench/launches.py", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=200,
+        [sys.executable, "-m", "bench.launches.bench", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=200,
         env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -51,7 +51,7 @@ def test_an_operation_of_ours_costs_the_host_little(found: dict[str, Any]) -> No
 def test_make_runs_each_bench_and_asks_for_json_on_demand(target: str) -> None:
     commands = [subprocess.run(["make", "--dry-run", "--always-make", target, *more], cwd=ROOT, capture_output=True,
                                text=True, check=True).stdout.splitlines()[-1] for more in ([], ["JSON=1"])]
-    script = next(word for word in commands[0].split() if word.endswith(".py"))
-    assert (ROOT / script).is_file()
+    module = next(word for word in commands[0].split() if word.startswith("bench."))
+    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
     assert "--json" not in commands[0]
     assert "--json" in commands[1]

@@ -1,4 +1,5 @@
-"""bench/loop.py: phases that add up, rows and what is missing, real steps on the CPU, the targets, and the page."""
+"""bench/loop/bench.py: phases that add up, rows and what is missing, real steps on the CPU, the targets, and the
+page."""
 
 import json
 import subprocess
@@ -18,12 +19,11 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in (BENCH / "peers", BENCH):
-        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend(str(BENCH.parent))
 
 
 def called(*arguments: str) -> Any:
-    import loop
+    from bench.loop import bench as loop
 
     return CliRunner().invoke(loop.main, list(arguments))
 
@@ -32,7 +32,7 @@ def called(*arguments: str) -> Any:
 
 
 def test_phases_of_a_step_stand_still_while_an_inner_one_runs_and_add_up_to_it() -> None:
-    from phase_watch import PhaseWatch
+    from bench.loop.phase_watch import PhaseWatch
 
     watch, began = PhaseWatch("cpu"), time.perf_counter()
     with watch.step():
@@ -53,7 +53,7 @@ def test_phases_of_a_step_stand_still_while_an_inner_one_runs_and_add_up_to_it()
 
 
 def test_each_phase_has_its_own_peak_of_host_memory() -> None:
-    from phase_watch import PhaseWatch
+    from bench.loop.phase_watch import PhaseWatch
 
     watch = PhaseWatch("cpu")
     with watch.step():
@@ -70,7 +70,7 @@ def test_each_phase_has_its_own_peak_of_host_memory() -> None:
 
 
 def test_phases_outside_of_a_step_count_for_none_and_a_step_must_end_outside_of_phases() -> None:
-    from phase_watch import PhaseWatch
+    from bench.loop.phase_watch import PhaseWatch
 
     watch = PhaseWatch("cpu")
     with watch.phase("generate"):
@@ -101,8 +101,8 @@ class Words:
 
 
 def test_prompts_have_exactly_the_wanted_tokens_and_differ_or_are_refused() -> None:
-    from loop_inputs import prompt_rows
-    from loop_shapes import loop_shape
+    from bench.loop.inputs import prompt_rows
+    from bench.loop.shapes import loop_shape
 
     size = loop_shape("tiny", prompts=2)
     rows = prompt_rows(Words(1), size, steps=3)
@@ -115,8 +115,8 @@ def test_prompts_have_exactly_the_wanted_tokens_and_differ_or_are_refused() -> N
 
 @pytest.mark.parametrize("name", ["full", "tiny"])
 def test_rewards_leave_no_completion_without_an_advantage(name: str) -> None:
-    from loop_inputs import ByPlace
-    from loop_shapes import loop_shape
+    from bench.loop.inputs import ByPlace
+    from bench.loop.shapes import loop_shape
 
     size = loop_shape(name, prompts=2)
     reward = ByPlace(size.n)
@@ -128,7 +128,7 @@ def test_rewards_leave_no_completion_without_an_advantage(name: str) -> None:
 
 
 def test_the_full_shape_is_that_of_the_issue_and_weighs_what_8b_weighs() -> None:
-    from loop_shapes import loop_shape, weight_bytes
+    from bench.loop.shapes import loop_shape, weight_bytes
 
     size = loop_shape("full")
     assert (size.sequences, size.prompt_tokens, size.completion_tokens) == (8, 1024, 4096)
@@ -137,8 +137,8 @@ def test_the_full_shape_is_that_of_the_issue_and_weighs_what_8b_weighs() -> None
 
 
 def test_a_peers_vllm_gets_room_for_weights_and_cache_but_not_more_than_may_be_used() -> None:
-    from loop_inputs import NO_CARD, engine_share
-    from loop_shapes import loop_shape, weight_bytes
+    from bench.loop.inputs import NO_CARD, engine_share
+    from bench.loop.shapes import loop_shape, weight_bytes
 
     size = loop_shape("full")
     share = engine_share(size, False, None)
@@ -148,7 +148,7 @@ def test_a_peers_vllm_gets_room_for_weights_and_cache_but_not_more_than_may_be_u
 
 @pytest.mark.parametrize(("limit", "more"), [(float("inf"), True), (100.0, True), (33.0, False), (1.0, False)])
 def test_a_step_that_would_not_end_in_time_is_not_begun(limit: float, more: bool) -> None:
-    from loop_inputs import Patience
+    from bench.loop.inputs import Patience
 
     steps = [{"seconds": {"generate": 1.0}}, {"seconds": {"generate": 20.0, "train": 10.0}}]
     assert Patience(limit).another(steps) == more
@@ -157,8 +157,8 @@ def test_a_step_that_would_not_end_in_time_is_not_begun(limit: float, more: bool
 def test_without_time_for_a_second_step_the_first_is_the_timed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import loop_ours
-    import loop_run
+    from bench.loop import ours as loop_ours
+    from bench.loop import provider as loop_run
 
     def run(options: Any, watch: Any, outputs: str, engine: str) -> dict[str, Any]:
         for _ in range(options.done):
@@ -176,9 +176,9 @@ def test_without_time_for_a_second_step_the_first_is_the_timed_one(
 def test_an_error_of_ours_is_raised_and_one_of_a_peer_or_of_a_missing_engine_is_a_reason(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import loop_ours
-    import loop_run
-    import loop_trl
+    from bench.loop import ours as loop_ours
+    from bench.loop import provider as loop_run
+    from bench.loop import with_trl as loop_trl
 
     def fails(kind: str) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def ended(code: int, out: str = "", err: str = "") -> "subprocess.CompletedProce
 
 
 def test_what_a_process_says_last_is_its_result_or_the_reason_why_there_is_none() -> None:
-    from loop import outcome
+    from bench.loop.bench import outcome
 
     assert outcome(ended(0, '{"train_runtime": 1}\n{"tokens": [1]}\n')) == {"tokens": [1]}
     found = outcome(ended(-9, "", "loading\nKilled\n"))
@@ -223,7 +223,7 @@ COMMON = {
 
 
 def test_a_row_holds_medians_of_time_largest_peaks_and_speeds_of_each_phase() -> None:
-    from loop import row_of
+    from bench.loop.bench import row_of
 
     steps = [
         {"seconds": {"generate": 40.0, "train": 10.0, "rest": 0.0}, "used_bytes": {"generate": 5, "train": 9}},
@@ -242,7 +242,7 @@ def test_a_row_holds_medians_of_time_largest_peaks_and_speeds_of_each_phase() ->
 
 
 def test_a_provider_that_is_too_slow_or_whose_interpreter_is_not_there_is_missing(tmp_path: Path) -> None:
-    from loop import Plan
+    from bench.loop.bench import Plan
 
     plan = Plan("cpu", "tiny", 1, 1, None, 1, 1, 0.01, None, {"unsloth": str(tmp_path / "python")})
     assert plan.run("trl_transformers", tmp_path)["missing"] == "took more than 0.01 s"
@@ -254,7 +254,7 @@ def test_a_provider_that_is_too_slow_or_whose_interpreter_is_not_there_is_missin
 def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_command(
     broken: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import loop
+    from bench.loop import bench as loop
 
     output = tmp_path / "rows.jsonl"
     names = [broken, "unsloth", OURS]
@@ -302,9 +302,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     folder = tmp_path_factory.mktemp("loop")
     names = ["lowmem_grpo_transformers", "trl_transformers", "unsloth"]
     done = subprocess.run(
-        [sys.executable, "loop.py", "--device", "cpu", "--steps", "1", "--output", str(folder / "rows.jsonl"),
+        [sys.executable, "-m", "bench.loop.bench", "--device", "cpu", "--steps", "1", "--output",
+         str(folder / "rows.jsonl"),
          *(word for name in names for word in ("--provider", name))],
-        cwd=BENCH, capture_output=True, text=True, timeout=230, check=False,
+        cwd=BENCH.parent, capture_output=True, text=True, timeout=230, check=False,
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
@@ -354,7 +355,7 @@ def row(provider: str, seconds: float = 100.0, used: int = 30, **other: Any) -> 
 
 
 def judged(rows: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
-    from loop_targets import verdicts
+    from bench.loop.goals import verdicts
 
     return {(verdict.target.peer, verdict.target.measure): verdict.status for verdict in verdicts(rows)}
 
@@ -388,7 +389,7 @@ def test_targets_alone_measure_nothing(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_newest_row_of_each_provider_and_what_is_missing(tmp_path: Path) -> None:
-    from make_results import document
+    from bench.common.make_results import document
 
     gone = {key: value for key, value in row("unsloth").items() if key in {*COMMON, "provider"}}
     rows = [row(OURS, 1.0), row("trl", 200.0), gone | {"missing": "no module | at all"}, row(OURS, 123.0, run="2")]

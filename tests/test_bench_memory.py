@@ -16,15 +16,16 @@ BENCH = Path(__file__).parents[1] / "bench"
 STAGES = ["naive", "+ no logits", "+ packing", "+ 8-bit optimizer", "+ host embedding"]
 CONTEXT = 512
 PARTS = ("weights", "adapters", "gradients", "optimizer", "engine")
-SECTION = "import json, sys, results_memory as r; print('\\n'.join(r.memory_table(json.load(sys.stdin))))"
-PICTURE = "import json, sys, memory_picture as p, results_memory as r; " \
+SECTION = "import json, sys, bench.memory.section as r; print('\\n'.join(r.memory_table(json.load(sys.stdin))))"
+PICTURE = "import json, sys, bench.memory.picture as p, bench.memory.section as r; " \
           "print(p.svg(r.newest_cases(json.load(sys.stdin))))"
 
 
 def bench(*arguments: str, content: Any = None) -> str:
     """Standard output of a call in bench/."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=BENCH, input=json.dumps(content), capture_output=True, text=True, timeout=200,
+        [sys.executable, *arguments], cwd=BENCH.parent, input=json.dumps(content), capture_output=True, text=True,
+        timeout=200,
         env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -35,7 +36,8 @@ def bench(*arguments: str, content: Any = None) -> str:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The rows of a run of some stages, as written and as printed."""
     output = tmp_path_factory.mktemp("memory") / "rows.jsonl"
-    printed = bench("memory.py", "--shape", "qwen3-8b", "--context", str(CONTEXT), "--generations", "4", "--json",
+    printed = bench("-m", "bench.memory.bench", "--shape", "qwen3-8b", "--context", str(CONTEXT), "--generations", "4",
+                    "--json",
                     "--output", str(output), *(word for stage in STAGES for word in ("--stage", stage)))
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [json.loads(line) for line in printed.splitlines()] == written
@@ -43,8 +45,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_code_is_told_by_the_folder_of_its_package_and_not_by_a_path_that_contains_its_name() -> None:
-    files = ["/home/me/lowmem_grpo/bench/weighing/weigh.py", "/home/me/peft/run.py", lowmem_grpo.__file__]
-    code = f"import sys; sys.path.insert(0, 'weighing'); import live_bytes; print(*map(live_bytes.owner, {files!r}))"
+    files = ["/home/me/lowmem_grpo/bench/memory/weigh.py", "/home/me/peft/run.py", lowmem_grpo.__file__]
+    code = f"import bench.memory.live_bytes as live_bytes; print(*map(live_bytes.owner, {files!r}))"
     assert bench("-c", code).split() == ["None", "None", "lowmem_grpo"]
 
 
@@ -97,7 +99,7 @@ def test_the_picture_has_a_bar_for_each_stage(rows: list[dict[str, Any]]) -> Non
 
 
 def test_a_case_is_packed_from_sequences_of_different_lengths() -> None:
-    lengths = json.loads(bench("-c", "import json, memory_stages as m; "
+    lengths = json.loads(bench("-c", "import json, bench.memory.stages as m; "
                                      "print(json.dumps(m.completion_lengths(m.CASES[0])))"))
     assert lengths[0] == 20480
     assert lengths[-1] == 10240
@@ -110,16 +112,16 @@ def test_without_a_card_measuring_for_real_is_refused(monkeypatch: pytest.Monkey
 
     if torch.cuda.is_available():
         pytest.skip("there is a card")
-    monkeypatch.syspath_prepend(str(BENCH / "weighing"))
-    import on_card
-    from features import Features
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    from bench.memory import on_card
+    from bench.memory.features import Features
 
     with pytest.raises(SystemExit, match="needs a card"):
         on_card.measure({}, [64], Features(), 8, None)
 
 
 SEARCH = """
-import json, longest_context as found
+import json, bench.memory.longest_context as found
 def trial(fits_to):
     def one(context):
         return {"context": context, "fits": context <= fits_to, "device_bytes": 2**30 + context * 2**20, "gib": 3.0}
@@ -127,7 +129,7 @@ def trial(fits_to):
 cases = ((2048, 1024, 6), (2048, 4096, 20), (64, 256, 6), (10**9, 1024, 4), (10**9, 131072, 4), (1500, 1024, 9))
 print(json.dumps([[row["context"] for row in found.search(trial(limit), start, most, 131072)]
                   for limit, start, most in cases]))"""
-LONGEST = "import json, sys, results_memory as r; print('\\n'.join(r.longest_table(json.load(sys.stdin))))"
+LONGEST = "import json, sys, bench.memory.section as r; print('\\n'.join(r.longest_table(json.load(sys.stdin))))"
 
 
 def test_the_search_ends_between_a_length_that_fits_and_one_that_does_not() -> None:
@@ -142,7 +144,7 @@ def test_the_search_ends_between_a_length_that_fits_and_one_that_does_not() -> N
 
 
 def test_the_first_trial_is_what_the_planner_says_of_training_alone() -> None:
-    code = "import longest_context as l; from memory_stages import Case; " \
+    code = "import bench.memory.longest_context as l; from bench.memory.stages import Case; " \
            "c = Case('llama-3.1-8b', 0); print(*[l.planned_context(c, gib, 131072) for gib in (8, 16, 1000)])"
     small, middle, large = map(int, bench("-c", code).split())
     assert 0 < small < 40000 < middle < large == 131072

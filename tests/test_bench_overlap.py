@@ -1,4 +1,4 @@
-"""bench/reward_overlap.py on a tiny shape: rows of every case, and what early scoring hides."""
+"""bench/loop/reward_overlap.py on a tiny shape: rows of every case, and what early scoring hides."""
 
 import json
 import os
@@ -12,8 +12,9 @@ BENCH = Path(__file__).resolve().parent.parent / "bench"
 def test_a_run_leaves_rows_out_or_says_that_late_scoring_hides_time(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     done = subprocess.run(
-        [sys.executable, "reward_overlap.py", "--prompts", "4", "--tokens", "16", "--rounds", "1", "--output",
-         str(output)], cwd=BENCH, capture_output=True, text=True, timeout=200, check=False,
+        [sys.executable, "-m", "bench.loop.reward_overlap", "--prompts", "4", "--tokens", "16", "--rounds", "1",
+         "--output",
+         str(output)], cwd=BENCH.parent, capture_output=True, text=True, timeout=200, check=False,
         env=os.environ | {"COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stderr

@@ -14,15 +14,16 @@ from lowmem_grpo.engines.choice import why_not_here
 BENCH = Path(__file__).parents[1] / "bench"
 OURS, BNB, BF16 = "lowmem_grpo", "vllm_bnb_lora", "vllm_bf16_lora"
 WITH_VLLM = why_not_here("cpu") is None
-JUDGE = "import json, sys, rollout_targets as t; rows = json.load(sys.stdin); " \
+JUDGE = "import json, sys, bench.rollout.goals as t; rows = json.load(sys.stdin); " \
         "print(json.dumps([[v.target.demand, v.target.device, v.status] for v in t.verdicts(rows)]))"
-SECTION = "import json, sys, results_rollout as r; print('\\n'.join(r.rollout_table(json.load(sys.stdin))))"
+SECTION = "import json, sys, bench.rollout.section as r; print('\\n'.join(r.rollout_table(json.load(sys.stdin))))"
 
 
 def bench(*arguments: str, content: Any = None) -> str:
     """Standard output of a call in bench/."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=BENCH, input=json.dumps(content), capture_output=True, text=True, timeout=230,
+        [sys.executable, *arguments], cwd=BENCH.parent, input=json.dumps(content), capture_output=True, text=True,
+        timeout=230,
         env=os.environ | {"COLUMNS": "200"}, check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -34,7 +35,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[s
     """The rows of a run on the CPU by provider, and what it printed."""
     output = tmp_path_factory.mktemp("rollout") / "rows.jsonl"
     names = [OURS, "transformers", BNB]
-    printed = bench("rollout.py", "--device", "cpu", "--rounds", "2", "--output", str(output),
+    printed = bench("-m", "bench.rollout.bench", "--device", "cpu", "--rounds", "2", "--output", str(output),
                     *(word for name in names for word in ("--provider", name)))
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["provider"] for row in rows] == names

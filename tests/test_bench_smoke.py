@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
-JUDGE = "import json, sys, card_smoke as c; print(json.dumps(c.judged(json.load(sys.stdin))))"
+JUDGE = "import json, sys, bench.smoke.bench as c; print(json.dumps(c.judged(json.load(sys.stdin))))"
 
 
 def bench(*arguments: str, content: Any = None, code: int = 0) -> str:
     """Standard output of a call in bench/ that ends with this exit code."""
-    done = subprocess.run([sys.executable, *arguments], cwd=BENCH, input=json.dumps(content), capture_output=True,
+    done = subprocess.run([sys.executable, *arguments], cwd=BENCH.parent, input=json.dumps(content),
+                          capture_output=True,
                           text=True, timeout=230, env=os.environ, check=False)
     assert done.returncode == code, done.stderr
     return done.stdout
@@ -24,7 +25,8 @@ def bench(*arguments: str, content: Any = None, code: int = 0) -> str:
 @pytest.mark.slow
 def test_a_variant_trains_on_the_cpu_and_what_needs_a_card_is_named_beside_it(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    printed = bench("card_smoke.py", "--device", "cpu", "--steps", "2", "--output", str(output), "--variant", "fp16",
+    printed = bench("-m", "bench.smoke.bench", "--device", "cpu", "--steps", "2", "--output", str(output), "--variant",
+                    "fp16",
                     "--variant", "packing")
     half, packing = (json.loads(line) for line in output.read_text().splitlines())
     assert (half["status"], half["missing"]) == ("missing", half["why"])
@@ -37,7 +39,8 @@ def test_a_variant_trains_on_the_cpu_and_what_needs_a_card_is_named_beside_it(tm
 
 @pytest.mark.slow
 def test_a_variant_that_does_not_end_is_a_failure_of_the_run(tmp_path: Path) -> None:
-    printed = bench("card_smoke.py", "--device", "cpu", "--time-limit", "0.2", "--output", str(tmp_path / "rows.jsonl"),
+    printed = bench("-m", "bench.smoke.bench", "--device", "cpu", "--time-limit", "0.2", "--output",
+                    str(tmp_path / "rows.jsonl"),
                     "--variant", "4-bit", code=1)
     assert printed == "4-bit: failed: it ran past 0.2 s\n"
 
@@ -77,18 +80,21 @@ def test_on_the_pretend_device_values_are_not_judged_and_the_rest_is() -> None:
 
 
 def test_the_pretend_device_is_told_by_its_name_and_real_cards_keep_their_environment() -> None:
-    code = "import json, sys, pretend as p; print(json.dumps([p.environment(gpu) for gpu in json.load(sys.stdin)]))"
+    code = "import json, sys, bench.gate.pretend as p; " \
+           "print(json.dumps([p.environment(gpu) for gpu in json.load(sys.stdin)]))"
     nothing, real, pretend = json.loads(bench("-c", code, content=[None, "NVIDIA H200", "Null CUDA sm_90 (no GPU)"]))
     assert nothing == real == {}
     assert pretend["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-    sleeping = json.loads(bench("-c", "import json, pretend as p; print(json.dumps(p.environment(p.NAME, True)))"))
+    sleeping = json.loads(bench("-c",
+                                "import json, bench.gate.pretend as p; print(json.dumps(p.environment(p.NAME, True)))"))
     assert "PYTORCH_NO_CUDA_MEMORY_CACHING" not in sleeping, "sleep mode's pool is part of torch's cache"
     assert sleeping["NULL_CUDA_READ_ZEROS"] == "1"
 
 
 def test_the_reason_of_a_failure_is_the_error_and_not_what_was_said_after_it() -> None:
     said = ["Traceback (most recent call last):", "RuntimeError: CUDA Error: out of memory", "vLLM did not end cleanly"]
-    code = "import json, sys, card_smoke as c; print(json.dumps([c.last_words(s) for s in json.load(sys.stdin)]))"
+    code = "import json, sys, bench.smoke.bench as c; " \
+           "print(json.dumps([c.last_words(s) for s in json.load(sys.stdin)]))"
     assert json.loads(bench("-c", code, content=["\n".join(said), "only words\n", ""])) == [
         said[1], "only words", "it said nothing",
     ]
@@ -96,8 +102,8 @@ def test_the_reason_of_a_failure_is_the_error_and_not_what_was_said_after_it() -
 
 ENGINE = """
 import json, sys
-import smoke_run
-from smoke_variants import VARIANTS
+import bench.smoke.provider as smoke_run
+from bench.smoke.variants import VARIANTS
 class Engine:
     def __init__(self, asked, had, frees):
         self.kv_bytes, self.had, self.frees, self.asleep = asked, had, frees, False
@@ -149,4 +155,5 @@ def test_a_shortage_that_a_variant_makes_is_not_held_against_it() -> None:
 
 
 def test_the_variants_are_listed() -> None:
-    assert {"4-bit", "vllm", "offload", "fp16", "packing"} <= set(bench("card_smoke.py", "--list").splitlines())
+    assert {"4-bit", "vllm", "offload", "fp16", "packing"} <= set(bench("-m", "bench.smoke.bench",
+                                                                        "--list").splitlines())

@@ -19,7 +19,7 @@ from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
-WEIGHING = Path(__file__).parents[1] / "bench" / "weighing"
+CHECKOUT = Path(__file__).parents[1]
 NEAR = 0.05
 TARGETS = [  # case, GiB that it must fit into, and GiB for training alone
     ("llama-3.1-8b", 20480, 14, 11), ("llama-3.1-8b", 131072, 24, 24), ("qwen2.5-1.5b", 2048, 4, 4),
@@ -33,8 +33,8 @@ RANDOM_SHAPES = 5
 @pytest.fixture
 def weighing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The benchmark's module that weighs a real step on fake tensors."""
-    monkeypatch.syspath_prepend(str(WEIGHING))
-    import weigh
+    monkeypatch.syspath_prepend(str(CHECKOUT))
+    from bench.memory import weigh
 
     return weigh
 

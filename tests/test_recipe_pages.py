@@ -44,7 +44,7 @@ def test_an_option_of_a_recipe_has_no_explanation(source: Any) -> None:
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "bench" / "recipe_runs.py"), *words]
+    command = [sys.executable, "-m", "bench.learning.recipe_runs", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 

@@ -118,10 +118,10 @@ def test_the_4_bit_kernel_is_planned_as_it_is_launched() -> None:
 
 
 def test_the_plan_counts_no_fewer_launches_than_the_code_makes() -> None:
-    script = BENCH / "launches.py"
-    if not script.is_file():
-        pytest.skip("bench/launches.py counts the launches, and is not there")
-    done = subprocess.run([sys.executable, script, "--json"], capture_output=True, text=True, timeout=300, check=True)
+    if not (BENCH / "launches" / "bench.py").is_file():
+        pytest.skip("bench/launches/bench.py counts the launches, and is not there")
+    done = subprocess.run([sys.executable, "-m", "bench.launches.bench", "--json"], cwd=BENCH.parent,
+                          capture_output=True, text=True, timeout=300, check=True)
     counted = json.loads(done.stdout)
     for name in ("launches_forward", "launches_backward", "launches_decode"):
         assert counted[name] <= getattr(COSTS, name), f"raise {name} in lowmem_grpo/timing/costs.py"
@@ -331,16 +331,16 @@ def test_planning_time_needs_no_torch() -> None:
 
 
 def test_no_row_of_a_card_is_committed_yet_so_nothing_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    import calibrate_time
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    from bench.loop import calibrate_time
 
     assert calibrate_time.factors(calibrate_time.rows()) == CALIBRATION
     assert calibration("h200", "generate") == CALIBRATION.get("h200", {}).get("generate", 1.0)
 
 
 def test_rows_of_a_card_say_what_planned_seconds_are_multiplied_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    import calibrate_time
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    from bench.loop import calibrate_time
 
     row = {"gpu": "NVIDIA H200", "phases": {"generate": 3.0, "train": 0.5, "optimizer": 0.1},
            "planned_seconds": {"generate": 2.0, "train": 0.5}}

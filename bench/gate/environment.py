@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -18,8 +17,7 @@ from typing import Any
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rows import append_row, machine
+from bench.common.rows import append_row, machine
 
 GIB = 2**30
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "vllm",

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gate.runner import CUT_OFF, FAILED, NOT_RUN, PASSED, SKIPPED, Outcome
-from gate.stages import CARD, CPU, PRETEND, Setup
-from kernel_targets import verdicts as kernel_verdicts
-from loop_targets import verdicts as loop_verdicts
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rollout_targets import verdicts as rollout_verdicts
-from rows import read_rows
+
+from bench.common.rows import read_rows
+from bench.gate.runner import CUT_OFF, FAILED, NOT_RUN, PASSED, SKIPPED, Outcome
+from bench.gate.stages import CARD, CPU, PRETEND, Setup
+from bench.kernels.goals import verdicts as kernel_verdicts
+from bench.loop.goals import verdicts as loop_verdicts
+from bench.rollout.goals import verdicts as rollout_verdicts
 
 COLORS = {PASSED: "green", FAILED: "red", SKIPPED: "yellow", NOT_RUN: "dim", CUT_OFF: "red"}
 MEANS = {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# offline.sh [OPTIONS OF gpu_gate.py]: on a GPU machine without a network that has torch, unpack the bundle beside its
+# offline.sh [OPTIONS OF bench.py]: on a GPU machine without a network that has torch, unpack the bundle beside its
 # packages (SITE, 5 s) and run the gate.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -13,4 +13,4 @@ if [ ! -f "$site/ready" ]; then
     touch "$site/ready"
 fi
 export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
-exec "$python" bench/gpu_gate.py "$@"
+exec "$python" -m bench.gate.bench "$@"

@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gate.facts import why_not
-from gate.stages import BENCH, CARD, CPU, LONGEST, PRETEND, Piece, Setup
-from pretend import CACHED, UNCACHED
-from rows import read_rows
+from bench.common.rows import read_rows
+from bench.gate.facts import why_not
+from bench.gate.pretend import CACHED, UNCACHED
+from bench.gate.stages import BENCH, CARD, CPU, LONGEST, PRETEND, Piece, Setup
 
 PASSED, FAILED, SKIPPED, NOT_RUN, CUT_OFF = "passed", "failed", "skipped", "not run", "cut off"
 SHORTEST = 30  # seconds; where nothing is measured, a piece that has less left is not begun

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smoke_variants import VARIANTS
+from bench.smoke.variants import VARIANTS
 
 BENCH = Path(__file__).resolve().parents[1]
 TESTS = BENCH.parent / "tests"
@@ -69,15 +69,15 @@ Stage = Callable[[Setup], list[Piece]]
 
 
 def script(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command of a script in bench/."""
-    return (str(BENCH / name), *arguments)
+    """The command of a module in bench/."""
+    return ("-m", f"bench.{name}", *arguments)
 
 
 def environment(setup: Setup) -> list[Piece]:
     """What is here, what of it works, and the two ceilings."""
     small = ("--small",) if setup.form != CARD else ()
     known = ("--vllm-runner", setup.vllm_runner) if setup.vllm_runner else ()
-    return [Piece("environment", script("gate/environment.py", "--device", setup.device, *small, *known,
+    return [Piece("environment", script("gate.environment", "--device", setup.device, *small, *known,
                                         *setup.rows("environment")), 180)]
 
 
@@ -111,10 +111,10 @@ def selected(
 
 
 def smoke(setup: Setup, variant: str, *options: str) -> Piece:
-    """One variant of card_smoke.py."""
+    """One variant of smoke/bench.py."""
     vllm = variant.startswith("vllm")
     command = ("--device", setup.device, "--variant", variant, *options, *setup.rows("card_smoke"))
-    return Piece(f"tests/smoke {variant}", script("card_smoke.py", *command), 300, 80 if vllm else 40,
+    return Piece(f"tests/smoke {variant}", script("smoke.bench", *command), 300, 80 if vllm else 40,
                  ("bitsandbytes", *(("vllm",) if vllm else ())), sleeps=vllm)
 
 
@@ -123,10 +123,10 @@ def kernels(setup: Setup) -> list[Piece]:
     common = ("--device", setup.device, "--shapes", setup.shape, *setup.rows("kernels"))
     if setup.form == CPU:
         quick = ("--ops", "rms_norm,nf4_linear", "--dtype", "float32", "--rounds", "2")
-        return [Piece("kernels/all", script("kernel_bench.py", *common, *quick), needs=("bitsandbytes",))]
+        return [Piece("kernels/all", script("kernels.bench", *common, *quick), needs=("bitsandbytes",))]
     dtype = () if setup.facts.get("bf16", True) else ("--dtype", "float16")
     return [
-        Piece(f"kernels/{op}", script("kernel_bench.py", *common, "--ops", op, *dtype), least=60 if op in LARGE else 40,
+        Piece(f"kernels/{op}", script("kernels.bench", *common, "--ops", op, *dtype), least=60 if op in LARGE else 40,
               needs=("bitsandbytes",) if op.startswith("nf4") else ())
         for op in KERNEL_OPS
     ]
@@ -138,26 +138,27 @@ def memory(setup: Setup) -> list[Piece]:
     if setup.form == CPU:
         small = ("--shape", "qwen2.5-1.5b")
         return [
-            Piece("memory/step", script("memory.py", *small, "--context", "256", *WHOLE[:2], *rows)),
-            Piece("memory/longest", script("longest_context.py", *small, "--gib", "2", "--trials", "1", *longest)),
+            Piece("memory/step", script("memory.bench", *small, "--context", "256", *WHOLE[:2], *rows)),
+            Piece("memory/longest", script("memory.longest_context", *small, "--gib", "2", "--trials", "1", *longest)),
         ]
 
     def needs(gib: int) -> tuple[str, ...]:
         return "bitsandbytes", "bf16", f"card_gib:{gib}", "host_gib:14"
 
     steps = [
-        Piece(f"memory/step-{gib}", script("memory.py", "--device", "cuda", *MEMORY_MODEL, *WHOLE, "--gib", str(gib),
+        Piece(f"memory/step-{gib}", script("memory.bench", "--device", "cuda", *MEMORY_MODEL, *WHOLE, "--gib", str(gib),
                                            *rows), least=90, needs=needs(gib), weighs=True) for gib in (16, 24)
     ]
     searches = [
-        Piece(f"memory/longest-{gib}", script("longest_context.py", "--device", "cuda", "--gib", str(gib), *longest),
+        Piece(f"memory/longest-{gib}", script("memory.longest_context", "--device", "cuda", "--gib", str(gib),
+                                              *longest),
               least=350, needs=(*needs(gib)[:3], "host_gib:48"), weighs=True) for gib in (16, 24)
     ]
     if setup.form == PRETEND:  # one trial: its host memory is this machine's
-        trial = script("longest_context.py", "--device", "cuda", "--gib", "16", "--trials", "1", "--start", "8192",
+        trial = script("memory.longest_context", "--device", "cuda", "--gib", "16", "--trials", "1", "--start", "8192",
                        *longest)
         return [*steps, Piece("memory/longest-16", trial, needs=needs(16), weighs=True)]
-    ladder = script("memory.py", "--device", "cuda", *MEMORY_MODEL, *rows)
+    ladder = script("memory.bench", "--device", "cuda", *MEMORY_MODEL, *rows)
     return [*steps, *searches, Piece("memory/features", ladder, least=200, needs=(*needs(40)[:3], "host_gib:56"))]
 
 
@@ -172,7 +173,7 @@ def rollout(setup: Setup) -> list[Piece]:
     # the engine without vLLM takes its lengths from values, which are zeros there; smokes walk it
     left_out = ("transformers",) if setup.form == PRETEND else ()
     chosen = [name for name in seconds if name not in left_out] if setup.form != CPU else ["lowmem_grpo"]
-    return [Piece(f"rollout/{name}", script("rollout.py", *common, "--provider", name), least=seconds[name],
+    return [Piece(f"rollout/{name}", script("rollout.bench", *common, "--provider", name), least=seconds[name],
                   needs=(*needs, *room), sleeps=True) for name in chosen]
 
 
@@ -194,7 +195,8 @@ def loop_piece(setup: Setup, stage: str, provider: str) -> Piece:
               setup.run, "--steps", "1" if slow or setup.form != CARD else "2", *setup.rows("loop"))
     room = ("card_gib:24", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
     needs = ("bf16", *(PEERS | OURS)[provider])
-    return Piece(f"{stage}/{provider}", script("loop.py", *common, "--provider", provider), least=450 if slow else 170,
+    return Piece(f"{stage}/{provider}", script("loop.bench", *common, "--provider", provider),
+                 least=450 if slow else 170,
                  needs=(*needs, *room))
 
 
@@ -210,7 +212,7 @@ def learner(setup: Setup) -> list[Piece]:
                *setup.rows("card_learning"))
     engine = () if setup.form != CPU else ("--engine", "transformers")
     needs = ("bitsandbytes", "datasets", "bf16") + (("vllm",) if setup.form != CPU else ())
-    return [Piece(f"learner/{recipe}", script("card_learner.py", *options, *engine, "--recipes", recipe), least=250,
+    return [Piece(f"learner/{recipe}", script("learner.bench", *options, *engine, "--recipes", recipe), least=250,
                   needs=needs) for recipe in ("arithmetic", "countdown")[: 1 if setup.form == CPU else 2]]
 
 
@@ -220,7 +222,7 @@ def profile(setup: Setup) -> list[Piece]:
     needs = ("bitsandbytes", "bf16") + (("vllm",) if setup.form != CPU else ())
     def piece(name: str, *parts: str) -> Piece:
         chosen = [word for part in parts for word in ("--part", part)]
-        return Piece(f"profile/{name}", script("profiles.py", *options, *chosen, "--output",
+        return Piece(f"profile/{name}", script("profiles.bench", *options, *chosen, "--output",
                                                str(setup.out / "profile")), needs=needs)
 
     return [piece("both")] if setup.form == CPU else [piece(part, part) for part in ("decode", "train")]

@@ -74,7 +74,7 @@ def decode_launch(rows: int, outputs: int, capability: int) -> Launch:
 
 
 def candidates(rows: int, capability: int) -> dict[str, Launch]:
-    """Launches that the rule does not choose, for a card to time beside it (bench/kernel_bench.py).
+    """Launches that the rule does not choose, for a card to time beside it (bench/kernels/bench.py).
 
     For 33 to 64 rows: each block reads all of x, so blocks of 64 outputs read half as much of it from the second-level
     cache as the rule's 32. With 4 shares of K, two warps to each, no register spills (182 on sm_90).

@@ -1,7 +1,7 @@
 """What a launch, an op and an instruction cost: the named constants that a plan of time is made of, in one place.
 
-Launches and the host time of an op are counted without a card, by bench/launches.py on a small 4-bit model with LoRA; a
-test holds these numbers against it. The rest is assumed, and says so.
+Launches and the host time of an op are counted without a card, by bench/launches/bench.py on a small 4-bit model with
+LoRA; a test holds these numbers against it. The rest is assumed, and says so.
 `CALIBRATION` is what rows of a card say against it.
 """
 
@@ -40,7 +40,8 @@ DECODE_INSTRUCTIONS = {8: 5.0, 32: 6.7, 64: 9.1}  # from sm_80 on
 DECODE_INSTRUCTIONS_BEFORE = {1: 8.0, 8: 17.6}  # no tensor cores
 
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a
-# card made. There are none yet. `bench/calibrate_time.py` prints what the rows say, and a test holds this against it.
+# card made. There are none yet. `bench/loop/calibrate_time.py` prints what the rows say, and a test holds this against
+# it.
 CALIBRATION: dict[str, dict[str, float]] = {}
 
 

@@ -1,0 +1,39 @@
+"""The folder of a model with random weights: made once, and used again by every benchmark that names the same place."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import click
+
+from bench.rollout.shapes import SHAPES
+
+MADE = "adapter/adapter_model.safetensors"  # what is written last
+
+
+@contextmanager
+def model_folder(weights: Path | None, shape: str, make: Callable[[Path], None]) -> Iterator[Path]:
+    """A folder with the weights of `shape`, which `make` writes where they are not there yet.
+
+    In `weights` they stay; without it they are in a temporary folder, which is removed at the end.
+    """
+    temporary = tempfile.TemporaryDirectory(prefix="random_") if weights is None else nullcontext(weights)
+    with temporary as name:
+        folder = Path(name)
+        if (folder / MADE).exists():
+            check(folder, shape)
+        else:
+            make(folder)
+        yield folder
+
+
+def check(folder: Path, shape: str) -> None:
+    """Raise where the folder holds another model."""
+    config = folder / "config.json"
+    found = json.loads(config.read_text()) if config.exists() else {}
+    other = [f"{name} {found.get(name)}, wanted {size}" for name, size in SHAPES[shape].config.items()
+             if found.get(name) != size]
+    if other:
+        raise click.ClickException(f"{folder} holds another model ({other[0]}); name another folder for shape {shape}")

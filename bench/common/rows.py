@@ -1,0 +1,94 @@
+"""Benchmark rows: what machine and commit made them, and appending them to a results file."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+OWN = "lowmem-grpo"
+PACKAGES = (OWN, "torch", "transformers", "peft")
+COMMIT = Path(__file__).resolve().parents[2] / ".gpu-bundle" / "commit"  # for a copy of the tree without its history
+
+
+def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
+    """Processor, cores, versions of what is installed, commit and date; card and driver where there is one."""
+    import torch
+
+    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {
+        "cpu": cpu_model(), "cores": os.cpu_count(), "gpu": card, **({"driver": driver()} if card else {}),
+        "python": platform.python_version(), "versions": versions(packages), "commit": commit(),
+        "date": date.today().isoformat(),
+    }
+
+
+def driver() -> str | None:
+    """The version of the card's driver, as nvidia-smi gives it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode == 0:
+            return done.stdout.splitlines()[0].strip()
+    return None
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    return {name: found for name in packages if (found := version_of(name))}
+
+
+def version_of(name: str) -> str | None:
+    """A package's version; that of our own from pyproject.toml where it is used without being installed."""
+    with suppress(PackageNotFoundError):
+        return version(name)
+    if name != OWN:
+        return None
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    return str(project["version"])
+
+
+def cpu_model() -> str:
+    """The processor's name, as Linux gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def commit() -> str:
+    """The commit of the code that ran, marked where the tree differs from it; what `make gpu-bundle` wrote down where
+    the history is not here."""
+    if not shutil.which("git"):
+        return COMMIT.read_text().strip() if COMMIT.exists() else "unknown"
+    here = Path(__file__).parents[1]
+    name = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True).stdout
+    changed = subprocess.run(["git", "status", "--porcelain", "--", "../lowmem_grpo"], cwd=here, capture_output=True,
+                             text=True).stdout
+    if not name.strip() and COMMIT.exists():
+        return COMMIT.read_text().strip()
+    return (name.strip() or "unknown") + ("+changes" if changed.strip() else "")
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Add one line to a results file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of a results file; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def newest(rows: list[dict[str, Any]], *fields: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The last row of each combination of `fields`, in the order in which these first came."""
+    return {tuple(json.dumps(row.get(name)) for name in fields): row for row in rows}

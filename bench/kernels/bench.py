@@ -1,0 +1,234 @@
+"""Time and weigh each kernel against its plain reference and against other projects' kernels, in one run.
+
+    python -m bench.kernels.bench                        on the card where there is one, else on the CPU
+    python -m bench.kernels.bench --device cpu --ops linear_logprobs
+    python -m bench.kernels.bench --targets              no measuring: which targets the recorded rows reach
+
+Every provider of a case runs in turn with the others. Peers (requirements-peers.txt) that are not installed are named
+and left out. Rows go to bench/results/kernels.jsonl; bench/README.md says what is in them.
+"""
+
+import gc
+import os
+import sys
+import warnings
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: its profiler announces every start
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.common.rows import append_row, machine, read_rows
+from bench.gate.pretend import is_pretend
+from bench.kernels import peer_layers as kernel_layers
+from bench.kernels import peer_logprobs as kernel_logprobs
+from bench.kernels import peer_nf4 as kernel_nf4
+from bench.kernels.goals import table as target_table
+from bench.kernels.goals import verdicts
+from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes, percentiles
+from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider, Run, UnsupportedError
+
+HERE = Path(__file__).resolve().parents[1]
+RESULTS = HERE / "results" / "kernels.jsonl"
+WRONG = 0.1  # an error, as a part of the largest value, with which a provider is left out
+PROBLEMS = kernel_logprobs.PROBLEMS | kernel_nf4.PROBLEMS | kernel_layers.PROBLEMS
+PRETENDS = torch.cuda.is_available() and is_pretend(torch.cuda.get_device_name(0))  # whose kernels compute nothing
+BOTH = (FWD, FWD_BWD)
+PACKAGES = ("lowmem-grpo", "torch", "triton")
+Sizes = dict[str, list[tuple[tuple[str, ...], dict[str, int]]]]
+FULL: Sizes = {  # one transformer layer of 8 billion parameters, 16,384 tokens
+    "linear_logprobs": [(BOTH, {"N": 16384, "D": 4096, "V": size}) for size in (128256, 151936)],
+    "nf4_linear": [
+        *(((FWD,), {"M": rows, "O": outputs, "I": inputs})
+          for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) for rows in (1, 8, 32, 64)),
+        (BOTH, {"M": 4096, "O": 14336, "I": 4096}),
+    ],
+    "nf4_dequantize": [((FWD,), {"O": 14336, "I": 4096})],
+    "rms_norm": [(BOTH, {"N": 16384, "D": 4096})], "add_rms_norm": [(BOTH, {"N": 16384, "D": 4096})],
+    "rope": [(BOTH, {"T": 16384, "H": 32, "K": 8, "D": 128})],
+    "swiglu": [(BOTH, {"N": 16384, "F": 14336})], "geglu": [(BOTH, {"N": 16384, "F": 14336})],
+}
+SMALL: Sizes = {
+    "linear_logprobs": [((FWD,), {"N": 512, "D": 512, "V": 32768}), ((FWD_BWD,), {"N": 2048, "D": 512, "V": 32768})],
+    "nf4_linear": [((FWD,), {"M": 1, "O": 2816, "I": 1024}), ((FWD,), {"M": 32, "O": 2816, "I": 1024}),
+                   ((FWD_BWD,), {"M": 512, "O": 2816, "I": 1024})],
+    "nf4_dequantize": [((FWD,), {"O": 2816, "I": 1024})],
+    "rms_norm": [((FWD_BWD,), {"N": 2048, "D": 1024})], "add_rms_norm": [((FWD_BWD,), {"N": 2048, "D": 1024})],
+    "rope": [((FWD_BWD,), {"T": 2048, "H": 8, "K": 2, "D": 128})],
+    "swiglu": [((FWD_BWD,), {"N": 1024, "F": 2816})], "geglu": [((FWD_BWD,), {"N": 1024, "F": 2816})],
+}
+TINY: Sizes = {
+    "linear_logprobs": [(BOTH, {"N": 64, "D": 32, "V": 500})],
+    "nf4_linear": [((FWD,), {"M": 1, "O": 64, "I": 128}), (BOTH, {"M": 16, "O": 64, "I": 128})],
+    "nf4_dequantize": [((FWD,), {"O": 64, "I": 128})],
+    "rms_norm": [(BOTH, {"N": 32, "D": 64})], "add_rms_norm": [(BOTH, {"N": 32, "D": 64})],
+    "rope": [(BOTH, {"T": 32, "H": 4, "K": 2, "D": 16})],
+    "swiglu": [(BOTH, {"N": 32, "F": 96})], "geglu": [(BOTH, {"N": 32, "F": 96})],
+}
+SHAPES = {"full": FULL, "small": SMALL, "tiny": TINY}
+console = Console(width=130)
+
+
+@dataclass
+class Bench:
+    """What all cases of one run share."""
+
+    clock: Clock
+    providers: list[str]  # all where empty
+    output: Path
+    common: dict[str, Any]  # fields of every row
+    failures: list[str] = field(default_factory=list)  # of our own providers; the run goes on, and ends with an error
+
+    def measure(self, case: Case) -> None:
+        """All providers of one case, in turn; a row each."""
+        make_problem, providers = PROBLEMS[case.op]
+        try:
+            problem = make_problem(case)
+            truth = problem.truth()
+        except torch.OutOfMemoryError:
+            console.print(f"{case.label}: too large for this card", style="red", highlight=False)
+            return
+        runs, found, missing = {}, {}, {}
+        for provider in providers:
+            if self.providers and provider.name not in self.providers:
+                continue
+            try:
+                runs[provider.name], found[provider.name] = prepare(provider, problem, truth)
+            except UnsupportedError as reason:
+                missing[provider.name] = str(reason)
+                if provider.package == OURS:
+                    self.failures.append(f"{case.label}: {provider.name}: {reason}")
+        del truth
+        peaks = {name: peak_bytes(run, case.device) for name, run in runs.items()}
+        times = {name: percentiles(values) for name, values in self.clock.interleaved(runs).items()}
+        rows = [
+            self.row(problem, provider, times, {"peak_bytes": peaks[provider.name], "errors": found[provider.name]})
+            for provider in providers if provider.name in runs
+        ]
+        for row in rows:
+            append_row(self.output, row)
+        console.print(case_table(case, rows))
+        for name, reason in missing.items():
+            console.print(f"  {name}: {reason}", style="dim", highlight=False)
+
+    def row(self, problem: Problem, provider: Provider, times: dict[str, dict[str, float]],
+            measured: dict[str, Any]) -> dict[str, Any]:
+        """What is recorded of one provider."""
+        case, own = problem.case, times[provider.name]
+        moved, flops = problem.moved_bytes.get(case.passes), problem.flops.get(case.passes)
+        rate = moved / own["p50"] / 1e6 if moved else None
+        products = times.get("two_gemms")
+        return {
+            "op": case.op, "passes": case.passes, "shape": case.shape, "dtype": case.dtype, "provider": provider.name,
+            "version": provider.package_version(), **own, **measured,
+            "error": max(measured["errors"].values(), default=None),
+            "gbps": rate and round(rate, 1), "roofline": rate and round(rate / self.common["copy_gbps"], 4),
+            "tflops": round(flops / own["p50"] / 1e9, 3) if flops else None,
+            "gemm_ratio": round(own["p50"] / products["p50"], 3) if products else None,
+            "note": provider.note, **self.common,
+        }
+
+
+def prepare(provider: Provider, problem: Problem, truth: dict[str, torch.Tensor]) -> tuple[Run, dict[str, float]]:
+    """The warm call of a provider and its errors; UnsupportedError says why there is none."""
+    try:
+        run = provider.build(problem)
+        found = errors(run.call(), truth)
+        if (worst := max(found.values(), default=0.0)) > WRONG and not PRETENDS:
+            raise RuntimeError(f"wrong results, by {worst:.0%} of the largest value")
+    except UnsupportedError:
+        raise
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        raise UnsupportedError("out of memory") from error
+    except Exception as error:
+        reason = "not installed" if isinstance(error, ImportError) else f"failed: {type(error).__name__}: {error}"
+        raise UnsupportedError(reason.strip()[:300]) from error
+    return run, found
+
+
+def case_table(case: Case, rows: list[dict[str, Any]]) -> Table:
+    """One case for the terminal."""
+    columns = ("p20 ms", "p50 ms", "p80 ms", "peak MiB", "error", "GB/s", "of copy", "TFLOP/s", "x GEMMs")
+    result = Table("provider", *columns, title=case.label, title_justify="left")
+    for row in rows:
+        numbers = [f"{row[name]:.3f}" for name in ("p20", "p50", "p80")] + [f"{row['peak_bytes'] / 2**20:.2f}"]
+        rates = [("error", ".1e"), ("gbps", ".1f"), ("roofline", ".0%"), ("tflops", ".3g"), ("gemm_ratio", ".2f")]
+        shown = ["" if row[name] is None else f"{row[name]:{form}}" for name, form in rates]
+        result.add_row(row["provider"], *numbers, *shown)
+    return result
+
+
+def cases(ops: list[str], shapes: str, dtypes: list[str], device: str) -> list[Case]:
+    """All cases of a run, in the order in which they are measured."""
+    return [
+        Case(op, passes, shape, dtype, device)
+        for op in ops for each, shape in SHAPES[shapes][op] for dtype in dtypes for passes in each
+    ]
+
+
+def several(allowed: list[str]) -> Any:
+    """A callback for an option that takes names with commas between them."""
+
+    def check(_context: Any, _option: Any, value: str | None) -> list[str]:
+        names = [name.strip() for name in value.split(",")] if value else []
+        if wrong := [name for name in names if name not in allowed]:
+            raise click.BadParameter(f"{', '.join(wrong)}; choose from {', '.join(allowed)}")
+        return names
+
+    return check
+
+
+ALL_PROVIDERS = list(dict.fromkeys(provider.name for _, providers in PROBLEMS.values() for provider in providers))
+
+
+@click.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card where there is one, else the CPU.")
+@click.option("--ops", callback=several(list(PROBLEMS)), help=f"Of {', '.join(PROBLEMS)}.")
+@click.option("--providers", callback=several(ALL_PROVIDERS), help="Such as lowmem_grpo,trl_chunked; all by default.")
+@click.option("--shapes", type=click.Choice(list(SHAPES)), help="full on a card, small on the CPU.")
+@click.option("--dtype", "dtypes", callback=several(list(DTYPES)),
+              help="bfloat16 on a card, float32,bfloat16 on the CPU.")
+@click.option("--threads", default=1, show_default=True, help="Threads on the CPU.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=2), help="Fewest rounds on the CPU.")
+@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+@click.option("--targets", is_flag=True, help="Measure nothing; say which targets the rows of --output reach.")
+def main(
+    device: str | None, ops: list[str], providers: list[str], shapes: str | None, dtypes: list[str], threads: int,
+    rounds: int, output: Path, targets: bool,
+) -> None:
+    """Measure the kernels, append rows, and say which targets are reached."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    failures: list[str] = []
+    if not targets:
+        warnings.simplefilter("ignore")  # of peers and compilers, between the tables
+        torch.set_num_threads(threads)
+        clock = Clock(device, rounds)
+        common = machine(PACKAGES) | {
+            "run": datetime.now().isoformat(timespec="seconds"), "device": device, "threads": threads,
+            "copy_gbps": round(copy_bandwidth(clock) / 1e9, 2),
+        }
+        console.print(f"{common['gpu'] or common['cpu']}, copies at {common['copy_gbps']} GB/s, rows to {output}")
+        bench = Bench(clock, providers, output, common, failures)
+        default = ["bfloat16"] if device == "cuda" else ["float32", "bfloat16"]
+        shapes = shapes or ("full" if device == "cuda" else "small")
+        for case in cases(ops or list(PROBLEMS), shapes, dtypes or default, device):
+            bench.measure(case)
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    found = verdicts(read_rows(output))
+    console.print(target_table(found if targets else [verdict for verdict in found if verdict.target.device == device]))
+    if failures:
+        click.echo("\n".join([f"{len(failures)} of our own failed:", *failures]), err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Compile every kernel in every configuration that the launch rules can choose, for every chip, without a GPU.
+
+    python -m bench.kernels.compile                    all kernels for sm_75 ... sm_120; a line for each kernel
+    python -m bench.kernels.compile --all              the same with a line for each variant
+    python -m bench.kernels.compile --json             one JSON object with everything
+    python -m bench.kernels.compile --chips 75,90      only these chips
+
+Exit code 1, with a list of what is wrong, where a kernel does not compile, spills more than 64 bytes a thread, needs
+more shared memory than its chip has, or is listed by no `variants()`. bench/README.md says more.
+"""
+
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import pkgutil
+import sys
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+import lowmem_grpo.kernels
+from lowmem_grpo.kernels.launch import SHARED_MEMORY, Variant
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NO_BF16 = {75}  # chips without bfloat16
+FUSION_WARNING = ".*TRITON_DEFAULT_FP_FUSION is unset.*"  # of Triton 3.9, said once in every process
+
+
+@dataclass(frozen=True)
+class Job:
+    """One variant on one chip; jobs with the same key are the same compilation."""
+
+    module: str
+    variant: Variant
+    chip: int
+    dtype: str
+    hints: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        launch, kernel = self.variant.launch, self.variant.kernel
+        values = launch.constexprs | self.variant.constexprs
+        settings = sorted((name, str(value)) for name, value in values.items())
+        return (kernel.__module__, kernel.__name__, tuple(sorted(self.variant.types.items())), tuple(settings),
+                launch.num_warps, launch.num_stages, self.chip, self.hints)
+
+    @property
+    def label(self) -> str:
+        return f"{self.module}: {self.variant.name}, sm_{self.chip}, {self.dtype}, {self.hints}"
+
+
+def kernel_modules() -> list[ModuleType]:
+    """All modules of lowmem_grpo.kernels."""
+    names = [info.name for info in pkgutil.iter_modules(lowmem_grpo.kernels.__path__, "lowmem_grpo.kernels.")]
+    return [importlib.import_module(name) for name in names]
+
+
+def load_file(path: Path) -> ModuleType:
+    """A module from a file, for kernels that are not in the package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise click.BadParameter(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def list_jobs(modules: list[ModuleType], chips: list[int], hints: list[str]) -> list[Job]:
+    """Every variant of every module for every chip, dtype and set of hints."""
+    return [
+        Job(module.__name__.rpartition(".")[2], variant, chip, dtype, hint)
+        for module in modules if hasattr(module, "variants")
+        for chip in chips
+        for dtype in DTYPES if not (dtype == "bf16" and chip in NO_BF16)
+        for variant in module.variants(chip, DTYPES[dtype])
+        for hint in hints
+    ]
+
+
+def unlisted(modules: list[ModuleType], jobs: list[Job]) -> list[str]:
+    """Kernels (named x_kernel) that no variant names, so that nothing would compile them."""
+    listed = {(job.variant.kernel.__module__, job.variant.kernel.__name__) for job in jobs}
+    return [
+        f"{module.__name__}: {name} is in no variants()" for module in modules for name, value in vars(module).items()
+        if name.endswith("_kernel") and hasattr(value, "arg_names") and value.__module__ == module.__name__
+        and (module.__name__, value.__name__) not in listed
+    ]
+
+
+def weigh_job(job: Job) -> Any:
+    """The weight of one job; runs in a worker, where the compiler is imported."""
+    from bench.kernels.aot import weigh
+
+    warnings.filterwarnings("ignore", message=FUSION_WARNING)
+    return weigh(job.variant, job.chip, job.hints)
+
+
+class Queue:
+    """The distinct jobs; forked workers find them here by number, since kernels cannot be sent."""
+
+    jobs: list[Job] = []
+
+    @classmethod
+    def run(cls, number: int) -> Any:
+        return weigh_job(cls.jobs[number])
+
+
+def weigh_all(jobs: list[Job], workers: int) -> dict[tuple[Any, ...], Any]:
+    """The weight of every distinct job, by its key."""
+    from bench.kernels.aot import Weight
+
+    Queue.jobs = list({job.key: job for job in jobs}.values())
+    if workers == 1:
+        return {job.key: weigh_job(job) for job in Queue.jobs}
+    weights = {}
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        waiting = [(job.key, pool.submit(Queue.run, number)) for number, job in enumerate(Queue.jobs)]
+        for key, future in waiting:
+            try:
+                weights[key] = future.result()
+            except BrokenProcessPool:
+                weights[key] = Weight(error="the compiler's process ended; --jobs 1 shows at which kernel")
+    return weights
+
+
+def rows(jobs: list[Job], weights: dict[tuple[Any, ...], Any]) -> list[dict[str, Any]]:
+    """One row a job, for --json."""
+    return [
+        {"module": job.module, "variant": job.variant.name, "kernel": job.variant.kernel.__name__,
+         "chip": job.chip, "dtype": job.dtype, "hints": job.hints, "num_warps": job.variant.launch.num_warps,
+         "num_stages": job.variant.launch.num_stages, **asdict(weights[job.key]),
+         "complaints": weights[job.key].complaints(job.chip)}
+        for job in jobs
+    ]
+
+
+def table(jobs: list[Job], weights: dict[tuple[Any, ...], Any], chips: list[int], every_variant: bool) -> Table:
+    """The most registers, shared memory and spills of each kernel, or of each variant, on each chip."""
+    result = Table(Column("kernel", no_wrap=True), "variants", *(f"sm_{chip}" for chip in chips),
+                   title="registers a thread, KiB of shared memory a block, s: bytes spilled a thread")
+    lines: dict[str, list[Job]] = {}
+    for job in jobs:
+        name = f"{job.variant.name}, {job.dtype}" if every_variant else job.variant.kernel.__name__
+        lines.setdefault(name, []).append(job)
+    for name, line in lines.items():
+        cells = [cell([weights[job.key] for job in line if job.chip == chip], chip) for chip in chips]
+        result.add_row(name, str(len({job.variant.name for job in line})), *cells)
+    return result
+
+
+def cell(weights: list[Any], chip: int) -> str:
+    """What the table says of some compilations for one chip."""
+    if not weights:
+        return ""
+    if any(weight.error for weight in weights):
+        return "[red]error[/]"
+    registers, spill = max(w.registers for w in weights), max(w.spill_bytes for w in weights)
+    text = f"{registers} {max(w.shared_bytes for w in weights) / 1024:.1f}K" + (f" s{spill}" if spill else "")
+    return f"[red]{text}[/]" if any(weight.complaints(chip) for weight in weights) else text
+
+
+def chosen_chips(_context: Any, _option: Any, value: str | None) -> list[int]:
+    """The chips of --chips; all where it is left out."""
+    chips = [part.strip().removeprefix("sm_") for part in value.split(",")] if value else list(map(str, SHARED_MEMORY))
+    if wrong := [chip for chip in chips if chip not in map(str, SHARED_MEMORY)]:
+        raise click.BadParameter(f"{', '.join(wrong)}; choose from {', '.join(map(str, SHARED_MEMORY))}")
+    return [int(chip) for chip in chips]
+
+
+def require_compiler() -> str:
+    """Triton's version; refuses where Triton is missing or would interpret kernels rather than compile them."""
+    try:
+        import triton
+    except ImportError as error:
+        raise click.ClickException("triton is not installed: pip install triton (Linux has wheels)") from error
+    if triton.knobs.runtime.interpret:
+        raise click.ClickException(
+            "TRITON_INTERPRET is set, so kernels would be interpreted and nothing compiled: "
+            "env -u TRITON_INTERPRET python -m bench.kernels.compile"
+        )
+    return triton.__version__
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
+@click.option("--all", "every_variant", is_flag=True, help="A line of the table for each variant.")
+@click.option("--chips", callback=chosen_chips, help="Compute capabilities, such as 75,90; all where left out.")
+@click.option("--hints", type=click.Choice(["aligned", "odd", "both"]), default="aligned", show_default=True,
+              help="Sizes and strides known to be multiples of 16 (as they mostly are), or not.")
+@click.option("--file", "files", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Python files with variants(), in place of lowmem_grpo.kernels.")
+@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(min=1), help="Processes.")
+def main(
+    as_json: bool, every_variant: bool, chips: list[int], hints: str, files: tuple[Path, ...], jobs: int
+) -> None:
+    """Compile every kernel for every chip and weigh it."""
+    version, start = require_compiler(), time.perf_counter()
+    modules = [load_file(path) for path in files] or kernel_modules()
+    wanted = list_jobs(modules, chips, ["aligned", "odd"] if hints == "both" else [hints])
+    if not wanted:
+        raise click.ClickException("nothing to compile: no module has variants()")
+    weights = weigh_all(wanted, jobs)
+    problems = [f"{job.label}: {text}" for job in wanted for text in weights[job.key].complaints(job.chip)]
+    problems += unlisted(modules, wanted)
+    seconds = round(time.perf_counter() - start, 1)
+    if as_json:
+        click.echo(json.dumps({"triton": version, "seconds": seconds, "compilations": len(weights),
+                               "problems": problems, "rows": rows(wanted, weights)}, indent=1))
+    else:
+        Console(width=None if sys.stdout.isatty() else 180).print(table(wanted, weights, chips, every_variant))
+        click.echo(f"{len(wanted)} variants, {len(weights)} compilations, Triton {version}, {seconds} s")
+    if problems:
+        click.echo("\n".join([f"{len(problems)} problems:", *problems]), err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Times a call in turn with others, weighs what it allocates, and compares its results with float64."""
+
+import time
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+import torch
+from torch import Tensor
+
+from bench.kernels.problems import Run
+
+CUDA_ROUNDS, CUDA_SECONDS = 5, 0.1  # rounds, and about how long a provider takes in each
+CPU_ROUNDS, CPU_SECONDS = 25, 2.0  # most rounds, and seconds after which no round beyond the fewest is begun
+COPIES = 9  # that the copy bandwidth is the median of
+FLUSH_BYTES = 2**31  # written before each timed call: empties the L2 cache, and gives the host time to queue the call
+
+
+@dataclass
+class Clock:
+    """Milliseconds of single calls, on the CPU or on the current card."""
+
+    device: str
+    fewest: int = 3  # rounds on the CPU
+    flush: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda":
+            total = torch.cuda.get_device_properties(0).total_memory
+            self.flush = torch.empty(min(FLUSH_BYTES, total // 16), dtype=torch.uint8, device="cuda")
+
+    def times(self, run: Run, calls: int) -> list[float]:
+        """Of some calls, one by one."""
+        return [self.once(run) for _ in range(calls)] if self.flush is None else self.on_card(run, calls)
+
+    def once(self, run: Run) -> float:
+        """Of one call on the CPU."""
+        run.reset()
+        start = time.perf_counter()
+        run.call()
+        return 1e3 * (time.perf_counter() - start)
+
+    def on_card(self, run: Run, calls: int) -> list[float]:
+        """Each call with a cold L2 cache, timed by events on the stream."""
+        assert self.flush is not None
+        pairs = []
+        for _ in range(calls):
+            run.reset()
+            self.flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run.call()
+            end.record()
+            pairs.append((begin, end))
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for begin, end in pairs]
+
+    def interleaved(self, runs: dict[str, Run]) -> dict[str, list[float]]:
+        """Times of every provider, in turns; the order is reversed from round to round."""
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        calls = {name: self.calls(run) for name, run in runs.items()}
+        rounds, start = 0, time.perf_counter()
+        while self.another(rounds, time.perf_counter() - start):
+            for name in list(runs) if rounds % 2 == 0 else list(reversed(runs)):
+                times[name] += self.times(runs[name], calls[name])
+            rounds += 1
+        return times
+
+    def calls(self, run: Run) -> int:
+        """How many calls make about CUDA_SECONDS on the card; one on the CPU."""
+        if self.flush is None:
+            return 1
+        return max(3, min(50, int(1e3 * CUDA_SECONDS / max(*self.on_card(run, 2), 1e-3))))
+
+    def another(self, rounds: int, seconds: float) -> bool:
+        """Whether there is to be another round."""
+        if self.flush is not None:
+            return rounds < CUDA_ROUNDS
+        return rounds < self.fewest or (rounds < CPU_ROUNDS and seconds < CPU_SECONDS)
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """The 20th, 50th and 80th."""
+    cuts = quantiles(values, n=10, method="inclusive")
+    return {"p20": round(cuts[1], 4), "p50": round(cuts[4], 4), "p80": round(cuts[7], 4)}
+
+
+def peak_bytes(run: Run, device: str) -> int:
+    """The most bytes alive at once during a call, beyond those alive before it; its results count."""
+    run.reset()
+    return cuda_peak(run) if device == "cuda" else cpu_peak(run)
+
+
+def cuda_peak(run: Run) -> int:
+    """By the counters of the caching allocator."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run.call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def cpu_peak(run: Run) -> int:
+    """By every allocation and release that the profiler saw, those inside of operators and compiled code included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        results = run.call()
+    del results
+    events = profile.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    live = peak = 0
+    for _, change in sorted(changes, key=lambda entry: entry[0]):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def errors(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Largest error of each result, as a part of the largest true value. Truth may be of the first rows alone."""
+    found = {}
+    for name in results.keys() & truth.keys():
+        result = results[name].detach()[: len(truth[name])]
+        # in chunks, since results in float64 may be large
+        pairs = zip(result.flatten().split(2**24), truth[name].flatten().split(2**24), strict=True)
+        error = max((ours.double() - true).abs().max().item() for ours, true in pairs)
+        found[name] = float(f"{error / max(truth[name].abs().max().item(), 1e-300):.3g}")
+    return dict(sorted(found.items()))
+
+
+def copy_bandwidth(clock: Clock) -> float:
+    """Bytes a second of a plain copy, reading and writing counted: the bound of whatever is bound by memory."""
+    size = 2**28 if clock.flush is None else clock.flush.numel()
+    source = torch.ones(size, dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    times = clock.times(Run(lambda: {"copy": target.copy_(source)}), COPIES)
+    return 2e3 * size / percentiles(times)["p50"]

@@ -1,0 +1,162 @@
+"""Log-probabilities (and entropy) of target tokens from hidden states and a frozen head: ours and others'.
+
+N rows, D hidden size, V vocabulary. The rows are N / 8 tokens of 8 sequences, and the upstream gradient of a row is
+-advantage(sequence) / N: that of GRPO's loss on policy, so that a provider that returns this loss (Liger) can be held
+to the same gradient of the hidden states.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.kernels.problems import (
+    FWD,
+    FWD_BWD,
+    OURS,
+    REFERENCE,
+    Case,
+    Problem,
+    Provider,
+    Results,
+    Run,
+    UnsupportedError,
+    autograd_run,
+    compiled,
+    from_forward,
+    truth_of,
+)
+from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref
+
+SEQUENCES = 8
+TRUTH_CHUNK, TRUTH_ROWS = 512, 2048  # rows whose float64 logits are made at a time, and in all
+
+
+def logprob_problem(case: Case) -> Problem:
+    """Hidden states and a head whose logits are spread like a model's."""
+    rows, size, vocabulary = (case.shape[name] for name in "NDV")
+    generator = case.generator()
+    leaves = {"hidden": case.randn(rows, size, generator=generator)}
+    given = {
+        "weight": case.randn(vocabulary, size, generator=generator, scale=2 / size**0.5),
+        "targets": torch.randint(vocabulary, (rows,), generator=generator, device=case.device),
+    }
+    advantages = torch.randn(SEQUENCES, generator=generator, device=case.device)
+    upstream = {"logprobs": advantages.repeat_interleave(rows // SEQUENCES) / -rows}
+    product = 2 * rows * size * vocabulary
+    return Problem(case, leaves, given | {"advantages": advantages}, upstream,
+                   lambda: logprob_truth(leaves, given, upstream), flops={FWD: product, FWD_BWD: 2 * product})
+
+
+def logprob_truth(leaves: Results, given: dict[str, Any], upstream: Results) -> Results:
+    """The first rows in float64, some at a time: a row's results depend on no other row."""
+    weight = given["weight"].double()
+    tensors = leaves["hidden"], given["targets"], upstream["logprobs"]
+    chunks = zip(*(tensor[:TRUTH_ROWS].split(TRUTH_CHUNK) for tensor in tensors), strict=True)
+    parts = [
+        truth_of(reference, {"hidden": hidden}, {"weight": weight, "targets": targets}, {"logprobs": grad})
+        for hidden, targets, grad in chunks
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, return_entropy=True)
+    return {"logprobs": logprobs, "entropy": entropy}
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
+    logprobs, entropy = linear_logprobs_ref(hidden, weight, targets)
+    return {"logprobs": logprobs, "entropy": entropy.detach()}
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
+    """What one writes by hand: the product in the dtype of the model, the softmax in float32."""
+    log_softmax = (hidden @ weight.T).float().log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return {"logprobs": log_softmax.gather(-1, targets[:, None])[:, 0], "entropy": entropy}
+
+
+def build_products(problem: Problem) -> Run:
+    """The matrix products alone, in the dtype of the case: logits, and with a backward pass their gradient's."""
+    hidden, weight = problem.leaves["hidden"], problem.given["weight"]
+    backward = problem.case.passes == FWD_BWD
+
+    def call() -> Results:
+        logits = hidden @ weight.T
+        return {"products": logits @ weight if backward else logits}
+
+    return Run(call)
+
+
+def build_trl_chunked(problem: Problem) -> Run:
+    """What TRL's GRPO trainer calls by default since 1.16, by `add_fused_lm_head`: tiles of TRL's own size, with the
+    entropy that it logs. It saves the hidden states and makes each tile of logits again in the backward pass."""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
+
+    def forward(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
+        logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
+            hidden, weight, None, targets, 1.0, CHUNK, None, 1.0, ("entropy",)
+        )
+        return {"logprobs": logprobs, "entropy": entropy.detach()}
+
+    return autograd_run(problem, forward)
+
+
+def build_trl_logits(problem: Problem) -> Run:
+    """TRL on whole logits, in float32 as accelerate hands them over under mixed precision."""
+    from trl.trainer.utils import selective_log_softmax_and_entropy
+
+    def forward(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
+        logits = (hidden @ weight.T).float().view(SEQUENCES, -1, weight.shape[0])
+        logprobs, entropy = selective_log_softmax_and_entropy(
+            logits, targets.view(SEQUENCES, -1), entropy_requires_grad=False
+        )
+        return {"logprobs": logprobs.flatten(), "entropy": entropy.flatten()}
+
+    return autograd_run(problem, forward)
+
+
+def build_liger(problem: Problem) -> Run:
+    """Liger's fused GRPO loss. It makes all gradients in its forward pass."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    if problem.case.passes == FWD:
+        raise UnsupportedError("returns the loss, and always with its gradients")
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", use_ref_model=False, temperature=1.0)
+
+    def forward(hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor) -> Results:
+        tokens = targets.view(SEQUENCES, -1)
+        value, _ = loss(hidden.view(*tokens.shape, -1), weight, tokens, torch.ones_like(tokens), advantages)
+        return {"loss": value}
+
+    return autograd_run(problem, forward)
+
+
+def build_cce(problem: Problem) -> Run:
+    """Apple's cut-cross-entropy; its negative is the log-probability."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    if problem.case.device != "cuda" or problem.case.dtype == "float32":
+        raise UnsupportedError("its kernels need a card, and 16 bits")
+
+    def forward(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
+        return {"logprobs": -linear_cross_entropy(hidden, weight, targets, reduction="none").float()}
+
+    return autograd_run(problem, forward)
+
+
+LOGPROB_PROVIDERS = [
+    Provider(OURS, from_forward(ours), OURS),
+    Provider(REFERENCE, from_forward(reference), OURS, "whole logits in float32, and so are the products"),
+    Provider("torch_compile", compiled(plain), note="of log_softmax, gather and entropy over whole logits"),
+    Provider("trl_chunked", build_trl_chunked, "trl", "its GRPO's default: add_fused_lm_head's function and tiles"),
+    Provider("trl_full_logits", build_trl_logits, "trl", "TRL's log-probability and entropy of whole float32 logits"),
+    Provider("liger_grpo_loss", build_liger, "liger-kernel",
+             "the loss, not log-probabilities; no entropy; error of grad_hidden only"),
+    Provider("cut_cross_entropy", build_cce, "cut-cross-entropy", "no entropy, no temperature"),
+    Provider("two_gemms", build_products, note="the matrix products alone (one for fwd)"),
+]
+PROBLEMS = {"linear_logprobs": (logprob_problem, LOGPROB_PROVIDERS)}

@@ -1,0 +1,181 @@
+"""Linear layers on a 4-bit weight (double quantization, blocks of 64), and dequantizing it: ours, bitsandbytes, dense.
+
+The weight is made of random codes and scales, so that nothing needs to be installed to make one. `moved_bytes` counts
+the packed weight, its scales, x and the result once each.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.kernels.problems import (
+    FWD,
+    FWD_BWD,
+    OURS,
+    REFERENCE,
+    Case,
+    Problem,
+    Provider,
+    Results,
+    Run,
+    UnsupportedError,
+    autograd_run,
+    from_forward,
+    truth_of,
+)
+from lowmem_grpo.kernels.launch import capability
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
+from lowmem_grpo.kernels.nf4_decode import candidates, nf4_decode_triton
+from lowmem_grpo.kernels.nf4_linear import nf4_linear
+
+BLOCK, NESTED_BLOCK = 64, 256
+NF4 = (  # the code of 4-bit NormalFloat, QLoRA (arXiv 2305.14314), appendix E
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+
+
+def random_weight(case: Case) -> NF4Weight:
+    """A weight (O, I) whose entries are about as large as a trained layer's."""
+    outputs, inputs = case.shape["O"], case.shape["I"]
+    generator, device = case.generator(), case.device
+    blocks = outputs * inputs // BLOCK
+    return NF4Weight(
+        packed=torch.randint(256, (outputs * inputs // 2,), generator=generator, device=device, dtype=torch.uint8),
+        absmax=torch.randint(256, (blocks,), generator=generator, device=device, dtype=torch.uint8),
+        code=torch.tensor(NF4, device=device), shape=(outputs, inputs), blocksize=BLOCK, dtype=case.torch_dtype,
+        out_features=(outputs,), nested_code=torch.linspace(-1, 1, 256, device=device),
+        nested_absmax=torch.full((-(-blocks // NESTED_BLOCK),), 0.02, device=device),
+        offset=torch.tensor(0.05, device=device), nested_blocksize=NESTED_BLOCK,
+    )
+
+
+def weight_bytes(weight: NF4Weight) -> int:
+    """What must be read of it."""
+    return weight.packed.nbytes + weight.absmax.nbytes + (0 if weight.nested_absmax is None else
+                                                          weight.nested_absmax.nbytes)
+
+
+def linear_problem(case: Case) -> Problem:
+    """x (M, I) times the transpose of the weight (O, I)."""
+    rows, outputs, inputs = (case.shape[name] for name in "MOI")
+    weight, generator = random_weight(case), case.generator()
+    x, grad = (case.randn(rows, size, generator=generator) for size in (inputs, outputs))
+    given = {"dense": nf4_dequantize_ref(replace(weight, dtype=torch.float64))}
+    leaves, upstream = {"x": x}, {"out": grad}
+    once = weight_bytes(weight) + x.nbytes + grad.nbytes
+    product = 2 * rows * outputs * inputs
+    return Problem(
+        case, leaves, {"weight": weight, "dense": given["dense"].to(x.dtype)}, upstream,
+        lambda: truth_of(dense, leaves, given, upstream), {FWD: once, FWD_BWD: 2 * once},
+        {FWD: product, FWD_BWD: 2 * product},
+    )
+
+
+def dequantize_problem(case: Case) -> Problem:
+    """The weight (O, I) in the dtype of the case."""
+    weight = random_weight(case)
+    size = case.torch_dtype.itemsize * case.shape["O"] * case.shape["I"]
+    return Problem(case, {}, {"weight": weight}, {}, lambda: {
+        "values": nf4_dequantize_ref(replace(weight, dtype=torch.float64))
+    }, {FWD: weight_bytes(weight) + size})
+
+
+def ours(x: Tensor, weight: NF4Weight, **_: Any) -> Results:
+    return {"out": nf4_linear(x, weight)}
+
+
+def reference(x: Tensor, weight: NF4Weight, **_: Any) -> Results:
+    return {"out": x @ nf4_dequantize_ref(weight).T}
+
+
+def dense(x: Tensor, dense: Tensor, **_: Any) -> Results:
+    return {"out": x @ dense.T}
+
+
+def our_values(weight: NF4Weight) -> Results:
+    return {"values": nf4_dequantize(weight)}
+
+
+def reference_values(weight: NF4Weight) -> Results:
+    return {"values": nf4_dequantize_ref(weight)}
+
+
+def quant_state(weight: NF4Weight) -> Any:
+    """The weight's tensors as bitsandbytes keeps them."""
+    from bitsandbytes.functional import QuantState
+
+    nested = QuantState(weight.nested_absmax, code=weight.nested_code, blocksize=NESTED_BLOCK, dtype=torch.float32)
+    return QuantState(weight.absmax, shape=torch.Size(weight.shape), code=weight.code, blocksize=BLOCK,
+                      quant_type="nf4", dtype=weight.dtype, offset=weight.offset, state2=nested)
+
+
+def build_matmul(problem: Problem) -> Run:
+    """What its layers call. Since 0.50 that is `gemm_4bit`, of which each chip has a table by rows and sizes: a fused
+    dequantize-and-multiply kernel (always up to 4 rows; on an H200 up to 32 for 14,336 outputs and 7 for 4,096), else
+    dequantize and multiply. A peak below the dense weight's bytes says that the fused kernel ran."""
+    import bitsandbytes
+
+    weight = problem.given["weight"]
+    state, packed = quant_state(weight), weight.packed[:, None]
+    return autograd_run(problem, lambda x, **_: {"out": bitsandbytes.matmul_4bit(x, packed, state)})
+
+
+def build_dequantize_matmul(problem: Problem) -> Run:
+    """The whole weight dequantized by bitsandbytes, then a dense product."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = problem.given["weight"]
+    state, packed = quant_state(weight), weight.packed[:, None]
+    return autograd_run(problem, lambda x, **_: {"out": x @ dequantize_4bit(packed, state).T})
+
+
+def build_gemv(problem: Problem) -> Run:
+    """bitsandbytes' product for one row."""
+    from bitsandbytes.functional import gemv_4bit
+
+    if problem.case.shape["M"] > 1 or problem.case.passes != FWD or problem.case.device != "cuda":
+        raise UnsupportedError("for one row on a card, without gradients; on the CPU it wants another layout")
+    weight = problem.given["weight"]
+    state, packed = quant_state(weight), weight.packed[:, None]
+    return autograd_run(problem, lambda x, **_: {"out": gemv_4bit(x, packed, state=state)})
+
+
+def build_candidate(problem: Problem) -> Run:
+    """Our kernel for few rows in a launch that its rule does not choose."""
+    weight, case = problem.given["weight"], problem.case
+    if case.device != "cuda" or case.passes != FWD:
+        raise UnsupportedError("a launch of a card's kernel, without gradients")
+    found = candidates(case.shape["M"], capability(torch.device("cuda")))
+    if "n64" not in found:
+        raise UnsupportedError("for 33 to 64 rows, from sm_80 on")
+    rest = (*weight.tensors, *weight.sizes, list(weight.out_features), None, None, 0.0, None, None, found["n64"])
+    return autograd_run(problem, lambda x, **_: {"out": nf4_decode_triton(x.detach(), *rest)})
+
+
+def build_values(problem: Problem) -> Run:
+    """bitsandbytes' dequantization."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = problem.given["weight"]
+    state, packed = quant_state(weight), weight.packed[:, None]
+    return autograd_run(problem, lambda weight: {"values": dequantize_4bit(packed, state)})
+
+
+LINEAR_PROVIDERS = [
+    Provider(OURS, from_forward(ours), OURS),
+    Provider(REFERENCE, from_forward(reference), OURS, "dequantize all, then a product"),
+    Provider("lowmem_grpo_n64", build_candidate, "lowmem-grpo", "a candidate: 64 outputs, 4 shares of K, 8 warps"),
+    Provider("bnb_matmul_4bit", build_matmul, "bitsandbytes", "gemm_4bit: fused or not by its own table of the chip"),
+    Provider("bnb_dequantize_matmul", build_dequantize_matmul, "bitsandbytes"),
+    Provider("bnb_gemv_4bit", build_gemv, "bitsandbytes"),
+    Provider("dense", from_forward(dense), note="the product with a weight that was never quantized (cuBLAS)"),
+]
+VALUES_PROVIDERS = [
+    Provider(OURS, from_forward(our_values), OURS), Provider(REFERENCE, from_forward(reference_values), OURS),
+    Provider("bnb_dequantize_4bit", build_values, "bitsandbytes"),
+]
+PROBLEMS = {"nf4_linear": (linear_problem, LINEAR_PROVIDERS), "nf4_dequantize": (dequantize_problem, VALUES_PROVIDERS)}

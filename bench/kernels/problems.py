@@ -1,0 +1,150 @@
+"""What bench/kernels/bench.py measures: a problem (inputs, reference, upstream gradients) and its providers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.common.rows import OWN, version_of
+
+FWD, FWD_BWD = "fwd", "fwd+bwd"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Results = dict[str, Tensor]
+OURS, REFERENCE = "lowmem_grpo", "reference"
+
+
+class UnsupportedError(Exception):
+    """A provider cannot do this problem; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table to be: an op at a shape, forward alone or with backward."""
+
+    op: str
+    passes: str
+    shape: dict[str, int]
+    dtype: str
+    device: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def label(self) -> str:
+        sizes = " ".join(f"{name}={size}" for name, size in self.shape.items())
+        return f"{self.op} {self.passes}, {sizes}, {self.dtype}, {self.device}"
+
+    def generator(self) -> torch.Generator:
+        """Seeded, so that every run has the same inputs."""
+        return torch.Generator(self.device).manual_seed(0)
+
+    def randn(self, *sizes: int, generator: torch.Generator, scale: float = 1.0) -> Tensor:
+        """Normal numbers in the dtype of the case."""
+        values = torch.randn(*sizes, generator=generator, device=self.device, dtype=torch.float32)
+        return values.mul_(scale).to(self.torch_dtype)
+
+
+@dataclass
+class Problem:
+    """Inputs, what they are differentiated by, and float64 truth."""
+
+    case: Case
+    leaves: Results  # inputs that take a gradient
+    given: dict[str, Any]  # the other inputs
+    upstream: Results  # gradient of each output, for fwd+bwd
+    truth: Callable[[], Results]  # outputs and grad_x for each leaf x, in float64
+    moved_bytes: dict[str, int] = field(default_factory=dict)  # least traffic of each pass, where that is the bound
+    flops: dict[str, int] = field(default_factory=dict)  # of the matrix products of each pass
+
+
+@dataclass(frozen=True)
+class Run:
+    """A call to be timed, and what is done before each one, outside of the time."""
+
+    call: Callable[[], Results]
+    reset: Callable[[], None] = lambda: None
+
+
+Forward = Callable[..., Results]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation. `build` imports what it needs and returns the call to be timed."""
+
+    name: str
+    build: Callable[[Problem], Run]
+    package: str = "torch"
+    note: str = ""
+
+    def package_version(self) -> str | None:
+        return version_of(OWN if self.package == OURS else self.package)
+
+
+def autograd_run(problem: Problem, forward: Forward, overwrites: bool = False) -> Run:
+    """A call that runs `forward(**leaves, **given)`, and autograd where the case has a backward pass.
+
+    A provider that writes over leaves or upstream gradients gets copies of its own, made anew before each call.
+    """
+    backward = problem.case.passes == FWD_BWD
+    leaves = {name: leaf.clone() if overwrites else leaf.detach() for name, leaf in problem.leaves.items()}
+    upstream = {name: grad.clone() if overwrites else grad for name, grad in problem.upstream.items()}
+    for leaf in leaves.values():
+        leaf.requires_grad_(backward)
+
+    def call() -> Results:
+        with torch.set_grad_enabled(backward):
+            outputs = forward(**leaves, **problem.given)
+        if not backward:
+            return outputs
+        wanted = {name: value for name, value in outputs.items() if value.requires_grad}
+        sources = [upstream.get(name) for name in wanted]
+        grads = torch.autograd.grad(list(wanted.values()), list(leaves.values()), sources)
+        return outputs | {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+    return Run(call, lambda: restore(problem, leaves, upstream)) if overwrites else Run(call)
+
+
+def restore(problem: Problem, leaves: Results, upstream: Results) -> None:
+    """The problem's own numbers into the copies; else they would shrink from call to call, to denormal ones."""
+    with torch.no_grad():
+        for name, leaf in leaves.items():
+            leaf.copy_(problem.leaves[name])
+        for name, grad in upstream.items():
+            grad.copy_(problem.upstream[name])
+
+
+def from_forward(forward: Forward, overwrites: bool = False) -> Callable[[Problem], Run]:
+    """The `build` of a provider that is a plain function."""
+    return lambda problem: autograd_run(problem, forward, overwrites)
+
+
+def compiled(forward: Forward) -> Callable[[Problem], Run]:
+    """The `build` of a provider that is torch.compile of a plain function."""
+
+    def build(problem: Problem) -> Run:
+        torch._dynamo.reset()
+        return autograd_run(problem, torch.compile(forward, dynamic=False))
+
+    return build
+
+
+def truth_of(forward: Forward, leaves: Results, given: dict[str, Any], upstream: Results) -> Results:
+    """Outputs and gradients in float64, by autograd through a plain function."""
+    wide = {name: leaf.double().requires_grad_() for name, leaf in leaves.items()}
+    outputs = forward(**wide, **{name: widened(value) for name, value in given.items()})
+    wanted = [name for name in outputs if name in upstream]
+    grads = torch.autograd.grad([outputs[name] for name in wanted], list(wide.values()),
+                                [upstream[name].double() for name in wanted])
+    return {name: value.detach() for name, value in outputs.items()} | {
+        f"grad_{name}": grad for name, grad in zip(wide, grads, strict=True)
+    }
+
+
+def widened(value: Any) -> Any:
+    """Floating tensors in float64, everything else as it is."""
+    return value.double() if torch.is_tensor(value) and value.is_floating_point() else value

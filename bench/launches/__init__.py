@@ -1,0 +1,1 @@
+"""How many kernels are launched, and what a call costs on the host."""

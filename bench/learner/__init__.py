@@ -1,0 +1,1 @@
+"""Whether a larger tiny model learns with the full stack on a card."""

@@ -1,0 +1,1 @@
+"""Whether settings and recipes learn."""

@@ -1,0 +1,73 @@
+"""Does it learn, and do settings that should be the same learn the same? Arithmetic, several seeds of each setting.
+
+    python -m bench.learning.bench      # 12 settings, five seeds, 30 steps of 128 completions
+    python -m bench.learning.bench --quick  # two seeds, 20 steps: within 15 minutes on two cores
+    python -m bench.learning.bench --report  # docs/learning.md and docs/learning.svg from the rows alone
+
+One row a run goes to bench/results/learning.jsonl. A quick run leaves those and the docs alone: rows, table and picture
+go to runs/learning-quick. Fails where a setting does not learn, or where two that must agree do not.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.common.rows import append_row, machine, newest, read_rows
+from bench.learning.report import write_report
+from bench.learning.settings import SETTINGS
+from bench.learning.verdicts import failures
+
+HERE = Path(__file__).resolve().parents[1]
+RESULTS, DOCS = HERE / "results" / "learning.jsonl", HERE.parent / "docs"
+QUICK = Path("runs") / "learning-quick"
+
+
+def one(name: str, seed: int, steps: int) -> dict[str, Any]:
+    """The row of one run, in a process of its own with one thread; what went wrong where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "bench.learning.provider", name, str(seed), str(steps), folder]
+        alone = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=alone, check=False)
+    row: dict[str, Any] = {"setting": name, "seed": seed, "steps": steps}
+    if done.returncode:
+        return row | {"missing": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no output"}
+    return row | json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@click.command(help=__doc__)
+@click.option("--quick", is_flag=True, help="Two seeds, fewer steps.")
+@click.option("--seeds", type=int, help="How many; five, or two with --quick.")
+@click.option("--steps", type=int, help="Optimizer steps of each run.")
+@click.option("--setting", "names", multiple=True, help="Only these settings; may be repeated.")
+@click.option("--jobs", type=int, default=os.cpu_count(), show_default=True, help="Runs at a time.")
+@click.option("--report", is_flag=True, help="Run nothing; write docs/learning.md and its picture from the rows.")
+def main(
+    quick: bool, seeds: int | None, steps: int | None, names: tuple[str, ...], jobs: int, report: bool
+) -> None:
+    path, folder = (QUICK / "learning.jsonl", QUICK) if quick else (RESULTS, DOCS)
+    if not report:
+        wanted = [setting.name for setting in SETTINGS if not names or setting.name in names]
+        tasks = [(name, seed) for seed in range(seeds or (2 if quick else 5)) for name in wanted]
+        about = machine()
+        with ThreadPoolExecutor(jobs) as pool:
+            for row in pool.map(lambda task: one(*task, steps or (20 if quick else 30)), tasks):
+                append_row(path, row | about)
+                last = row.get("missing") or f"right at the end {row['right'][-1]:.1%}, {row['seconds']:.0f} s"
+                click.echo(f"{row['setting']}, seed {row['seed']}: {last}")
+    rows = list(newest(read_rows(path), "setting", "seed").values())
+    click.echo(write_report(rows, folder))
+    bad = failures(rows)
+    for line in bad:
+        click.echo(line)
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Every recipe once, as a user would run it: what it learns, how long it takes, what it holds. One row a recipe.
+
+    python -m bench.learning.recipe_runs                 # all of them, with the preset of this machine
+    python -m bench.learning.recipe_runs --recipes proximity  # some
+    python -m bench.learning.recipe_runs --steps 2       # a look: nothing is learnt, and the rows say so
+
+Rows go to bench/results/recipe_runs.jsonl; `python docs/make_recipes.py` makes the recipes' table and pages of them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.common.rows import append_row, machine
+from lowmem_grpo.cli import RECIPES
+
+RESULTS = Path(__file__).parents[1] / "results" / "recipe_runs.jsonl"
+NEEDS = {"code": "isolation", "gsm8k": "dataset"}  # what a machine may lack: a sandbox, the hub
+SUMMARY = ("accuracy_before", "accuracy_after", "accuracy_after_sft", "taught_format_before", "taught_format_after_sft",
+           "taught_format_after", "eval_problems", "steps", "sft_steps", "seed", "train_seconds", "status", "model")
+
+
+def run_recipe(name: str, folder: Path, words: list[str], time_limit: float) -> dict[str, Any]:
+    """The row of one recipe; `missing` says why there is none."""
+    command = [sys.executable, "-m", "lowmem_grpo", "run", name, f"output_dir={folder}", "overwrite_output_dir=true",
+               "disable_tqdm=true", *words]
+    row: dict[str, Any] = {"recipe": name, "words": words}
+    started = time.perf_counter()
+    log = folder.parent / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code, peak = waited(process, time_limit)
+        except TimeoutError:
+            return row | {"missing": f"not finished within {time_limit:.0f} s"}
+    row["command_seconds"], row["host_peak_bytes"] = time.perf_counter() - started, peak
+    if code:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return row | {"missing": (lines or [f"exit status {code}"])[-1][:300]}
+    return row | measured(folder)
+
+
+def waited(process: subprocess.Popen[bytes], time_limit: float) -> tuple[int, int]:
+    """Exit status and peak resident bytes of a process; TimeoutError after `time_limit` seconds, when it is ended."""
+    deadline = time.monotonic() + time_limit
+    while time.monotonic() < deadline:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, usage.ru_maxrss * 1024
+        time.sleep(0.2)
+    process.kill()
+    process.wait()
+    raise TimeoutError
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """What a finished run's files say."""
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "step_time" in line]  # the others are of evaluations
+    groups = [line.get("groups/signal_share", 0.0) for line in steps]
+    peaks = [line["memory/peak_bytes"] for line in steps if line.get("memory/peak_bytes")]  # the card's, or resident
+    return {
+        **{name: summary[name] for name in SUMMARY if name in summary},
+        "rewards": [line.get("reward") for line in steps],  # None where nothing was paid, as by a judge that failed
+        "groups_with_signal": groups,
+        "step_seconds": [line["step_time"] for line in steps], "peak_bytes": max(peaks, default=0),
+    }
+
+
+def chosen(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str]:
+    """Names of recipes, by commas; all of them where none is given."""
+    names = value.split(",") if value else list(RECIPES)
+    if unknown := sorted(set(names) - set(RECIPES)):
+        raise click.BadParameter(f"no recipe {', '.join(unknown)}; there are {', '.join(RECIPES)}")
+    return names
+
+
+@click.command(help=__doc__)
+@click.option("--recipes", callback=chosen, help="Names, by commas.")
+@click.option("--steps", type=int, help="GRPO steps of each, in place of the recipe's own.")
+@click.option("--seed", type=int)
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/recipes"), show_default=True)
+@click.option("--option", "words", multiple=True, help="RECIPE:key=value, for one recipe, or key=value, for all.")
+@click.option("--time-limit", type=float, default=1800.0, show_default=True, help="Seconds for each recipe.")
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+def main(
+    recipes: list[str], steps: int | None, seed: int | None, runs: Path, words: tuple[str, ...], time_limit: float,
+    output: Path,
+) -> None:
+    here = machine()
+    shared = [*([f"max_steps={steps}"] if steps else []), *([] if seed is None else [f"seed={seed}"])]
+    failed = []
+    for name in recipes:
+        own = [word.removeprefix(f"{name}:") for word in words if ":" not in word.partition("=")[0]
+               or word.startswith(f"{name}:")]
+        row = run_recipe(name, runs / name, [*shared, *own], time_limit)
+        if "missing" in row and name not in NEEDS:
+            failed.append(name)
+        append_row(output, row | here)
+        click.echo(told(row))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row in a line."""
+    if "missing" in row:
+        return f"{row['recipe']}: missing: {row['missing']}"
+    before, after = row.get("accuracy_before"), row.get("accuracy_after")
+    change = "" if before is None or after is None else f"{before:.1%} -> {after:.1%}, "
+    return f"{row['recipe']}: {change}{row['steps']} steps, {row['command_seconds']:.0f} s"
+
+
+if __name__ == "__main__":
+    main()

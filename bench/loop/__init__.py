@@ -1,0 +1,1 @@
+"""How long a step of the whole loop takes, beside other trainers."""

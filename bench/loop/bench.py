@@ -1,0 +1,216 @@
+"""A step of the whole GRPO loop at full size: its time, phase by phase, and its memory; ours beside TRL and Unsloth.
+
+    python -m bench.loop.bench                  8B, random weights, prompts of 1,024 tokens, 8 completions of 4,096
+    python -m bench.loop.bench --device cpu     a tiny one on the CPU, within minutes
+    python -m bench.loop.bench --gib 24 --prompts 4  on a card made smaller, with 32 completions a step
+    python -m bench.loop.bench --targets        no measuring: which targets the recorded rows reach
+
+Every provider runs in a process of its own, one after the other, in its own environment where one is named. What cannot
+run here is named with the reason. Rows go to bench/results/loop.jsonl; bench/README.md says what is in them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+from rich.console import Console
+
+from bench.common.model_folder import model_folder
+from bench.common.rows import append_row, machine, read_rows
+from bench.gate import pretend
+from bench.loop.goals import OURS, table, verdicts
+from bench.loop.shapes import loop_shape
+from bench.loop.table import show
+from bench.rollout.shapes import SHAPES
+
+BENCH = Path(__file__).resolve().parents[1]
+RESULTS = BENCH / "results" / "loop.jsonl"
+PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
+ENVIRONMENT = {  # vLLM in the process that is timed, quiet, and sending nothing; no hub
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all providers of one call have in common."""
+
+    device: str
+    shape: str
+    prompts: int
+    steps: int
+    gib: float | None
+    peer_batch: int
+    threads: int
+    time_limit: float
+    gpu: str | None  # its name
+    python: dict[str, str]  # interpreter of trl and of unsloth, where they have their own
+
+    def make(self, folder: Path) -> None:
+        """Write the random weights."""
+        done = self.call(sys.executable, "bench.rollout.provider", "make", folder, [], None)
+        if done.returncode:
+            raise click.ClickException(f"the weights could not be made:\n{done.stderr[-2000:]}")
+
+    def run(self, provider: str, folder: Path) -> dict[str, Any]:
+        """A fresh process; its JSON object, or what went wrong: `failed` where it should have said so itself."""
+        options = ["--prompts", str(self.prompts), "--steps", str(self.steps), "--peer-batch", str(self.peer_batch),
+                   "--time-limit", str(self.time_limit), *(["--gib", str(self.gib)] if self.gib else [])]
+        interpreter = self.python.get(provider.partition("_")[0], sys.executable)
+        try:
+            done = self.call(interpreter, "bench.loop.provider", provider, folder, options, self.time_limit)
+        except subprocess.TimeoutExpired as error:
+            words = (error.stderr or b"")[-3000:].decode(errors="replace")
+            return {"missing": f"took more than {self.time_limit:g} s", "failed": True, "log": words}
+        except OSError as error:
+            return {"missing": f"{interpreter} does not start: {error.strerror}", "failed": True}
+        return outcome(done)
+
+    def call(
+        self, interpreter: str, script: str, what: str, folder: Path, options: list[str], limit: float | None
+    ) -> subprocess.CompletedProcess[str]:
+        command = [interpreter, "-m", script, what, "--folder", str(folder), "--shape", self.shape, "--device",
+                   self.device, *options]
+        environment = os.environ | ENVIRONMENT | pretend.environment(self.gpu)
+        environment |= {"OMP_NUM_THREADS": str(self.threads)}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=limit
+        )
+
+
+def outcome(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+    """What a process printed last, or its last words."""
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        found: dict[str, Any] = json.loads(lines[-1])
+        return found
+    words = done.stderr.strip().splitlines() or ["it said nothing"]
+    return {"missing": f"ended with {done.returncode}: {words[-1]}"[:400], "failed": True, "log": done.stderr[-3000:]}
+
+
+def medians(steps: list[dict[str, dict[str, float]]], measure: str, combine: Callable[..., float]) -> dict[str, float]:
+    """One number of each phase, over the timed steps."""
+    names = {name: None for step in steps for name in step.get(measure, {})}
+    return {name: combine(step[measure].get(name, 0) for step in steps) for name in names}
+
+
+KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # of what a provider gives, as it is
+
+
+def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
+    """What is recorded of one provider: seconds, shares, tokens a second, peaks; or why it is missing."""
+    row = {"provider": provider, **common, "versions": common["versions"] | found.get("versions", {})}
+    if "missing" in found:
+        return row | {"missing": found["missing"]}
+    steps = found["steps"]
+    phases = medians(steps, "seconds", median)
+    whole = [sum(step["seconds"].values()) for step in steps]
+    peaks = {name: medians(steps, name, max) for name in
+             ("allocated_bytes", "used_bytes", "host_bytes", "host_taken_bytes")}
+    return row | {
+        "seconds": round(median(whole), 4), "step_seconds": [round(value, 4) for value in whole],
+        "phases": {name: round(value, 4) for name, value in phases.items()},
+        "shares": {name: round(value / sum(phases.values()), 4) for name, value in phases.items()},
+        "warm_up": found["warm_up"], "tokens": median(found["tokens"]), **speeds(found, common, phases, median(whole)),
+        **{name: value for name, value in peaks.items() if value},
+        **{name: found[name] for name in KEPT if name in found},
+    }
+
+
+def speeds(
+    found: dict[str, Any], common: dict[str, Any], phases: dict[str, float], whole: float
+) -> dict[str, float]:
+    """Tokens a second: of completions over the step and over sampling, of prompts and completions over training."""
+    tokens, sequences = median(found["tokens"]), common["sequences"]
+    shown = {"step": tokens / whole}
+    if phases.get("generate"):
+        shown["generate"] = tokens / phases["generate"]
+    if phases.get("train"):
+        shown["train"] = (tokens + sequences * common["prompt_tokens"]) / phases["train"]
+    return {"tokens_per_second": {name: round(value, 2) for name, value in shown.items()}}
+
+
+def measure(plan: Plan, names: list[str], weights: Path | None, keep: Callable[[dict[str, Any]], None],
+            common: dict[str, Any]) -> list[str]:
+    """A row of each provider, kept as soon as it is there; returns which of ours failed."""
+    failed = []
+    with model_folder(weights, plan.shape, plan.make) as folder:
+        for name in names:
+            click.echo(f"{name} ...", err=True)
+            found = plan.run(name, folder)
+            keep(row_of(name, found, common))
+            if found.get("failed") and name.startswith(OURS):
+                failed.append(name)
+                click.echo(found.get("log") or found["missing"], err=True)
+    return failed
+
+
+def common_of(plan: Plan, where: dict[str, Any], run_name: str | None) -> dict[str, Any]:
+    """What all rows of a call say."""
+    size = loop_shape(plan.shape, plan.prompts)
+    return where | {
+        "run": run_name or datetime.now().isoformat(timespec="seconds"), "device": plan.device, "shape": plan.shape,
+        "gib": plan.gib, "prompts": plan.prompts, "generations": size.n, "sequences": size.sequences,
+        "prompt_tokens": size.prompt_tokens, "completion_tokens": size.completion_tokens, "steps": plan.steps,
+        "threads": plan.threads,
+    }
+
+
+@click.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card where there is one, else the CPU.")
+@click.option("--shape", type=click.Choice(list(SHAPES)), help="full on a card, tiny on the CPU.")
+@click.option("--provider", "names", multiple=True, type=click.Choice(PROVIDERS), help="All where this is left out.")
+@click.option("--prompts", default=1, show_default=True, type=click.IntRange(min=1), help="Prompts of a step.")
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Timed, after one that is not.")
+@click.option("--gib", type=click.FloatRange(min=0, min_open=True), help="On a card: what torch may use of it.")
+@click.option("--peer-batch", default=1, show_default=True, type=click.IntRange(min=1),
+              help="Completions of a peer's micro-batch; ours are planned.")
+@click.option("--trl-python", help="Interpreter with TRL 1.16.0; this one where left out.")
+@click.option("--unsloth-python", help="Interpreter with Unsloth; this one where left out.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="Threads on the CPU.")
+@click.option("--time-limit", default=540.0, show_default=True, type=click.FloatRange(min=1),
+              help="Seconds that one provider may take; it makes as many steps as fit, the first untimed if it can be.")
+@click.option("--weights", "--workdir", "weights", type=click.Path(file_okay=False, path_type=Path),
+              help="A folder in which the weights are made once and kept, the one of bench/rollout; a temporary one "
+                   "where this is left out.")
+@click.option("--run", "run_name", help="Joins the rows of several calls: providers of one run are compared.")
+@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+@click.option("--targets", is_flag=True, help="Measure nothing; say which targets the rows of --output reach.")
+def main(
+    device: str | None, shape: str | None, names: tuple[str, ...], prompts: int, steps: int, gib: float | None,
+    peer_batch: int, trl_python: str | None, unsloth_python: str | None, threads: int, time_limit: float,
+    weights: Path | None, run_name: str | None, output: Path, targets: bool,
+) -> None:
+    """Measure steps of the whole loop, append rows, and say which targets are reached."""
+    if targets:
+        Console(width=130).print(table(verdicts(read_rows(output))))
+        return
+    where = machine()  # taken first: the commit is the one that the run began with
+    device = device or ("cuda" if where["gpu"] else "cpu")
+    shape = shape or ("full" if device == "cuda" else "tiny")
+    python = {name: path for name, path in (("trl", trl_python), ("unsloth", unsloth_python)) if path}
+    plan = Plan(device, shape, prompts, steps, gib, peer_batch, threads, time_limit, where["gpu"], python)
+    rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        append_row(output, row)
+
+    failed = measure(plan, list(names or PROVIDERS), weights, keep, common_of(plan, where, run_name))
+    show(rows)
+    Console(width=130).print(table([one for one in verdicts(read_rows(output)) if one.target.device == device]))
+    if failed:
+        raise click.ClickException(f"{', '.join(failed)} failed; see above")
+
+
+if __name__ == "__main__":
+    main()

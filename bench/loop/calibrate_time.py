@@ -1,0 +1,43 @@
+"""How far planned seconds are from measured ones, by card and phase, from the committed rows of whole steps.
+
+    python -m bench.loop.calibrate_time
+
+prints what `CALIBRATION` in lowmem_grpo/timing/costs.py is to hold. Rows of results/loop.jsonl count that a card made
+whose data sheet is known and that have planned seconds; there is none yet. A row's planned seconds are those before
+calibration, so that no factor is counted twice.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lowmem_grpo.timing.card_speeds import card_of
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "loop.jsonl"
+PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # of a plan: those of a row
+
+
+def rows() -> list[dict[str, Any]]:
+    """The committed rows of whole steps."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+
+
+def factors(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """{card: {phase: median of measured over planned}}, to two digits."""
+    ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in found:
+        card, planned = card_of(row.get("gpu") or ""), row.get("planned_seconds")
+        if card is None or not planned:
+            continue
+        for phase, parts in PHASES.items():
+            measured = sum(row["phases"].get(part, 0.0) for part in parts)
+            ratios[card][phase].append(measured / planned[phase])
+    return {card: {phase: round(median(values), 2) for phase, values in phases.items()}
+            for card, phases in ratios.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(factors(rows()), indent=2))

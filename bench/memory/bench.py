@@ -1,0 +1,121 @@
+"""Memory of one training step with the features that save it switched on one by one: peaks on device and host.
+
+    python -m bench.memory.bench                  every case, on fake tensors: minutes on any machine, no GPU
+    python -m bench.memory.bench --shape llama-3.1-8b --context 131072
+    python -m bench.memory.bench --device cuda --gib 16  the same step for real, random weights, on a card made smaller
+    python -m bench.memory.bench --picture        nothing is weighed: docs/memory.svg from the recorded rows
+
+Rows go to bench/results/memory.jsonl; bench/README.md says what is in them.
+"""
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.common.rows import append_row, machine, read_rows
+from bench.memory.picture import svg
+from bench.memory.section import GIB, newest_cases
+from bench.memory.stages import CASES, STAGES, Case, completion_lengths
+
+HERE = Path(__file__).resolve().parents[1]
+RESULTS = HERE / "results" / "memory.jsonl"
+PICTURE = HERE.parent / "docs" / "memory.svg"
+
+
+PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned for
+
+
+def planned(case: Case, budget: float | None) -> dict[str, int]:
+    """What the planner says of the case: on a card of so many GiB, or with all memory it wants."""
+    from lowmem_grpo.memory.cards import device
+    from lowmem_grpo.memory.model_shape import named_config
+    from lowmem_grpo.memory.plan import RunSettings
+    from lowmem_grpo.memory.planner import plan
+
+    settings = RunSettings(
+        case.context, case.generations, case.rank, max_tokens=case.context, mlp_tile=4096, chunk_rows=1024,
+        optim="adamw_8bit", host_embedding=False, spread=0.0,  # one sequence of the longest length
+    )
+    found = plan(named_config(case.shape), settings, device(f"{budget or 1024}GiB"), case.shape)
+    sizes = {"planned_bytes": found.train_allocated, "planned_train_bytes": found.train}
+    return sizes | {"planned_host_bytes": found.host}
+
+
+def weigh_stage(case: Case, stage: str) -> dict[str, Any]:
+    """The bytes of one stage of a case, on fake tensors."""
+    from bench.memory.weigh import weigh
+    from lowmem_grpo.memory.model_shape import named_config
+
+    begin = time.perf_counter()
+    found = weigh(named_config(case.shape), completion_lengths(case), STAGES[stage], case.rank)
+    sizes = {f"{name}_bytes": value for name, value in vars(found).items() if name != "breakdown"}
+    return sizes | {"seconds": round(time.perf_counter() - begin, 2)}
+
+
+def measure_stage(case: Case, stage: str, gib: float | None) -> dict[str, Any]:
+    """The same for real, on a card that may use `gib` of its memory."""
+    from bench.memory.on_card import measure
+    from lowmem_grpo.memory.model_shape import named_config
+
+    return measure(named_config(case.shape), completion_lengths(case), STAGES[stage], case.rank, gib)
+
+
+def rows_of(case: Case, stages: list[str], device: str, gib: float | None) -> list[dict[str, Any]]:
+    """A row of each stage."""
+    rows = []
+    for stage in stages:
+        found = measure_stage(case, stage, gib) if device == "cuda" else weigh_stage(case, stage)
+        plain = stage == PLANNED
+        rows.append({**asdict(case), "stage": stage, "device": device, "gib": gib, **found,
+                     **(planned(case, gib) if plain else {})})
+        click.echo(f"{case.shape} {case.context:,} x {case.generations}: {stage}: {in_words(rows[-1])}", err=True)
+    return rows
+
+
+def in_words(row: dict[str, Any]) -> str:
+    if "device_bytes" not in row:
+        return str(row.get("error", ""))
+    return f"{row['device_bytes'] / GIB:.2f} GiB on the device, {row['host_bytes'] / GIB:.2f} on the host"
+
+
+def cases(shapes: tuple[str, ...], context: int | None, generations: int | None) -> list[Case]:
+    """The cases asked for, with another context or number of completions where that was given."""
+    chosen = [case for case in CASES if not shapes or case.shape in shapes]
+    changes = {name: value for name, value in (("context", context), ("generations", generations)) if value}
+    return list(dict.fromkeys(replace(case, **changes) for case in chosen))
+
+
+@click.command()
+@click.option("--shape", "shapes", multiple=True, type=click.Choice(sorted({case.shape for case in CASES})),
+              help="All where this is left out.")
+@click.option("--context", type=click.IntRange(min=64), help="Tokens of the longest sequence.")
+@click.option("--generations", type=click.IntRange(min=2), help="Completions of a prompt.")
+@click.option("--stage", "stages", multiple=True, type=click.Choice(list(STAGES)), help="All where this is left out.")
+@click.option("--device", type=click.Choice(["fake", "cuda"]), default="fake", show_default=True)
+@click.option("--gib", type=float, help="On a card: what of its memory may be used.")
+@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the rows, one JSON object a line.")
+@click.option("--picture", is_flag=True, help="Weigh nothing; draw the newest rows of --output.")
+def main(
+    shapes: tuple[str, ...], context: int | None, generations: int | None, stages: tuple[str, ...], device: str,
+    gib: float | None, output: Path, as_json: bool, picture: bool,
+) -> None:
+    """Weigh the stages of each case and append a row of each; or draw them."""
+    if picture:
+        PICTURE.write_text(svg(newest_cases(read_rows(output))))
+        click.echo(f"{PICTURE}")
+        return
+    common = machine()  # taken first: the commit is the one that the run began with
+    for case in cases(shapes, context, generations):
+        for row in rows_of(case, list(stages or STAGES), device, gib):
+            append_row(output, row | common)
+            if as_json:
+                click.echo(json.dumps(row | common))
+
+
+if __name__ == "__main__":
+    main()

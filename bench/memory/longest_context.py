@@ -1,0 +1,130 @@
+"""The longest context whose training step fits a bounded card: what the planner says, then tried for real.
+
+    python -m bench.memory.longest_context --device cuda --gib 16         Llama-3.1-8B, random weights, 8 completions
+    python -m bench.memory.longest_context --shape qwen2.5-1.5b --gib 2   on fake tensors: no card needed
+
+Each trial is the step of `bench/memory/bench.py` with every feature on; sampling is not in it. The first has the
+planned
+length; then the length grows where it fitted and shrinks where it did not, until both sides are known, the model's own
+longest context fits, or the trials are used up. A row of each trial goes to bench/results/longest_context.jsonl as soon
+as it is done.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from bench.common.rows import append_row, machine
+from bench.memory.bench import measure_stage, planned, weigh_stage
+from bench.memory.stages import CASES, Case
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "longest_context.jsonl"
+STAGE = "+ 8-bit optimizer"
+STEP = 128  # tokens; lengths are multiples of it, as the planner's are
+CLOSE = 1.06  # a misfit within this factor of a fit ends the search
+FILLED, NEARLY = 0.93, 0.97  # of the bound: planned for the first trial, and aimed at by later ones
+GIB = 2**30
+console = Console(width=120)
+Trial = Callable[[int], dict[str, Any]]
+
+
+def planned_context(case: Case, gib: float, longest: int) -> int:
+    """The longest context of which the planner says that a training step holds at most FILLED of the bound."""
+    low, high = 1, longest // STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = planned(replace(case, context=middle * STEP), None)["planned_bytes"] <= FILLED * gib * GIB
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * STEP
+
+
+def search(trial: Trial, start: int, most: int, longest: int) -> list[dict[str, Any]]:
+    """Trials from `start` on, until one fits and one that is hardly longer does not, or the model's longest fits."""
+    rows: list[dict[str, Any]] = []
+    context: int | None = min(max(STEP, start), longest)
+    while context is not None and len(rows) < most:
+        rows.append(trial(context))
+        context = next_context(rows, longest)
+    return rows
+
+
+def next_context(rows: list[dict[str, Any]], longest: int) -> int | None:
+    """What to try after these trials; None where nothing more is to be learned."""
+    low = max((row["context"] for row in rows if row["fits"]), default=None)
+    high = min((row["context"] for row in rows if not row["fits"]), default=None)
+    if low is None:
+        return None if rows[-1]["context"] == STEP else max(STEP, int(rows[-1]["context"] / CLOSE // STEP * STEP))
+    if high is None:
+        return None if low >= longest else min(longest, longer([row for row in rows if row["fits"]]))
+    middle = (low + high) // 2 // STEP * STEP
+    return None if high <= CLOSE * low or middle <= low else middle
+
+
+def longer(fitting: list[dict[str, Any]]) -> int:
+    """A little longer than one length that fits; from two on, where their bytes would nearly reach the bound."""
+    last = fitting[-1]
+    next_up = int(CLOSE * last["context"] // STEP + 1) * STEP
+    held = [row.get("reserved_bytes", row["device_bytes"]) for row in fitting]  # on a card, holes between blocks too
+    if len(fitting) == 1 or held[-1] <= held[-2]:
+        return next_up
+    per_token = (held[-1] - held[-2]) / (last["context"] - fitting[-2]["context"])
+    room = NEARLY * last["gib"] * GIB - held[-1]
+    return max(next_up, int((last["context"] + room / per_token) // STEP) * STEP)
+
+
+def tried(case: Case, device: str, gib: float) -> dict[str, Any]:
+    """One step of one length: whether it fits, and its bytes."""
+    found = measure_stage(case, STAGE, gib) if device == "cuda" else weigh_stage(case, STAGE)
+    fits = "device_bytes" in found and found["device_bytes"] <= gib * GIB
+    return {"shape": case.shape, "context": case.context, "generations": case.generations, "rank": case.rank,
+            "device": device, "gib": gib, "fits": fits, **found}
+
+
+def show(rows: list[dict[str, Any]], planned: int) -> None:
+    """The trials, and what the planner had said."""
+    table = Table("context", "fits", "device GiB", "host GiB", "", title=f"planned: {planned:,} tokens")
+    for row in rows:
+        sizes = [f"{row[name] / GIB:.2f}" if name in row else "" for name in ("device_bytes", "host_bytes")]
+        table.add_row(f"{row['context']:,}", "yes" if row["fits"] else "no", *sizes, str(row.get("error", ""))[:60])
+    console.print(table)
+
+
+@click.command()
+@click.option("--shape", default="llama-3.1-8b", show_default=True, type=click.Choice(sorted({c.shape for c in CASES})))
+@click.option("--device", type=click.Choice(["fake", "cuda"]), default="fake", show_default=True)
+@click.option("--gib", type=float, required=True, help="What of the card may be used.")
+@click.option("--generations", default=8, show_default=True, type=click.IntRange(min=2))
+@click.option("--trials", default=5, show_default=True, type=click.IntRange(min=1), help="At most.")
+@click.option("--start", type=click.IntRange(min=STEP), help="The first length; the planned one where left out.")
+@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+def main(shape: str, device: str, gib: float, generations: int, trials: int, start: int | None, output: Path) -> None:
+    """Find the longest context that fits; exit code 1 where none does."""
+    from lowmem_grpo.memory.model_shape import named_config
+
+    common = machine() | {"run": datetime.now().isoformat(timespec="seconds")}  # first: the commit it began with
+    case = Case(shape, 0, generations)
+    longest = named_config(shape)["max_position_embeddings"]
+    first = planned_context(case, gib, longest)
+    console.print(f"{shape} x {generations} in {gib:g} GiB: a step of {first:,} tokens is planned to fit")
+
+    def trial(context: int) -> dict[str, Any]:
+        row = tried(replace(case, context=context), device, gib) | {"planned_context": first, **common}
+        append_row(output, row)
+        console.print(f"{context:,}: {'fits' if row['fits'] else row.get('error', 'does not fit')}", highlight=False)
+        return row
+
+    rows = search(trial, start or first, trials, longest)
+    show(rows, first)
+    if not any(row["fits"] for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The step of `weigh.py` for real, on a card: random weights, random tokens, and the allocator's own peaks."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from bench.memory.features import Features
+from bench.memory.weigh import LogitsPolicy, add_lora, groups_of, largest, sizes_of
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.losses.objective import StepTotals
+from lowmem_grpo.models import attention
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.offload.embedding import embed_on_host
+from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.train.optim import make_optimizer
+
+GIB = 2**30
+
+
+def measure(
+    config: dict[str, Any], lengths: list[int], features: Features, rank: int, gib: float | None
+) -> dict[str, Any]:
+    """Peaks of one optimizer step in bytes, allocated and reserved; `gib` bounds what is used of the card, the driver's
+    own part included.
+
+    Where memory runs out the row says so in `error`. The first step warms up; the second one is measured.
+    """
+    if not torch.cuda.is_available():
+        raise SystemExit("--device cuda needs a card; leave it out to weigh fake tensors")
+    torch.cuda.empty_cache()
+    total, outside = torch.cuda.mem_get_info()[1], used() - torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (gib * GIB - outside) / total) if gib else 1.0)
+    try:
+        return step(config, lengths, features, rank)
+    except torch.cuda.OutOfMemoryError as error:
+        return {"error": f"out of memory: {str(error).splitlines()[0][:160]}"}
+    finally:
+        torch.cuda.empty_cache()
+
+
+def step(config: dict[str, Any], lengths: list[int], features: Features, rank: int) -> dict[str, Any]:
+    """Load, run two steps, read the peaks of the second."""
+    model = add_lora(random_model(config, features), rank, max(lengths), features)
+    settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim)
+    policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
+    optimizer = make_optimizer(policy.trainable, settings)
+    learner = Learner(policy, settings, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), False, False)
+    batch = largest(groups_of(lengths, features), max(lengths) if features.packing else None).to("cuda")
+    offload = ActivationOffload(model) if features.checkpointing == "offload" else None
+    held = engine_weights(policy) if not features.shared_weights else []
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        with offload or nullcontext():
+            learner.accumulate(iter([batch]), StepTotals(len(lengths), sum(lengths), sum(lengths)))
+        activations = torch.cuda.max_memory_allocated()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    sizes = {f"{name}_bytes": size for name, size in sizes_of(model, policy, features).items()}
+    states = sum(value.nbytes for state in optimizer.state.values() for value in state.values()
+                 if torch.is_tensor(value) and value.is_cuda)
+    sizes |= {"gradients_bytes": sizes["adapters_bytes"], "optimizer_bytes": states}
+    return sizes | {
+        "device_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "used_bytes": used(), "host_bytes": 0 if offload is None else offload.host_bytes_peak,
+        "activations_bytes": activations - sum(sizes.values()), "engine_held_bytes": sum(part.nbytes for part in held),
+    }
+
+
+def used() -> int:
+    """What is taken of the card, by whomever: the driver's context too."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def engine_weights(policy: Policy) -> list[torch.Tensor]:
+    """What an engine with weights of its own would hold, in 16 bits."""
+    counts = (
+        weight.quant_state.shape.numel() if hasattr(weight, "quant_state") else weight.numel()
+        for weight in policy.base.parameters() if not weight.requires_grad
+    )
+    return [torch.empty(count, dtype=torch.bfloat16, device="cuda") for count in counts]
+
+
+def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
+    """A frozen model of random weights on the card; its linears are quantized to NF4 one at a time."""
+    kind = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not head:
+            model.set_submodule(name, random_4bit(module))
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                module._parameters[name] = random_parameter(parameter)
+    model.tie_weights()
+    backbone = getattr(model, model.base_model_prefix)
+    backbone.rotary_emb = type(backbone.rotary_emb)(config=kind).to("cuda")  # its buffers are computed
+    if features.host_embedding and not kind.tie_word_embeddings:
+        embed_on_host(model)
+    model.is_loaded_in_4bit = model.is_quantized = True
+    return model.requires_grad_(False)
+
+
+def random_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Ones for a vector (a norm), small random numbers for a matrix."""
+    if parameter.ndim == 1:
+        return nn.Parameter(torch.ones_like(parameter, device="cuda"), requires_grad=False)
+    return nn.Parameter(torch.randn_like(parameter, device="cuda").mul_(0.02), requires_grad=False)
+
+
+def random_4bit(linear: nn.Linear) -> Linear4bit:
+    """A 4-bit layer of the same shape and random weights, on the card."""
+    has_bias = linear.bias is not None
+    with torch.device("meta"):
+        new = Linear4bit(linear.in_features, linear.out_features, bias=has_bias, compute_dtype=torch.bfloat16,
+                         compress_statistics=True, quant_type="nf4")
+    values = torch.randn(linear.weight.shape, dtype=torch.bfloat16, device="cuda").mul_(0.02)
+    new.weight = Params4bit(values, requires_grad=False, compress_statistics=True, quant_type="nf4").to("cuda")
+    if has_bias:
+        new.bias = nn.Parameter(torch.zeros(linear.out_features, dtype=torch.bfloat16, device="cuda"), False)
+    return new

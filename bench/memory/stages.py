@@ -1,0 +1,55 @@
+"""The cases of bench/memory/bench.py, and the stages in which features that save memory are switched on."""
+
+from dataclasses import dataclass, replace
+
+from bench.memory.features import Features
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the tokens of its longest sequence, the completions of a prompt, and LoRA's rank."""
+
+    shape: str
+    context: int
+    generations: int = 8
+    rank: int = 32
+
+
+CASES = [
+    Case("llama-3.1-8b", 20480), Case("llama-3.1-8b", 131072), Case("qwen3-8b", 20480), Case("qwen2.5-1.5b", 2048),
+    Case("qwen2.5-3b", 8192), Case("qwen2.5-7b", 8192), Case("qwen3-4b", 8192), Case("llama-3.2-3b", 8192),
+    Case("phi-4-14b", 8192), Case("llama-3.3-70b", 2048),
+]
+
+NAIVE = Features(
+    checkpointing=False, no_logits=False, kernels=False, packing=False, shared_weights=False, optim="adamw_torch",
+)
+CHANGES: dict[str, dict[str, object]] = {
+    "naive": {},
+    "+ checkpointing": {"checkpointing": True},
+    "+ offload": {"checkpointing": "offload"},
+    "+ no logits": {"no_logits": True},
+    "+ tiled MLP": {"kernels": True},
+    "+ packing": {"packing": True},
+    "+ shared weights": {"shared_weights": True},
+    "+ 8-bit optimizer": {"optim": "adamw_8bit"},
+    "+ host embedding": {"host_embedding": True},
+}
+
+
+def stages() -> dict[str, Features]:
+    """Each stage's features: those of the one before, and one more."""
+    found, now = {}, NAIVE
+    for name, change in CHANGES.items():
+        now = replace(now, **change)  # type: ignore[arg-type]
+        found[name] = now
+    return found
+
+
+STAGES = stages()
+
+
+def completion_lengths(case: Case) -> list[int]:
+    """Tokens of each sequence, prompt and completion: evenly from half the context to all of it, the longest first."""
+    last = case.generations - 1
+    return [case.context - number * case.context // (2 * last) for number in range(case.generations)]

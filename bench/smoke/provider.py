@@ -1,0 +1,197 @@
+"""One variant of bench/smoke/bench.py in a process of its own: load, LoRA, a few GRPO steps. Prints one JSON object,
+which is `{"missing": reason}` where the variant cannot run here.
+
+    python -m bench.smoke.provider VARIANT DEVICE STEPS
+"""
+
+import gc
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from bench.gate.pretend import is_pretend
+from bench.smoke.variants import CACHE, CARD, VARIANTS, Variant
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.models.pretrained import TINY, resolve
+from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.recipes.arithmetic import make_dataset
+
+KEPT = ("loss", "grad_norm", "entropy", "groups/with_signal", "memory/oom_train", "memory/oom_generate",
+        "memory/peak_bytes", "sampling/parity/mean", "step_time", "learning_rate")
+KV_BYTES = 64 * 2**20
+SMALL = 1024  # bytes from which a layer's input is offloaded: those of this model are below the usual bound
+
+
+def every_other(completions: list[Any], **columns: Any) -> list[float]:
+    """A reward that differs within every group, whatever was sampled."""
+    return [float(number % 2) for number in range(len(completions))]
+
+
+class Filling(TrainerCallback):
+    """After the first step, when all that stays has its place, it takes the card but for `left` bytes. They go back
+    into torch's cache at once, or are held until `rewards` pays for the second rollout."""
+
+    def __init__(self, what: str, left: int) -> None:
+        self.what, self.left = what, left
+        self.held: torch.Tensor | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info()[0]
+            self.held = torch.empty(free - self.left, dtype=torch.uint8, device="cuda")
+            if self.what == CACHE:
+                self.held = None
+
+    def rewards(self, completions: list[Any], **columns: Any) -> list[float]:
+        """The same as ever; nothing is held any more."""
+        self.held = None
+        torch.cuda.empty_cache()
+        return every_other(completions)
+
+
+def untied(folder: Path) -> str:
+    """The tiny model with a head of its own, saved in a folder."""
+    source = resolve(TINY)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return str(folder)
+
+
+def make_trainer(variant: Variant, device: str, steps: int, folder: Path, blind: bool) -> GRPOTrainer:
+    """The tiny model with LoRA in a trainer. `blind`: values mean nothing, so nothing that judges them is on."""
+    name = untied(folder / "untied") if variant.load.get("offload_embedding") else TINY
+    load: dict[str, Any] = {"max_seq_length": 256, "device": device, "kv_cache_bytes": KV_BYTES, "max_num_seqs": 16}
+    model, tokenizer = FastLanguageModel.from_pretrained(name, **load | variant.load)
+    model = FastLanguageModel.get_peft_model(model, r=8, lora_alpha=16, **variant.lora)
+    judged = {"parity_steps": 0, "nonfinite_steps": 1000} if blind else {"parity_steps": 1}
+    config = GRPOConfig(
+        output_dir=str(folder / "run"), max_steps=steps * variant.config.get("num_iterations", 1), num_generations=4,
+        per_device_train_batch_size=16, max_completion_length=32, learning_rate=1e-3, disable_tqdm=True,
+        **judged, **variant.config,
+    )
+    filling = Filling(variant.fills, variant.load["kv_cache_bytes"] // 2) if variant.fills else None
+    trainer = GRPOTrainer(
+        model=model, processing_class=tokenizer, args=config, callbacks=[filling] if filling else [],
+        reward_funcs=[filling.rewards if filling else every_other], train_dataset=make_dataset("train", 4 * steps),
+    )
+    if isinstance(trainer.learner.offload, ActivationOffload):
+        trainer.learner.offload = ActivationOffload(trainer.policy.model, min_bytes=SMALL)
+    return trainer
+
+
+def walk(variant: Variant, device: str, steps: int, blind: bool) -> dict[str, Any]:
+    """Train, and say what was seen; nothing of it is alive afterwards."""
+    with tempfile.TemporaryDirectory(prefix="card_smoke_") as folder:
+        trainer = make_trainer(variant, device, steps, Path(folder), blind)
+        before = [parameter.detach().clone() for parameter in trainer.policy.trainable]
+        wrong = wrong_sleep(trainer.engine) if device == "cuda" and variant.sleeps else []
+        trainer.train()
+        moved = max((old - new).abs().max().item() for old, new in zip(before, trainer.policy.trainable, strict=True))
+        lines = [{name: line[name] for name in KEPT if name in line} for line in trainer.state.log_history]
+        wrong += wrong_state(trainer, variant, device)
+        wrong += wrong_after_filling(trainer, variant, lines) if variant.fills else []
+        found = {"engine": trainer.engine.name, "steps": lines, "adapter_moved": moved, "wrong": wrong,
+                 "fills": variant.fills}
+        trainer.model.close_engine()
+    return found
+
+
+def free_bytes() -> int:
+    """Of the card, once it has done all that it was told."""
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def wrong_sleep(engine: Any) -> list[str]:
+    """What is not as a nap should leave it: the key-value cache goes back to the card, and comes again."""
+    kv_bytes, before = engine.kv_bytes, free_bytes()
+    engine.sleep()
+    asleep = free_bytes()
+    engine.wake()
+    awake, wrong = free_bytes(), []
+    if asleep - before < 0.9 * kv_bytes:
+        wrong.append(f"sleep gave {asleep - before:,} bytes back, of a key-value cache of {kv_bytes:,}")
+    if before - awake > 0.1 * kv_bytes:  # less is well: dequantized weights come back with the next call
+        wrong.append(f"after sleep and wake {before - awake:,} more bytes are taken than before")
+    if engine.kv_bytes != kv_bytes:
+        wrong.append(f"the key-value cache has {engine.kv_bytes:,} bytes after sleep and wake, and had {kv_bytes:,}")
+    return wrong
+
+
+def wrong_after_filling(trainer: GRPOTrainer, variant: Variant, lines: list[dict[str, Any]]) -> list[str]:
+    """Beside a full cache of torch's waking is as ever; on a full card it takes a smaller key-value cache."""
+    shortages = max((line["memory/oom_generate"] for line in lines), default=0)
+    trainer.engine.wake()
+    asked, had = variant.load["kv_cache_bytes"], trainer.engine.kv_bytes
+    trainer.engine.sleep()
+    if variant.fills == CACHE and (shortages or had != asked):
+        return [f"waking ran out of memory {shortages} times beside torch's cache, and the key-value cache has {had:,} "
+                f"of {asked:,} bytes: the cache was not given back first"]
+    if variant.fills == CARD and (not shortages or not 0 < had <= asked // 2):
+        return [f"waking ran out of memory {shortages} times on a full card, and the key-value cache has {had:,} of "
+                f"{asked:,} bytes: at most half has room"]
+    return []
+
+
+def wrong_state(trainer: GRPOTrainer, variant: Variant, device: str) -> list[str]:
+    """What is not as the variant asked for, after its last step."""
+    wrong, engine = [], variant.load.get("fast_inference", "transformers")
+    offload = trainer.learner.offload
+    if trainer.engine.name != engine:
+        wrong.append(f"the engine is {trainer.engine.name}, not {engine}")
+    if device == "cuda" and engine == "vllm" and trainer.engine.sleeps and trainer.engine.kv_bytes:
+        wrong.append("vLLM is awake after a rollout")
+    if device == "cuda" and isinstance(offload, ActivationOffload) and not offload.host_bytes_peak:
+        wrong.append("nothing was offloaded to the host")
+    return wrong
+
+
+def allocated(device: str) -> int:
+    """Bytes that torch holds on the card, garbage aside; 0 on the CPU."""
+    gc.collect()
+    if device == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def run(name: str, device: str, steps: int) -> dict[str, Any]:
+    """Everything that is measured of a variant. On a card it runs twice: what the first one leaves behind is workspaces
+    and caches of libraries, what the second one leaves is a leak."""
+    variant = VARIANTS[name]
+    if device == "cpu" and variant.card_only:
+        return {"missing": variant.card_only}
+    blind = device == "cuda" and is_pretend(torch.cuda.get_device_name(0))
+    begin, left = time.perf_counter(), 0
+    found = walk(variant, device, steps, blind)
+    if device == "cuda" and not blind:
+        left = allocated(device)
+        found = walk(variant, device, steps, blind)
+        left = allocated(device) - left
+    return found | {"left_bytes": left, "seconds": round(time.perf_counter() - begin, 2), "pretend": blind}
+
+
+def main() -> None:
+    name, device, steps = sys.argv[1:]
+    try:
+        found = run(name, device, int(steps))
+    except EngineUnavailableError as error:
+        found = {"missing": " ".join(str(error).split())[:300]}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
