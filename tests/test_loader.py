@@ -12,13 +12,12 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
+from large_models import save_large
 from small_models import FAMILIES, SPLIT, TINY, random_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerBase,
 )
 
@@ -420,24 +419,6 @@ def test_quantizing_a_checkpoint_never_holds_its_16_bit_weights_in_memory(tmp_pa
     # quantizing one matrix on the CPU makes about five copies of it in float32
     assert peak - after < 12 * largest < 0.4 * stored, f"{before:,} before, {peak:,} at the peak, {after:,} after"
     assert after - before < 0.4 * stored
-
-
-def save_large(folder: Path) -> tuple[int, int]:
-    """A random model in bfloat16, in several files; its bytes, and those of its largest matrix."""
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=1536, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=12,
-        num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=True, dtype="bfloat16",
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="90MB")
-    finally:
-        torch.set_default_dtype(before)
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
-    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    assert len(sizes) >= 4
-    return sum(sizes), 2 * config.hidden_size * config.intermediate_size
 
 
 def test_what_ships_with_the_package_stays_below_8_mib() -> None:

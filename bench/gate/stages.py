@@ -87,8 +87,9 @@ def tests(setup: Setup) -> list[Piece]:
     if setup.form == CPU:  # what is marked is skipped here: it is enough that it can be collected
         few = [smoke(setup, name, "--steps", "1") for name in ("vllm", "4-bit")]
         return [selected(setup, "kernels", "gpu", TESTS / "kernels" / "test_rms_norm.py"), *few]
-    package = [path for path in sorted(TESTS.glob("test_*.py")) if ON_A_CARD.search(path.read_text())]
-    kernels = [path for path in sorted((TESTS / "kernels").glob("test_*.py")) if ON_A_CARD.search(path.read_text())]
+    files = [path for path in sorted(TESTS.rglob("test_*.py")) if ON_A_CARD.search(path.read_text())]
+    kernels = [path for path in files if path.parent.name == "kernels"]
+    package = [path for path in files if path not in kernels]
     bare, vllm = ("bitsandbytes",), ("bitsandbytes", "vllm")
     return [
         *(selected(setup, "vllm", "gpu and vllm", path, needs=vllm, least=120) for path in package
@@ -104,7 +105,8 @@ def selected(
     setup: Setup, group: str, mark: str, path: Path, workers: int = 0, needs: tuple[str, ...] = (), least: int = 45
 ) -> Piece:
     """The tests of a file that have these marks."""
-    name = f"{group} {path.stem.removeprefix('test_')}"
+    file = ".".join(path.relative_to(TESTS).with_suffix("").parts).replace("test_", "")
+    name = f"{group} {file.removeprefix('kernels.')}"
     options = ("-m", "pytest", "-m", mark, "-n", str(workers), "-p", "no:cacheprovider",
                f"--junitxml={setup.out / name}.xml")
     return Piece(f"tests/{name}", (*options, str(path)), least=least, needs=needs, junit=True)

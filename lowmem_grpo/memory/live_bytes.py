@@ -4,7 +4,7 @@ On a card its allocator counts. On the CPU nobody does, so every storage that an
 lives; what one operation makes and frees within itself is not seen.
 
 `TorchDispatchMode` is torch's documented way to see operations, in a module whose name is private. It is used in this
-file alone; checked with torch 2.13. tests/test_live_bytes.py fails where it moves.
+file alone; checked with torch 2.13. tests/memory/test_live_bytes.py fails where it moves.
 """
 
 import weakref

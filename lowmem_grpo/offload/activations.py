@@ -178,7 +178,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 def storage_id(tensor: Tensor) -> int:
     """The same for tensors that share memory. Fake tensors, of which plans are made, have no `data_ptr()`: hence a
-    private attribute of torch, here alone; checked with torch 2.13, tests/test_offload.py fails where it moves."""
+    private attribute of torch, here alone; checked with torch 2.13, tests/offload/test_activations.py fails where it
+    moves."""
     return tensor.untyped_storage()._cdata
 
 

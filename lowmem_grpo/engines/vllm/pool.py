@@ -6,7 +6,7 @@ is mapped, or none, and its error is forgotten. What it holds are tagged segment
 "weights" to the host and throws the rest away: a buffer under a tag of ours costs nothing while it sleeps.
 
 None of this is public, so all use of it is in this file. It is so in vLLM 0.26 to 0.32, as read in the source; nothing
-of it has run on a card. tests/test_vllm_pool.py fails where it moves.
+of it has run on a card. tests/engines/vllm/test_pool.py fails where it moves.
 """
 
 import ctypes

@@ -1,0 +1,57 @@
+"""What a decoder layer hands to a card, held: launches in training and for a sampled token, and the host's time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRAINING, DECODE, MICROSECONDS = 170, 16, 5.0  # at most
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """Standard output of `make bench-launches JSON=1`, by the command that it runs."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.launches.bench", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def found(printed: str) -> dict[str, Any]:
+    return json.loads(printed)
+
+
+def test_one_json_object_is_printed_and_nothing_else(printed: str, found: dict[str, Any]) -> None:
+    assert printed.strip() == json.dumps(found)
+    assert {"launches_forward", "launches_backward", "launches_decode", "host_us_per_op"} <= found.keys()
+
+
+def test_a_layer_trains_with_few_launches(found: dict[str, Any]) -> None:
+    assert 20 < found["launches_forward"] < found["launches_backward"]
+    assert found["launches_layer"] == found["launches_forward"] + found["launches_backward"] <= TRAINING
+
+
+def test_a_sampled_token_takes_few_launches_of_a_layer(found: dict[str, Any]) -> None:
+    assert 4 <= found["launches_decode"] <= DECODE
+
+
+def test_an_operation_of_ours_costs_the_host_little(found: dict[str, Any]) -> None:
+    assert 0 < found["host_us_per_op"] <= MICROSECONDS
+
+
+@pytest.mark.parametrize("target", ["bench-launches", "bench-memory", "bench-step", "bench-rollout", "compile-kernels"])
+def test_make_runs_each_bench_and_asks_for_json_on_demand(target: str) -> None:
+    commands = [subprocess.run(["make", "--dry-run", "--always-make", target, *more], cwd=ROOT, capture_output=True,
+                               text=True, check=True).stdout.splitlines()[-1] for more in ([], ["JSON=1"])]
+    module = next(word for word in commands[0].split() if word.startswith("bench."))
+    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+    assert "--json" not in commands[0]
+    assert "--json" in commands[1]

@@ -1,0 +1,403 @@
+"""bench/loop/bench.py: phases that add up, rows and what is missing, real steps on the CPU, the targets, and the
+page."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+OURS = "lowmem_grpo"
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+
+
+def called(*arguments: str) -> Any:
+    from bench.loop import bench as loop
+
+    return CliRunner().invoke(loop.main, list(arguments))
+
+
+# The watch
+
+
+def test_phases_of_a_step_stand_still_while_an_inner_one_runs_and_add_up_to_it() -> None:
+    from bench.loop.phase_watch import PhaseWatch
+
+    watch, began = PhaseWatch("cpu"), time.perf_counter()
+    with watch.step():
+        with watch.phase("score"):
+            time.sleep(0.02)
+            with watch.phase("generate"):
+                time.sleep(0.1)
+            time.sleep(0.02)
+        time.sleep(0.01)
+    whole = time.perf_counter() - began
+    watch.close()
+    (step,) = watch.steps
+    seconds = step["seconds"]
+    assert seconds["generate"] >= 0.1
+    assert 0.04 <= seconds["score"] < whole - seconds["generate"]
+    assert 0.15 <= sum(seconds.values()) <= whole
+    assert set(seconds) == {"score", "generate", "rest"}
+
+
+def test_each_phase_has_its_own_peak_of_host_memory() -> None:
+    from bench.loop.phase_watch import PhaseWatch
+
+    watch = PhaseWatch("cpu")
+    with watch.step():
+        with watch.phase("train"):
+            block = bytearray(b"1" * (256 * MIB))
+            time.sleep(0.3)
+            del block
+        with watch.phase("optimizer"):
+            time.sleep(0.1)
+    watch.close()
+    host = watch.steps[0]["host_bytes"]
+    assert host["train"] > host["optimizer"] + 200 * MIB
+    assert "used_bytes" not in watch.steps[0]
+
+
+def test_phases_outside_of_a_step_count_for_none_and_a_step_must_end_outside_of_phases() -> None:
+    from bench.loop.phase_watch import PhaseWatch
+
+    watch = PhaseWatch("cpu")
+    with watch.phase("generate"):
+        pass
+    watch.leave()
+    watch.begin_step()
+    watch.enter("train")
+    with pytest.raises(RuntimeError, match="the step ends inside of phase train"):
+        watch.end_step()
+    watch.leave()
+    watch.end_step()
+    watch.close()
+    assert "generate" not in watch.steps[0]["seconds"]
+    assert len(watch.steps) == 1
+
+
+# What all providers get
+
+
+class Words:
+    """A tokenizer with one token for each character, or for each two."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1] * (len(text) // self.size)}
+
+
+def test_prompts_have_exactly_the_wanted_tokens_and_differ_or_are_refused() -> None:
+    from bench.loop.inputs import prompt_rows
+    from bench.loop.shapes import loop_shape
+
+    size = loop_shape("tiny", prompts=2)
+    rows = prompt_rows(Words(1), size, steps=3)
+    assert len(rows) == 6
+    assert {len(row["prompt"]) for row in rows} == {size.prompt_tokens}
+    assert len({row["prompt"] for row in rows}) == 6
+    with pytest.raises(ValueError, match=f"a prompt has {size.prompt_tokens // 2} tokens, wanted"):
+        prompt_rows(Words(2), size, steps=1)
+
+
+@pytest.mark.parametrize("name", ["full", "tiny"])
+def test_rewards_leave_no_completion_without_an_advantage(name: str) -> None:
+    from bench.loop.inputs import ByPlace
+    from bench.loop.shapes import loop_shape
+
+    size = loop_shape(name, prompts=2)
+    reward = ByPlace(size.n)
+    rewards = reward([[1, 2, 3]] * size.sequences)
+    assert rewards[: size.n] == rewards[size.n :]
+    mean = sum(rewards) / len(rewards)
+    assert all(abs(value - mean) > 0.01 for value in rewards)
+    assert reward.tokens == [3 * size.sequences]
+
+
+def test_the_full_shape_is_that_of_the_issue_and_weighs_what_8b_weighs() -> None:
+    from bench.loop.shapes import loop_shape, weight_bytes
+
+    size = loop_shape("full")
+    assert (size.sequences, size.prompt_tokens, size.completion_tokens) == (8, 1024, 4096)
+    assert weight_bytes(size, four_bit=False) == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert 5.5e9 < weight_bytes(size, four_bit=True) < 6.0e9
+
+
+def test_a_peers_vllm_gets_room_for_weights_and_cache_but_not_more_than_may_be_used() -> None:
+    from bench.loop.inputs import NO_CARD, engine_share
+    from bench.loop.shapes import loop_shape, weight_bytes
+
+    size = loop_shape("full")
+    share = engine_share(size, False, None)
+    assert weight_bytes(size, False) + size.kv_bytes < share * NO_CARD < 0.95 * NO_CARD
+    assert engine_share(size, False, 16.0) == pytest.approx(0.95 * 16 / 64, abs=1e-4)
+
+
+@pytest.mark.parametrize(("limit", "more"), [(float("inf"), True), (100.0, True), (33.0, False), (1.0, False)])
+def test_a_step_that_would_not_end_in_time_is_not_begun(limit: float, more: bool) -> None:
+    from bench.loop.inputs import Patience
+
+    steps = [{"seconds": {"generate": 1.0}}, {"seconds": {"generate": 20.0, "train": 10.0}}]
+    assert Patience(limit).another(steps) == more
+
+
+def test_without_time_for_a_second_step_the_first_is_the_timed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench.loop import ours as loop_ours
+    from bench.loop import provider as loop_run
+
+    def run(options: Any, watch: Any, outputs: str, engine: str) -> dict[str, Any]:
+        for _ in range(options.done):
+            with watch.step():
+                pass
+        return {"engine": engine}
+
+    monkeypatch.setattr(loop_ours, "run", run)
+    for done, timed in ((1, 1), (2, 1), (4, 3)):
+        options = SimpleNamespace(provider=OURS, device="cpu", gib=None, done=done)
+        found = loop_run.measure(options)
+        assert (len(found["steps"]), found["warm_up"], found["engine"]) == (timed, done - timed, "vllm")
+
+
+def test_an_error_of_ours_is_raised_and_one_of_a_peer_or_of_a_missing_engine_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench.loop import ours as loop_ours
+    from bench.loop import provider as loop_run
+    from bench.loop import with_trl as loop_trl
+
+    def fails(kind: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            raise type(kind, (Exception,), {})("no\nroom")
+
+        return run
+
+    def measured_with(provider: str) -> dict[str, Any]:
+        found: dict[str, Any] = loop_run.measure(SimpleNamespace(provider=provider, device="cpu", gib=None))
+        return found
+
+    monkeypatch.setattr(loop_trl, "run", fails("OutOfMemoryError"))
+    assert measured_with("trl") == {"missing": "OutOfMemoryError: no room"}
+    monkeypatch.setattr(loop_ours, "run", fails("EngineUnavailableError"))
+    assert measured_with(OURS) == {"missing": "EngineUnavailableError: no room"}
+    monkeypatch.setattr(loop_ours, "run", fails("OutOfMemoryError"))
+    with pytest.raises(Exception, match="no\nroom"):
+        measured_with(OURS)
+
+
+# Rows
+
+
+def ended(code: int, out: str = "", err: str = "") -> "subprocess.CompletedProcess[str]":
+    return subprocess.CompletedProcess([], code, out, err)
+
+
+def test_what_a_process_says_last_is_its_result_or_the_reason_why_there_is_none() -> None:
+    from bench.loop.bench import outcome
+
+    assert outcome(ended(0, '{"train_runtime": 1}\n{"tokens": [1]}\n')) == {"tokens": [1]}
+    found = outcome(ended(-9, "", "loading\nKilled\n"))
+    assert found["missing"] == "ended with -9: Killed" and found["failed"]
+    assert outcome(ended(1))["missing"] == "ended with 1: it said nothing"
+
+
+COMMON = {
+    "run": "1", "device": "cuda", "shape": "full", "gib": None, "prompts": 1, "generations": 8, "sequences": 8,
+    "prompt_tokens": 1024, "completion_tokens": 4096, "steps": 2, "threads": 1, "gpu": "NVIDIA H200", "cpu": "some",
+    "cores": 8, "commit": "abc", "versions": {"torch": "2"},
+}
+
+
+def test_a_row_holds_medians_of_time_largest_peaks_and_speeds_of_each_phase() -> None:
+    from bench.loop.bench import row_of
+
+    steps = [
+        {"seconds": {"generate": 40.0, "train": 10.0, "rest": 0.0}, "used_bytes": {"generate": 5, "train": 9}},
+        {"seconds": {"generate": 20.0, "train": 30.0, "switch": 2.0}, "used_bytes": {"generate": 7, "train": 8}},
+        {"seconds": {"generate": 20.0, "train": 10.0, "rest": 0.0}, "used_bytes": {"generate": 6, "train": 8}},
+    ]
+    found = {"steps": steps, "warm_up": 1, "tokens": [32768] * 4, "config": {}, "versions": {"trl": "1.16.0"}}
+    row = row_of(OURS, found, COMMON)
+    assert row["step_seconds"] == [50, 52, 30] and row["seconds"] == 50
+    assert row["phases"] == {"generate": 20, "train": 10, "rest": 0, "switch": 0}
+    assert sum(row["shares"].values()) == pytest.approx(1)
+    assert row["used_bytes"] == {"generate": 7, "train": 9}
+    assert row["tokens_per_second"] == {"step": 655.36, "generate": 1638.4, "train": 4096.0}
+    assert row["versions"] == {"torch": "2", "trl": "1.16.0"}
+    assert "host_bytes" not in row
+
+
+def test_a_provider_that_is_too_slow_or_whose_interpreter_is_not_there_is_missing(tmp_path: Path) -> None:
+    from bench.loop.bench import Plan
+
+    plan = Plan("cpu", "tiny", 1, 1, None, 1, 1, 0.01, None, {"unsloth": str(tmp_path / "python")})
+    assert plan.run("trl_transformers", tmp_path)["missing"] == "took more than 0.01 s"
+    why = plan.run("unsloth", tmp_path)["missing"]
+    assert why == f"{tmp_path / 'python'} does not start: No such file or directory"
+
+
+@pytest.mark.parametrize(("broken", "code"), [("trl", 0), ("lowmem_grpo_transformers", 1)])
+def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_command(
+    broken: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench.loop import bench as loop
+
+    output = tmp_path / "rows.jsonl"
+    names = [broken, "unsloth", OURS]
+    seen: list[int] = []
+
+    def run(plan: Any, provider: str, folder: Path) -> dict[str, Any]:
+        seen.append(len(output.read_text().splitlines()) if output.exists() else 0)
+        if provider == broken:
+            return {"missing": "ended with 1: no room", "failed": True}
+        if provider == "unsloth":
+            return {"missing": "ModuleNotFoundError: No module named 'unsloth'"}
+        return {"steps": [{"seconds": {"generate": 1.0, "train": 1.0}}], "tokens": [128, 128], "warm_up": 1}
+
+    monkeypatch.setattr(loop.Plan, "run", run)
+    monkeypatch.setattr(loop.Plan, "make", lambda plan, folder: None)
+    done = called("--device", "cpu", "--output", str(output), "--run", "mine",
+                  *(word for name in names for word in ("--provider", name)))
+    assert done.exit_code == code, done.output
+    assert seen == [0, 1, 2]
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["provider"], "missing" in row, row["run"]) for row in rows] == [
+        (broken, True, "mine"), ("unsloth", True, "mine"), (OURS, False, "mine")
+    ]
+    assert f"{broken} is missing: ended with 1: no room" in done.output
+    assert ("failed; see above" in done.output) == bool(code)
+
+
+@pytest.mark.parametrize("arguments", [
+    ("--steps", "0"), ("--prompts", "0"), ("--gib", "0"), ("--provider", "verl"), ("--shape", "70b"),
+    ("--time-limit", "0"), ("--peer-batch", "0"),
+])
+def test_what_makes_no_sense_is_refused_by_name_and_writes_nothing(arguments: tuple[str, str], tmp_path: Path) -> None:
+    done = called(*arguments, "--output", str(tmp_path / "rows.jsonl"))
+    assert done.exit_code == 2
+    assert arguments[0] in done.output
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+# Real steps
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The rows of a run on the CPU by provider: ours and TRL without vLLM, and Unsloth, which is not installed."""
+    folder = tmp_path_factory.mktemp("loop")
+    names = ["lowmem_grpo_transformers", "trl_transformers", "unsloth"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.loop.bench", "--device", "cpu", "--steps", "1", "--output",
+         str(folder / "rows.jsonl"),
+         *(word for name in names for word in ("--provider", name))],
+        cwd=BENCH.parent, capture_output=True, text=True, timeout=230, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [row["provider"] for row in rows] == names
+    return {row["provider"]: row for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lowmem_grpo_transformers", "trl_transformers"])
+def test_a_step_on_the_cpu_has_full_completions_and_phases_that_add_up(
+    name: str, measured: dict[str, dict[str, Any]]
+) -> None:
+    row = measured[name]
+    assert row.get("missing") is None
+    assert row["tokens"] == row["sequences"] * row["completion_tokens"] == 128
+    assert sum(row["phases"].values()) == pytest.approx(row["seconds"], rel=0.01)
+    assert {"generate", "score", "train", "optimizer", "rest"} <= set(row["phases"])
+    for phase in ("generate", "train", "optimizer"):
+        assert row["phases"][phase] > 0.001
+    assert row["phases"]["generate"] > row["phases"]["optimizer"]
+    assert min(row["host_bytes"].values()) > 100 * MIB
+
+
+@pytest.mark.slow
+def test_our_row_says_what_was_planned_and_that_all_completions_were_trained_on(
+    measured: dict[str, dict[str, Any]]
+) -> None:
+    row = measured["lowmem_grpo_transformers"]
+    assert row["trained"] == [row["sequences"]] * 2  # the step that warms up too
+    assert 0 < row["planned"]["allocated_bytes"] <= row["planned"]["train_bytes"]
+    assert row["planned_seconds"] == {}  # of the CPU there is no data sheet
+    assert row["config"]["weights"] == "nf4" and row["config"]["out_of_memory"]["memory/oom_train"] == 0
+    assert measured["unsloth"]["missing"] == "ModuleNotFoundError: No module named 'unsloth'"
+
+
+# Targets and page
+
+
+def row(provider: str, seconds: float = 100.0, used: int = 30, **other: Any) -> dict[str, Any]:
+    """A row as a run on the card writes it."""
+    return {
+        **COMMON, "provider": provider, "seconds": seconds, "used_bytes": {"generate": used, "train": used - 1},
+        "host_bytes": {"train": 2**30}, "shares": {"generate": 0.75, "train": 0.25},
+        "tokens_per_second": {"step": 327.0, "generate": 437.0, "train": 1638.0},
+        "planned": {"rollout_bytes": 12 * 2**30, "train_bytes": 11 * 2**30, "host_bytes": 0},
+    } | other
+
+
+def judged(rows: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
+    from bench.loop.goals import verdicts
+
+    return {(verdict.target.peer, verdict.target.measure): verdict.status for verdict in verdicts(rows)}
+
+
+@pytest.mark.parametrize(("seconds", "used", "expected"), [
+    (101.0, 31, ("met", "met")), (100.0, 30, ("missed", "met")), (99.0, 29, ("missed", "missed")),
+])
+def test_targets_compare_time_and_memory_with_each_peer_of_the_same_run(
+    seconds: float, used: int, expected: tuple[str, str]
+) -> None:
+    older = row("trl", 1.0, 1, run="0")
+    found = judged([older, row(OURS), row("trl", seconds, used), row("unsloth", missing="no module")])
+    assert (found["trl", "seconds"], found["trl", "memory"]) == expected
+    assert {status for (peer, _), status in found.items() if peer != "trl"} == {"not run"}
+
+
+@pytest.mark.parametrize("other", [
+    {"run": "2"}, {"gib": 24.0}, {"prompts": 4}, {"shape": "tiny"}, {"gpu": "NVIDIA L4"}, {"missing": "why"},
+])
+def test_rows_of_another_run_case_or_card_are_not_compared(other: dict[str, Any]) -> None:
+    assert set(judged([row(OURS), row("trl", 200.0, 99, **other)]).values()) == {"not run"}
+
+
+def test_targets_alone_measure_nothing(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(one) + "\n" for one in (row(OURS), row("trl", 200.0, 99))))
+    done = called("--targets", "--output", str(rows))
+    assert done.exit_code == 0
+    assert done.output.count(" met ") == 2
+    assert len(rows.read_text().splitlines()) == 2
+
+
+def test_the_page_shows_the_newest_row_of_each_provider_and_what_is_missing(tmp_path: Path) -> None:
+    from bench.common.make_results import document
+
+    gone = {key: value for key, value in row("unsloth").items() if key in {*COMMON, "provider"}}
+    rows = [row(OURS, 1.0), row("trl", 200.0), gone | {"missing": "no module | at all"}, row(OURS, 123.0, run="2")]
+    (tmp_path / "loop.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    text = document(tmp_path)
+    lines = [line for line in text.splitlines() if line.startswith("| full: 1 x 8 x 4,096 tokens after 1,024")]
+    assert len(lines) == 3
+    assert f"| {OURS} | 123.00 | 75.0% | " in lines[0] and "| 12.00 | NVIDIA H200 |" in lines[0]
+    assert "missing: no module / at all" in lines[2]
+    assert len({line.count("|") for line in lines}) == 1
+    assert f"| cuda, full | {OURS} | seconds of a step: below 1 x trl | 0.005 x | met |" in text

@@ -1,0 +1,30 @@
+"""bench/loop/reward_overlap.py on a tiny shape: rows of every case, and what early scoring hides."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+def test_a_run_leaves_rows_out_or_says_that_late_scoring_hides_time(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.loop.reward_overlap", "--prompts", "4", "--tokens", "16", "--rounds", "1",
+         "--output",
+         str(output)], cwd=BENCH.parent, capture_output=True, text=True, timeout=200, check=False,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    cases = {(row["reward"].partition(",")[0] + row["reward"][-7:], row["score_while_sampling"]): row for row in rows}
+    assert len(cases) == len(rows) == 7
+    free, *others = rows
+    assert (free["reward"], free["ratio"]) == ("none", 1.0) and free["waited"] < 0.15
+    assert "0.2 s a call" in done.stdout and (free["tokens"], free["prompts"]) == (16, 4)
+    for row in others:
+        assert row["step"] > row["waited"] > 0.05 and row["ratio"] > 0
+        assert (row["hidden"] > 0) == row["score_while_sampling"]
+        assert row["score_while_sampling"] or row["waited"] >= 0.2

@@ -1,0 +1,122 @@
+"""The rollout benchmark: the rows that a run writes, what is missing named, the targets, and its part of the page."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.engines.choice import why_not_here
+
+BENCH = Path(__file__).parents[2] / "bench"
+OURS, BNB, BF16 = "lowmem_grpo", "vllm_bnb_lora", "vllm_bf16_lora"
+WITH_VLLM = why_not_here("cpu") is None
+JUDGE = "import json, sys, bench.rollout.goals as t; rows = json.load(sys.stdin); " \
+        "print(json.dumps([[v.target.demand, v.target.device, v.status] for v in t.verdicts(rows)]))"
+SECTION = "import json, sys, bench.rollout.section as r; print('\\n'.join(r.rollout_table(json.load(sys.stdin))))"
+
+
+def bench(*arguments: str, content: Any = None) -> str:
+    """Standard output of a call in bench/."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=BENCH.parent, input=json.dumps(content), capture_output=True, text=True,
+        timeout=230,
+        env=os.environ | {"COLUMNS": "200"}, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str]:
+    """The rows of a run on the CPU by provider, and what it printed."""
+    output = tmp_path_factory.mktemp("rollout") / "rows.jsonl"
+    names = [OURS, "transformers", BNB]
+    printed = bench("-m", "bench.rollout.bench", "--device", "cpu", "--rounds", "2", "--output", str(output),
+                    *(word for name in names for word in ("--provider", name)))
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["provider"] for row in rows] == names
+    return {row["provider"]: row for row in rows}, printed
+
+
+@pytest.mark.slow
+def test_a_run_on_the_cpu_writes_speed_memory_and_parity_of_each_provider(
+    measured: tuple[dict[str, dict[str, Any]], str]
+) -> None:
+    rows, _ = measured
+    for name in ("transformers", *([OURS] if WITH_VLLM else [])):
+        row = rows[name]
+        assert 0 < row["p20"] <= row["p50"] <= row["p80"]
+        assert row["trainer_bytes"] > 2**20 < row["kv_bytes"]
+        assert row["added_bytes"] < 0.01 * row["trainer_bytes"]
+        assert 0 < row["parity_mean"] <= 0.003
+        assert row["parity_mean"] < row["parity_max"] < 0.1
+        assert row["sync_ms"] < 1
+        assert (row["sequences"], row["completion_tokens"], row["device"], row["shape"]) == (16, 48, "cpu", "tiny")
+
+
+@pytest.mark.slow
+def test_a_provider_that_cannot_run_here_is_named_with_the_reason_and_is_no_error(
+    measured: tuple[dict[str, dict[str, Any]], str]
+) -> None:
+    rows, printed = measured
+    missing = [BNB] if WITH_VLLM else [BNB, OURS]
+    for name in missing:
+        assert rows[name]["missing"]
+        assert "p50" not in rows[name]
+        assert f"{name} is missing: " in printed
+    assert "log-probabilities, mean difference" in printed
+    assert ("met" if WITH_VLLM else "not run") in printed
+
+
+def row(provider: str, run: str = "1", **values: Any) -> dict[str, Any]:
+    """A row as a run on the card writes it."""
+    return {
+        "provider": provider, "run": run, "shape": "full", "device": "cuda", "gpu": "NVIDIA H200", "cpu": "some",
+        "cores": 8, "threads": 1, "sequences": 64, "completion_tokens": 1024, "commit": "abc", "p20": 90.0,
+        "p50": 100.0, "p80": 110.0, "trainer_bytes": 5 * 10**9, "added_bytes": 10**6,
+        "kv_bytes": 10**9, "parity_mean": 0.002, "parity_max": 0.02, "importance_ratio": 1.0001, "sync_ms": 0.01,
+    } | values
+
+
+@pytest.mark.parametrize(("bnb", "bf16", "added", "verdicts"), [
+    (60.0, 100.0, 10**6, ["met"] * 4), (70.0, 101.0, 2 * 10**8, ["missed"] * 4),
+    (None, 99.0, 6 * 10**7, ["not run", "met", "met", "missed"]),
+])
+def test_targets_compare_providers_of_one_run(
+    bnb: float | None, bf16: float, added: int, verdicts: list[str]
+) -> None:
+    rows = [row(OURS, added_bytes=added), row(BF16, p50=bf16),
+            row(BNB, p50=bnb) if bnb else {**row(BNB), "missing": "no module"}, row(BNB, run="0", p50=1.0)]
+    found = json.loads(bench("-c", JUDGE, content=rows))
+    card = [status for _, device, status in found if device == "cuda"]
+    assert card[:4] == verdicts
+    assert {status for _, device, status in found if device == "cpu"} == {"not run"}
+
+
+@pytest.mark.parametrize(("freed", "status"), [(0.99, "met"), (0.5, "missed"), (None, "not run")])
+def test_a_cache_that_stays_when_the_engine_sleeps_misses_its_target(freed: float | None, status: str) -> None:
+    measured = {} if freed is None else {"sleep_freed_bytes": freed * 2**30}
+    found = json.loads(bench("-c", JUDGE, content=[row(OURS, kv_bytes=2**30, **measured)]))
+    assert [how for demand, device, how in found if device == "cuda" and "sleep" in demand] == [status]
+
+
+def test_another_card_and_another_shape_do_not_count() -> None:
+    rows = [row(name, **other) for name in (OURS, BNB, BF16) for other in ({"gpu": "NVIDIA L4"}, {"shape": "tiny"})]
+    assert {status for *_, status in json.loads(bench("-c", JUDGE, content=rows))} == {"not run"}
+
+
+def test_the_section_shows_the_newest_row_of_each_provider_and_what_is_missing() -> None:
+    gone = {key: value for key, value in row(BNB).items() if not key.startswith("p")} | {
+        "provider": BNB, "missing": "no module | at all",
+    }
+    text = bench("-c", SECTION, content=[row(OURS, p50=1.0), gone, row(OURS, run="2", p50=123.0)])
+    lines = [line for line in text.splitlines() if line.startswith("| full: 64 x 1024")]
+    assert len(lines) == 2
+    assert " | 123 | " in lines[0]
+    assert "missing: no module / at all" in lines[1]
+    assert len({line.count("|") for line in lines}) == 1
+    assert "| cuda, full | tokens/s at least 1.5 x vllm_bnb_lora |  | not run |" in text

@@ -1,0 +1,55 @@
+"""Settings of supervised fine-tuning: every option of TRL is honoured or refused by name."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_grpo import SFTConfig
+from lowmem_grpo.config.sft import FIXED
+
+TRL_FIELDS = [
+    line for line in (Path(__file__).parents[1] / "support" / "trl_1_16_sft_config_fields.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+OWN = {field.name for field in fields(SFTConfig)}
+NOT_IN_TRL = {"overwrite_output_dir", "max_tokens_per_micro_batch", "logits_chunk", "nonfinite_steps",
+              "chat_template_kwargs", "preflight", "warmup_ratio"}
+
+
+@pytest.mark.parametrize("name", TRL_FIELDS)
+def test_every_option_of_trl_is_honoured_or_refused(name: str) -> None:
+    assert (name in OWN) != (name in FIXED)
+
+
+def test_fields_that_trl_does_not_have_are_known() -> None:
+    assert OWN - set(TRL_FIELDS) == NOT_IN_TRL
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_happens_anyway_may_be_asked_for_and_anything_else_is_refused_with_advice(name: str) -> None:
+    for value in FIXED[name].allowed:
+        assert not hasattr(SFTConfig(**{name: value}), name)
+    with pytest.raises(ValueError) as refusal:
+        SFTConfig(**{name: "something else"})
+    assert f"{name}='something else'" in str(refusal.value) and FIXED[name].advice in str(refusal.value)
+    assert FIXED[name].advice.endswith(".") and "GRPO" not in FIXED[name].advice
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"learning_rates": 1}, TypeError, "SFTConfig has no option 'learning_rates'; did you mean learning_rate"),
+    ({"completion_only_loss": False}, ValueError, "Prompts are never trained"),
+    ({"loss_type": "dft"}, ValueError, "there is no other"), ({"neftune_noise_alpha": 5}, ValueError, "Noise"),
+    ({"max_length": 0}, ValueError, "max_length is 0; it must be a whole number, at least 1"),
+    ({"per_device_train_batch_size": None}, ValueError, "per_device_train_batch_size is None"),
+    ({"learning_rate": -1.0}, ValueError, "learning_rate is -1.0; it must be 0 or above"),
+    ({"num_train_epochs": 0}, ValueError, "num_train_epochs is 0; it must be above 0"),
+    ({"max_steps": 0}, ValueError, "above 0, or -1"), ({"optim": "sgd"}, ValueError, "adamw_torch"),
+    ({"report_to": "mlflow"}, ValueError, "report_to is 'mlflow'"),
+    ({"bf16": True, "fp16": True}, ValueError, "both set"),
+    ({"warmup_steps": 1, "warmup_ratio": 0.1}, ValueError, "both set"),
+])
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        SFTConfig(**options)

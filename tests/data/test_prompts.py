@@ -1,0 +1,159 @@
+"""Prompts of a run: every usable row once an epoch, in an order that the seed alone decides."""
+
+import logging
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from prompt_rows import CharTokenizer, rows
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, PromptSource
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+
+
+def source(dataset: Any, seed: int = 0, max_prompt_length: int = 20, **options: Any) -> PromptSource:
+    return PromptSource(dataset, PromptEncoder(CharTokenizer(), max_prompt_length), seed,
+                        **options)  # type: ignore[arg-type]
+
+
+def drawn(prompts: PromptSource, count: int) -> list[int]:
+    return [prompt.row["index"] for prompt in prompts.take(count)]
+
+
+def test_the_seed_alone_decides_the_order() -> None:
+    assert drawn(source(rows(50), seed=1), 120) == drawn(source(rows(50), seed=1), 120)
+    assert drawn(source(rows(50), seed=1), 50) != drawn(source(rows(50), seed=2), 50)
+
+
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
+    prompts = source(rows(50))
+    first, second, third = (drawn(prompts, 50) for _ in range(3))
+    assert sorted(first) == sorted(second) == sorted(third) == list(range(50))
+    assert first != second != third != first
+
+
+def test_without_shuffling_rows_come_as_they_are() -> None:
+    assert drawn(source(rows(3), shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_dataset_of_datasets_and_a_list_give_the_same_order() -> None:
+    assert drawn(source(Dataset.from_list(rows(20))), 30) == drawn(source(rows(20)), 30)
+
+
+@given(
+    count=st.integers(1, 9), takes=st.lists(st.integers(1, 5), max_size=6), cut=st.integers(0, 6), seed=st.integers(),
+)
+def test_a_restored_source_goes_on_where_the_saved_one_stopped(
+    count: int, takes: list[int], cut: int, seed: int
+) -> None:
+    prompts, resumed = source(rows(count), seed), source(rows(count), seed)
+    for take in takes[:cut]:
+        prompts.take(take)
+    resumed.take(3)  # whatever it did before
+    resumed.restore(prompts.state())
+    assert [drawn(prompts, take) for take in [4, *takes[cut:]]] == [drawn(resumed, take) for take in [4, *takes[cut:]]]
+    assert prompts.state() == resumed.state()
+
+
+def test_a_saved_state_is_not_changed_by_what_is_drawn_later() -> None:
+    prompts = source([*rows(4), {"prompt": "", "index": 4}])
+    prompts.take(5)
+    state = prompts.state()
+    kept = {**state, "skipped": dict(state["skipped"])}
+    prompts.take(20)
+    assert state == kept
+    resumed = source([*rows(4), {"prompt": "", "index": 4}])
+    resumed.restore(state)
+    resumed.take(20)
+    assert state == kept
+
+
+def test_a_dataset_of_another_size_is_refused_when_resuming() -> None:
+    with pytest.raises(DataError, match="5 rows, this one has 4"):
+        source(rows(4)).restore(source(rows(5)).state())
+
+
+def test_the_epoch_counts_the_rows_drawn() -> None:
+    prompts = source(rows(4))
+    assert prompts.epoch == 0
+    prompts.take(6)
+    assert prompts.epoch == 1.5
+
+
+@pytest.mark.parametrize(("prompt", "reason"), [
+    ("", "empty prompt"), ("  \n", "empty prompt"), (None, "empty prompt"), ([], "empty prompt"),
+    (7, "prompt is int, not text or chat"), (["2 + 2?"], "prompt is list, not text or chat"),
+    ([{"role": "user"}], "prompt is list, not text or chat"), ([{"content": "2 + 2?"}], "prompt is list"),
+    ([{"role": "user", "content": None}], "prompt is list"), ([{"role": "user", "content": " "}], "prompt is list"),
+    ("x" * 21, "prompt longer than 20 tokens"),
+])
+def test_an_unusable_row_is_skipped_counted_and_named(
+    prompt: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = source([{"prompt": prompt, "index": 0}, *rows(3)[1:]], shuffle=False)
+    with caplog.at_level(logging.WARNING):
+        assert drawn(prompts, 4) == [1, 2, 1, 2]
+    ((named, count),) = prompts.skipped.items()
+    assert named.startswith(reason)
+    assert count == 2
+    assert caplog.messages[0] == f"row 0 skipped: {named}"
+
+
+def test_a_row_without_a_prompt_key_is_skipped() -> None:
+    assert drawn(source([*rows(1), {"index": 1}], shuffle=False), 2) == [0, 0]
+
+
+def test_the_log_names_only_the_first_few_bad_rows(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = source([{"prompt": "", "index": index} for index in range(50)] + rows(1), shuffle=False)
+    with caplog.at_level(logging.WARNING):
+        prompts.take(1)
+    assert len(caplog.messages) == 3
+    assert prompts.skipped["empty prompt"] == 50
+
+
+def test_a_dataset_of_unusable_rows_is_refused_instead_of_searched_for_ever() -> None:
+    bad = [{"prompt": ""}, {"prompt": "x" * 99}]
+    with pytest.raises(DataError, match=r"no row of the dataset can be used: .*empty prompt \(1\)"):
+        source(bad).take(1)
+
+
+@pytest.mark.parametrize(("dataset", "message"), [
+    ([], "has no rows"), (iter([]), "list_iterator.*from_list"),
+    (Dataset.from_list(rows(2)).to_iterable_dataset(), "IterableDataset.*a streamed dataset"),
+    ([{"question": "2 + 2?"}], "no column 'prompt'; its columns are question"),
+    (Dataset.from_list([{"question": "?", "answer": "!"}]), "its columns are question, answer"),
+])
+def test_a_dataset_that_cannot_be_trained_on_is_refused_with_what_to_do(dataset: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        source(dataset)
+
+
+def test_a_chat_is_rendered_for_the_assistants_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = PromptEncoder(tokenizer, 100).encode({"prompt": CHAT, "answer": "4"})
+    assert isinstance(prompt, Prompt)
+    assert prompt.text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(prompt.ids) == prompt.text
+    assert prompt.row == {"prompt": CHAT, "answer": "4"}
+
+
+def test_the_longest_allowed_prompt_is_kept_and_one_token_more_is_not(tokenizer: PreTrainedTokenizerBase) -> None:
+    length = len(PromptEncoder(tokenizer, 100).encode({"prompt": CHAT}).ids)  # type: ignore[union-attr]
+    assert isinstance(PromptEncoder(tokenizer, length).encode({"prompt": CHAT}), Prompt)
+    assert PromptEncoder(tokenizer, length - 1).encode({"prompt": CHAT}) == f"prompt longer than {length - 1} tokens"
+
+
+def test_chat_template_kwargs_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'think' if enable_thinking else 'answer' }}"
+    kwargs = {"enable_thinking": False, "chat_template": template}
+    assert PromptEncoder(tokenizer, 100, kwargs).render(CHAT) == "Be brief.2 + 2?answer"
+
+
+def test_chats_for_a_tokenizer_without_a_template_are_refused_with_what_to_do() -> None:
+    with pytest.raises(DataError, match="no chat template: set"):
+        source([{"prompt": CHAT}]).take(1)

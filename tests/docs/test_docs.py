@@ -1,0 +1,68 @@
+"""Pages that are generated are as their source says, and name everything there is."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.strategies import STRATEGIES
+from lowmem_grpo.losses.advantages import ESTIMATORS
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.losses.off_policy import CORRECTIONS
+from lowmem_grpo.recipes.arithmetic import PRESETS, ArithmeticOptions, make_lesson
+from lowmem_grpo.recipes.lesson import load
+from lowmem_grpo.recipes.presets import prepare
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["algorithms", "metrics"])
+def test_a_page_is_not_that_of_the_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    page = import_module(f"make_{name}").page()
+    assert page == (DOCS / f"{name}.md").read_text(encoding="utf-8"), f"run python docs/make_{name}.py"
+
+
+def test_a_metric_of_a_run_is_not_on_the_page(tmp_path: Path) -> None:
+    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    known = [re.escape(name).replace("NAME", r"\w+").replace("MODULE", r"\w+")
+             for name in re.findall(r"`([^`]+)`", page.partition("## Alarms")[0])]
+    config = {
+        "output_dir": str(tmp_path), "max_steps": 1, "num_generations": 4, "per_device_train_batch_size": 8,
+        "beta": 0.02, "max_completion_length": 16, "top_entropy_quantile": 0.5, "entropy_coef": 0.01,
+        "off_policy_mask_threshold": 0.5, "dynamic_sampling_rounds": 1, "replay_buffer_size": 4,
+        "difficulty_pools": True, "parity_steps": 1, "save_strategy": "no",
+        "vllm_importance_sampling_correction": True, "disable_tqdm": True,
+    }
+    options = ArithmeticOptions(train_size=8, engine="transformers", config=config)
+    _, trainer = load(prepare(options, {}, PRESETS), make_lesson(options, seed=0))
+    trainer.train()
+    (line,) = trainer.state.log_history
+    assert [name for name in line if not any(re.fullmatch(one, name) for one in known)] == []
+
+
+@pytest.mark.parametrize(("heading", "names"), [
+    ("Loss types", LOSS_TYPES), ("Advantages", ESTIMATORS), ("Off-policy corrections", CORRECTIONS),
+    ("Which groups are trained on", STRATEGIES),
+])
+def test_an_algorithm_is_missing_or_has_not_its_three_lines(heading: str, names: dict[str, object]) -> None:
+    (section,) = [part for part in PAGE.split("\n## ") if part.startswith(heading)]
+    for name in names:
+        (found,) = re.findall(rf"### `{re.escape(name)}`\n\n((?:- .+\n)+)", section)
+        assert len(found.splitlines()) == 3
+
+
+@pytest.mark.parametrize("line", re.findall(r"^    GRPOConfig\((.*)\)\s+# ", PAGE, flags=re.MULTILINE))
+def test_a_setting_on_the_page_is_refused(line: str) -> None:
+    settings = dict(re.findall(r"(\w+)=([^,]+)(?:, |$)", line))
+    GRPOConfig(**{name: plain(value) for name, value in settings.items()})
+
+
+def plain(text: str) -> object:
+    """A literal of the page."""
+    if text in ("True", "False"):
+        return text == "True"
+    return text.strip('"') if text.startswith('"') else float(text) if "." in text else int(text)

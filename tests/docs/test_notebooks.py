@@ -1,0 +1,164 @@
+"""Every notebook runs from top to bottom, as a user would run it, shows what it promises, and stores no outputs."""
+
+import ast
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LONGEST_FUNCTION = 15  # lines; what needs more belongs to the package
+PLOTLY, HTML = "application/vnd.plotly.v1+json", "text/html"
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True)
+class Shows:
+    """What the outputs of a notebook hold: pictures by their titles, tables of samples, and patterns of text."""
+
+    pictures: list[set[str]]  # titles of each figure, of its charts or its own
+    text: list[str] = field(default_factory=list)  # regular expressions, in this order
+    samples: int = 0  # tables with verdicts
+    ratios: int = 0  # of a measured amount of memory to the planned one
+
+
+PROMISED = {
+    "quickstart": Shows(
+        [{"Reward", "Groups with signal", "Entropy", "Where the time goes"}, {"right answers, with 95% intervals"}],
+        ["what it uses: tiny .no card here: the CPU", "4-bit weights", "no card: runs compute on the CPU",
+         "computes in torch.float32; transformers samples", r"right: \d+% of 128 problems .95% interval", "10 steps",
+         "before right: ", "after  right: ", r"change \+\d+ points .95% interval",
+         "the saved adapter answers as the live one on 16 of 16 prompts", "in the new format: 0% before",
+         "in the new format: ([5-9][0-9]|100)% after"],
+        samples=1,
+    ),
+    "your_own_rewards": Shows(
+        [{"Reward", "Reward functions", "Verified right", "Groups with signal"}],
+        ["what it uses: tiny .no card here: the CPU", "-> True", "-> False", "-> None", r"\[0\.5, None\]",
+         "slow: it did not return within 1 s", r"per_line: NaN or infinity for \d+ of 32",
+         "short: it pays 1 for the empty answer", "again: on all 32 completions it pays what number_match pays",
+         "note always_one: it pays 1 for all 32 completions: all earn it", "may a run begin with these[?] False",
+         "nothing to complain about", "may a run begin with these[?] True",
+         r"base right: \d+ of 64, adapter right: \d+ of 64"],
+        samples=1,
+    ),
+    "where_the_memory_goes": Shows(
+        [{"Llama-3.1-8B, one sequence of 20,480 tokens"}, {"Llama-3.1-8B, one sequence of 20,480 tokens"},
+         {"Llama-3.1-8B, 8 completions of 20,480 tokens"}, {"longest context that fits"},
+         {"a training step of the tiny model"}],
+        ["what it uses: .* tiny .no card here: the CPU", "20,480 tokens x 8 on 16GiB", "right: True", "16GiB: ",
+         "24GiB: ", r"llama-3\.1-8b +rtx3060 [\d,]+, t4 [\d,]+", "recomputed, 1,024 tokens +planned"],
+        ratios=4,
+    ),
+    "from_adapter_to_use": Shows(
+        [{"right answers, with 95% intervals"}],
+        ["what it uses: tiny .no card here: the CPU", "finished: True", r"base +right: .*pass@4",
+         r"adapter +right: .*pass@4", r"change +[+-]\d+ points", "adapter_model.safetensors",
+         "loaded back: logits differ from the adapter's by",
+         "the same text for 1[2-6] of 16 prompts", "no GGUF file: .*convert_hf_to_gguf.py|GGUF read back",
+         "finished: False", "not exported: .*never finished .*--unfinished", "from the checkpoint-2 of a run"],
+        samples=1,
+    ),
+}
+
+
+def cells(path: Path, kind: str = "code") -> list[str]:
+    return [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == kind]
+
+
+def test_the_notebooks_are_those_that_promise_something() -> None:
+    assert [path.stem for path in NOTEBOOKS] == sorted(PROMISED)
+    listed = (FOLDER / "README.md").read_text()
+    assert [path.name for path in NOTEBOOKS if path.name not in listed] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_valid_and_stores_no_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_asks_colab_for_a_card_and_any_jupyter_for_its_usual_kernel(path: Path) -> None:
+    metadata = nbformat.read(path, as_version=4).metadata
+    assert metadata.kernelspec.name == "python3"
+    assert metadata.accelerator == "GPU"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_installs_the_package_only_where_it_is_missing(path: Path) -> None:
+    guard, install = cells(path)[0].splitlines()[-2:]
+    assert guard == 'if importlib.util.find_spec("lowmem_grpo") is None:'
+    assert install == "    %pip install -q lowmem-grpo"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_hides_nothing_and_writes_beside_itself_alone(path: Path) -> None:
+    for source in cells(path)[1:]:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                assert (node.end_lineno or 0) - node.lineno < LONGEST_FUNCTION, node.name
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not node.value.startswith(("/", "~", "..")), node.value
+        assert max(map(len, source.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_links_of_a_notebook_lead_somewhere(path: Path) -> None:
+    links = [link for text in cells(path, "markdown") for link in re.findall(r"\]\(([^)#]+)\)", text)]
+    assert [link for link in links if "://" not in link and not (FOLDER / link).exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom_and_shows_what_it_promises(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the model is so small that threads only wait for each other
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    promised = PROMISED[path.stem]
+    assert [titles(output.data[PLOTLY]) for output in outputs if PLOTLY in output.get("data", {})] == promised.pictures
+    assert sum("<table" in output.get("data", {}).get(HTML, "") for output in outputs) == promised.samples
+    text = said(outputs)
+    check_order(text, promised.text)
+    ratios = [float(ratio) for ratio in re.findall(r"measured +[0-9.]+ +([0-9.]+)x", text)]
+    assert len(ratios) == promised.ratios and all(0.8 < ratio < 1.4 for ratio in ratios), ratios
+    noise = "".join(output.text for output in outputs if output.get("name") == "stderr")
+    assert "Warning" not in noise and "Failed" not in noise, noise
+
+
+def titles(figure: dict[str, Any]) -> set[str]:
+    """Of a figure, or of the charts in it; not empty pictures: each has a trace with points."""
+    assert all(len(trace["y"]) for trace in figure["data"]) and figure["data"]
+    layout = figure["layout"]
+    if "text" in layout.get("title", {}):
+        return {layout["title"]["text"]}
+    return {note["text"].partition("<br>")[0] for note in layout["annotations"]}
+
+
+def said(outputs: list[Any]) -> str:
+    """What was printed, and the plain form of what was shown, in order."""
+    texts = [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs]
+    return ESCAPES.sub("", "\n".join(texts))
+
+
+def check_order(text: str, patterns: list[str]) -> None:
+    """Each pattern is found, behind the one before it."""
+    at = 0
+    for pattern in patterns:
+        found = re.compile(pattern).search(text, at)
+        assert found, f"{pattern!r} is not behind {text[max(0, at - 80) : at]!r}"
+        at = found.end()

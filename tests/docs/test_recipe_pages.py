@@ -1,0 +1,76 @@
+"""The recipes' pages and table are what their sources say, and the bench behind them measures what a user would see."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.cli import RECIPES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import make_recipes
+
+    return make_recipes
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_page_is_not_that_of_its_recipe(name: str, source: Any) -> None:
+    assert source.page(name) == (source.PAGES / f"{name}.md").read_text(encoding="utf-8"), "run docs/make_recipes.py"
+    assert all(source.WORDS[name][part] for part in ("teaches", "about", "commands", "rewards", "expect"))
+
+
+def test_the_table_is_not_that_of_the_rows(source: Any) -> None:
+    assert source.table() == source.TABLE.read_text(encoding="utf-8"), "run python docs/make_recipes.py"
+
+
+def test_a_recipe_has_no_measured_row_and_no_picture(source: Any) -> None:
+    measured = {name for (name, _), row in source.read_rows().items() if "missing" not in row}
+    assert measured == set(RECIPES)
+    assert [name for name in RECIPES if not (source.PAGES / f"{name}.svg").is_file()] == []
+
+
+def test_an_option_of_a_recipe_has_no_explanation(source: Any) -> None:
+    for name in RECIPES:
+        lines = source.options(source.module_of(name).OPTIONS)
+        assert [line for line in lines[2:] if line.endswith("|  |")] == [], name
+
+
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.learning.recipe_runs", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def test_the_row_of_a_run_does_not_say_what_the_run_wrote(tmp_path: Path) -> None:
+    small = ["train_size=16", "eval_problems=8", "num_generations=2", "per_device_train_batch_size=4",
+             "gradient_accumulation_steps=1"]
+    done = bench("--recipes", "arithmetic", "--steps", "2", "--seed", "3", "--runs", str(tmp_path), "--output",
+                 str(tmp_path / "rows.jsonl"), *(word for option in small for word in ("--option", option)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    summary = json.loads((tmp_path / "arithmetic" / "summary.json").read_text())
+    assert (row["accuracy_after"], row["steps"], row["seed"]) == (summary["accuracy_after"], 2, 3)
+    assert len(row["rewards"]) == len(row["step_seconds"]) == 2
+    assert row["command_seconds"] > summary["train_seconds"] > 0
+    assert row["host_peak_bytes"] > 2**27
+
+
+def test_a_recipe_that_fails_leaves_a_row_with_the_reason_and_a_bad_exit_status(tmp_path: Path) -> None:
+    done = bench("--recipes", "arithmetic", "--runs", str(tmp_path), "--output", str(tmp_path / "rows.jsonl"),
+                 "--option", "arithmetic:train_size=0")
+    assert done.returncode == 1
+    (row,) = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert "size is 0" in row["missing"]
+
+
+def test_an_unknown_recipe_is_named() -> None:
+    done = bench("--recipes", "arithmetik")
+    assert done.returncode == 2
+    assert "no recipe arithmetik; there are arithmetic" in done.stderr

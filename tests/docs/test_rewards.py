@@ -1,0 +1,67 @@
+"""The page of ready-made verifiers and rewards is as its source says, every example on it holds, nothing is missing."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_grpo import rewards
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
+NAMES = {name: getattr(rewards, name) for name in rewards.__all__}
+NOT_IN_TABLES = {  # places and code are in words below the tables; the rest is what calls, checks and carries
+    "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "SYSTEM_PROMPT", "Scores", "SelfJudge",
+    "UrlJudge", "Verifier", "after", "boxed", "check", "code_passes_tests", "email_rewards", "extract_hash_answer",
+    "extract_xml_answer", "in_tag", "judged", "last_line", "last_number", "ruler", "whole",
+}
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(DOCS))
+    import make_rewards
+
+    return make_rewards
+
+
+def test_the_page_is_not_that_of_the_table(source: Any) -> None:
+    assert source.page() == PAGE, "run python docs/make_rewards.py"
+
+
+def test_an_example_on_the_page_does_not_hold(source: Any) -> None:
+    ran = [run(entry) for entry in source.ENTRIES if not entry.needs or find_spec(entry.needs)]
+    assert len(ran) >= len(source.ENTRIES) - 2
+    for code, found, expected in ran:
+        assert found == [None if value is None else pytest.approx(value) for value in expected], code
+
+
+def run(entry: Any) -> tuple[str, list[Any], list[Any]]:
+    """(code, what it says, what the page says) of one entry."""
+    made: Any = eval(entry.code, dict(NAMES))
+    texts, expected = [list(values) for values in zip(*entry.examples, strict=True)]
+    row = {name: value for name, value in entry.columns.items() if name != "completion_ids"}
+    if entry.kind == "verifier":
+        assert isinstance(made, rewards.Verifier), entry.code
+        return entry.code, [made.verify(text, **row) for text in texts], expected
+    assert callable(made) and not isinstance(made, rewards.Verifier), entry.code
+    columns = {name: [value] * len(texts) for name, value in row.items()}
+    ids = entry.columns.get("completion_ids", [[7]] * len(texts))
+    scores = rewards.RewardScorer(made).score(["p"] * len(texts), texts, ids, columns, None)
+    (found,) = scores.rewards.values()
+    return entry.code, found, expected
+
+
+def test_a_ready_made_one_is_not_on_the_page(source: Any) -> None:
+    named = {re.match(r"\w+", entry.code)[0] for entry in source.ENTRIES}  # type: ignore[index]
+    assert named == set(rewards.__all__) - NOT_IN_TABLES
+    for name in ("after", "boxed", "code_passes_tests", "email_rewards", "in_tag", "last_line", "last_number", "whole"):
+        assert f"`{name}" in PAGE
+
+
+def test_a_public_name_has_no_home_or_is_not_public() -> None:
+    assert set(rewards.HOMES) == set(rewards.__all__)
+    with pytest.raises(AttributeError, match=r"no attribute 'proximty'; it has .*proximity"):
+        rewards.proximty  # noqa: B018

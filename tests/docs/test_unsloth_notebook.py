@@ -1,0 +1,41 @@
+"""A GRPO notebook written for Unsloth and TRL runs here when its imports, model name and data source change."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
+REWRITES = {
+    "from trl import": "from lowmem_grpo import", "from unsloth import": "from lowmem_grpo import",
+    "from vllm import": "from lowmem_grpo import", '"Qwen/Qwen2.5-3B-Instruct"': '"tiny"',
+    'load_dataset("openai/gsm8k", "main")': 'load_dataset("json", data_files="rows.jsonl")',
+}
+REWARDS = ["xmlcount_reward_func", "soft_format_reward_func", "strict_format_reward_func", "int_reward_func",
+           "correctness_reward_func"]
+
+
+def test_an_unsloth_notebook_runs_with_its_import_lines_changed(tmp_path: Path) -> None:
+    script = SCRIPT.read_text()
+    for old, new in REWRITES.items():
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
+    rows = [{"question": f"What is {i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "notebook.py").write_text(script)
+    result = subprocess.run(
+        [sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},  # threads only wait for each other here
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Extracted:") == 2  # the reward functions ran once a step
+    assert "before: " in result.stdout
+    assert "after: " in result.stdout
+    lines = [json.loads(line) for line in (tmp_path / "outputs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert {f"rewards/{name}/mean" for name in REWARDS} <= lines[0].keys()
+    assert all(line["completions/total"] == 4 for line in lines)
+    assert load_file(tmp_path / "grpo_saved_lora" / "adapter_model.safetensors")

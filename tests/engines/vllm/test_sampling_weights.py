@@ -1,0 +1,368 @@
+"""4-bit weights dequantized while sampling: the same values, the same addresses, freed in between, given up first."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lent_parts import MODULES, PARTS, close_to, fuse, inputs, ours, theirs
+from live_storage import LiveStorage
+from torch import Tensor
+from vllm_models import CONTEXT, NEEDS_VLLM, differences, engine_on, move_adapter, policy_of
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.vllm import sampling_weights
+from lowmem_grpo.engines.vllm.installed import import_borrowing, installed
+from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowError, Product
+from lowmem_grpo.engines.vllm.loan import Borrowing
+from lowmem_grpo.engines.vllm.sampling_weights import PlainRoom, SamplingWeights, choose, wide_bytes
+from lowmem_grpo.engines.vllm.settings import kv_bytes_of
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
+from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.models.policy import Policy
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
+PARAMS = SamplingParams(n=4, max_tokens=16, seed=1, ignore_eos=True)
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 2048 bytes"
+
+
+@pytest.fixture(autouse=True)
+def no_layers_left() -> Iterator[None]:
+    yield
+    LAYERS.clear()
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
+    """A Llama in NF4 whose q, k and v are one matrix, with an adapter that does something."""
+    policy = policy_of("Llama", request.param, True, tmp_path, hidden_size=256, num_key_value_heads=4)
+    fuse(policy.model, next(iter(MODULES)))
+    move_adapter(policy, 0.05)
+    return policy
+
+
+def borrow(policy: Policy, room: Any) -> Borrowing:
+    """What an engine would borrow of the first layer."""
+    borrowing = Borrowing(policy.base, CPU, room=room)
+    for name in MODULES:
+        borrowing.linear(name, PARTS)
+    borrowing.widen()
+    return borrowing
+
+
+def products() -> list[Product]:
+    return [product for layer in MODULES for product in LAYERS[layer].products]
+
+
+# values
+
+
+def test_every_weight_is_that_of_nf4_dequantize_bit_for_bit(policy: Policy) -> None:
+    borrow(policy, PlainRoom())
+    counts = {layer: len(LAYERS[layer].products) for layer in MODULES}
+    assert counts == {layer: 1 if number == 0 else len(MODULES[layer]) for number, layer in enumerate(MODULES)}
+    for product in products():
+        assert isinstance(product.weight, NF4Weight)
+        assert product.wide is not None
+        assert product.wide.dtype == policy.head.weight.dtype
+        assert torch.equal(product.wide, nf4_dequantize(product.weight))
+
+
+@pytest.mark.parametrize("layer", MODULES)
+def test_a_layer_gives_the_trainers_outputs_with_and_without_the_adapter(policy: Policy, layer: str) -> None:
+    borrowing = borrow(policy, PlainRoom())
+    x = inputs(policy.model, layer)
+    borrowing.take(False)
+    close_to(ours(layer, x), theirs(policy.model, layer, x))
+    borrowing.take(True)
+    with policy.base_model():
+        close_to(ours(layer, x), theirs(policy.model, layer, x))
+
+
+def test_one_buffer_holds_all_weights_of_2_bytes_each_and_is_freed_and_filled_again(policy: Policy) -> None:
+    with LiveStorage() as made:
+        borrowing = borrow(policy, PlainRoom())
+        assert borrowing.wide is not None
+        before = made.live
+        assert len({product.wide.untyped_storage().data_ptr() for product in products() if product.wide is not None}
+                   ) == 1
+        borrowing.drop_weights()
+        assert before - made.live == borrowing.wide.nbytes
+        numbers = sum(product.weight.shape[0] * product.weight.shape[1] for product in products())
+        assert numbers <= borrowing.wide.numbers <= numbers + 128 * len(products())
+        layer, x = "model.layers.0.self_attn.o_proj", inputs(policy.model, "model.layers.0.self_attn.o_proj")
+        narrow = ours(layer, x)  # by the 4-bit kernels meanwhile
+        borrowing.fill_weights()
+        borrowing.fill_weights()
+        close_to(ours(layer, x), narrow)
+        del x, narrow
+        assert before == made.live
+        borrowing.close()
+        assert before - made.live >= numbers * policy.head.weight.dtype.itemsize
+
+
+# where it lies on a card
+
+
+class FakePool:
+    """vLLM's memory pool as far as it is used: segments with tags; sleeping spoils what is in them."""
+
+    def __init__(self, tag: str | None = None) -> None:
+        self.tags: list[str] = []
+        self.forced_tag = tag
+        self.segments: dict[int, Any] = {}
+
+    @contextmanager
+    def use_memory_pool(self, tag: str) -> Iterator[None]:
+        self.tags.append(self.forced_tag or tag)
+        try:
+            yield
+        finally:
+            self.tags.pop()
+
+    def made(self, size: int, **options: Any) -> Tensor:
+        buffer = torch.zeros(size, dtype=torch.uint8)
+        if self.tags:
+            handle = (0, size, buffer.data_ptr(), 0)
+            self.segments[buffer.data_ptr()] = SimpleNamespace(tag=self.tags[-1], handle=handle, buffer=buffer)
+        return buffer
+
+    def sleep(self) -> None:
+        for segment in self.segments.values():
+            segment.buffer.fill_(255)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakePool]:
+    """Puts a pretend pool in the place of vLLM's."""
+    if installed() is None:
+        pytest.skip("needs vLLM, which is not installed")
+    import_borrowing()
+    from lowmem_grpo.engines.vllm import pool as vllm_pool
+
+    def make(available: bool = True, version: str = "0.32.0", **options: Any) -> FakePool:
+        fake = FakePool(**options)
+        allocator = SimpleNamespace(get_instance=lambda: SimpleNamespace(
+            use_memory_pool=fake.use_memory_pool, pointer_to_data=fake.segments))
+        module = SimpleNamespace(cumem_available=available, CuMemAllocator=allocator)
+        monkeypatch.setattr(vllm_pool, "pool", lambda: module)
+        monkeypatch.setattr(vllm_pool, "vllm_version", lambda: version)
+        monkeypatch.setattr(vllm_pool, "torch", SimpleNamespace(empty=fake.made, uint8=torch.uint8))
+        return fake
+
+    return make
+
+
+@pytest.mark.vllm
+def test_addresses_are_the_same_after_sleep_and_the_weights_are_made_again(
+    policy: Policy, pool: Callable[..., FakePool]
+) -> None:
+    from lowmem_grpo.engines.vllm.pool import SleepingRoom
+
+    fake = pool()
+    borrowing = borrow(policy, SleepingRoom())
+    places = [product.wide.data_ptr() for product in products() if product.wide is not None]
+    assert len(places) == len(products())
+    for _ in range(2):
+        borrowing.drop_weights()
+        fake.sleep()
+        borrowing.fill_weights()
+        assert places == [product.wide.data_ptr() for product in products() if product.wide is not None]
+        for product in products():
+            assert isinstance(product.weight, NF4Weight)
+            assert product.wide is not None
+            assert torch.equal(product.wide, nf4_dequantize(product.weight))
+    (segment,) = fake.segments.values()
+    assert segment.tag == "sampling_weights"  # not "weights", which sleep would copy to the host
+    assert segment.handle[1] % (32 << 20) == 0  # a segment of its own: nothing of vLLM's lies behind the weights
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("options", "message"), [
+    ({"tag": "weights"}, "gave no segment .* but 33,554,432 bytes tagged 'weights'"),
+    ({"version": "0.34.0"}, "pool of vLLM 0.34.0 was not checked, only that of 0.26 to 0.32"),
+    ({"available": False}, "has no memory pool that sleep can free"),
+])
+def test_a_pool_that_is_not_as_it_was_read_is_refused_by_name(
+    pool: Callable[..., FakePool], options: dict[str, Any], message: str
+) -> None:
+    from lowmem_grpo.engines.vllm.pool import SleepingRoom
+
+    pool(**options)
+    with pytest.raises(BorrowError, match=message):
+        SleepingRoom().take(1000, torch.bfloat16, CPU)
+
+
+@pytest.mark.vllm
+def test_a_pool_that_cannot_be_used_leaves_the_4_bit_kernels_and_says_so(
+    policy: Policy, pool: Callable[..., FakePool], caplog: pytest.LogCaptureFixture
+) -> None:
+    from lowmem_grpo.engines.vllm.pool import SleepingRoom
+
+    pool(tag="weights")
+    with caplog.at_level(logging.WARNING):
+        borrowing = borrow(policy, SleepingRoom())
+    assert "sampling with 4-bit weights" in caplog.text
+    assert borrowing.wide is None
+    assert all(product.wide is None for product in products())
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["cumem_available", "CuMemAllocator"])
+def test_the_names_of_vllms_pool_are_where_they_are_used(name: str) -> None:
+    if installed() is None:
+        pytest.skip("needs vLLM, which is not installed")
+    import_borrowing()
+    from vllm.device_allocator import AllocationData, cumem
+
+    assert hasattr(cumem, name)
+    allocator = cumem.CuMemAllocator()  # its constructor touches no card
+    assert allocator.pointer_to_data == {}
+    assert {"get_instance", "use_memory_pool"} <= set(dir(cumem.CuMemAllocator))
+    assert {"handle", "tag"} <= set(AllocationData.__dataclass_fields__)
+
+
+# when it is done
+
+
+def on_card(policy: Policy) -> Any:
+    """The same policy, as if it were on a card."""
+    return SimpleNamespace(base=policy.base, head=policy.head, device=torch.device("cuda"))
+
+
+def test_without_being_asked_it_never_takes_room_that_the_cache_of_the_whole_batch_needs(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, card = wide_bytes(policy), on_card(policy)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card without a data sheet")
+    wanted = 8 * kv_bytes_of(policy, CONTEXT + 128)
+    assert choose(None, card, size + wanted, False, 8, CONTEXT) == ("16bit", wanted)
+    assert choose(None, card, size + wanted - 1, False, 8, CONTEXT) == ("4bit", size + wanted - 1)
+    assert choose("4bit", card, 10 * size + wanted, False, 8, CONTEXT) == ("4bit", 10 * size + wanted)
+    assert choose("16bit", card, size + 5, False, 8, CONTEXT) == ("16bit", 5)
+    for free, form in ((size + wanted, "16bit"), (size + wanted - 1, "4bit")):
+        monkeypatch.setattr(sampling_weights, "free_share", lambda device, free=free: free)
+        assert choose(None, card, wanted, True, 8, CONTEXT) == (form, wanted)  # a cache that was given stays
+
+
+def test_a_card_that_decodes_few_rows_slower_in_16_bits_does_so_without_being_asked(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card, room = on_card(policy), 1 << 40
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(sampling_weights, "faster_in_16_bit", lambda shape, name, rows, cached: rows >= 64)
+    assert choose(None, card, room, False, 8, CONTEXT) == ("4bit", room)
+    assert choose(None, card, room, False, 64, CONTEXT)[0] == "16bit"
+    assert choose("16bit", card, room, False, 8, CONTEXT)[0] == "16bit"
+
+
+def test_on_the_cpu_it_is_done_where_it_is_asked_for_only(policy: Policy) -> None:
+    assert choose(None, policy, 1 << 40, False, 8, CONTEXT) == ("4bit", 1 << 40)
+    assert choose("16bit", policy, 1 << 20, False, 8, CONTEXT) == ("16bit", 1 << 20)
+
+
+def test_wide_bytes_are_those_that_the_buffer_takes(policy: Policy) -> None:
+    borrowing = Borrowing(policy.base, CPU, room=PlainRoom())
+    for prefix in {name.rpartition(".")[0].rpartition(".")[0] for name, _ in policy.base.named_modules()
+                   if name.endswith("q_proj")}:
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            borrowing.linear(f"{prefix}.{name}", PARTS)
+    borrowing.widen()
+    assert borrowing.wide is not None
+    assert borrowing.wide.nbytes == wide_bytes(policy)
+
+
+def test_a_model_that_is_not_in_4_bits_is_refused_by_name(tmp_path: Path) -> None:
+    policy = policy_of("tiny", torch.float32, False, tmp_path)
+    assert wide_bytes(policy) == 0
+    assert choose(None, policy, 5, False, 8, CONTEXT) == ("4bit", 5)
+    with pytest.raises(ValueError, match=r"sampling_weights is '16bit' and the model is not in 4 bits.*load_in_4bit"):
+        choose("16bit", policy, 5, False, 8, CONTEXT)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"load_in_4bit": False}, "sampling_weights is '16bit' and the model is not in 4 bits"),
+    ({"load_in_4bit": True}, 'only vLLM samples with dequantized weights. .*fast_inference="vllm"'),
+])
+def test_the_loader_refuses_the_option_where_it_has_nothing_to_act_on(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FastLanguageModel.from_pretrained(sampling_weights="16bit", **options)
+
+
+def test_fp32_products_that_are_not_4_bit_are_left_alone(tmp_path: Path) -> None:
+    policy = policy_of("tiny", torch.float32, False, tmp_path)
+    borrow(policy, PlainRoom())
+    assert SamplingWeights(products(), torch.float32, CPU, PlainRoom()).numbers == 0
+    assert all(product.wide is None for product in products())
+
+
+# in vLLM's engine
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> Policy:
+    policy = policy_of("tiny", torch.float32, True, tmp_path)
+    move_adapter(policy, 0.05)
+    return policy
+
+
+class FullRoom(PlainRoom):
+    """Memory has room the first time and not again."""
+
+    times = 0
+
+    def take(self, *arguments: Any) -> Tensor:
+        FullRoom.times += 1
+        if FullRoom.times > 1:
+            raise RuntimeError(NO_MEMORY)
+        return super().take(*arguments)
+
+
+@pytest.mark.vllm
+class TestEngine:
+    pytestmark = NEEDS_VLLM
+
+    def test_the_sampler_agrees_with_the_trainer_and_sleep_frees_what_the_next_call_makes_again(
+        self, sampled: Policy
+    ) -> None:
+        with engine_on(sampled, sampling_weights="16bit") as engine:
+            wide = engine.borrowing.wide
+            assert wide is not None
+            assert wide.nbytes == wide_bytes(sampled)
+            first = engine.generate(PROMPTS, PARAMS)
+            assert differences(sampled, PROMPTS, first).abs().mean() < 1e-5
+            engine.sleep()
+            assert not wide.filled
+            assert all(product.wide is None for product, _ in wide.pairs)
+            move_adapter(sampled, 0.1, seed=3)
+            engine.on_policy_update(1)
+            second = engine.generate(PROMPTS, PARAMS)
+            assert wide.filled
+            assert differences(sampled, PROMPTS, second).abs().mean() < 1e-5
+            with engine.base_model():
+                base = engine.generate(PROMPTS, PARAMS)
+        with sampled.base_model():
+            assert differences(sampled, PROMPTS, base).abs().mean() < 1e-5
+
+    def test_memory_that_runs_out_in_dequantizing_leaves_the_4_bit_kernels_and_the_run_goes_on(
+        self, sampled: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(sampling_weights, "PlainRoom", FullRoom)
+        monkeypatch.setattr(FullRoom, "times", 0)
+        with engine_on(sampled, sampling_weights="16bit") as engine, caplog.at_level(logging.WARNING):
+            assert engine.sampling_weights == "16bit"
+            engine.sleep()
+            groups = engine.generate(PROMPTS, PARAMS)
+            assert differences(sampled, PROMPTS, groups).abs().mean() < 1e-5
+            assert (engine.sampling_weights, engine.borrowing.wide) == ("4bit", None)
+            assert engine.fitting_seqs == engine.max_num_seqs
+            engine.sleep()
+            engine.generate(PROMPTS, PARAMS)
+        lines = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
+        assert len(lines) == 1
+        assert "the 4-bit kernels serve for the rest of the run" in lines[0]

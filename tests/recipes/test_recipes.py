@@ -1,0 +1,396 @@
+"""Recipes: exact problems that never leak from test to train, options from the command line, short runs end to end."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowmem_grpo.cli import main
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.recipes import gsm8k
+from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset
+from lowmem_grpo.recipes.gsm8k import Gsm8kOptions
+from lowmem_grpo.recipes.held_out import SHOWN
+from lowmem_grpo.recipes.options import fill, parse
+from lowmem_grpo.recipes.problems import arithmetic as arithmetic_problems
+from lowmem_grpo.recipes.tiny import tiny_model
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
+RULES: dict[str, Callable[[int, int], int]] = {
+    "Add": lambda total, by: total + by, "Subtract": lambda total, by: total - by,
+    "Multiply by": lambda total, by: total * by,
+}
+RUN = ["max_steps=2", "num_generations=2", "per_device_train_batch_size=2", "max_completion_length=16"]
+
+
+def evaluate(question: str) -> list[int]:
+    """The start and every total, read off the question's text alone."""
+    form = r"Start with \d+\.( (Add|Subtract|Multiply by) \d+\.)+ What is the result\?"
+    assert re.fullmatch(form, question), question
+    totals = [int(re.match(r"Start with (\d+)", question)[1])]  # type: ignore[index]
+    for verb, number in re.findall(r"(Add|Subtract|Multiply by) (\d+)", question):
+        totals.append(RULES[verb](totals[-1], int(number)))
+    return totals
+
+
+def questions(dataset: Dataset) -> list[str]:
+    return [prompt[0]["content"] for prompt in dataset["prompt"]]
+
+
+# arithmetic problems
+
+
+@pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (0, 1), (1, 0), (3407, 7), (-1, 42)])
+@pytest.mark.parametrize("size", [1, 64, 3000])
+def test_no_test_problem_is_ever_trained_on(train_seed: int, test_seed: int, size: int) -> None:
+    train, test = make_dataset("train", size, train_seed), make_dataset("test", size, test_seed)
+    assert len(train) == len(test) == size
+    assert not set(questions(train)) & set(questions(test))
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_problems_are_distinct_and_their_answers_right(split: str) -> None:
+    dataset = make_dataset(split, 3000, seed=5)
+    assert len(set(questions(dataset))) == 3000
+    for question, answer in zip(questions(dataset), dataset["answer"], strict=True):
+        totals = evaluate(question)
+        assert str(totals[-1]) == answer, question
+        assert all(0 <= total <= 99 for total in totals), question
+        assert 3 <= len(totals) <= 5, question
+
+
+def test_every_kind_of_step_occurs_often_enough_to_be_learnt() -> None:
+    text = " ".join(questions(make_dataset("train", 1000)))
+    assert all(text.count(verb) > 300 for verb in RULES)
+
+
+def test_a_seed_repeats_the_dataset_and_another_one_does_not() -> None:
+    assert questions(make_dataset("train", 50, 1)) == questions(make_dataset("train", 50, 1))
+    assert questions(make_dataset("train", 50, 1)) != questions(make_dataset("train", 50, 2))
+    assert questions(make_dataset("train", 20, 1)) == questions(make_dataset("train", 50, 1))[:20]
+
+
+def test_drawing_problems_leaves_the_global_random_state_alone() -> None:
+    state = random.getstate()
+    make_dataset("train", 10)
+    assert random.getstate() == state
+
+
+def test_the_dataset_has_the_columns_that_training_needs() -> None:
+    dataset = make_dataset("train", 3)
+    assert dataset.column_names == ["prompt", "answer"]
+    for prompt in dataset["prompt"]:
+        assert [message["role"] for message in prompt] == ["user"]
+
+
+def test_the_reference_solution_ends_in_the_answer_and_every_line_of_it_is_true() -> None:
+    never_wrong = random.Random()
+    never_wrong.random = lambda: 1.0  # type: ignore[method-assign]
+    source = arithmetic_problems.problems("train", 0)
+    for problem in (next(source) for _ in range(500)):
+        solution = tiny_model.demonstration(problem, never_wrong)
+        assert arithmetic_problems.last_integer(solution) == problem.answer == evaluate(problem.question)[-1]
+        *steps, last = solution.splitlines()
+        assert last == f"Answer: {problem.answer}"
+        for (before, after), step in zip(pairwise(evaluate(problem.question)), steps, strict=True):
+            left, operator, right, result = re.fullmatch(r"(\d+) ([-+*]) (\d+) = (\d+)",
+                                                         step).groups()  # type: ignore[union-attr]
+            verb = {"+": "Add", "-": "Subtract", "*": "Multiply by"}[operator]
+            assert (int(left), int(result)) == (before, after)
+            assert RULES[verb](int(left), int(right)) == after
+
+
+def test_demonstrations_err_as_often_as_they_should() -> None:
+    rng, source = random.Random(0), arithmetic_problems.problems("train", 0)
+    wrong = steps = 0
+    for problem in (next(source) for _ in range(1000)):
+        for line in tiny_model.demonstration(problem, rng).splitlines()[:-1]:
+            left, operator, right, result = re.fullmatch(r"(-?\d+) ([-+*]) (\d+) = (-?\d+)",
+                                                         line).groups()  # type: ignore[union-attr]
+            verb = {"+": "Add", "-": "Subtract", "*": "Multiply by"}[operator]
+            steps += 1
+            wrong += RULES[verb](int(left), int(right)) != int(result)
+    assert wrong / steps == pytest.approx(tiny_model.ERROR_RATE, abs=0.03)
+
+
+@pytest.mark.parametrize(("split", "size", "message"), [
+    ("validation", 5, '"train" and "test"'), ("Train", 5, "split is 'Train'"), ("train", 0, "size is 0"),
+    ("test", -3, "at least 1"),
+])
+def test_a_split_or_size_that_makes_no_sense_is_refused(split: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_dataset(split, size)
+
+
+@pytest.mark.parametrize(("text", "right", "form"), [
+    ("17 + 8 = 25\nAnswer: 25", 1.0, 0.1), ("Answer: 25\n", 1.0, 0.1), ("25", 1.0, 0.0), ("Answer: 24", 0.0, 0.1),
+    ("Answer: 25\n25 - 1 = 24", 0.0, 0.0), ("Answer: -25", 0.0, 0.0), ("", 0.0, 0.0), ("Answer: ", 0.0, 0.0),
+    ("Answer: 25.", 1.0, 0.0), ("Answer: " + "9" * 5000, 0.0, 0.1), ("no number", 0.0, 0.0), ("Answer: ²", 0.0, 0.0),
+])
+def test_a_completion_earns_what_its_last_number_and_line_deserve(text: str, right: float, form: float) -> None:
+    for completion in (text, [{"role": "assistant", "content": text}]):
+        assert correct_answer([completion], answer=["25"], prompts=[""], trainer_state=None) == [right]
+        assert answer_line([completion], prompts=[""]) == [form]
+
+
+# options
+
+
+@pytest.mark.parametrize("words", [
+    ["max_steps=7"], ["--max_steps", "7"], ["--max_steps=7"], ["--max-steps", "7"], ["--max-steps=7"], ["max-steps=7"],
+])
+def test_every_way_to_write_an_option_is_understood(words: list[str]) -> None:
+    assert parse(words) == {"max_steps": "7"}
+    assert fill(ArithmeticOptions, words).config == {"max_steps": 7}
+
+
+def test_values_may_hold_dashes_and_equals_signs() -> None:
+    assert parse(["output_dir=a=b", "--run-name", "x-y=z", "--seed", "-1", "learning_rate=1e-3"]) == {
+        "output_dir": "a=b", "run_name": "x-y=z", "seed": "-1", "learning_rate": "1e-3",
+    }
+
+
+@pytest.mark.parametrize(("word", "name", "value"), [
+    ("max_steps=3", "max_steps", 3), ("learning_rate=1e-3", "learning_rate", 1e-3), ("bf16=true", "bf16", True),
+    ("bf16=False", "bf16", False), ("bf16=none", "bf16", None), ("log_completions=1", "log_completions", True),
+    ("log_completions=no", "log_completions", False), ("max_prompt_length=None", "max_prompt_length", None),
+    ("save_total_limit=null", "save_total_limit", None), ("reward_weights=1,0.5", "reward_weights", [1.0, 0.5]),
+    ("reward_weights=2", "reward_weights", [2.0]), ("scale_rewards=none", "scale_rewards", "none"),
+    ("scale_rewards=null", "scale_rewards", None),
+    ("loss_type=dr_grpo", "loss_type", "dr_grpo"), ("run_name=None", "run_name", None), ("min_p=0.1", "min_p", 0.1),
+])
+def test_a_setting_has_the_type_of_its_field(word: str, name: str, value: Any) -> None:
+    config = fill(ArithmeticOptions, [word]).config
+    assert config == {name: value}
+    assert type(config[name]) is type(value)
+
+
+@pytest.mark.parametrize(("word", "sinks"), [
+    ("report_to=none", ["none"]), ("report_to=tensorboard", ["tensorboard"]),
+    ("report_to=wandb,tensorboard", ["wandb", "tensorboard"]),
+])
+def test_one_sink_or_several_can_be_named(word: str, sinks: list[str]) -> None:
+    assert GRPOConfig(**fill(ArithmeticOptions, [word]).config).report_to == sinks
+
+
+def test_recipe_options_and_settings_are_told_apart() -> None:
+    options = fill(Gsm8kOptions, ["gpu=24", "lora-rank=8", "load_in_4bit=false", "seed=1", "resume=true"])
+    assert (options.gpu, options.lora_rank, options.load_in_4bit, options.resume) == ("24", 8, False, True)
+    assert options.config == {"seed": 1}
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["max_stepz=1"], "no option 'max_stepz'; did you mean max_steps"),
+    (["lora_ranks=1"], "no option 'lora_ranks'; did you mean lora_rank"),
+    (["zzz=1"], r"no option 'zzz'$"), (["config=1"], "no option 'config'"),
+    (["max_steps=many"], "max_steps='many': .*valid integer.*type int"), (["max_steps=1.5"], "max_steps='1.5'"),
+    (["max_steps=none"], "max_steps='none'"), (["resume=perhaps"], "resume='perhaps': .*valid boolean"),
+    (["reward_weights=1,x"], "reward_weights='1,x'"), (["max_steps"], "write key=value or --key value"),
+    (["--max_steps"], "cannot read '--max_steps'"), (["7"], "cannot read '7'"),
+])
+def test_a_misspelt_or_mistyped_option_is_named(words: list[str], message: str) -> None:
+    with pytest.raises(click.UsageError, match=message):
+        fill(ArithmeticOptions, words)
+
+
+# short runs
+
+
+def invoke(*words: Any) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def rows(count: int) -> list[dict[str, str]]:
+    return [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_gsm8k_trains_on_a_local_file(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows(6)))
+    else:
+        Dataset.from_list(rows(6)).to_parquet(path)
+    result = invoke("run", "gsm8k", "gpu=cpu", f"dataset={path}", f"output_dir={tmp_path / 'out'}", *RUN)
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["recipe"], summary["status"], summary["steps"], summary["seed"]) == ("gsm8k", "finished", 2, 3407)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert {f"rewards/{function.__name__}/mean" for function in gsm8k.REWARDS} <= lines[0].keys()
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K rows are not on this machine")
+def test_gsm8k_trains_on_the_real_rows(tmp_path: Path) -> None:
+    result = invoke("run", "gsm8k", "gpu=cpu", f"dataset={GSM8K}", f"output_dir={tmp_path}", *RUN, "max_steps=1")
+    assert result.exit_code == 0, result.output
+    (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert line["completions/total"] == 2
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K rows are not on this machine")
+def test_every_real_gsm8k_row_has_a_number_as_its_label() -> None:
+    dataset = gsm8k.make_dataset(str(GSM8K))
+    assert len(dataset) > 7000
+    assert all(re.fullmatch(r"-?\d+", answer) for answer in dataset["answer"])
+    assert [message["role"] for message in dataset[0]["prompt"]] == ["system", "user"]
+    assert dataset[0]["prompt"][1]["content"] == dataset[0]["question"]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["dataset=nowhere.jsonl"], "no file 'nowhere.jsonl' that can be read; allowed are .jsonl"),
+    (["gpu=99"], "gpu is '99'; allowed are auto, cpu, 16, 24, 48, 80"),
+    (["gradient_checkpointing_mode=disk"], "allowed: none, device, offload"),
+    (["loss_type=ppo"], "loss_type is 'ppo'; allowed are"),
+])
+def test_gsm8k_names_what_it_cannot_use(words: list[str], message: str, tmp_path: Path) -> None:
+    result = invoke("run", "gsm8k", "gpu=cpu", f"output_dir={tmp_path / 'out'}", *words)
+    assert result.exit_code == 1
+    assert message in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_rows_without_a_label_are_not_left_out(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / f"rows.{kind}"
+    table = Dataset.from_list([
+        {"question": "1 + 1?", "answer": "#### 1,002"}, {"question": None, "answer": "#### 3"},
+        {"question": "2 + 2?", "answer": None}, {"question": "3 + 3?", "answer": "6"},
+        {"question": "4 + 4?", "answer": "#### "},
+    ])
+    {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[kind](str(path))
+    (row,) = gsm8k.make_dataset(str(path))
+    assert (row["question"], row["answer"], row["prompt"][1]["content"]) == ("1 + 1?", "1002", "1 + 1?")
+    assert "4 of 5 rows have no question, or no label after ####" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [7, None, "seven"])
+def test_a_run_without_any_label_trains_to_the_end(answer: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": 5, "answer": answer}) + "\n")
+    with pytest.raises(ValueError, match=r"1 of 1 rows have no question, or no label after ####.*lowmem-grpo new"):
+        gsm8k.make_dataset(str(tmp_path / "rows.jsonl"))
+
+
+def test_a_folder_is_taken_for_a_name_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"no file .* that can be read; allowed are .*\.csv"):
+        gsm8k.make_dataset(str(tmp_path))
+
+
+@pytest.mark.parametrize(("source", "name"), [
+    ("openai/gsm8k", "main"), ("openai/gsm8k:socratic", "socratic"), ("org/mine", None),
+])
+def test_another_configuration_of_the_hub_is_read(source: str, name: str | None, monkeypatch: Any) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def load_dataset(**wanted: Any) -> Dataset:
+        seen.append(wanted)
+        return Dataset.from_list(rows(1))
+
+    monkeypatch.setattr("lowmem_grpo.data.files.load_dataset", load_dataset)
+    assert gsm8k.make_dataset(source, "test")["answer"][0] == "0"
+    assert (seen[0]["path"], seen[0]["name"], seen[0]["split"]) == (source.partition(":")[0], name, "test")
+
+
+@pytest.mark.parametrize("content", ["", '{"question": "1 + 1?", "answer": "#### 2"}\nnot json\n'])
+def test_a_file_without_good_rows_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(OSError, match=r"no rows from .*rows\.jsonl': \w+"):
+        gsm8k.make_dataset(str(tmp_path / "rows.jsonl"))
+
+
+def test_a_dataset_that_the_hub_does_not_give_is_named() -> None:
+    with pytest.raises(OSError, match="no rows from 'no-such-owner/no-such-data'"):
+        gsm8k.make_dataset("no-such-owner/no-such-data")
+
+
+def test_a_file_without_the_gsm8k_columns_is_named_with_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n")
+    result = invoke("run", "gsm8k", "gpu=cpu", f"dataset={path}", f"output_dir={tmp_path / 'out'}")
+    assert result.exit_code == 1
+    assert "no column question; it has problem, answer" in result.output
+
+
+def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path: Path) -> None:
+    result = invoke(
+        "run", "arithmetic", "max_steps=1", "eval_problems=8", "train_size=16", "num_generations=2",
+        "per_device_train_batch_size=4", "gradient_accumulation_steps=1", f"output_dir={tmp_path / 'run'}", "--seed", 7,
+    )
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["seed"], summary["eval_problems"], summary["status"]) == (1, 7, 8, "finished")
+    for name in ("accuracy_before", "accuracy_after"):
+        assert summary[name] in [count / 8 for count in range(9)]
+    assert summary["train_seconds"] > 0
+    assert len(summary["samples"]) == SHOWN
+    assert set(summary["samples"][0]) == {"prompt", "answer", "before", "after"}
+    assert "accuracy before" in result.output and "\n1 step in " in result.output
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+    again = invoke("run", "arithmetic", "max_steps=1", f"output_dir={tmp_path / 'run'}", "eval_problems=8")
+    assert again.exit_code == 1
+    assert "already holds a run" in again.output and "accuracy" not in again.output
+    over = invoke("run", "arithmetic", "max_steps=1", f"output_dir={tmp_path / 'run'}", "eval_problems=8",
+                  "train_size=16", "num_generations=2", "per_device_train_batch_size=4",
+                  "gradient_accumulation_steps=1", "resume=true")
+    assert over.exit_code == 0, over.output
+    assert "is finished: 1 step; a larger max_steps goes on" in over.output and "accuracy" not in over.output
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+
+
+@pytest.mark.parametrize(("name", "words", "message"), [
+    ("arithmetic", ["output_dir=a_file"], "output_dir is 'a_file', and "),
+    ("arithmetic", ["output_dir=held"], "held already holds a run (summary.json)"),
+    ("proximity", ["output_dir=warmed"], "sft already holds a run (metrics.jsonl)"),
+])
+def test_minutes_of_sampling_go_before_a_refusal(
+    name: str, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("a_file", "held/summary.json", "warmed/sft/metrics.jsonl"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("{}\n")
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    monkeypatch.setattr(FastPeftModel, "fast_generate", lambda *args: pytest.fail("it samples"))
+    result = invoke("run", name, "train_size=16", "eval_problems=2", *words)
+    assert result.exit_code == 1, result.output
+    assert message in result.output
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_another_algorithm_does_not_run_from_the_command_line(tmp_path: Path) -> None:
+    result = invoke(
+        "run", "arithmetic", "loss_type=gspo", "scale_rewards=group", "max_steps=1", "eval_problems=8", "train_size=16",
+        "num_generations=2", "per_device_train_batch_size=4", "gradient_accumulation_steps=1",
+        f"output_dir={tmp_path / 'run'}",
+    )
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["config"]["loss_type"], summary["config"]["scale_rewards"]) == ("gspo", "group")
+
+
+def test_the_embedded_model_can_be_made_again(tmp_path: Path) -> None:
+    result = CliRunner().invoke(tiny_model.main, ["--out", str(tmp_path / "tiny"), "--steps", "2", "--batch", "4"])
+    assert result.exit_code == 0, result.output
+    model, tokenizer = (kind.from_pretrained(tmp_path / "tiny") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Start with 1."}], tokenize=False,
+                                         add_generation_prompt=True)
+    assert text.endswith("<|im_start|>assistant\n")
+    ids = tokenizer(text).input_ids
+    assert tokenizer.decode(ids) == text
+    assert torch.isfinite(model(torch.tensor([ids])).logits).all()
+    card = (tmp_path / "tiny" / "README.md").read_text()
+    assert f"{model.num_parameters():,} parameters" in card
+    assert "seed 0, 2 steps of 4" in card

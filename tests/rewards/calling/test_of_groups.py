@@ -1,0 +1,484 @@
+"""Rewards computed while other groups are sampled: the same scores, sooner; and what goes wrong on the way."""
+
+import asyncio
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import adapter, make, same
+
+from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Scores, number_match
+from lowmem_grpo.rewards.calling.early import covered
+from lowmem_grpo.rewards.calling.failures import MissingColumnError, TooLateError
+from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, call
+from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+SIZE = 3  # completions of a group
+ORDER = (2, 0, 3, 1)  # in which groups are finished
+Work = Callable[[list[str]], list[Any]]
+
+
+class Length(Reward):
+    """The length of each text, after `work`; keeps the completions of each call."""
+
+    def __init__(self, work: Callable[[list[str]], None] = lambda texts: None, name: str = "length") -> None:
+        super().__init__(name)
+        self.work, self.calls = work, []  # type: ignore[var-annotated]
+
+    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        self.calls.append(texts)
+        self.work(texts)
+        return [float(len(text)) for text in texts]
+
+
+class Last(Length):
+    after_sampling = True
+
+
+class Together(Length):
+    by_group = False
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    """The answer's column is missing in the first row."""
+    return [Prompt({"prompt": f"p{n}", **({"answer": str(n)} if n else {})}, [n], "") for n in range(count)]
+
+
+def groups_of(prompts: list[Prompt]) -> list[RolloutGroup]:
+    """Group n has the completions "n", "nn" and "nnn"."""
+    return [
+        RolloutGroup(prompt.row, prompt.ids, [Rollout([7] * (k + 1), [-1.0] * (k + 1), "stop", prompt.row["prompt"][1:]
+                                                      * (k + 1)) for k in range(SIZE)])
+        for prompt in prompts
+    ]
+
+
+def early_scores(
+    scorer: RewardScorer, count: int = 4, order: tuple[int, ...] = ORDER, pause: float = 0.0
+) -> tuple[Scores, list[RolloutGroup], float]:
+    """Scores where groups are finished in this order, `pause` seconds apart; and the seconds after the last one."""
+    prompts = prompts_of(count)
+    groups = groups_of(prompts)
+    with EarlyScoring(scorer, prompts, TrainerState()) as scoring:
+        for index in order:
+            time.sleep(pause)
+            scoring.take_in(index, groups[index].rollouts)
+        started = time.monotonic()
+        scoring.settle(groups)
+        return scoring.scores(groups, TrainerState()), groups, time.monotonic() - started
+
+
+@contextmanager
+def held() -> Iterator[tuple[threading.Event, threading.Event, Callable[[Any], None]]]:
+    """(entered, go on, work): work that says when it begins and waits until it may go on."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def work(_: Any) -> None:
+        entered.set()
+        assert go_on.wait(20)
+
+    try:
+        yield entered, go_on, work
+    finally:
+        go_on.set()
+
+
+# The same scores
+
+
+def logs(completions: list[str], answer: list[str | None], log_metric: Any, log_extra: Any, **_: Any) -> list[Any]:
+    """Booleans, None and NaN, with logs; the mean of lengths is a mean over completions."""
+    log_metric("mean_length", sum(map(len, completions)) / len(completions))
+    log_extra("shout", [text.upper() + "!" for text in completions])
+    return [None if label is None else math.nan if text == "33" else text == label
+            for text, label in zip(completions, answer, strict=True)]
+
+
+async def logs_later(completions: list[str], log_metric: Any, prompts: list[str], **_: Any) -> torch.Tensor:
+    await asyncio.sleep(0.01)
+    log_metric("later", float(prompts[0][1:]))
+    return torch.tensor([float(len(text)) for text in completions])
+
+
+def test_scores_depend_on_the_order_in_which_groups_are_finished(caplog: pytest.LogCaptureFixture) -> None:
+    funcs = [logs, number_match().reward(2.0, -1.0), logs_later, Length()]
+    found, groups, _ = early_scores(RewardScorer(list(funcs), while_sampling=True), pause=0.01)
+    told = [record.message for record in caplog.records]
+    caplog.clear()
+    whole = call(RewardScorer(list(funcs)), groups, TrainerState())
+    assert told == [record.message for record in caplog.records] and len(told) == 2
+    assert (found.rewards, found.invalid, found.extras) == (whole.rewards, whole.invalid, whole.extras)
+    assert found.converted == whole.converted == {"logs": ["bool"], "logs_later": ["Tensor"]}
+    assert found.invalid["logs"] == 1 and found.rewards["logs"][:4] == [None, None, None, 1.0]
+    assert found.metrics.keys() == whole.metrics.keys()
+    for name in ("mean_length", "verdicts/number_match"):  # 2 and 1 / 3, though no verdict is on the first group
+        assert found.metrics[name] == pytest.approx(whole.metrics[name], abs=1e-11)
+    assert found.metrics["later"] == 1.5  # the mean of 0, 1, 2 and 3, where a single call logs the first one's
+
+
+def judges(completions: list[str], log_metric: Any) -> list[float | None]:
+    """No reward for the group 1. Logs a mean over completions, a value for each, and a share of some."""
+    judged = [text for text in completions if text[0] != "1"]
+    log_metric("failed", 1 - len(judged) / len(completions))
+    for text in completions:
+        log_metric("digit", int(text[0]))
+    if judged:
+        log_metric("threes", MeanOf(sum(text[0] == "3" for text in judged) / len(judged), len(judged)))
+    return [None if text[0] == "1" else 1.0 for text in completions]
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_what_is_logged_depends_on_how_a_batch_was_cut_into_calls(first: int) -> None:
+    with held() as (entered, go_on, work):
+        def function(completions: list[str], log_metric: Any, **_: Any) -> list[float | None]:
+            work(completions)
+            return judges(completions, log_metric)
+
+        prompts = prompts_of(4)
+        groups = groups_of(prompts)
+        with EarlyScoring(RewardScorer(function, while_sampling=True), prompts, None) as scoring:
+            scoring.take_in(first, groups[first].rollouts)
+            assert entered.wait(20)
+            for index, group in enumerate(groups):
+                scoring.take_in(index, group.rollouts)
+            go_on.set()
+            scoring.settle(groups)
+            found = scoring.scores(groups, None).metrics
+            cut = [len(one.completions) for one in scoring.calls]
+    whole = call(RewardScorer(judges), groups, TrainerState()).metrics
+    assert cut == [3, 9] and found == {name: pytest.approx(value, abs=1e-11) for name, value in whole.items()}
+    assert whole == {"failed": 0.25, "digit": 1.5, "threes": pytest.approx(1 / 3)}
+
+
+def test_a_mean_of_nothing_is_logged() -> None:
+    with pytest.raises(ValueError, match="log nothing where there is none"):
+        MeanOf(0.0, 0)
+
+
+def test_an_engine_that_tells_of_nothing_leaves_groups_unscored_or_one_is_scored_twice() -> None:
+    reward = Length()
+    found, _, _ = early_scores(RewardScorer(reward), order=())
+    assert found.rewards["length"] == [1.0, 2.0, 3.0] * 4
+    assert sorted(text for texts in reward.calls for text in texts) == sorted(
+        str(n) * k for n in range(4) for k in (1, 2, 3))
+    reward.calls.clear()
+    early_scores(RewardScorer(reward), order=(1, 1, 0, 1))
+    assert sum(map(len, reward.calls)) == 12
+
+
+# Which functions, and how they are called
+
+
+def plain(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(("chosen", "early"), [
+    (None, ["length"]), (True, ["length", "plain", "logs_later"]), (False, [])
+])
+def test_other_functions_than_those_that_the_setting_names_are_called_early(
+    chosen: bool | None, early: list[str]
+) -> None:
+    scorer = RewardScorer([Length(), plain, logs_later, Last(name="last"), Together(name="all")], while_sampling=chosen)
+    assert scorer.early == early
+    scoring = EarlyScoring(scorer, prompts_of(1), None)
+    assert (scoring.on_group is None) == (not early)
+
+
+def test_functions_that_use_the_engine_or_are_plain_are_called_before_sampling_ends_or_in_parts() -> None:
+    last, seen = Last(name="last"), []
+
+    def once(completions: list[str], **_: Any) -> list[float]:
+        seen.append(len(completions))
+        return [0.0] * len(completions)
+
+    prompts = prompts_of(2)
+    groups = groups_of(prompts)
+    with EarlyScoring(RewardScorer([Length(), once, last]), prompts, None) as scoring:
+        for index, group in enumerate(groups):
+            scoring.take_in(index, group.rollouts)
+        scoring.settle(groups)
+        assert (last.calls, seen) == ([], [])
+        scoring.scores(groups, None)
+    assert (len(last.calls), seen) == (1, [6])
+
+
+def test_two_plain_functions_run_side_by_side_or_a_group_waits_for_a_call_of_its_own() -> None:
+    running: list[str] = []
+
+    def alone(_: Any) -> None:
+        running.append("")
+        assert len(running) == 1
+        time.sleep(0.01)
+        running.pop()
+
+    with held() as (entered, go_on, work):
+        first, second = Length(work), Length(alone, "second")
+        prompts = prompts_of(4)
+        groups = groups_of(prompts)
+        with EarlyScoring(RewardScorer([first, second, Length(alone, "third")]), prompts, None) as scoring:
+            scoring.take_in(2, groups[2].rollouts)
+            assert entered.wait(20)
+            for index in (3, 0, 1):
+                scoring.take_in(index, groups[index].rollouts)
+            go_on.set()
+            scoring.settle(groups)
+            scores = scoring.scores(groups, None)
+    assert [[text[0] for text in texts] for texts in second.calls] == [["2"] * 3, [*"333000111"]]
+    assert scores.rewards["third"] == [1.0, 2.0, 3.0] * 4
+
+
+def test_groups_that_are_finished_at_once_are_scored_in_many_calls() -> None:
+    reward = Length()
+    early_scores(RewardScorer(reward))
+    assert [len(texts) for texts in reward.calls] == [12]
+
+
+def test_async_functions_wait_for_each_other() -> None:
+    async def waits(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0.4)
+        return [0.0] * len(completions)
+
+    _, _, seconds = early_scores(RewardScorer(waits, while_sampling=True))
+    assert seconds < 0.9  # 0.4 for each of four groups would be 1.6
+
+
+def test_rewards_cost_time_although_others_decode() -> None:
+    """Groups come every 0.15 s, and each costs 0.1 s: the last one's is all that is waited for."""
+    scorer = RewardScorer(Length(lambda texts: time.sleep(0.1 * len(texts) / SIZE)))
+    _, _, seconds = early_scores(scorer, pause=0.15)
+    assert 0.05 < seconds < 0.25
+    scorer.while_sampling = False
+    _, _, seconds = early_scores(scorer, pause=0.0)
+    assert seconds > 0.39
+
+
+def test_functions_see_another_state_than_the_one_in_which_sampling_began() -> None:
+    seen = []
+
+    def looks(completions: list[str], trainer_state: TrainerState, **_: Any) -> list[float]:
+        seen.append((trainer_state.global_step, trainer_state.num_tokens))
+        return [0.0] * len(completions)
+
+    prompts, state = prompts_of(1), TrainerState(global_step=3, num_tokens=50)
+    groups = groups_of(prompts)
+    with EarlyScoring(RewardScorer(looks, while_sampling=True), prompts, state) as scoring:
+        state.num_tokens += 12  # as the collector counts, before it settles
+        scoring.settle(groups)
+    assert seen == [(3, 50)]
+
+
+# What goes wrong
+
+
+def fails(completions: list[str], **_: Any) -> list[float]:
+    raise KeyError("gold")
+
+
+async def fails_later(completions: list[str], **_: Any) -> list[float]:
+    raise KeyError("gold")
+
+
+def short(completions: list[str], **_: Any) -> list[float]:
+    return [1.0]
+
+
+def text(completions: list[str], **_: Any) -> list[str]:
+    return ["good"] * len(completions)
+
+
+@pytest.mark.parametrize(("func", "message"), [
+    (fails, "reward function fails raised KeyError: 'gold'; the first completion begins '0'"),
+    (fails_later, "reward function fails_later raised KeyError: 'gold'; the first completion begins '0'"),
+    (short, "reward function short returned 1 rewards, expected 6"),
+    (text, "reward function text returned a wrong result: a number or None is needed, not str"),
+])
+def test_a_failure_is_lost_or_reads_otherwise_than_in_one_call(func: Any, message: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        early_scores(RewardScorer(func, while_sampling=True), count=2, order=(0, 1))
+    assert str(caught.value) == message
+
+
+def test_after_a_failure_other_calls_begin() -> None:
+    second = Length(name="second")
+    scorer = RewardScorer([fails, second], while_sampling=True)
+    with pytest.raises(RewardError, match="fails raised"):
+        early_scores(scorer, pause=0.05)
+    assert second.calls == []
+
+
+class Slow(Length):
+    time_limit = 0.2
+
+
+async def waits(completions: list[str], **_: Any) -> list[float]:
+    await asyncio.sleep(60)
+    return []
+
+
+@pytest.mark.parametrize(("kind", "timeout", "message"), [
+    ("plain", 0.2, r"length did not return within 0\.2 s; raise the limit with GRPOConfig\(reward_timeout=\.\.\.\)"),
+    ("own", 60.0, r"length did not return within 0\.2 s; raise the limit with its time_limit"),
+    ("async", 0.2, r"waits did not return within 0\.2 s; raise the limit with GRPOConfig"),
+])
+def test_a_function_that_never_returns_holds_the_step_up(kind: str, timeout: float, message: str) -> None:
+    with held() as (_, _, work):
+        func = {"plain": Length(work), "own": Slow(work), "async": waits}[kind]
+        started = time.monotonic()
+        with pytest.raises(TooLateError, match=message):
+            early_scores(RewardScorer(func, timeout=timeout, while_sampling=True))
+    assert time.monotonic() - started < 3
+
+
+def test_calls_that_a_failure_stopped_are_blamed_for_it() -> None:
+    with pytest.raises(RewardError, match="fails raised KeyError: 'gold'"):
+        early_scores(RewardScorer([waits, fails], while_sampling=True), pause=0.05)
+
+
+def test_after_an_async_failure_other_calls_begin() -> None:
+    prompts = prompts_of(2)
+    groups = groups_of(prompts)
+    with EarlyScoring(RewardScorer(fails_later, while_sampling=True), prompts, None) as scoring:
+        scoring.take_in(0, groups[0].rollouts)
+        deadline = time.monotonic() + 2
+        while not scoring.closed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(RewardError, match="fails_later raised"):
+            scoring.settle(groups)
+    assert len(scoring.calls) == 1
+
+
+def test_a_call_that_took_too_long_passes_where_nobody_waited_for_it() -> None:
+    prompts = prompts_of(1)
+    groups = groups_of(prompts)
+    reward = Slow(lambda texts: time.sleep(0.25))
+    with EarlyScoring(RewardScorer(reward), prompts, None) as scoring:
+        scoring.take_in(0, groups[0].rollouts)
+        time.sleep(0.6)
+        with pytest.raises(TooLateError, match=r"length did not return within 0\.2 s"):
+            scoring.settle(groups)
+
+
+def test_seconds_of_calls_side_by_side_are_counted_for_each() -> None:
+    async def half(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0.3)
+        return [0.0] * len(completions)
+
+    prompts = prompts_of(4)
+    groups = groups_of(prompts)
+    with EarlyScoring(RewardScorer(half, while_sampling=True), prompts, None) as scoring:
+        started = time.monotonic()
+        for index, group in enumerate(groups):
+            scoring.take_in(index, group.rollouts)
+        time.sleep(0.5)
+        assert 0.25 < scoring.settle(groups) <= time.monotonic() - started
+    assert covered([(2.0, 3.0), (0.0, 1.0), (0.5, 0.75), (0.5, 1.5)]) == 2.5
+
+
+def test_a_functions_own_time_limit_counts_in_a_whole_batch_too() -> None:
+    with held() as (_, _, work), pytest.raises(TooLateError, match=r"within 0\.2 s; raise the limit with its time_lim"):
+        RewardScorer(Slow(work)).score(["p"], ["c"], [[1]], {}, None)
+
+
+def test_a_missing_column_is_found_only_when_everything_has_been_sampled() -> None:
+    def needs(completions: list[str], gold: list[str], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    with pytest.raises(MissingColumnError, match=r"needs requires gold, which no dataset column provides"):
+        EarlyScoring(RewardScorer([plain, needs]), prompts_of(2), None)
+    with pytest.raises(MissingColumnError, match="requires gold"):
+        EarlyScoring(RewardScorer(number_match("gold").reward()), prompts_of(2), None)
+
+
+def test_sampling_that_fails_hangs_or_leaves_calls_behind() -> None:
+    prompts = prompts_of(3)
+    groups = groups_of(prompts)
+    with held() as (entered, go_on, work):
+        reward = Length(work)
+        scorer = RewardScorer(reward)
+        with pytest.raises(RuntimeError, match="the card is gone"), EarlyScoring(scorer, prompts, None) as scoring:
+            scoring.take_in(0, groups[0].rollouts)
+            assert entered.wait(20)
+            scoring.take_in(1, groups[1].rollouts)
+            raise RuntimeError("the card is gone")
+        go_on.set()
+        reward.work = lambda texts: None
+        scores, _, _ = early_scores(scorer, count=2, order=(1, 0))
+    scoring.take_in(2, groups[2].rollouts)
+    time.sleep(0.1)
+    assert scores.rewards["length"] == [1.0, 2.0, 3.0] * 2
+    assert reward.calls[0] == ["0", "00", "000"] and sum(map(len, reward.calls)) == 3 + 6
+
+
+def test_ctrl_c_does_not_end_the_wait_for_a_function() -> None:
+    with held() as (_, _, work):
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            early_scores(RewardScorer(Length(work)))
+        timer.join()
+        assert time.monotonic() - started < 5
+
+
+# In a run
+
+
+class Digits(Length):
+    """Differs between most completions."""
+
+    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        super().pay(texts, columns, call)
+        call["log_extra"]("length", [len(text) for text in texts])
+        return [float(sum(int(c) for c in text if c in "0123456789")) for text in texts]
+
+
+def test_a_run_that_scores_early_is_another_one_than_a_run_that_does_not(tmp_path: Path) -> None:
+    runs = {}
+    for chosen in (None, False):
+        reward = Digits()
+        trainer = make(tmp_path / str(chosen), reward, score_while_sampling=chosen, per_device_train_batch_size=16)
+        trainer.memory.rollout.lowered = 4  # a group at a time
+        trainer.train()
+        runs[chosen] = adapter(trainer), read_lines(trainer.run_dir / "completions.jsonl"), [
+            line["time/reward_hidden"] for line in read_lines(trainer.run_dir / "metrics.jsonl")], reward.calls
+    early, whole = runs[None], runs[False]
+    assert same(early[0], whole[0]) and early[1] == whole[1]
+    assert all(early[2]) and not any(whole[2])
+    assert [len(texts) for texts in whole[3]] == [16, 16] and len(early[3]) > 4
+
+
+class TwoArguments:
+    """An engine of before there was `on_group`, around another one."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.name = engine, "mine"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def generate(self, prompts: list[list[int]], params: Any) -> Any:
+        return self.engine.generate(prompts, params)
+
+
+def test_an_engine_that_takes_no_on_group_ends_the_run_or_says_so_each_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = Digits()
+    trainer = make(tmp_path, reward)
+    trainer.sampler.engine, trainer.sampler.given = TwoArguments(trainer.engine), True
+    for _ in range(2):
+        trainer.rollout()
+    assert sum("takes no on_group" in record.message for record in caplog.records) == 1
+    assert len(reward.calls) == 2  # whole batches, after sampling

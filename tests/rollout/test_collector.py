@@ -1,0 +1,554 @@
+"""Which groups an update is made of: dynamic sampling, replay, baselines, and runs with them that stop and go on."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+import torch
+from prompt_rows import CharTokenizer
+from resumed_runs import StopAt, digit_sum, make, records
+from safetensors.torch import load_file
+from trainer_runs import make as make_plain
+from trainer_runs import naive_logprobs, plain_peft, relative
+
+from lowmem_grpo import GRPOConfig
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource
+from lowmem_grpo.rewards import Reward, RewardScorer
+from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rollout.collector import Collector
+from lowmem_grpo.rollout.scoring import score_groups, set_baselines
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.train.grpo_objective import GRPOObjective
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+REWARDS: dict[str, list[float | None]] = {  # of the four completions of a row, and of its greedy one
+    "mixed": [0, 1, 0, 1, 0.25], "rare": [0, 0, 0, 1, 1], "wide": [0, 4, 0, 4, 1], "solved": [1, 1, 1, 1, 1],
+    "failed": [0, 0, 0, 0, 0], "silent": [None] * 5, "all but greedy": [0, 1, 0, 1, None],
+}
+GREEDY = 4
+
+
+def table(completions: list[str], kind: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float | None]:
+    """The reward that REWARDS has for a completion, which is its number."""
+    log_metric("greedy", fmean(int(text) == GREEDY for text in completions))
+    log_extra("number", completions)
+    return [REWARDS[k][int(text)] for k, text in zip(kind, completions, strict=True)]
+
+
+class Loop:
+    """A collector of four groups of four, without a model: rows come in order, and their kind decides the rewards."""
+
+    def __init__(self, *kinds: str, **settings: Any) -> None:
+        self.config = GRPOConfig(**({"num_generations": 4, "per_device_train_batch_size": 16} | settings))
+        rows = [{"prompt": f"row {index}", "kind": kind, "index": index} for index, kind in enumerate(kinds)]
+        self.source = PromptSource(rows, PromptEncoder(CharTokenizer(), 20), 0, shuffle=False)  # type: ignore[arg-type]
+        self.state, self.calls, self.watched = TrainerState(), [], []  # type: ignore[var-annotated]
+        self.scorer = RewardScorer(table)
+        self.collector = Collector(
+            self.config, self.source, self.state, GRPOObjective(self.config), ["table"], self.sample, self.begin,
+            self.score, self.watch,
+        )
+
+    def sample(self, prompts: list[Prompt], params: SamplingParams, on_group: Any = None) -> list[RolloutGroup]:
+        self.calls.append((len(prompts), params))
+        numbers = [GREEDY] if params.temperature == 0 else range(params.n)
+        return [RolloutGroup(prompt.row, prompt.ids, [
+            Rollout([1, 2, 3], [-1.0] * 3, "stop" if number % 2 == 0 else "length", str(number),
+                    self.state.policy_version)
+            for number in numbers], row_index=prompt.index) for prompt in prompts]
+
+    def begin(self, prompts: list[Prompt]) -> EarlyScoring:
+        return EarlyScoring(self.scorer, prompts, self.state)
+
+    def score(self, groups: list[RolloutGroup], scoring: EarlyScoring) -> dict[str, float]:
+        greedy = self.collector.greedy(groups)
+        scoring.settle(groups)
+        set_baselines(self.scorer, groups, greedy, self.state)
+        return score_groups(self.scorer, groups, self.config, self.state, scoring.scores(groups, self.state))
+
+    def watch(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        self.watched.append(rows_of(groups))
+        return {"watched": len(groups)}
+
+    def step(self) -> list[RolloutGroup]:
+        """One rollout, and what an update does to the state."""
+        groups = self.collector.collect()
+        self.state.global_step += 1
+        self.state.policy_version += 1
+        return groups
+
+    def counts(self, *names: str) -> list[float]:
+        return [self.collector.counts[f"sampling/{name}"] for name in names]
+
+
+def rows_of(groups: list[RolloutGroup]) -> list[int]:
+    return [group.row["index"] for group in groups]
+
+
+def advantages(groups: list[RolloutGroup]) -> list[list[float]]:
+    return [[rollout.advantage for rollout in group.rollouts] for group in groups]
+
+
+# A required function
+
+
+class Judge(Reward):
+    """What REWARDS says, None for the completion "2" of a "mute" row; or another number in each group."""
+
+    required = True
+
+    def __init__(self) -> None:
+        super().__init__("judge", ("kind", "index"))
+
+    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        return [None if (kind, text) == ("mute", "2") else 1e3 if kind == "mute" else REWARDS[kind][int(text)] + index
+                for text, kind, index in zip(texts, columns["kind"], columns["index"], strict=True)]
+
+
+def judged_loop(*kinds: str, weights: list[float] | None = None, **settings: Any) -> Loop:
+    loop = Loop(*kinds, per_device_train_batch_size=4 * min(4, len(kinds)), **settings)
+    loop.config.reward_weights = weights
+    loop.scorer = RewardScorer([Judge(), ones], weights)
+    loop.collector.names = loop.scorer.names
+    return loop
+
+
+def ones(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"scale_rewards": "batch"}, {"advantage_estimator": "rloo"}, {"advantage_estimator": "passk"},
+    {"advantage_estimator": "reinforce++"}, {"advantage_estimator": "reinforce++_baseline"},
+    {"multi_objective_aggregation": "normalize_then_sum"}, {"advantage_estimator": "remax"},
+])
+def test_a_group_that_a_required_function_cannot_judge_moves_itself_or_others(settings: dict[str, Any]) -> None:
+    loop = judged_loop("mixed", "mute", "rare", **settings)
+    groups = loop.step()
+    without = judged_loop("mixed", "rare", **settings)
+    without.source.dataset[1]["index"] = 2
+    expected = without.step()
+    assert advantages([groups[0], groups[2]]) == advantages(expected)
+    assert advantages([groups[1]]) == [[0.0] * 4] and any(advantages(expected)[0])
+    assert [group.unjudged for group in groups] == [False, True, False]
+    assert [rollout.reward for rollout in groups[1].rollouts] == [None] * 4
+    assert [rollout.rewards["judge"] for rollout in groups[1].rollouts] == [1e3, 1e3, None, 1e3]
+    measured = loop.collector.metrics(groups, 1.0)
+    assert measured["rewards/judge/unjudged"] == 1 and "rewards/ones/unjudged" not in measured
+    assert (measured["groups/with_signal"], measured["reward"]) == (2, without.collector.metrics(expected, 1)["reward"])
+
+
+def test_a_required_function_of_weight_0_takes_groups_out() -> None:
+    loop = judged_loop("mute", weights=[0.0, 1.0])
+    groups = loop.step()
+    assert not groups[0].unjudged and [rollout.reward for rollout in groups[0].rollouts] == [1.0] * 4
+    assert "rewards/judge/unjudged" not in loop.collector.metrics(groups, 1.0)
+
+
+def test_dynamic_sampling_keeps_an_unjudged_group_and_counts_of_rounds_are_averaged() -> None:
+    loop = judged_loop("mixed", "mute", "mute", "mixed", "mixed", "rare", "mixed", "mixed", dynamic_sampling_rounds=2)
+    groups = loop.step()
+    assert rows_of(groups) == [0, 4, 5, 3]
+    assert loop.collector.metrics(groups, 1.0)["rewards/judge/unjudged"] == 2
+
+
+def test_a_baseline_that_the_required_function_has_no_part_in_is_used() -> None:
+    class Silent(Judge):
+        def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+            return [None if int(text) == GREEDY else float(text) for text in texts]
+
+    loop = judged_loop("mixed", advantage_estimator="remax")
+    loop.scorer = RewardScorer([Silent(), ones])
+    groups = loop.step()
+    assert groups[0].baseline is None and not groups[0].unjudged
+    assert advantages(groups) == [[0.0] * 4]
+
+
+# Dynamic sampling
+
+
+def test_without_a_strategy_anything_but_the_next_prompts_is_trained_on() -> None:
+    loop = Loop("mixed", "solved", "failed", "mixed", "mixed")
+    groups = loop.step()
+    assert (rows_of(groups), len(loop.calls), loop.source.position) == ([0, 1, 2, 3], 1, 4)
+    assert loop.collector.counts == {}
+    measured = loop.collector.metrics(groups, 2.0)
+    assert (measured["groups/total"], measured["groups/with_signal"], measured["watched"]) == (4, 2, 4)
+    assert (loop.state.num_tokens, measured["num_tokens"], measured["tokens_per_second"]) == (128, 128, 24)
+
+
+def test_groups_without_signal_are_trained_on_or_others_lose_their_places() -> None:
+    loop = Loop("mixed", "solved", "mixed", "silent", "mixed", "failed", "rare", "mixed", dynamic_sampling_rounds=3)
+    assert rows_of(loop.step()) == [0, 4, 2, 6]
+    assert [count for count, _ in loop.calls] == [4, 4]  # half of the groups had signal: twice as many as are missing
+    names = ("rounds", "resampled_groups", "surplus_groups", "dropped_groups")
+    assert loop.counts(*names) == [1, 4, 1, 4]
+    assert loop.watched == [[0, 1, 2, 3]]
+
+
+def test_sampling_goes_on_although_every_place_has_signal() -> None:
+    loop = Loop(*["mixed"] * 4, *["failed"] * 4, dynamic_sampling_rounds=3)
+    loop.step()
+    assert (len(loop.calls), loop.counts("rounds", "dropped_groups")) == (1, [0, 0])
+
+
+def test_rounds_do_not_end_or_the_number_of_groups_changes() -> None:
+    loop = Loop(*["failed"] * 5, "mixed", *["solved"] * 6, dynamic_sampling_rounds=2)
+    groups = loop.step()
+    assert (rows_of(groups), len(loop.calls)) == ([5, 1, 2, 3], 3)
+    assert loop.counts("rounds", "resampled_groups", "dropped_groups") == [2, 8, 8]
+    assert loop.collector.metrics(groups, 1.0)["groups/with_signal"] == 1
+
+
+def test_fewer_prompts_are_sampled_than_the_share_of_signal_asks_for_or_more_than_a_generation() -> None:
+    loop = Loop("mixed", "mixed", "mixed", "failed", *["failed"] * 20, dynamic_sampling_rounds=3)
+    loop.step()
+    assert [count for count, _ in loop.calls] == [4, 2, 2, 3]  # ceil(1 * 4 / 3), 6 / 3, 8 / 3
+
+
+def test_rounds_share_a_seed_or_steps_do_or_a_run_is_not_repeatable() -> None:
+    def seeds() -> list[int]:
+        loop = Loop(*["failed"] * 4, dynamic_sampling_rounds=2)
+        loop.step()
+        loop.step()
+        return [params.seed for _, params in loop.calls]
+
+    assert len(set(seeds())) == 6
+    assert seeds() == seeds()
+    assert seeds()[::3] == [GRPOConfig().rollout_seed(step) for step in range(2)]  # as without extra rounds
+
+
+def test_what_was_sampled_and_dropped_is_missing_from_rewards_or_tokens() -> None:
+    loop = Loop("mixed", "solved", "solved", "solved", "mixed", "wide", "mixed", "failed", dynamic_sampling_rounds=1)
+    groups = loop.step()
+    measured = loop.collector.metrics(groups, 1.0)
+    everything = [0.5, 1, 1, 1, 0.5, 2, 0.5, 0]
+    assert measured["reward"] == measured["rewards/table/mean"] == pytest.approx(fmean(everything))
+    assert measured["frac_reward_zero_std"] == 0.5
+    assert (measured["groups/total"], measured["groups/with_signal"]) == (4, 4)
+    assert (measured["num_tokens"], measured["tokens_per_second"]) == (8 * 4 * 8, 8 * 4 * 3)
+    assert measured["rewards/table/invalid"] == 0
+
+
+def test_counts_of_several_rounds_are_averaged() -> None:
+    loop = Loop(*["failed"] * 4, dynamic_sampling_rounds=1)
+    infinite = RewardScorer(lambda completions, **_: [float("inf")] * len(completions))
+    loop.scorer = infinite
+    infinite.names[0] = "table"
+    groups = loop.step()
+    assert loop.collector.metrics(groups, 1.0)["rewards/table/invalid"] == 32
+
+
+@pytest.mark.parametrize(("settings", "divisor"), [
+    ({"scale_rewards": "batch"}, "rewards"), ({"advantage_estimator": "reinforce++_baseline"}, "centered"),
+])
+def test_advantages_are_those_of_groups_that_were_dropped(settings: dict[str, Any], divisor: str) -> None:
+    loop = Loop("mixed", "solved", "wide", "failed", "failed", "rare", "rare", "solved",
+                dynamic_sampling_rounds=1, **settings)
+    groups = loop.step()
+    assert rows_of(groups) == [0, 5, 2, 6]
+    rewards = [[float(value or 0) for value in REWARDS[kind][:4]] for kind in ("mixed", "rare", "wide", "rare")]
+    centered = [[value - fmean(row) for value in row] for row in rewards]
+    std = stdev(value for row in (rewards if divisor == "rewards" else centered) for value in row)
+    expected = [[value / (std + 1e-4) for value in row] for row in centered]
+    torch.testing.assert_close(torch.tensor(advantages(groups)), torch.tensor(expected))
+
+
+def test_groups_that_differ_from_the_batch_alone_count_as_without_signal() -> None:
+    """REINFORCE++ learns from a group without spread too, where others did better or worse."""
+    loop = Loop("failed", "failed", "failed", "failed", "solved", "mixed", "failed", "failed",
+                advantage_estimator="reinforce++", dynamic_sampling_rounds=5)
+    groups = loop.step()
+    assert rows_of(groups) == [4, 5, 6, 7]
+    mean, std = fmean([1] * 4 + [0, 1, 0, 1] + [0] * 8), stdev([1] * 4 + [0, 1, 0, 1] + [0] * 8)
+    assert advantages(groups)[0] == pytest.approx([(1 - mean) / (std + 1e-4)] * 4)
+    assert len(loop.calls) == 2
+
+
+def test_a_group_whose_signal_is_all_in_masked_completions_is_trained_on() -> None:
+    settings = {"mask_truncated_completions": True, "advantage_estimator": "remax", "dynamic_sampling_rounds": 1}
+    loop = Loop("rare", "solved", "mixed", "mixed", *["mixed"] * 4, **settings)
+    REWARDS["only truncated"] = [1, 0, 1, 0, 1]
+    assert rows_of(loop.step()) == [0, 4, 2, 3]  # of "rare" completion 0 counts: 0 - 1
+    loop = Loop("only truncated", *["mixed"] * 7, **settings)
+    assert rows_of(loop.step()) == [4, 1, 2, 3]
+
+
+# Replay
+
+
+def test_a_group_without_signal_is_trained_on_although_one_was_kept() -> None:
+    loop = Loop("mixed", "wide", "rare", "failed", "failed", "mixed", "failed", "solved", "failed", "failed", "failed",
+                "mixed", replay_buffer_size=8)
+    first = loop.step()
+    assert (rows_of(first), loop.counts("replayed_groups", "replay_size")) == ([0, 1, 2, 3], [0, 3])
+    second = loop.step()
+    assert rows_of(second) == [1, 5, 0, 2]  # the largest spread first
+    assert [group.replayed for group in second] == [True, False, True, True]
+    assert loop.counts("replayed_groups", "replay_size", "replay_age") == [3, 1, 1]
+    assert [r.policy_version for group in second for r in group.rollouts[:1]] == [0, 1, 0, 0]
+    third = loop.step()
+    assert rows_of(third) == [5, 9, 10, 11]  # of row 5 alone there was one left; none is used a third time
+    assert loop.counts("replayed_groups", "replay_size", "replay_age") == [1, 1, 1]
+    measured = loop.collector.metrics(third, 1.0)
+    assert (measured["reward"], measured["groups/with_signal"]) == (0.125, 2)  # of what was sampled; of what is used
+
+
+def test_replay_comes_before_dynamic_sampling_or_its_surplus_is_lost() -> None:
+    loop = Loop("mixed", "mixed", "failed", "failed", "wide", "wide", "mixed", "rare",
+                "mixed", "failed", "failed", "failed", "failed", "failed", "mixed", "failed",
+                dynamic_sampling_rounds=1, replay_buffer_size=8)
+    assert rows_of(loop.step()) == [0, 1, 4, 5]
+    assert loop.counts("surplus_groups", "replay_size", "dropped_groups") == [2, 6, 4]
+    second = loop.step()
+    assert rows_of(second) == [8, 14, 5, 4]
+    assert loop.counts("rounds", "resampled_groups", "replayed_groups", "dropped_groups") == [1, 4, 2, 6]
+
+
+def test_old_groups_are_replayed_beyond_their_age() -> None:
+    loop = Loop(*["wide"] * 4, *["mixed"] * 4, *["failed"] * 4, replay_buffer_size=16, replay_max_age=1)
+    groups = [loop.step() for _ in range(3)]
+    assert rows_of(groups[2]) == [7, 6, 5, 4]
+
+
+def test_advantages_of_a_replayed_group_are_those_of_its_first_batch() -> None:
+    loop = Loop("wide", "failed", "failed", "failed", *["failed"] * 4, scale_rewards="batch", replay_buffer_size=4)
+    before = advantages(loop.step())[0]
+    after = advantages(loop.step())[0]
+    assert before == pytest.approx(after)  # one "wide" among three "failed" in both
+    rewards = [0, 4, 0, 4] + [0] * 12
+    assert after == pytest.approx([(value - 2) / (stdev(rewards) + 1e-4) for value in [0, 4, 0, 4]])
+
+
+# ReMax
+
+
+def test_the_baseline_is_not_the_greedy_completions_reward() -> None:
+    loop = Loop("mixed", "rare", "silent", "all but greedy", advantage_estimator="remax")
+    groups = loop.step()
+    assert [group.baseline for group in groups] == [0.25, 1, None, None]
+    expected = [[-0.25, 0.75, -0.25, 0.75], [-1, -1, -1, 0], [0] * 4, [0] * 4]
+    assert advantages(groups) == expected
+    (_, sampled), (count, params) = loop.calls
+    assert (count, params.n, params.temperature, params.max_tokens) == (4, 1, 0, sampled.max_tokens)
+
+
+def test_the_greedy_completion_is_recorded_or_disturbs_metrics() -> None:
+    loop, plain = (Loop("mixed", "rare", "solved", "failed", **settings) for settings in (
+        {"advantage_estimator": "remax"}, {}))
+    groups, others = loop.step(), plain.step()
+    assert [len(group.rollouts) for group in groups] == [4] * 4
+    measured, expected = loop.collector.metrics(groups, 1.0), plain.collector.metrics(others, 1.0)
+    assert measured["greedy"] == expected["greedy"] == 0
+    changed = {name for name in expected if measured[name] != expected[name]}
+    assert changed == {"num_tokens", "tokens_per_second"}
+    assert measured["num_tokens"] - expected["num_tokens"] == 4 * (5 + 3)  # a prompt and its greedy completion
+    assert [r.extras for group in groups for r in group.rollouts] == [{"number": str(n)} for n in range(4)] * 4
+
+
+def test_a_weight_is_left_out_of_the_baseline() -> None:
+    loop = Loop("mixed", "rare", "wide", "failed", advantage_estimator="remax", reward_weights=[3.0])
+    loop.scorer = RewardScorer(table, [3.0])
+    assert [group.baseline for group in loop.step()] == [0.75, 3, 3, 0]
+
+
+def test_a_replayed_group_loses_its_baseline_or_is_sampled_for_again() -> None:
+    loop = Loop("mixed", "failed", "failed", "failed", *["failed"] * 4, advantage_estimator="remax",
+                replay_buffer_size=4)
+    loop.step()
+    replayed = loop.step()[0]
+    assert (replayed.replayed, replayed.baseline) == (True, 0.25)
+    assert [rollout.advantage for rollout in replayed.rollouts] == [-0.25, 0.75, -0.25, 0.75]
+    assert [count for count, _ in loop.calls] == [4, 4, 4, 4]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"dynamic_sampling_rounds": -1}, "dynamic_sampling_rounds is -1; it must be a whole number, at least 0"),
+    ({"dynamic_sampling_rounds": 1.5}, "dynamic_sampling_rounds is 1.5"),
+    ({"dynamic_sampling_rounds": None}, "dynamic_sampling_rounds is None"),
+    ({"replay_buffer_size": True}, "replay_buffer_size is True"), ({"replay_buffer_size": -4}, "at least 0"),
+    ({"replay_buffer_size": 4, "replay_max_age": 0}, "replay_max_age is 0; it must be a whole number, at least 1"),
+    ({"replay_max_age": 3}, "nothing is replayed: set replay_buffer_size"),
+    ({"difficulty_pools": 2}, "difficulty_pools is 2; it must be True or False"),
+    ({"replay_buffer_size": 4, "vllm_importance_sampling_correction": False}, "replayed completions are of an older"),
+])
+def test_settings_that_make_no_sense_are_accepted(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**settings)
+
+
+# With the embedded model
+
+
+def sevens(completions: list[str], **_: Any) -> list[float]:
+    """Rare enough that many groups have no spread."""
+    return [float("7" in text) for text in completions]
+
+
+def shifted(completions: list[str], **_: Any) -> list[float]:
+    return [float("7" in text) + 0.01 * ("1" in text) for text in completions]
+
+
+STRATEGIES: dict[str, tuple[dict[str, Any], str]] = {  # settings, and a metric that shows that they are at work
+    "dynamic sampling": ({"dynamic_sampling_rounds": 1}, "sampling/rounds"),
+    "pools": ({"difficulty_pools": True}, "data/pool_hard"),
+    "replay": ({"replay_buffer_size": 3}, "sampling/replayed_groups"),
+    "remax": ({"advantage_estimator": "remax"}, "groups/with_signal"),
+    "all": ({"dynamic_sampling_rounds": 1, "difficulty_pools": True, "replay_buffer_size": 3, "replay_max_age": 4,
+             "scale_rewards": "batch", "steps_per_generation": 2}, "sampling/replay_size"),
+}
+
+
+def check_same(parts: Path, whole: Path) -> None:
+    adapters = [load_file(path / "adapter" / "adapter_model.safetensors") for path in (whole, parts)]
+    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+    assert records(parts) == records(whole)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_resumed_run_differs_with(tmp_path: Path, name: str) -> None:
+    settings, metric = STRATEGIES[name]
+    settings = {"max_steps": 6, "max_completion_length": 16, **settings}
+    reward = digit_sum if name == "remax" else sevens
+    make(tmp_path / "whole", reward, **settings).train()
+    make(tmp_path / "parts", reward, callbacks=[StopAt(3)], **settings).train()
+    assert make(tmp_path / "parts", reward, **settings).train(resume_from_checkpoint=True).finished
+    lines = records(tmp_path / "whole")[0]
+    assert any(line[metric] for line in lines if line["step"] > 3), [line[metric] for line in lines]
+    check_same(tmp_path / "parts", tmp_path / "whole")
+
+
+class FailingOnce:
+    """The reward, but for one call, which raises."""
+
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("the judge is away")
+        return sevens(completions)
+
+
+def test_a_step_that_fails_in_an_extra_round_has_used_up_prompts_or_kept_groups(tmp_path: Path) -> None:
+    settings = STRATEGIES["all"][0] | {"max_steps": 8, "dynamic_sampling_rounds": 3, "beta": 0.0}
+    counted = FailingOnce(-1)
+    make(tmp_path / "whole", counted, **settings).train()
+    lines = records(tmp_path / "whole")[0]
+    calls = [1 + line["sampling/rounds"] for line in lines]
+    failing = next(n for n, made in enumerate(calls) if n and made > 1)  # an update with an extra round
+    assert counted.left == -1 - sum(calls)
+    second_call = int(sum(calls[:failing])) + 2
+    with pytest.raises(Exception, match="the judge is away"):
+        make(tmp_path / "parts", FailingOnce(second_call), **settings).train()
+    assert make(tmp_path / "parts", FailingOnce(-1), **settings).train(resume_from_checkpoint=True).finished
+    check_same(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_dynamic_sampling_finds_no_signal_in_a_run(tmp_path: Path) -> None:
+    shares = []
+    for rounds in (0, 3):
+        run = make(tmp_path / str(rounds), sevens, max_steps=3, beta=0.0, dynamic_sampling_rounds=rounds)
+        run.train()
+        lines, completions = records(tmp_path / str(rounds))
+        assert [line["groups/total"] for line in lines] == [2] * 3
+        assert len(completions) == 3 * 8  # those that are trained on
+        shares.append(sum(line["groups/with_signal"] for line in lines))
+    assert shares[1] > shares[0]
+
+
+def test_replayed_completions_are_not_marked_in_the_records(tmp_path: Path) -> None:
+    make(tmp_path, sevens, max_steps=6, beta=0.0, replay_buffer_size=4).train()
+    lines, completions = records(tmp_path)
+    marked = [line for line in completions if "replayed_from" in line]
+    assert len(marked) == 4 * sum(line["sampling/replayed_groups"] for line in lines) > 0
+    assert all(line["replayed_from"] < line["step"] - 1 for line in marked)
+
+
+def switched(outcomes: Iterator[bool]) -> Any:
+    """Rewards that differ within a group while `outcomes` say so, and else do not."""
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        differ = next(outcomes)
+        return [float(differ and index % 4 == 0) for index, _ in enumerate(completions)]
+
+    return reward
+
+
+def test_a_replayed_rollout_is_trained_on_as_if_it_were_of_this_policy(tmp_path: Path) -> None:
+    """Gradient of one step on stale completions, against the formula with every completion alone."""
+    trainer = make_plain(tmp_path / "run", switched(iter([True, True, False])), replay_buffer_size=4, learning_rate=0.1)
+    for _ in range(2):
+        trainer.update(trainer.rollout())
+    groups = trainer.rollout()
+    assert [(group.replayed, {r.policy_version for r in group.rollouts}) for group in groups] == [(True, {1})] * 2
+    plain = plain_peft(trainer.model, tmp_path / "adapter")
+    sums, weights = [], []
+    for group in groups:
+        for rollout in group.rollouts:
+            logprobs = naive_logprobs(plain, group.prompt_ids, rollout.completion_ids)
+            ratio = (logprobs.detach() - torch.tensor(rollout.rollout_logprobs)).exp()
+            weights.append(ratio)
+            sums.append(-(ratio.clamp(max=2.0) * rollout.advantage * (logprobs - logprobs.detach()).exp()).sum())
+    ratios = torch.cat(weights)
+    assert ratios.max() > 2
+    assert ratios.min() < 0.5
+    (torch.stack(sums).sum() / len(ratios)).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    metrics = trainer.forward_backward(groups)
+    found = {name: p.grad for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert metrics["mismatch/corrected"] == 1
+    assert relative(found, expected) < 1e-4
+
+
+def test_an_update_that_is_given_up_has_used_up_kept_groups(tmp_path: Path) -> None:
+    """Memory or NaN may end a run in its update; the saved step is the one before the rollout."""
+    trainer = make_plain(tmp_path, switched(iter([True, False, False])), replay_buffer_size=4, difficulty_pools=True)
+    trainer.update(trainer.rollout())
+    trainer.saver.mark()
+    before = trainer.saver.snapshot()
+    first = trainer.rollout()
+    trainer.learner.prepare(first, 2, trainer.state.policy_version)  # fills in old log-probabilities
+    trainer.saver.go_back()
+    assert trainer.saver.snapshot() == before
+    again = trainer.rollout()
+    assert [group.replayed for group in again] == [True, True]
+    assert all(rollout.old_logprobs is None for group in again for rollout in group.rollouts)
+    ids = [[[rollout.completion_ids for rollout in group.rollouts] for group in groups] for groups in (first, again)]
+    assert ids[0] == ids[1]
+
+
+def test_remax_compares_with_something_else_than_the_most_likely_completion(tmp_path: Path) -> None:
+    trainer = make_plain(tmp_path / "run", shifted_chat, advantage_estimator="remax", temperature=2.0)
+    groups = trainer.rollout()
+    plain = plain_peft(trainer.model, tmp_path / "adapter")
+    for group in groups:
+        tokens = islice(greedy_tokens(plain, group.prompt_ids, trainer.tokenizer.eos_token_id), 24)
+        text = trainer.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        assert group.baseline == shifted([text])[0]
+        for rollout in group.rollouts:
+            assert rollout.advantage == pytest.approx(rollout.reward - group.baseline)
+    assert trainer.update(groups)["optimizer/skipped"] == 0
+
+
+def shifted_chat(completions: list[Any], **_: Any) -> list[float]:
+    return shifted([completion[0]["content"] for completion in completions])
+
+
+def greedy_tokens(model: Any, prompt: list[int], end: int) -> Iterator[int]:
+    """The most likely token each time, the whole sequence computed anew."""
+    ids = list(prompt)
+    while True:
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        yield ids[-1]
+        if ids[-1] == end:
+            return

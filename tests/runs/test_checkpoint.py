@@ -1,0 +1,401 @@
+"""Saved training state: exact continuation, crash safety, refusals. Each name says what is broken if it fails."""
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM, get_scheduler
+
+from lowmem_grpo.runs import checkpoint, checkpoint_state
+from lowmem_grpo.runs.checkpoint import CheckpointError
+
+Optimizers = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+STATE = {"step": 3, "reward": 0.1, "rows": [1, 2], "best": None}
+WHOLE_FILES = [*checkpoint.FILES, "manifest.json"]
+
+
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.01)
+
+
+@dataclass
+class Training:
+    """A run in small: an adapter with dropout, an optimizer and a cosine schedule."""
+
+    model: peft.PeftModel
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+
+    def step(self) -> float:
+        """One step whose data and dropout come from all three random states."""
+        rows = [[random.randrange(64) for _ in range(6)], np.random.randint(0, 64, 6).tolist()]
+        loss = self.model(input_ids=torch.tensor(rows), labels=torch.tensor(rows)).loss
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def save(self, run_dir: Path, step: int) -> Path:
+        return checkpoint.save_checkpoint(run_dir, step, self.model, self.optimizer, self.scheduler, STATE)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        return checkpoint.load_checkpoint(folder, self.model, self.optimizer, self.scheduler)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of adapter and optimizer."""
+        found: dict[str, torch.Tensor] = {}
+        checkpoint_state.encode(self.optimizer.state_dict(), "optimizer", found)
+        return found | {name: tensor.detach() for name, tensor in self.model.named_parameters()}
+
+
+def base_model(dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return Qwen2ForCausalLM._from_config(config, dtype=dtype)
+
+
+def training(seed: int, make: Optimizers = adamw, dtype: torch.dtype = torch.float32, **lora: Any) -> Training:
+    """A fresh run; `seed` decides its adapter and its random states."""
+    base = base_model(dtype)
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
+    settings: dict[str, Any] = {"r": 8, "lora_dropout": 0.3, "target_modules": ["q_proj", "down_proj"]} | lora
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    model = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+    assert isinstance(model, peft.PeftModel)
+    optimizer = make([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return Training(model.train(), optimizer, get_scheduler("cosine", optimizer, 2, 12))
+
+
+def assert_identical(one: Training, other: Training) -> None:
+    """Bit for bit, dtypes included."""
+    first, second = one.tensors(), other.tensors()
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(tensor, second[name]), name
+    assert one.scheduler.state_dict() == other.scheduler.state_dict()
+    assert one.optimizer.state_dict()["param_groups"] == other.optimizer.state_dict()["param_groups"]
+
+
+def assert_continues(tmp_path: Path, make: Optimizers, dtype: torch.dtype, **lora: Any) -> None:
+    """Three steps, save, three more; the same three again from the checkpoint in a fresh run must be identical."""
+    first = training(1, make, dtype, **lora)
+    for _ in range(3):
+        first.step()
+    folder = first.save(tmp_path, 3)
+    losses = [first.step() for _ in range(3)]
+    second = training(2, make, dtype, **lora)
+    second.step()
+    assert second.load(folder) == STATE
+    assert [second.step() for _ in range(3)] == losses
+    assert_identical(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resumed_training_differs_from_uninterrupted_training(tmp_path: Path, dtype: torch.dtype) -> None:
+    assert_continues(tmp_path, adamw, dtype)
+
+
+def test_resumed_training_loses_trained_copies_of_whole_modules(tmp_path: Path) -> None:
+    assert_continues(tmp_path, adamw, torch.float32, modules_to_save=["norm"], use_dora=True)
+
+
+def test_optimizer_state_kept_wider_than_its_parameter_is_cast_on_load(tmp_path: Path) -> None:
+    first = training(1, dtype=torch.bfloat16)
+    first.step()
+    for held in first.optimizer.state.values():
+        held["exp_avg"] = held["exp_avg"].float() + 1e-6
+    second = training(2, dtype=torch.bfloat16)
+    second.load(first.save(tmp_path, 1))
+    assert_identical(first, second)
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "PagedAdamW8bit"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_resumed_8bit_optimizer_differs_from_an_uninterrupted_one(tmp_path: Path, kind: str) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, kind)(parameters, lr=1e-2, min_8bit_size=16)
+        return optimizer
+
+    probe = training(0, make)
+    try:
+        probe.step()
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        pytest.skip(f"bitsandbytes has no 8-bit optimizer on this CPU: {error}")
+    assert any(tensor.dtype == torch.uint8 for tensor in probe.tensors().values())
+    assert_continues(tmp_path, make, torch.float32)
+
+
+def test_paged_moments_are_left_outside_paged_memory_on_load() -> None:
+    parameter, buffers = torch.nn.Parameter(torch.zeros(4)), [torch.zeros(4, dtype=torch.uint8) for _ in range(2)]
+    moments: dict[str, Any] = {"state1": torch.arange(4).byte(), "state2": torch.arange(4).byte() + 9, "step": 2}
+    spare = list(buffers)
+    optimizer = SimpleNamespace(state={parameter: dict(moments)}, get_state_buffer=lambda p, dtype: spare.pop())
+    checkpoint_state.page(optimizer)
+    held = optimizer.state[parameter]
+    assert {id(held["state1"]), id(held["state2"])} == {id(buffer) for buffer in buffers} and held["step"] == 2
+    assert torch.equal(held["state1"], moments["state1"]) and torch.equal(held["state2"], moments["state2"])
+
+
+def test_run_saved_before_its_first_step_cannot_be_loaded(tmp_path: Path) -> None:
+    first, second = training(1), training(2)
+    second.load(first.save(tmp_path, 0))
+    assert_identical(first, second)
+
+
+def test_parameters_are_reallocated_on_load(tmp_path: Path) -> None:
+    first, second = training(1), training(2)
+    before = {name: (id(tensor), tensor.data_ptr()) for name, tensor in second.model.named_parameters()}
+    second.load(first.save(tmp_path, 1))
+    assert {name: (id(tensor), tensor.data_ptr()) for name, tensor in second.model.named_parameters()} == before
+    assert_identical(first, second)
+
+
+def test_plain_peft_cannot_load_the_folder(tmp_path: Path) -> None:
+    first = training(1)
+    first.step()
+    plain = peft.PeftModel.from_pretrained(base_model(), str(first.save(tmp_path, 1)))
+    rows = torch.arange(12)[None]
+    assert torch.equal(plain.eval()(rows).logits, first.model.eval()(rows).logits)
+
+
+def test_only_part_of_a_mismatched_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = training(1).save(tmp_path, 1)
+    for other, reason in (
+        (training(2, r=4), r"down_proj.lora_A.weight is \[8, 64\] torch.float32 in the checkpoint, \[4, 64\]"),
+        (training(2, target_modules=["k_proj", "down_proj"]), "k_proj.lora_A.weight is absent in the checkpoint"),
+        (training(2, dtype=torch.bfloat16), "lora_A.weight is .* torch.float32 in the checkpoint, .* torch.bfloat16"),
+        (training(2, torch.optim.SGD), "holds the state of AdamW .* here it is SGD"),
+    ):
+        before = {name: tensor.clone() for name, tensor in other.tensors().items()}
+        with pytest.raises(CheckpointError, match=reason):
+            other.load(folder)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in other.tensors().items())
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def alter(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {"missing": Path.unlink, "truncated": truncate, "altered": alter}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_checkpoint_is_trusted_or_its_file_not_named(tmp_path: Path, kind: str) -> None:
+    run = training(1)
+    older, newer = run.save(tmp_path, 9), run.save(tmp_path, 10)
+    whole = shutil.copytree(newer, tmp_path / "whole")
+    for name in WHOLE_FILES:
+        DAMAGE[kind](newer / name)
+        with pytest.raises(CheckpointError, match=f"{name} is .*{kind}"):
+            run.load(newer)
+        good, problems = checkpoint.last_good(tmp_path)
+        assert good == older and len(problems) == 1 and name in problems[0]
+        shutil.rmtree(newer)
+        shutil.copytree(whole, newer)
+    assert checkpoint.last_good(tmp_path) == (newer, [])
+
+
+def test_manifest_that_lists_too_little_passes(tmp_path: Path) -> None:
+    folder = training(1).save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]["rng.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"does not list rng\.safetensors"):
+        checkpoint.verify(folder)
+
+
+def test_checkpoint_of_another_format_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_state, "FORMAT", 2)
+    folder = training(1).save(tmp_path, 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="format 2"):
+        training(2).load(folder)
+
+
+class Trap:
+    """Unpickling this ends the test run."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (99,)
+
+
+def test_planted_pickle_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = training(1).save(tmp_path, 1)
+    for name in ("adapter_model.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt", "training_args.bin"):
+        (folder / name).write_bytes(pickle.dumps(Trap()))
+    for module, reader in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
+        monkeypatch.setattr(module, reader, lambda *_, **__: pytest.fail("a pickle was read"))
+    assert training(2).load(folder) == STATE
+    (folder / checkpoint.ADAPTER_FILE).unlink()
+    for read in (checkpoint.check_adapter_folder, checkpoint.verify, training(2).load):
+        with pytest.raises(CheckpointError, match=r"only as adapter_model\.bin, a pickle file"):
+            read(folder)
+
+
+def test_saving_writes_a_pickle_or_names_tensors_otherwise(tmp_path: Path) -> None:
+    run = training(1)
+    run.step()
+    folder = run.save(tmp_path, 1)
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= {".safetensors", ".json", ".md"}
+    assert {"state.3.exp_avg", "state.3.step"} <= load_file(folder / "optimizer.safetensors").keys()
+
+
+def no_space(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def assert_old_one_survives(run: Training, run_dir: Path, step: int, expected: dict[Path, bytes]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        run.save(run_dir, step)
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == expected
+    assert [path.name for path in run_dir.iterdir()] == ["checkpoint-1"]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_full_disk_costs_the_old_checkpoint_or_leaves_rubbish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """The disk is full at each flush in turn, at the last one (of the run's folder) after the renames."""
+    run = training(1)
+    old = run.save(tmp_path, 1)
+    run.step()
+    expected = {path: path.read_bytes() for path in old.rglob("*")}
+    real, calls = os.fsync, 0
+    for last in range(len(expected) + 2):
+        left = iter([real] * last)
+        monkeypatch.setattr(os, "fsync", lambda descriptor, left=left: next(left, no_space)(descriptor))
+        message = assert_old_one_survives(run, tmp_path, step, expected)
+        assert all(part in message for part in (f"checkpoint-{step} ", "No space left", "bytes", f"{str(old)!r}"))
+        calls += 1
+    monkeypatch.undo()
+    assert calls == 9 and run.save(tmp_path, step) == tmp_path / f"checkpoint-{step}"
+    checkpoint.verify(tmp_path / f"checkpoint-{step}")
+    assert not list(tmp_path.glob(".checkpoint-*"))
+
+
+def refuse(*_: Any) -> None:
+    """What safetensors does on a full disk: its own error, no OSError."""
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def test_safetensors_own_write_error_is_not_reported_as_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training(1)
+    old = run.save(tmp_path, 1)
+    expected = {path: path.read_bytes() for path in old.rglob("*")}
+    monkeypatch.setattr(checkpoint, "save_file", refuse)
+    assert "os error 28" in assert_old_one_survives(run, tmp_path, 2, expected)
+
+
+def test_state_that_is_not_json_leaves_a_folder_behind(tmp_path: Path) -> None:
+    run = training(1)
+    with pytest.raises(TypeError):
+        checkpoint.save_checkpoint(tmp_path, 1, run.model, run.optimizer, run.scheduler, {"bad": object()})
+    assert not list(tmp_path.iterdir())
+
+
+SAVER = """
+import os, random, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from lowmem_grpo.runs.checkpoint import list_checkpoints
+from test_checkpoint import training
+
+def save_without_end(run_dir):
+    for step in range(10**6):
+        run.save(run_dir, step // 3)  # each is replaced twice
+
+run, draw = training(1), random.Random(0)
+run.step()
+for attempt in range(int(sys.argv[3])):
+    run_dir = Path(sys.argv[1]) / str(attempt)
+    child = os.fork()
+    if not child:
+        save_without_end(run_dir)
+    while not list_checkpoints(run_dir):
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0, 0.2))
+    os.kill(child, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+"""
+
+
+@pytest.mark.timeout(120)
+def test_killed_save_leaves_no_loadable_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAVER, str(tmp_path), str(Path(__file__).parent), "20"]
+    root = Path(__file__).parents[2]
+    subprocess.run(command, check=True, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    reader, interrupted = training(2), 0
+    for run_dir in tmp_path.iterdir():
+        interrupted += len(checkpoint.clean_leftovers(run_dir))
+        assert not list(run_dir.glob(".*"))
+        good, problems = checkpoint.last_good(run_dir)
+        assert good is not None and good == checkpoint.list_checkpoints(run_dir)[-1] and not problems
+        assert reader.load(good) == STATE
+    assert interrupted > 5  # most kills fell into a save
+
+
+def test_kill_between_the_two_renames_loses_the_checkpoint(tmp_path: Path) -> None:
+    folder = training(1).save(tmp_path, 1)
+    os.rename(folder, tmp_path / ".checkpoint-1.old-77")
+    (tmp_path / ".checkpoint-1.tmp-77").mkdir()
+    (tmp_path / ".checkpoint-2.gone-77").mkdir()
+    assert len(checkpoint.clean_leftovers(tmp_path)) == 3
+    assert list(tmp_path.iterdir()) == [folder]
+    checkpoint.verify(folder)
+
+
+def test_leftovers_of_a_process_with_the_same_id_block_saving(tmp_path: Path) -> None:
+    run = training(1)
+    run.save(tmp_path, 1)
+    for kind in ("tmp", "old"):
+        (tmp_path / f".checkpoint-1.{kind}-{os.getpid()}").mkdir()
+        (tmp_path / f".checkpoint-1.{kind}-{os.getpid()}" / "file").touch()
+    checkpoint.verify(run.save(tmp_path, 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_pruning_deletes_the_best_or_the_last_good_or_keeps_too_many(tmp_path: Path) -> None:
+    run = training(1)
+    folders = [run.save(tmp_path, step) for step in (2, 9, 10, 30, 100)]
+    assert checkpoint.list_checkpoints(tmp_path) == folders
+    assert checkpoint.prune(tmp_path, None, set()) == []
+    assert checkpoint.prune(tmp_path, 4, {folders[0]}) == []
+    assert checkpoint.prune(tmp_path, 3, {folders[0]}) == [folders[1]]
+    truncate(folders[3] / "state.json")
+    truncate(folders[4] / "state.json")
+    assert checkpoint.prune(tmp_path, 1, {folders[0]}) == [folders[3]]
+    assert checkpoint.list_checkpoints(tmp_path) == [folders[0], folders[2], folders[4]]
+    assert sorted(tmp_path.iterdir()) == sorted([folders[0], folders[2], folders[4]])

@@ -1,0 +1,56 @@
+"""Small layers of both sides of a loan, and what they should give."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.engines.vllm.lent_layers import LAYERS, borrowed_linear
+from lowmem_grpo.kernels.nf4 import NF4Weight
+
+PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+LAYER = "model.layers.0."
+QKV, GATE_UP, OUT = LAYER + "self_attn.qkv_proj", LAYER + "mlp.gate_up_proj", LAYER + "self_attn.o_proj"
+MODULES = {QKV: [LAYER + "self_attn." + name for name in PARTS["qkv_proj"]],
+           GATE_UP: [LAYER + "mlp." + name for name in PARTS["gate_up_proj"]], OUT: [OUT]}
+
+
+def inputs(model: Any, layer: str, rows: int = 5) -> Tensor:
+    base = model.get_base_model()
+    width = base.get_submodule(MODULES[layer][0]).in_features
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(2))
+    return x.to(base.get_input_embeddings().weight.dtype)
+
+
+@torch.no_grad()
+def theirs(model: Any, layer: str, x: Tensor) -> Tensor:
+    """What the trainer's modules give."""
+    return torch.cat([model.get_base_model().get_submodule(path)(x) for path in MODULES[layer]], -1)
+
+
+def ours(layer: str, x: Tensor) -> Tensor:
+    return borrowed_linear(x, LAYERS[layer].out_features, layer)
+
+
+def close_to(got: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding: 1e-5 in float32, 2 units in the last place of the largest value in bfloat16."""
+    scale = expected.abs().max().item()
+    assert (got.float() - expected.float()).abs().max() <= scale * (1e-5 if got.dtype == torch.float32 else 2 / 128)
+
+
+def fuse_plain(modules: list[Any]) -> None:
+    """Put weights and biases of linear layers into one buffer each."""
+    for name in ("weight", "bias"):
+        parameters = [getattr(getattr(module, "base_layer", module), name) for module in modules]
+        if None not in parameters:
+            buffer = torch.cat([parameter.data for parameter in parameters])
+            for parameter, part in zip(parameters, buffer.split([len(p) for p in parameters]), strict=True):
+                parameter.data = part
+
+
+def fuse(model: Any, layer: str) -> None:
+    modules: list[Any] = [model.get_base_model().get_submodule(path) for path in MODULES[layer]]
+    if hasattr(modules[0].base_layer.weight, "quant_state"):
+        NF4Weight.adjacent([module.base_layer.weight for module in modules])
+    else:
+        fuse_plain(modules)

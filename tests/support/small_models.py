@@ -1,0 +1,51 @@
+"""The embedded model, and small random models of other families."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+TINY = Path(__file__).parents[2] / "lowmem_grpo" / "assets" / "tiny"
+SHAPE: dict[str, Any] = {
+    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": 2, "initializer_range": 0.3,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 8},
+    "Qwen3": {"head_dim": 8},
+    "Gemma3": {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+               "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "Phi3": {"num_key_value_heads": 4, "sliding_window": 8},
+}
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def random_model(family: str) -> transformers.PreTrainedModel:
+    """A seeded random model of one family, in float32."""
+    torch.manual_seed(0)
+    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, config_name)(**(SHAPE | FAMILIES[family]))
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def load_model(family: str) -> transformers.PreTrainedModel:
+    """The embedded model ("tiny"), or a random one."""
+    return AutoModelForCausalLM.from_pretrained(TINY) if family == "tiny" else random_model(family)
+
+
+def with_adapter(model: transformers.PreTrainedModel, lora_dropout: float = 0.0) -> peft.PeftModel:
+    """`model` with LoRA on every linear layer but the head, both factors random, so that the adapter matters."""
+    targets = FUSED if model.config.model_type == "phi3" else SPLIT
+    config = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=lora_dropout, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.empty_like(parameter, device="cpu").normal_(0, 0.05, generator=generator))
+    return adapted

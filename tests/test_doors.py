@@ -1,0 +1,58 @@
+"""Names that people's own code imports are where they were: recipes, notebooks and pages of docs rely on them."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import lowmem_grpo.kernels
+import lowmem_grpo.rewards
+
+NAMES = {  # module -> names; a folder's name that was a module's offers what that module defined
+    "lowmem_grpo": "FastLanguageModel GRPOConfig GRPOTrainer SFTConfig SFTTrainer SamplingParams is_bfloat16_supported "
+                   "pictures rewards kernels __version__",
+    "lowmem_grpo.kernels": " ".join(lowmem_grpo.kernels.__all__),
+    "lowmem_grpo.rewards": " ".join(lowmem_grpo.rewards.__all__),
+    "lowmem_grpo.losses": "Report at_level factors given grpo_loss kl_term loss_tokens mean_entropy needed "
+                          "settings_of",
+    "lowmem_grpo.offload": "ALIASES MIN_BYTES MODES ActivationOffload Kept checkpointed_layers checkpointing_mode "
+                           "device_of drops enable_checkpointing offload_activations storage_id storage_ids",
+    "lowmem_grpo.config": "DECAY GRPO_DEFAULTS MAY_BE_NONE MUST_AGREE OPTIMIZERS POSITIVE RANGES SCHEDULERS SHARE "
+                          "SINKS STRATEGIES ZERO_OR_MORE CheckedCall GRPOConfig Rule field_names refuse_unsupported",
+    "lowmem_grpo.data": "SHOWN DataError Prompt PromptEncoder PromptSource check_dataset is_chat longest_prompt",
+    "lowmem_grpo.export": "ADAPTER_FILES COMPUTED FORMATS ExportSettings check_choices export export_adapter "
+                          "export_gguf export_merged generation_of matrix_elements settled",
+    "lowmem_grpo.preflight": "CHECKS Finding FirstSteps PreflightError before_training preflight",
+    "lowmem_grpo.loader": "FastLanguageModel",
+    "lowmem_grpo.types": "LossOutput MicroBatch Rollout RolloutGroup",
+    "lowmem_grpo.integrations.trl": "use_lowmem_kernels",
+    "lowmem_grpo.rewards.texts": "completion_texts",
+    "lowmem_grpo.recipes.lesson": "Lesson teach try_rewards",
+    "lowmem_grpo.recipes.own_data": "OwnData OwnOptions",
+    "lowmem_grpo.recipes.presets": "Preset Presets prepare",
+    "lowmem_grpo.recipes.recipe_file": "start",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in NAMES.items() for name in names.split()]
+)
+def test_a_name_that_people_import_is_where_it_was(module: str, name: str) -> None:
+    found = import_module(module)
+    assert getattr(found, name, None) is not None or import_module(f"{module}.{name}")
+
+
+@pytest.mark.parametrize("name", ["", ".rewards", ".losses", ".offload", ".config", ".data", ".export", ".preflight"])
+def test_an_unknown_name_of_a_door_is_refused_with_those_that_it_has(name: str) -> None:
+    unknown = "no_such_name"
+    with pytest.raises(AttributeError, match="it has "):
+        getattr(import_module(f"lowmem_grpo{name}"), unknown)
+
+
+def test_a_door_loads_no_file_before_a_name_of_it_is_used() -> None:
+    doors = [name for name in NAMES if hasattr(import_module(name), "HOMES")]
+    code = f"import sys, {', '.join(doors)}; print([name for name in sys.modules if name.startswith('lowmem_grpo')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(ast.literal_eval(done.stdout)) == {"lowmem_grpo", *doors}
