@@ -141,12 +141,12 @@ def plan(
     the sampler decodes as many together, and no micro-batch holds more. Lengths decide the estimate of time only.
     """
     with plain_errors():
-        from lowmem_grpo.memory import planner
         from lowmem_grpo.memory.cards import MOST_SEQUENCES, device
         from lowmem_grpo.memory.model_shape import ModelShape
         from lowmem_grpo.memory.plan import RunSettings
-        from lowmem_grpo.timing.plan import plan_time
-        from lowmem_grpo.timing.workload import PROMPTS, Workload
+        from lowmem_grpo.planning import planner
+        from lowmem_grpo.planning.time_plan import plan_time
+        from lowmem_grpo.planning.workload import PROMPTS, Workload
 
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         modes: dict[str, bool | str] = {"true": True, "false": False}

@@ -20,7 +20,7 @@ import lowmem_grpo.rewards
 ROOT = Path(lowmem_grpo.__file__).parent
 FLOORS = [  # from below; ARCHITECTURE says what each folder is for. Files at the top of the package count as folders
     ("kernels", "sandbox", "types", "hub"),
-    ("losses", "offload", "memory", "timing"),
+    ("losses", "offload", "memory", "planning"),
     ("config", "models"),
     ("engines",),
     ("data", "runs", "views"),
@@ -28,12 +28,6 @@ FLOORS = [  # from below; ARCHITECTURE says what each folder is for. Files at th
     ("rollout", "preflight", "train"),
     ("recipes", "commands", "integrations", "cli", "__main__"),
 ]
-NOT_MOVED = {  # modules that lie beside their folder yet
-    "judge": "rewards", "new_recipe": "recipes",
-}
-UPWARD = {  # imports that run upwards yet: (module, what it imports)
-    ("memory.planner", "timing.sampling"),  # which weights sample faster; to be handed to it
-}
 LIBRARIES = {  # what each folder may import beside torch and the standard library
     "kernels": {"triton"},
     "hub": {"huggingface_hub"},
@@ -112,8 +106,7 @@ def foreign(name: str) -> set[str]:
 
 def folder_of(name: str) -> str:
     """The folder of the package in which a module lies, or the file itself where it lies in none."""
-    folder = NOT_MOVED.get(name) or NOT_MOVED.get(name.partition(".")[0])
-    return folder or name.partition(".")[0]
+    return name.partition(".")[0]
 
 
 def test_every_folder_has_a_floor_and_every_name_of_the_table_is_there() -> None:
@@ -124,13 +117,7 @@ def test_every_folder_has_a_floor_and_every_name_of_the_table_is_there() -> None
 def test_no_import_runs_upwards(name: str) -> None:
     place = ORDER.index(folder_of(name))
     above = {other for other in ours(name) if ORDER.index(folder_of(other)) > place}
-    assert sorted(other for other in above if (name, other) not in UPWARD) == []
-
-
-def test_every_exception_is_needed() -> None:
-    runs_up = {(name, other) for name in MODULES for other in ours(name)
-               if ORDER.index(folder_of(other)) > ORDER.index(folder_of(name))}
-    assert runs_up == set(UPWARD)
+    assert sorted(above) == []
 
 
 @pytest.mark.parametrize("folder", ORDER)

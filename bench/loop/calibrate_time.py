@@ -2,7 +2,7 @@
 
     python -m bench.loop.calibrate_time
 
-prints what `CALIBRATION` in lowmem_grpo/timing/costs.py is to hold. Rows of results/loop.jsonl count that a card made
+prints what `CALIBRATION` in lowmem_grpo/planning/costs.py is to hold. Rows of results/loop.jsonl count that a card made
 whose data sheet is known and that have planned seconds; there is none yet. A row's planned seconds are those before
 calibration, so that no factor is counted twice.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lowmem_grpo.timing.card_speeds import card_of
+from lowmem_grpo.planning.card_speeds import card_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "loop.jsonl"
 PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # of a plan: those of a row

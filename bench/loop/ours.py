@@ -10,10 +10,10 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingPara
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.cards import Device
-from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.timing.card_speeds import card_of
-from lowmem_grpo.timing.costs import calibration
+from lowmem_grpo.planning.card_speeds import card_of
+from lowmem_grpo.planning.costs import calibration
+from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.train.run_memory import settings_of
 from lowmem_grpo.types import Rollout
 

@@ -2,10 +2,10 @@
 
 from statistics import fmean
 
+from lowmem_grpo.planning.run_time import PlannedTime
+from lowmem_grpo.planning.time_plan import TimePlan
+from lowmem_grpo.planning.workload import COMPLETION_SHARE, Workload
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.timing.plan import TimePlan
-from lowmem_grpo.timing.run_time import PlannedTime
-from lowmem_grpo.timing.workload import COMPLETION_SHARE, Workload
 from lowmem_grpo.views.live import clock
 
 

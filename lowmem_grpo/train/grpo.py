@@ -20,6 +20,7 @@ from lowmem_grpo.memory.bounds import MemoryExhaustedError
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.offload.activations import enable_checkpointing
+from lowmem_grpo.planning.run_time import PlannedTime
 from lowmem_grpo.preflight.before_run import before_training, preflight
 from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards import RewardScorer
@@ -34,7 +35,6 @@ from lowmem_grpo.runs.clock import Clock, mean_of
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.records import RecordError, RunRecords
 from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, TrainerState
-from lowmem_grpo.timing.run_time import PlannedTime
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.nonfinite import Guard, NonFiniteError

@@ -13,7 +13,6 @@ from lowmem_grpo.memory.bounds import Bound, RunMemory
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
-from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.models.lean_modules import LeanMLP
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.embedding import HostEmbedding
@@ -25,6 +24,7 @@ from lowmem_grpo.offload.host_room import (
     host_bytes_needed,
     on_wsl,
 )
+from lowmem_grpo.planning.planner import plan
 
 logger = logging.getLogger(__name__)
 

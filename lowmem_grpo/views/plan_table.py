@@ -5,7 +5,7 @@ from rich.table import Table
 
 from lowmem_grpo.memory.cards import GIB, MIB
 from lowmem_grpo.memory.plan import Choice, MemoryPlan
-from lowmem_grpo.timing.plan import TimePlan
+from lowmem_grpo.planning.time_plan import TimePlan
 
 BYTES = ("kv_bytes",)  # choices whose value is one
 

@@ -11,7 +11,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.cutting import SPREAD
 from lowmem_grpo.memory.live_bytes import LiveBytes, update_peak
-from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.train.run_memory import settings_of
 

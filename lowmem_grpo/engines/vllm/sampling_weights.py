@@ -20,7 +20,7 @@ from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.memory.cards import DEFAULT_SHARE, GIB
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.timing.sampling import faster_in_16_bit
+from lowmem_grpo.planning.sampling_time import faster_in_16_bit
 
 logger = logging.getLogger(__name__)
 

@@ -34,9 +34,9 @@ from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import RunSettings
-from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.memory.rows import engine_workspace
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.types import Rollout
 
 CONTEXT, PARTS = 256, 4

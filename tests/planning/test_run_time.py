@@ -12,13 +12,13 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import RunSettings
-from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.planning.planner import plan
+from lowmem_grpo.planning.run_time import PlannedTime, workload_of
+from lowmem_grpo.planning.time_plan import plan_time
+from lowmem_grpo.planning.workload import Workload
 from lowmem_grpo.preflight.before_run import before_training
 from lowmem_grpo.preflight.how_long import how_long
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.timing.plan import plan_time
-from lowmem_grpo.timing.run_time import PlannedTime, workload_of
-from lowmem_grpo.timing.workload import Workload
 from lowmem_grpo.train.run_memory import plan_run, settings_of
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.views.charts import figures

@@ -20,16 +20,16 @@ from math import ceil
 from lowmem_grpo.memory.model_shape import Linear, ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, RunSettings
 from lowmem_grpo.memory.rows import PAGED
-from lowmem_grpo.timing.card_speeds import CardSpeed
-from lowmem_grpo.timing.costs import (
+from lowmem_grpo.planning.card_speeds import CardSpeed
+from lowmem_grpo.planning.costs import (
     BACKWARD_ATTENTION,
     BACKWARD_ELEMENTWISE,
     HEAD_FACTOR,
     OPTIMIZER_US_PER_TENSOR,
     Costs,
 )
-from lowmem_grpo.timing.sampling import WORD, dequantize_seconds, product_seconds
-from lowmem_grpo.timing.workload import Workload
+from lowmem_grpo.planning.sampling_time import WORD, dequantize_seconds, product_seconds
+from lowmem_grpo.planning.workload import Workload
 
 
 @dataclass(frozen=True)

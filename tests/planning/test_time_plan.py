@@ -13,9 +13,8 @@ from lowmem_grpo.kernels.nf4_decode import decode_launch, max_rows
 from lowmem_grpo.memory.cards import CARDS, device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
-from lowmem_grpo.memory.planner import plan
-from lowmem_grpo.timing.card_speeds import SPEEDS, card_of
-from lowmem_grpo.timing.costs import (
+from lowmem_grpo.planning.card_speeds import SPEEDS, card_of
+from lowmem_grpo.planning.costs import (
     CALIBRATION,
     COSTS,
     DECODE_INSTRUCTIONS,
@@ -23,10 +22,17 @@ from lowmem_grpo.timing.costs import (
     Costs,
     calibration,
 )
-from lowmem_grpo.timing.plan import TimePlan, micro_batches, plan_time, sampling_of
-from lowmem_grpo.timing.sampling import Sampling, block_outputs, dequantize_seconds, faster_in_16_bit, product_seconds
-from lowmem_grpo.timing.training import Training
-from lowmem_grpo.timing.workload import Workload
+from lowmem_grpo.planning.planner import plan
+from lowmem_grpo.planning.sampling_time import (
+    Sampling,
+    block_outputs,
+    dequantize_seconds,
+    faster_in_16_bit,
+    product_seconds,
+)
+from lowmem_grpo.planning.time_plan import TimePlan, micro_batches, plan_time, sampling_of
+from lowmem_grpo.planning.training_time import Training
+from lowmem_grpo.planning.workload import Workload
 
 BENCH = Path(__file__).parents[2] / "bench"
 CONFIG = named_config("qwen2.5-3b")
@@ -124,7 +130,7 @@ def test_the_plan_counts_no_fewer_launches_than_the_code_makes() -> None:
                           capture_output=True, text=True, timeout=300, check=True)
     counted = json.loads(done.stdout)
     for name in ("launches_forward", "launches_backward", "launches_decode"):
-        assert counted[name] <= getattr(COSTS, name), f"raise {name} in lowmem_grpo/timing/costs.py"
+        assert counted[name] <= getattr(COSTS, name), f"raise {name} in lowmem_grpo/planning/costs.py"
 
 
 def test_16_bit_weights_are_faster_than_4_bits_at_many_rows_and_slower_at_one() -> None:

@@ -12,7 +12,7 @@ from lowmem_grpo.memory.cards import GIB, Device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import PAGED, build
-from lowmem_grpo.timing.sampling import faster_in_16_bit
+from lowmem_grpo.planning.sampling_time import faster_in_16_bit
 
 TILES = (4096, 2048, 1024, 512)  # tokens that an MLP may take at a time, fastest first
 CHUNKS = (1024, 256, 64)  # tokens whose logits may exist at a time

@@ -6,8 +6,8 @@ from typing import Any
 
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import MemoryPlan
-from lowmem_grpo.timing.plan import TimePlan, plan_time
-from lowmem_grpo.timing.workload import Workload
+from lowmem_grpo.planning.time_plan import TimePlan, plan_time
+from lowmem_grpo.planning.workload import Workload
 from lowmem_grpo.types import RolloutGroup
 
 

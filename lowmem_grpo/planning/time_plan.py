@@ -14,11 +14,11 @@ from lowmem_grpo.memory.cards import MOST_SEQUENCES, prefill_tokens
 from lowmem_grpo.memory.cutting import cut
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import MemoryPlan
-from lowmem_grpo.timing.card_speeds import SPEEDS, CardSpeed, card_of
-from lowmem_grpo.timing.costs import COSTS, ENGINE_SECONDS, Costs, calibration
-from lowmem_grpo.timing.sampling import Sampling
-from lowmem_grpo.timing.training import Training
-from lowmem_grpo.timing.workload import Workload
+from lowmem_grpo.planning.card_speeds import SPEEDS, CardSpeed, card_of
+from lowmem_grpo.planning.costs import COSTS, ENGINE_SECONDS, Costs, calibration
+from lowmem_grpo.planning.sampling_time import Sampling
+from lowmem_grpo.planning.training_time import Training
+from lowmem_grpo.planning.workload import Workload
 
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
 
@@ -92,7 +92,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs 
 def unknown(name: str) -> str:
     """Why nothing is estimated for a device without a data sheet, and what to do."""
     return (f"no data sheet is known of {name!r}, so no speed; name a card, such as t4, rtx4090 or h200 "
-            f"({len(SPEEDS)} are known, in lowmem_grpo/timing/card_speeds.py)")
+            f"({len(SPEEDS)} are known, in lowmem_grpo/planning/card_speeds.py)")
 
 
 def calibrated(seconds: dict[str, float], card: str) -> dict[str, float]:

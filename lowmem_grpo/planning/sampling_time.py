@@ -17,8 +17,8 @@ from math import ceil
 
 from lowmem_grpo.memory.cards import LARGE_PREFILL
 from lowmem_grpo.memory.model_shape import Linear, ModelShape
-from lowmem_grpo.timing.card_speeds import SPEEDS, CardSpeed, card_of
-from lowmem_grpo.timing.costs import (
+from lowmem_grpo.planning.card_speeds import SPEEDS, CardSpeed, card_of
+from lowmem_grpo.planning.costs import (
     COSTS,
     DECODE_INSTRUCTIONS,
     DECODE_INSTRUCTIONS_BEFORE,
@@ -28,7 +28,7 @@ from lowmem_grpo.timing.costs import (
     SAMPLER_PASSES,
     Costs,
 )
-from lowmem_grpo.timing.workload import Workload
+from lowmem_grpo.planning.workload import Workload
 
 WORD = 2  # bytes of a number in 16 bits
 WIDE = 8192  # outputs from which on the decode kernel's blocks are larger, below 64 rows

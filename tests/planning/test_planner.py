@@ -13,10 +13,10 @@ import pytest
 from lowmem_grpo.memory.cards import GIB, Device, device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes, shape_name
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
-from lowmem_grpo.memory.planner import EASE, max_context, plan
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.models.packing import pack
+from lowmem_grpo.planning.planner import EASE, max_context, plan
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 CHECKOUT = Path(__file__).parents[2]
@@ -387,7 +387,7 @@ def test_an_unknown_card_is_told_the_close_ones() -> None:
 def test_planning_needs_neither_torch_nor_transformers() -> None:
     import subprocess
 
-    code = ("import sys; from lowmem_grpo.memory.planner import plan, named_config, RunSettings; "
+    code = ("import sys; from lowmem_grpo.planning.planner import plan, named_config, RunSettings; "
             "from lowmem_grpo.memory.cards import device; "
             "plan(named_config('qwen3-4b'), RunSettings(2048), device('t4')); "
             "print([name for name in ('torch', 'transformers', 'rich') if name in sys.modules])")

@@ -1,1 +1,0 @@
-"""Seconds: what a step should take on a card, planned from its data sheet."""
