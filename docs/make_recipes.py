@@ -18,12 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.cli import RECIPES
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.planning.planner import plan
+from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import CPU, Preset, Presets
 from lowmem_grpo.runs.accuracy import wilson_interval

@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lowmem_grpo import FastLanguageModel, __version__
-from lowmem_grpo.cli import RECIPES, main
+from lowmem_grpo.cli import main
+from lowmem_grpo.recipes import RECIPES
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "plotly", "rich", "pydantic", "bitsandbytes", "numpy")
 QUESTION = "Start with 17. Add 8. Subtract 13. What is the result?"

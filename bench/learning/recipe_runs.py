@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from bench.common.rows import append_row, machine
-from lowmem_grpo.cli import RECIPES
+from lowmem_grpo.recipes import RECIPES
 
 RESULTS = Path(__file__).parents[1] / "results" / "recipe_runs.jsonl"
 NEEDS = {"code": "isolation", "gsm8k": "dataset"}  # what a machine may lack: a sandbox, the hub

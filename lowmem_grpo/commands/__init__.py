@@ -1,1 +1,1 @@
-"""Commands of `lowmem-grpo`, a file each. They import what they need when they run: `--help` stays light."""
+"""The commands of `lowmem-grpo`, one file each. Each imports heavy libraries only when it runs."""

@@ -14,7 +14,7 @@ UNITS = {"total_bytes": "memory", "free_bytes": "free memory", "available_bytes"
          "model_cache": "models are kept in", "capability": "compute capability", "bf16": "bfloat16"}
 
 
-@click.command()
+@click.command(short_help="Check libraries, card, memory and disk.")
 @click.option("--json", "as_json", is_flag=True)
 def doctor(as_json: bool) -> None:
     """Look at libraries, card, memory and disk; say what a run will use, and what is missing, with its remedy.

@@ -25,7 +25,7 @@ class Subject:
     revision: str | None = None  # of the base model on the hub
 
 
-@click.command(name="eval")
+@click.command(name="eval", short_help="Measure how often a model or an adapter is right.")
 @click.argument("target")
 @click.option("--adapter", type=click.Path(path_type=Path),
               help="Folder of a run, a checkpoint or a saved adapter, where TARGET is a model.")

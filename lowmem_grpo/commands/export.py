@@ -8,7 +8,7 @@ import click
 from lowmem_grpo.views.terminal import plain_errors, quiet
 
 
-@click.command()
+@click.command(short_help="Export an adapter, a merged model or a GGUF file.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--format", "kind", type=click.Choice(["adapter", "merged", "gguf"]), default="merged", show_default=True,
               help="PEFT's files; the whole model in 16 bits; or a GGUF file, which llama.cpp's converter writes.")

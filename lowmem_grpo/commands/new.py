@@ -22,7 +22,7 @@ EXAMPLES = 256  # rows that are written where there is no data yet
 KINDS = ("number", "marked", "choice", "text", "math", "json", "long")  # new_recipe.kinds.CHOICES, without its imports
 
 
-@click.command()
+@click.command(short_help="Write a recipe for your own data.")
 @click.argument("name")
 @click.option("--data", metavar="FILE", help="A jsonl, json, csv or parquet file, or a dataset of the hub: OWNER/NAME, "
               "or OWNER/NAME:CONFIG. Without it, example rows are written too.")

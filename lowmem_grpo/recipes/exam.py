@@ -1,14 +1,11 @@
 """What a recipe says of how it is tested, for `lowmem-grpo eval --recipe`: its module has an attribute EXAM."""
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
-from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import TINY
-from lowmem_grpo.recipes.recipe_file import file_hint, is_recipe_file, load_recipe
+from lowmem_grpo.recipes.recipe_file import find_recipe
 
 
 @dataclass(frozen=True)
@@ -33,13 +30,8 @@ class Exam:
 
 
 def find_exam(recipe: str) -> Exam:
-    """The exam of a recipe, or of a file of the user's; ValueError for a recipe that there is not, or that has none."""
-    own = is_recipe_file(recipe)
-    if recipe not in RECIPES and not own:
-        close = difflib.get_close_matches(recipe, RECIPES, n=2)
-        hint = file_hint(recipe) or (f"; did you mean {' or '.join(close)}?" if close else "")
-        raise ValueError(f"no recipe {recipe!r}{hint}")
-    exam = getattr(load_recipe(recipe) if own else import_module(f"lowmem_grpo.recipes.{recipe}"), "EXAM", None)
+    """The exam of a recipe or of a recipe file. Raises ValueError for an unknown recipe, or one without an exam."""
+    exam = getattr(find_recipe(recipe), "EXAM", None)
     if not isinstance(exam, Exam):
         raise ValueError(f"the recipe {recipe!r} has no EXAM; test it with --dataset FILE --reward NAME")
     return exam

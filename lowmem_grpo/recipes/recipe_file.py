@@ -1,39 +1,54 @@
-"""A recipe that is a file of the user's: found, loaded, run; its own errors are shown with their own traceback."""
+"""Recipes by name, and recipe files of the user: found, loaded and run. An error in such a file shows its own lines."""
 
+import difflib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
+from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.rewards.by_name import load_file
 from lowmem_grpo.views.terminal import is_ours, plain_errors, quiet
 
 NEEDED = (
-    "A recipe has OPTIONS, a subclass of lowmem_grpo.recipes.options.RecipeOptions, and run(options); "
+    "A recipe has OPTIONS, a subclass of lowmem_grpo.recipes.options.RecipeOptions, and run(options). "
     "`lowmem-grpo new NAME` writes one"
 )
 
 
 def is_recipe_file(name: str) -> bool:
-    """Whether a file is meant, and not a recipe of the package."""
+    """Whether the name means a file rather than a recipe of the package."""
     return name.endswith(".py") or "/" in name or "\\" in name
 
 
-def file_hint(name: str) -> str:
-    """What to write where a file of that name lies here; else empty."""
-    return f"; there is a file {name}.py here: write ./{name}.py" if Path(f"{name}.py").is_file() else ""
+def unknown_recipe(name: str) -> str:
+    """What is wrong with the name of a recipe and what was probably meant; empty for a known recipe or a file."""
+    if name in RECIPES or is_recipe_file(name):
+        return ""
+    if Path(f"{name}.py").is_file():
+        return f"no recipe {name!r}; there is a file {name}.py here: write ./{name}.py"
+    close = difflib.get_close_matches(name, RECIPES, n=2)
+    return f"no recipe {name!r}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+
+
+def find_recipe(name: str) -> Any:
+    """The module of a recipe of the package, or of a recipe file. Raises ValueError where there is none."""
+    if problem := unknown_recipe(name):
+        raise ValueError(problem)
+    return load_recipe(name) if is_recipe_file(name) else import_module(f"lowmem_grpo.recipes.{name}")
 
 
 def load_recipe(name: str) -> Any:
-    """The module in a file. Modules beside it can be imported, as when it is run by itself; they hide no others."""
+    """The module in a recipe file. It can import modules beside it, and these hide no installed ones."""
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
         missing = " (no such file)" if not path.exists() else ""
-        raise ValueError(f"{name} is no recipe{missing}: expected a Python file, or the name of a recipe")
+        raise ValueError(f"{name} is not a recipe{missing}: give a Python file, or the name of a recipe")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -42,20 +57,20 @@ def load_recipe(name: str) -> Any:
 
 
 def run_module(module: Any, arguments: list[str], name: str) -> None:
-    """Run a module with OPTIONS and run(); ValueError for one without them."""
+    """Run a recipe with options from the command line. Raises ValueError for a module without OPTIONS or run()."""
     from lowmem_grpo.recipes.options import RecipeOptions, fill
 
     options, run = getattr(module, "OPTIONS", None), getattr(module, "run", None)
     if not (isinstance(options, type) and issubclass(options, RecipeOptions)) or not callable(run):
         lacks = "run(options)" if not callable(run) else "OPTIONS"
-        raise ValueError(f"{name} is no recipe: it has no {lacks}. {NEEDED}")
+        raise ValueError(f"{name} is not a recipe: it has no {lacks}. {NEEDED}")
     filled = fill(options, arguments)
     with own_traceback(Path(name)):
         run(filled)
 
 
 def start(run: Callable[[Any], None], options: type) -> None:
-    """`python FILE.py key=value` as `lowmem-grpo run FILE.py key=value`."""
+    """What makes `python FILE.py key=value` work like `lowmem-grpo run ./FILE.py key=value`."""
     from lowmem_grpo.recipes.options import fill
 
     try:
@@ -69,7 +84,7 @@ def start(run: Callable[[Any], None], options: type) -> None:
 
 @contextmanager
 def own_traceback(path: Path) -> Iterator[None]:
-    """An error in the user's file, or in what it called, is shown from that file on: what stands above is ours."""
+    """Show an error in the user's file, or in what it called, from that file on: the frames above it are ours."""
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -83,17 +98,17 @@ def own_traceback(path: Path) -> Iterator[None]:
             show(error, trace)
             raise SystemExit(1) from error
         if cause is not None and (trace := first_frame(cause.__traceback__, path)) is not None:
-            show(cause, trace)  # of a reward function; what it means for the run, the error itself says
+            show(cause, trace)  # from a reward function; the error itself says what it means for the run
         raise
 
 
 def show(error: BaseException, trace: Any) -> None:
-    """Print an error with a part of its traceback."""
+    """Print an error with this part of its traceback."""
     click.echo("".join(traceback.TracebackException(type(error), error, trace).format()).rstrip(), err=True)
 
 
 def first_frame(trace: Any, path: Path) -> Any:
-    """The part of a traceback that begins in a file; None where that file has no part in it."""
+    """The part of a traceback that begins in this file; None where the file is not in it."""
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
         trace = trace.tb_next
     return trace

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lowmem_grpo.cli import RECIPES, main
+from lowmem_grpo.cli import main
 from lowmem_grpo.commands.recipe_help import file_of, recipe_help
+from lowmem_grpo.recipes import RECIPES
 
 OWN = '''"""My recipe."""
 from dataclasses import dataclass

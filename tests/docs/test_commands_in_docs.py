@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
-from lowmem_grpo.cli import RECIPES, main
+from lowmem_grpo.cli import main
+from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import fill
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.cli import RECIPES
+from lowmem_grpo.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 

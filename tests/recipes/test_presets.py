@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_grpo.cli import RECIPES
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.planning.planner import plan
+from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import SIZES, Preset, Presets, Setup, prepare

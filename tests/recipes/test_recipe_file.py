@@ -135,11 +135,11 @@ def run(options):
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("./empty.py", "", "./empty.py is no recipe: it has no run(options). A recipe has OPTIONS"),
-    ("./half.py", "def run(options):\n    pass\n", "./half.py is no recipe: it has no OPTIONS"),
-    ("./odd.py", "OPTIONS = dict\n\ndef run(options):\n    pass\n", "./odd.py is no recipe: it has no OPTIONS"),
-    ("./gone.py", None, "./gone.py is no recipe (no such file)"), ("./data.txt", "", "expected a Python file"),
-    ("./", None, "./ is no recipe: expected a Python file"),
+    ("./empty.py", "", "./empty.py is not a recipe: it has no run(options). A recipe has OPTIONS"),
+    ("./half.py", "def run(options):\n    pass\n", "./half.py is not a recipe: it has no OPTIONS"),
+    ("./odd.py", "OPTIONS = dict\n\ndef run(options):\n    pass\n", "./odd.py is not a recipe: it has no OPTIONS"),
+    ("./gone.py", None, "./gone.py is not a recipe (no such file)"), ("./data.txt", "", "give a Python file"),
+    ("./", None, "./ is not a recipe: give a Python file"),
 ])
 def test_what_is_no_recipe_is_told_what_it_lacks(name: str, content: str | None, message: str) -> None:
     if content is not None:

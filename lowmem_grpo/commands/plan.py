@@ -1,0 +1,93 @@
+"""`lowmem-grpo plan`: what a run will hold in memory and how long a step will take, before there is a card."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowmem_grpo.views.terminal import plain_errors
+
+CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "false": False}
+
+
+@click.command(short_help="Plan the memory and time of a run, without a card.")
+@click.option("--model", required=True, help="A built-in shape, a model on the hub, or a folder or file with a "
+              "config.json.")
+@click.option("--gpu", required=True, help="A card (t4, 4090, a100-40, ...) or a memory size (16GiB).")
+@click.option("--context", default=2048, show_default=True, help="Tokens of the longest sequence.")
+@click.option("--generations", "num_generations", default=8, show_default=True, help="Completions for each prompt.")
+@click.option("--rank", "lora_rank", default=32, show_default=True, help="Rank of LoRA on all linear layers.")
+@click.option("--gpu-memory-utilization", type=float, help="Share of the card that the run may use.")
+@click.option("--load-in-4bit/--16bit", "load_in_4bit", default=True, show_default=True)
+@click.option("--checkpointing", type=click.Choice(list(CHECKPOINTING)), default="offload", show_default=True,
+              help="Gradient checkpointing: layer inputs on the host, on the card, or none.")
+@click.option("--engine", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True,
+              help="What samples the completions.")
+@click.option("--max-tokens", type=int, help="Tokens of a training micro-batch.  [default: chosen by the plan]")
+@click.option("--mlp-tile", type=int, help="Tokens that an MLP computes at a time.  [default: chosen by the plan]")
+@click.option("--optim", help="Optimizer, named as in GRPOConfig.  [default: chosen by the plan]")
+@click.option("--prompts", type=int, help="Prompts in each step.  [default: 8]")
+@click.option("--prompt-length", type=int, help="Mean tokens of a prompt.  [default: a fifth of the context]")
+@click.option("--completion-length", type=int, help="Mean tokens of a completion.  [default: 40% of the longest]")
+@click.option("--max-completion-length", type=int, help="Tokens of the longest completion.  [default: what the prompt "
+              "leaves of the context]")
+@click.option("--max-context", is_flag=True, help="Find the longest context that fits.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, in bytes.")
+def plan(
+    model: str, gpu: str, gpu_memory_utilization: float | None, checkpointing: str, max_context: bool, as_json: bool,
+    prompts: int | None, prompt_length: int | None, completion_length: int | None, max_completion_length: int | None,
+    **settings: Any,
+) -> None:
+    """Plan the memory of a run, choose settings that fit the card, and estimate how long a step takes.
+
+    This needs no card and no weights. Prompts times generations is the number of completions in a step: all of them
+    are sampled together, and no micro-batch holds more. The lengths only affect the estimate of time.
+    """
+    with plain_errors():
+        from lowmem_grpo.memory.cards import MOST_SEQUENCES, device
+        from lowmem_grpo.memory.model_shape import ModelShape
+        from lowmem_grpo.memory.plan import RunSettings
+        from lowmem_grpo.planning import planner
+        from lowmem_grpo.planning.time_plan import plan_time
+        from lowmem_grpo.planning.workload import PROMPTS, Workload
+
+        card, config = device(gpu, gpu_memory_utilization), config_of(model)
+        asked = RunSettings(checkpointing=CHECKPOINTING[checkpointing], **settings)
+        if prompts is not None and prompts < 1:
+            raise ValueError(f"prompts is {prompts}; it must be at least 1")
+        step = (PROMPTS if prompts is None else prompts) * asked.num_generations
+        asked = replace(asked, completions_per_step=step, sequences=min(step, MOST_SEQUENCES))
+        longest = planner.max_context(config, asked, card) if max_context else None
+        found = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
+        work = Workload.within(found.settings.context, prompts, found.settings.num_generations, prompt_length,
+                               completion_length, max_completion_length)
+        time = plan_time(found, ModelShape.of(config), work)
+        if as_json:
+            extra = {"max_context": longest} if max_context else {}
+            click.echo(json.dumps(found.to_dict() | {"time": time.to_dict()} | extra, indent=2))
+        else:
+            from lowmem_grpo.views.plan_table import show
+
+            show(found, longest, time=time)
+    if not found.fits:
+        raise SystemExit(1)
+
+
+def config_of(model: str) -> Any:
+    """The config of a model: of a built-in shape, of a folder or file, or from the hub."""
+    from lowmem_grpo.memory.model_shape import named_config
+
+    try:
+        return named_config(model)
+    except ValueError as unknown:
+        if model.count("/") != 1 or Path(model).exists():
+            raise
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            cause = str(error).splitlines()[0]
+            raise ValueError(f"{unknown} (the hub did not give a config either: {cause})") from error

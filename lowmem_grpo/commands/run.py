@@ -1,0 +1,44 @@
+"""`lowmem-grpo run`: run a recipe of the package or a recipe file, list the recipes, or show the options of one."""
+
+from pathlib import Path
+
+import click
+
+from lowmem_grpo.recipes import RECIPES
+from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
+from lowmem_grpo.views.terminal import plain_errors, quiet
+
+LIST = "Recipes:\n" + "\n".join(f"  {name:<12}{text}" for name, text in RECIPES.items())
+HOW_TO = """
+lowmem-grpo run RECIPE [key=value ...]
+lowmem-grpo new NAME [--data FILE]       writes a recipe for your own data, NAME.py
+lowmem-grpo run ./NAME.py [key=value ...]"""
+
+
+@click.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    short_help="Train a model with a recipe, or list the recipes.",
+    help="Run RECIPE, or your own recipe ./FILE.py. Change a setting with key=value or --key value: any field of "
+    f"GRPOConfig, and model, lora_rank, load_in_4bit, resume and others.\n\n\b\n{LIST}",
+)
+@click.argument("recipe", required=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.option("-h", "--help", "help_asked", is_flag=True, help="After RECIPE: show its options and presets.")
+@click.pass_context
+def run(context: click.Context, recipe: str | None, options: tuple[str, ...], help_asked: bool) -> None:
+    """Run a recipe, or list them all."""
+    if recipe is None:
+        click.echo(context.get_help() if help_asked else f"{LIST}\n{HOW_TO}")
+        return
+    if problem := unknown_recipe(recipe):
+        raise click.UsageError(f"{problem}\n\n{LIST}")
+    if help_asked:
+        from lowmem_grpo.commands.recipe_help import file_of, recipe_help
+
+        with plain_errors():
+            click.echo(recipe_help(Path(recipe) if is_recipe_file(recipe) else file_of(recipe)))
+        return
+    quiet()
+    with plain_errors():
+        run_module(find_recipe(recipe), list(options), recipe)
