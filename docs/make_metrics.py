@@ -84,7 +84,7 @@ def page() -> str:
     lines = [HEADER, *(f"| {code(names)} | {meaning} |" for names, meaning in METRICS.items()), ALARM_HEADER]
     for alarm in ALARMS:
         lines += ["", f"### `{alarm.name}`: {alarm.title}", "", f"- {alarm.when}; {alarm.patience} in a row",
-                  f"- {alarm.means}", f"- {alarm.advice}"]
+                  f"- {alarm.means}", f"- What to do: {alarm.fix}"]
     return "\n".join(lines) + "\n"
 
 

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from lowmem_grpo.preflight.before_run import PreflightError, before_training, preflight
     from lowmem_grpo.preflight.checks import CHECKS
     from lowmem_grpo.preflight.first_steps import FirstSteps
-    from lowmem_grpo.rewards.checking.findings import Finding
+    from lowmem_grpo.runs.findings import Finding
 
 __all__ = ["CHECKS", "Finding", "FirstSteps", "PreflightError", "before_training", "preflight"]
 
 HOMES = {
-    "CHECKS": "preflight.checks", "Finding": "rewards.checking.findings", "FirstSteps": "preflight.first_steps",
+    "CHECKS": "preflight.checks", "Finding": "runs.findings", "FirstSteps": "preflight.first_steps",
     "PreflightError": "preflight.before_run", "before_training": "preflight.before_run",
     "preflight": "preflight.before_run",
 }

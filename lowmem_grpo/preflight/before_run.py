@@ -14,10 +14,8 @@ from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.preflight.checks import CHECKS
 from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.preflight.how_long import how_long
-from lowmem_grpo.preflight.report import line_of, report
 from lowmem_grpo.preflight.subject import Subject, Trainer
-from lowmem_grpo.rewards.checking.diagnosis import by_severity
-from lowmem_grpo.rewards.checking.findings import Finding
+from lowmem_grpo.runs.findings import Finding, by_severity
 
 __all__ = ["CHECKS", "Finding", "FirstSteps", "PreflightError", "before_training", "preflight"]
 
@@ -51,7 +49,7 @@ def before_training(trainer: Trainer) -> None:
     if any(finding.severity == "error" for finding in wrong):
         raise PreflightError(report(wrong))
     for finding in wrong:
-        logger.warning("preflight: %s", line_of(finding))
+        logger.warning("preflight: %s", finding)
     if not wrong and trainer.view is not None:
         looked = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows"
         seconds = time.monotonic() - began
@@ -61,3 +59,8 @@ def before_training(trainer: Trainer) -> None:
     if trainer.view is not None and expected is not None:
         trainer.view.say(expected)
 
+
+def report(found: list[Finding]) -> str:
+    """Findings below one another, as the message of an error."""
+    count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
+    return "\n".join([f"nothing was sampled or written, preflight found {count}:", *(f"- {one}" for one in found)])

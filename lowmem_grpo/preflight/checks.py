@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lowmem_grpo.preflight import paying, prompts, room, tokens
 from lowmem_grpo.preflight.scale import small_scale
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.rewards.checking.findings import Finding
+from lowmem_grpo.runs.findings import Finding
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import __version__
+from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.sandbox.check import SandboxTrials
 
 PACKAGE = "lowmem-grpo"
@@ -30,17 +31,33 @@ LITTLE_HOST, LITTLE_DISK = 8 * GIB, 10 * GIB
 
 @dataclass
 class Checkup:
-    """Facts by section, and a line of advice for each thing that is missing or broken."""
+    """Facts by section, and a finding for each thing that is missing or broken."""
 
     versions: dict[str, str] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
     host: dict[str, Any] = field(default_factory=dict)
     used: dict[str, str] = field(default_factory=dict)  # what a run takes, and why
-    advice: list[str] = field(default_factory=list)
-    can_train: bool = True
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def can_train(self) -> bool:
+        """Whether nothing that training needs is missing or broken."""
+        return all(finding.severity != "error" for finding in self.findings)
+
+    @property
+    def advice(self) -> list[str]:
+        """What is wrong and what to do, a line each, in the order to mend it."""
+        if self.can_train:
+            return [str(finding) for finding in self.findings]
+        return ["training is not possible here; mend what follows, the first line first", *map(str, self.findings)]
+
+    def say(self, problem: str, fix: str, fatal: bool = False) -> None:
+        """Add a finding; `fatal` where training is not possible with it."""
+        self.findings.append(Finding("error" if fatal else "warning", "", problem, fix))
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        facts = {name: value for name, value in vars(self).items() if name != "findings"}
+        return facts | {"advice": self.advice, "can_train": self.can_train}
 
 
 @dataclass(frozen=True)
@@ -90,10 +107,10 @@ def look_at_versions(look: Look, found: Checkup) -> None:
         missing = why is None or why.startswith("PackageNotFoundError")
         found.versions[name] = str(version) if why is None else absent(name) if missing else f"unreadable ({why})"
         if why is not None and name in NEEDED:
-            found.can_train = False
-            found.advice.append(f"{name} is {found.versions[name]} and needed: pip install '{wanted.get(name, name)}'")
-        elif why is None and (line := outside(name, str(version), wanted)):
-            found.advice.append(line)
+            install = f"pip install '{wanted.get(name, name)}'"
+            found.say(f"{name} is {found.versions[name]} and needed", install, fatal=True)
+        elif why is None and excluded(name, str(version), wanted):
+            found.say(f"{name} {version} was not checked", f"pip install '{wanted[name]}'")
 
 
 def absent(name: str) -> str:
@@ -110,16 +127,15 @@ def requirements() -> dict[str, str]:
     return {re.split(r"[<>=!~ \[]", line)[0]: line for line in plain}
 
 
-def outside(name: str, version: str, wanted: dict[str, str]) -> str | None:
-    """Advice where a version is not one that the package asks for; None where it is, or that cannot be told."""
-    if name not in wanted:
-        return None
-    def excluded() -> bool:
+def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
+    """Whether a version is not one that the package asks for; False where that cannot be told."""
+
+    def outside() -> bool:
         from packaging.requirements import Requirement
 
         return not Requirement(wanted[name]).specifier.contains(version, prereleases=True)
 
-    return f"{name} {version} was not checked: pip install '{wanted[name]}'" if attempt(excluded)[0] else None
+    return name in wanted and bool(attempt(outside)[0])
 
 
 def look_at_imports(look: Look, found: Checkup) -> set[str]:
@@ -135,9 +151,8 @@ def look_at_imports(look: Look, found: Checkup) -> set[str]:
         _, why = attempt(lambda name=name: look.load(name))  # type: ignore[misc]
         if why is not None:
             broken.add(name)
-            found.can_train = found.can_train and name not in NEEDED
             found.versions[name] += " (broken)"
-            found.advice.append(f"{name} is installed and cannot be imported ({why}): install it anew")
+            found.say(f"{name} is installed and cannot be imported ({why})", "install it anew", fatal=name in NEEDED)
     return broken
 
 
@@ -153,14 +168,14 @@ def look_at_card(torch: Any, found: Checkup) -> None:
     found.versions["cuda (of torch)"] = str(getattr(torch.version, "cuda", None) or "none: torch is built for CPUs")
     there, why = attempt(torch.cuda.is_available)
     if not there:
-        found.advice.append(no_card(torch, driver, why))
+        found.say(*no_card(torch, driver, why))
         return
     _, why = attempt(lambda: found.card.update(card_facts(torch)))
     if why is not None:
-        found.advice.append(f"the card does not answer ({why}): restart the machine, or its driver")
+        found.say(f"the card does not answer ({why})", "restart the machine, or its driver")
         return
     if not found.card["bf16"]:
-        found.advice.append("this card does not compute in bfloat16: runs take float16, with a loss scale")
+        found.say("this card does not compute in bfloat16", "nothing: runs take float16, with a loss scale")
 
 
 def card_facts(torch: Any) -> dict[str, Any]:
@@ -173,13 +188,13 @@ def card_facts(torch: Any) -> dict[str, Any]:
     }
 
 
-def no_card(torch: Any, driver: str | None, why: str | None) -> str:
+def no_card(torch: Any, driver: str | None, why: str | None) -> tuple[str, str]:
     """Why there is no card, and what to do."""
     if driver and not torch.version.cuda:
-        return f"a card is here (driver {driver}) and torch is built for CPUs: pip install torch from a CUDA index"
+        return f"a card is here (driver {driver}) and torch is built for CPUs", "pip install torch from a CUDA index"
     if driver:
-        return f"driver {driver} is here and torch finds no card ({why or 'too old for it?'}): update the driver"
-    return "no card: runs compute on the CPU, which is meant for the embedded tiny model alone"
+        return f"driver {driver} is here and torch finds no card ({why or 'too old for it?'})", "update the driver"
+    return "no card: runs compute on the CPU", "use it for the embedded tiny model only, or find a machine with a card"
 
 
 def driver_version() -> str | None:
@@ -203,13 +218,13 @@ def look_at_host(look: Look, found: Checkup) -> None:
                   "model_cache": None if cache is None else str(cache),
                   "model_cache_free_bytes": None if cache is None else disk_free(cache)}
     if attempt(lambda: look.load("lowmem_grpo.offload.host_room").on_wsl())[0]:
-        found.advice.append(look.load("lowmem_grpo.offload.host_room").WSL_ADVICE)
+        found.say(*look.load("lowmem_grpo.offload.host_room").WSL_ADVICE.split(". ", 1))
     if memory is not None and memory < LITTLE_HOST:
-        found.advice.append(f"{memory / GIB:.1f} GiB of host memory are free: layer inputs go there with "
-                            'use_gradient_checkpointing="offload"; True keeps them on the card')
+        found.say(f"{memory / GIB:.1f} GiB of host memory are free, where layer inputs go with "
+                  'use_gradient_checkpointing="offload"', "set it to True, which keeps them on the card")
     for name, what in (("disk_free_bytes", "this folder's disk"), ("model_cache_free_bytes", "the model cache's disk")):
         if found.host[name] is not None and found.host[name] < LITTLE_DISK:
-            found.advice.append(f"{found.host[name] / GIB:.1f} GiB are free on {what}: an 8B model takes 15")
+            found.say(f"{found.host[name] / GIB:.1f} GiB are free on {what}", "make room: an 8B model takes 15 GiB")
 
 
 def disk_free(folder: Path) -> int | None:
@@ -235,13 +250,13 @@ def look_at_engine(look: Look, found: Checkup) -> None:
     found.used["engine"] = f"{choice.name}: {choice.why if wanted is True else 'there is no card'}"
     capability = str(found.card.get("capability") or "8.0")
     if float(capability) < 8:
-        found.advice.append(f"compute capability {capability}: sample with the transformers engine "
-                            '(fast_inference="transformers"); vLLM was not seen to run on such a card')
+        found.say(f"vLLM was not seen to run on a card of compute capability {capability}",
+                  'sample with the transformers engine (fast_inference="transformers")')
     elif choice.name == "vllm" and device != "cpu" and not has_pool(look):
-        found.advice.append("this vLLM has no memory pool (vllm.cumem_allocator): its key-value cache stays on the "
-                            "card while training; install vLLM's own build for CUDA")
+        found.say("this vLLM has no memory pool (vllm.cumem_allocator): its key-value cache stays on the card while "
+                  "training", "install vLLM's own build for CUDA")
     elif choice.name != "vllm" and device != "cpu":
-        found.advice.append(f"sampling by transformers is several times slower than by vLLM: {choice.why}")
+        found.say(f"vLLM does not sample here: {choice.why}", "mend that: transformers samples several times slower")
 
 
 def has_pool(look: Look) -> bool:
@@ -261,9 +276,8 @@ def look_at_kernels(torch: Any, found: Checkup) -> None:
     _, why = attempt(lambda: run_kernel(torch))
     found.used["kernels"] = "Triton" if why is None else f"none that works: {why}"
     if why is not None:
-        found.can_train = False
-        found.advice.append(f"a Triton kernel does not run on this card ({why}): install the triton that this torch "
-                            "asks for, and a C compiler")
+        found.say(f"a Triton kernel does not run on this card ({why})",
+                  "install the triton that this torch asks for, and a C compiler", fatal=True)
     flash = float(found.card["capability"]) >= 8
     found.used["attention"] = ("flash, of torch, with shared key heads" if flash
                                else "memory-efficient, of torch: the flash form needs compute capability 8.0")
@@ -290,16 +304,12 @@ def look_at_weights(look: Look, torch: Any, broken: set[str], found: Checkup) ->
     _, why = attempt(quantize)
     found.used["4-bit weights"] = "NF4 by bitsandbytes" if why is None else f"no: {why}"
     if why is not None:
-        found.advice.append(f"bitsandbytes cannot quantize here ({why}): install it anew, or use load_in_4bit=False")
+        found.say(f"bitsandbytes cannot quantize here ({why})", "install it anew, or use load_in_4bit=False")
 
 
 def look_at_training(look: Look, found: Checkup) -> None:
     """Whether the package's own loader and trainer can be imported."""
-    for name in ("lowmem_grpo.loader", "lowmem_grpo.train.grpo") if found.can_train else ():
-        _, why = attempt(lambda name=name: look.load(name))  # type: ignore[misc]
+    for name in ("lowmem_grpo.loader", "lowmem_grpo.train.grpo"):
+        _, why = attempt(lambda name=name: look.load(name)) if found.can_train else (None, None)  # type: ignore[misc]
         if why is not None:
-            found.can_train = False
-            found.advice.append(f"{name} cannot be imported ({why})")
-            break
-    if not found.can_train:
-        found.advice.insert(0, "training is not possible here; mend what follows, the first line first")
+            found.say(f"{name} cannot be imported ({why})", "install this package and what it needs anew", fatal=True)

@@ -5,18 +5,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_grpo.preflight.report import line_of
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import (
     about_length,
     about_signal,
-    by_severity,
     differs,
     findings_of,
     silent,
     unlike_numbers,
 )
-from lowmem_grpo.rewards.checking.findings import Finding, Trial
+from lowmem_grpo.rewards.checking.result import Trial
+from lowmem_grpo.runs.findings import Finding, by_severity
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -53,7 +52,7 @@ class FirstSteps:
         if self.seen == 1 and groups and self.scorer is not None and args.preflight:
             for finding in about_rewards(groups, self.scorer):
                 if finding.severity != "note":
-                    logger.warning("first step: %s", line_of(finding))
+                    logger.warning("first step: %s", finding)
         if self.seen == 2:
             self.expect(args, state)
 

@@ -9,7 +9,7 @@ from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards.calling.failures import MissingColumnError, RewardError
 from lowmem_grpo.rewards.calling.functions import NOT_PASSED, RESERVED, RewardFunction, bind, passed_columns
 from lowmem_grpo.rewards.checking.diagnosis import failed
-from lowmem_grpo.rewards.checking.findings import Finding
+from lowmem_grpo.runs.findings import Finding
 
 
 def reserved_names(subject: Subject) -> Iterator[Finding]:

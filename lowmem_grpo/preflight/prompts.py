@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lowmem_grpo.preflight.repeats import count_repeats
 from lowmem_grpo.preflight.subject import Messages, Subject
-from lowmem_grpo.rewards.checking.findings import Finding
+from lowmem_grpo.runs.findings import Finding
 
 ANSWER = "Forty-two"  # stands for an answer, where a template is looked at
 MANY_ALIKE = 0.1  # share of rows whose prompt another row has too

@@ -14,8 +14,8 @@ from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.rewards.checking.findings import Finding
 from lowmem_grpo.runs.checkpoint import list_checkpoints
+from lowmem_grpo.runs.findings import Finding
 
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES = 300, 40, 5  # of a completion in completions.jsonl; of each reward, each token
 DISK_FIX = "make room, or choose another output_dir"
@@ -71,7 +71,7 @@ def over_plan(subject: Subject) -> Iterator[Finding]:
     settings = subject.memory.advice.settings.get(phase, [])
     yield Finding("warning", "", f"by the plan this run takes {in_words(plan.peak)} of the card, and may use "
                   f"{in_words(plan.device.budget)}: {'; '.join(plan.advice)}. It is tried all the same: plans are "
-                  "estimates", f"what would help: {'; '.join(settings) or 'a shorter context'}")
+                  "estimates", f"try {'; '.join(settings) or 'a shorter context'}")
 
 
 def emulated_dtype(subject: Subject) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.rewards.checking.findings import Finding
+from lowmem_grpo.runs.findings import Finding
 
 USUAL_STEPS, USUAL_ROWS = 300, 500
 

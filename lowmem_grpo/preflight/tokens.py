@@ -8,7 +8,7 @@ from itertools import islice
 
 from lowmem_grpo.preflight.prompts import ANSWER, answered
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.rewards.checking.findings import Finding
+from lowmem_grpo.runs.findings import Finding
 
 STOP = "a string of vllm_sampling_params=SamplingParams(stop=...)"
 

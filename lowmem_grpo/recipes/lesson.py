@@ -10,8 +10,7 @@ from rich.console import Console
 
 from lowmem_grpo import FastLanguageModel, GRPOTrainer
 from lowmem_grpo.fast_model import FastPeftModel, LoraRequest
-from lowmem_grpo.preflight.before_run import PreflightError
-from lowmem_grpo.preflight.report import report
+from lowmem_grpo.preflight.before_run import PreflightError, report
 from lowmem_grpo.recipes.held_out import Answers, measure, side_by_side
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.recipes.warm_up import SFT, WarmUp

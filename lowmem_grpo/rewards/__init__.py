@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_grpo.rewards.calling.scorer import RewardError, RewardScorer, Scores
     from lowmem_grpo.rewards.checking.check import check
-    from lowmem_grpo.rewards.checking.findings import Finding, RewardCheck
+    from lowmem_grpo.rewards.checking.result import RewardCheck
     from lowmem_grpo.rewards.judge.ready import judged, ruler
     from lowmem_grpo.rewards.judge.self_judge import SelfJudge
     from lowmem_grpo.rewards.judge.url_judge import UrlJudge
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lowmem_grpo.rewards.ready.repetition import repetition_penalty
     from lowmem_grpo.rewards.reward import Reward
     from lowmem_grpo.rewards.verifier import Verifier
+    from lowmem_grpo.runs.findings import Finding
 
 __all__ = [
     "SYSTEM_PROMPT", "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores",
@@ -53,7 +54,7 @@ NAMES = {
     "ready.answers": ("answer_match", "boxed_match", "number_match", "regex_match"),
     "checking.check": ("check",),
     "ready.code": ("code_passes_tests",),
-    "checking.findings": ("Finding", "RewardCheck"),
+    "checking.result": ("RewardCheck",),
     "ready.formats": ("format_kept", "format_match", "tags_counted"),
     "ready.gsm8k": ("SYSTEM_PROMPT", "correctness_reward_func", "extract_hash_answer", "extract_xml_answer",
               "int_reward_func", "soft_format_reward_func", "strict_format_reward_func", "xmlcount_reward_func"),
@@ -72,8 +73,8 @@ NAMES = {
 }
 HOMES = {
     **{name: f"rewards.{module}" for module, names in NAMES.items() for name in names},
-    "judged": "rewards.judge.ready", "ruler": "rewards.judge.ready", "SelfJudge": "rewards.judge.self_judge",
-    "UrlJudge": "rewards.judge.url_judge",
+    "Finding": "runs.findings", "judged": "rewards.judge.ready", "ruler": "rewards.judge.ready",
+    "SelfJudge": "rewards.judge.self_judge", "UrlJudge": "rewards.judge.url_judge",
 }
 
 

@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Alarm:
     patience: int  # steps in a row
     condition: Condition
     means: str
-    advice: str
+    fix: str
     repeats: bool = False  # warns again each time that the patience is over
 
 
@@ -117,60 +118,60 @@ ALARMS = (
     Alarm(
         "nothing_to_learn", "nothing to learn", "groups/with_signal is 0 (nothing_to_learn_steps)", 10, no_signal,
         "so no gradient",
-        "If it is low: easier problems, a reward for partial success, a stronger model, SFT on the format first. If it "
-        "is high: harder problems. Else: more num_generations or a higher temperature", repeats=True,
+        "if it is low, easier problems, a reward for partial success, a stronger model, SFT on the format first; if it "
+        "is high, harder problems; else more num_generations or a higher temperature", repeats=True,
     ),
     Alarm(
         "truncated", "all completions were cut off", "completions/clipped_ratio is 1", 3,
         outside(lambda share: share >= 1, "completions/clipped_ratio"),
         "so no completion came to its end, and no answer at the end was seen by a reward",
-        "Try a longer max_completion_length, a chat template whose end token the model knows, stop strings in "
+        "try a longer max_completion_length, a chat template whose end token the model knows, stop strings in "
         "vllm_sampling_params, a prompt that asks for less. With mask_truncated_completions nothing is trained",
     ),
     Alarm(
         "mismatch", "sampler and trainer disagree",
         f"mismatch/k3 above {MISMATCH_K3} or mismatch/effective_samples below {EFFECTIVE_SAMPLES}", 3, mismatch,
         "so completions come from another distribution than the one in training",
-        "Try bfloat16 or fp32 in both, a sampler without quantization of its own, no top_p, top_k or min_p, fewer "
+        "try bfloat16 or fp32 in both, a sampler without quantization of its own, no top_p, top_k or min_p, fewer "
         "steps between sampling and training; vllm_importance_sampling_correction=None corrects what is left",
     ),
     Alarm(
         "clipping", "much of the gradient is clipped", f"clip_ratio/region_mean or cispo_clip_ratio above {CLIPPED}", 3,
         outside(lambda share: share > CLIPPED, "clip_ratio/region_mean", "cispo_clip_ratio"),
         "so the policy moves further within an update than its bounds allow",
-        "Try a lower learning_rate, fewer num_iterations or steps_per_generation; bounds that are wider only where "
+        "try a lower learning_rate, fewer num_iterations or steps_per_generation; bounds that are wider only where "
         "they were made narrow (those of gspo are, on purpose)",
     ),
     Alarm(
         "kl", "the policy is far from its reference", f"kl above {KL}", 3, outside(lambda kl: kl > KL, "kl"),
         "so it may have lost what the model knew, or found a way around the reward",
-        "Try reading completions.jsonl, a lower learning_rate, a higher beta, an earlier checkpoint",
+        "try reading completions.jsonl, a lower learning_rate, a higher beta, an earlier checkpoint",
     ),
     Alarm(
         "entropy_collapse", "the entropy has collapsed",
         f"entropy below {ENTROPY_SHARE:.0%} of the mean of the first {FIRST_STEPS} steps, or below {ENTROPY_FLOOR}", 3,
         entropy_collapse, "so completions of a prompt are nearly the same, and little is left to compare",
-        "Try an earlier checkpoint with a lower learning_rate, a higher epsilon_high, entropy_coef, "
+        "try an earlier checkpoint with a lower learning_rate, a higher epsilon_high, entropy_coef, "
         "top_entropy_quantile, a higher temperature",
     ),
     Alarm(
         "gradient_spike", "the gradient has spiked",
         f"grad_norm above {SPIKE:.0f} times the median of the last {NORMS_KEPT} steps with one", 1, gradient_spike,
         "and what is left of it after clipping points where a few completions want",
-        "Look at this step in completions.jsonl. If it happens often: a lower max_grad_norm or learning_rate, larger "
+        "look at this step in completions.jsonl. If it happens often: a lower max_grad_norm or learning_rate, larger "
         "groups, delta as a bound on the ratio, scale_rewards=\"batch\" or \"none\"",
     ),
     Alarm(
         "nonfinite", "NaN or infinity", "nonfinite/rollouts above 0", 1,
         outside(lambda rollouts: rollouts > 0, "nonfinite/rollouts"), "so nothing was trained on them",
-        "nonfinite.jsonl holds them and says where it was. Try a reward function that returns None for what it cannot "
-        "judge, bfloat16 in place of fp16, a lower learning_rate",
+        "read nonfinite.jsonl, which holds them and says where it was. Try a reward function that returns None for "
+        "what it cannot judge, bfloat16 in place of fp16, a lower learning_rate",
     ),
     Alarm(
         "constant_reward", "a reward function is constant",
         "rewards/NAME/std is 0 and rewards/NAME/mean does not change", CONSTANT_STEPS, any_constant,
         "so it adds nothing to what is learned",
-        "If all is solved, leave it out or ask for more; if not, look whether it reads what it should: the columns it "
+        "if all is solved, leave it out or ask for more; if not, look whether it reads what it should: the columns it "
         "gets, the format of the completions",
     ),
 )
@@ -210,5 +211,6 @@ class Alarms:
         due = steps == alarm.patience or (alarm.repeats and steps > 0 and steps % alarm.patience == 0)
         if due:
             long = f"for {steps} steps" if steps > 1 else f"in step {self.state.global_step}"
-            logger.warning("%s %s: %s, %s. %s", alarm.title, long, wrong, alarm.means, alarm.advice)
+            finding = Finding("warning", f"{alarm.title} {long}", f"{wrong}, {alarm.means}", alarm.fix, alarm.name)
+            logger.warning("%s", finding)
         return due

@@ -25,13 +25,13 @@ from lowmem_grpo.preflight.before_run import before_training, preflight
 from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
-from lowmem_grpo.rewards.checking.findings import Finding
 from lowmem_grpo.rollout.collector import Collector
 from lowmem_grpo.rollout.evaluation import Evaluation
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import score_groups, set_baselines
 from lowmem_grpo.runs.clock import Clock, mean_of
+from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.records import RecordError, RunRecords
 from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, TrainerState

@@ -29,8 +29,8 @@ from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.offload.activations import enable_checkpointing
 from lowmem_grpo.preflight.before_run import before_training, preflight
 from lowmem_grpo.preflight.first_steps import FirstSteps
-from lowmem_grpo.rewards.checking.findings import Finding
 from lowmem_grpo.runs.clock import Clock, mean_of
+from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import LAST
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, TrainerState

@@ -23,10 +23,9 @@ from lowmem_grpo.preflight import repeats, room, rows
 from lowmem_grpo.preflight.before_run import PreflightError
 from lowmem_grpo.preflight.checks import CHECKS
 from lowmem_grpo.preflight.first_steps import FirstSteps, about_rewards
-from lowmem_grpo.preflight.report import line_of
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards import RewardScorer
-from lowmem_grpo.rewards.checking.findings import SEVERITIES
+from lowmem_grpo.runs.findings import SEVERITIES
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.train.run_memory import plan_run, settings_of
@@ -100,7 +99,7 @@ def make(folder: Path, dataset: Any = ROWS, reward: Any = digit_sum, model: Any 
 
 def found(trainer: Any, severity: str | None = None) -> list[str]:
     """Findings as lines; notes only where they are asked for."""
-    return [line_of(one) for one in trainer.preflight()
+    return [str(one) for one in trainer.preflight()
             if (one.severity != "note" if severity is None else one.severity == severity)]
 
 
@@ -165,13 +164,13 @@ def case(check: str, severity: str, said: str) -> Callable[[Callable[..., Any]],
     return register
 
 
-@case("rows", "error", r"chat messages, and the tokenizer has no chat template: set tokenizer\.chat_template")
+@case("rows", "error", r"the tokenizer has no chat template\. What to do: set tokenizer\.chat_template")
 def base_model(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.chat_template = None
     return make()
 
 
-@case("rows", "error", r"^all 12 rows cannot be made into a prompt \(TemplateError: System role not supported\): ")
+@case("rows", "error", r"^all 12 rows cannot be made into a prompt \(TemplateError: System role not supported\)\. ")
 def no_system_message(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.chat_template = LIKE_GEMMA
     return make(WITH_SYSTEM)
@@ -193,13 +192,13 @@ def all_skipped(make: Any, tokenizer: Any, patch: Any) -> Any:
 
 
 @case("prompt lengths", "warning", r"^1 of 13 rows will be skipped: longer than max_prompt_length \(60\), the longest "
-                                   r"has \d{3} tokens: raise max_prompt_length")
+                                   r"has \d{3} tokens\. What to do: raise max_prompt_length")
 def one_too_long(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make([*TEXTS, {"prompt": "1 + 1 " * 40}], max_prompt_length=60)
 
 
 @case("prompt lengths", "error", r"^no row of the dataset can be used: longer than 8 tokens, all that the context of "
-                                 r"128 leaves, the longest has \d\d tokens: load")
+                                 r"128 leaves, the longest has \d\d tokens\. What to do: load")
 def all_too_long(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make(max_completion_length=120)
 
@@ -209,12 +208,12 @@ def one_row(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make(ROWS[:1])
 
 
-@case("duplicates", "warning", r"^3 of 15 rows repeat the prompt of another one: remove")
+@case("duplicates", "warning", r"^3 of 15 rows repeat the prompt of another one\. What to do: remove")
 def repeated_rows(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make([*ROWS, *ROWS[:3]])
 
 
-@case("duplicates", "warning", r"^1600 of 2000 rows repeat the prompt of another one: remove")
+@case("duplicates", "warning", r"^1600 of 2000 rows repeat the prompt of another one\. What to do: remove")
 def copies_side_by_side(make: Any, tokenizer: Any, patch: Any) -> Any:
     patch.setattr(repeats, "SECONDS", 60)
     return make([{"prompt": f"How much is {i}?"} for i in range(400) for _ in range(5)])
@@ -232,7 +231,7 @@ def users_alone(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make(WITH_SYSTEM)
 
 
-@case("two start tokens", "warning", r"^the prompts of all 12 rows begin with two start tokens: give chat")
+@case("two start tokens", "warning", r"^the prompts of all 12 rows begin with two start tokens\. What to do: give chat")
 def two_starts(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.bos_token = "<|endoftext|>"
     return make([{"prompt": f"{2 * tokenizer.bos_token}{row['prompt']}"} for row in TEXTS])
@@ -284,18 +283,18 @@ def padding_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make(model=model)
 
 
-@case("reserved columns", "error", r"^dataset columns \['trainer_state'\] have names of reward function arguments: ")
+@case("reserved columns", "error", r"^dataset columns \['trainer_state'\] have names of reward function arguments\. ")
 def reserved(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make([row | {"trainer_state": 1} for row in ROWS])
 
 
 @case("missing columns", "error", r"^reads_answer: it requires answer, which no dataset column provides; the dataset's "
-                                  r"columns are prompt: rename")
+                                  r"columns are prompt\. What to do: rename")
 def missing(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make([{"prompt": row["prompt"]} for row in ROWS], reads_answer)
 
 
-@case("missing columns", "error", r"^reads_answer: .*; the evaluation dataset's columns are prompt: rename")
+@case("missing columns", "error", r"^reads_answer: .*; the evaluation dataset's columns are prompt\. What")
 def missing_in_evaluation(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make(ROWS, reads_answer, evaluation=[{"prompt": "1 + 1?"}])
 
@@ -310,7 +309,7 @@ def no_evaluation(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make(evaluation=[{"prompt": ""}])
 
 
-@case("output_dir", "error", r"^output_dir is '.*file/run', and .*file is a file: choose another")
+@case("output_dir", "error", r"^output_dir is '.*file/run', and .*file is a file\. What to do: choose another")
 def a_file(make: Any, tokenizer: Any, patch: Any) -> Any:
     trainer = make()
     trainer.run_dir = trainer.run_dir.parent / "file" / "run"
@@ -318,7 +317,7 @@ def a_file(make: Any, tokenizer: Any, patch: Any) -> Any:
     return trainer
 
 
-@case("output_dir", "error", r"may not be written to: choose another output_dir, or change")
+@case("output_dir", "error", r"may not be written to\. What to do: choose another output_dir, or change")
 def read_only(make: Any, tokenizer: Any, patch: Any) -> Any:
     patch.setattr(room.os, "access", lambda path, mode: False)
     return make()
@@ -328,13 +327,13 @@ def with_free(patch: Any, free: int) -> None:
     patch.setattr(room.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
 
 
-@case("disk", "error", r"0\.1 MiB free, and one checkpoint takes 0\.\d MiB: make room")
+@case("disk", "error", r"0\.1 MiB free, and one checkpoint takes 0\.\d MiB\. What to do: make room")
 def no_room(make: Any, tokenizer: Any, patch: Any) -> Any:
     with_free(patch, 100_000)
     return make(save_strategy="steps")
 
 
-@case("disk", "error", r"0\.0 MiB free, and the adapter takes 0\.\d MiB: make room, or choose")
+@case("disk", "error", r"0\.0 MiB free, and the adapter takes 0\.\d MiB\. What to do: make room, or choose")
 def no_room_for_the_adapter(make: Any, tokenizer: Any, patch: Any) -> Any:
     with_free(patch, 100)
     return make(save_strategy="no")
@@ -353,19 +352,19 @@ def planned(trainer: Any, card: str, **settings: Any) -> Any:
     return trainer
 
 
-@case("host memory", "warning", r"^the host has 0\.50 GiB|^the host has 512\.0 MiB of memory to spare; .* may take .*:")
+@case("host memory", "warning", r"^the host has (0\.50 GiB|512\.0 MiB) of memory to spare; .* may take .*\. ")
 def little_host_memory(make: Any, tokenizer: Any, patch: Any) -> Any:
     patch.setattr(room, "available_host_bytes", lambda: GIB // 2)
     return planned(make(), "16GiB", checkpointing="offload")
 
 
-@case("plan", "warning", r"^by the plan this run takes .* of the card, and may use 1\.0 MiB: .*tried all the same.*: "
-                         r"what would help: a lower max_completion_length")
+@case("plan", "warning", r"^by the plan this run takes .* of the card, and may use 1\.0 MiB: .*tried all the same.*\. "
+                         r"What to do: try a lower max_completion_length")
 def over_plan(make: Any, tokenizer: Any, patch: Any) -> Any:
     return planned(make(), "1MiB")
 
 
-@case("bfloat16", "warning", r"^the run computes in bfloat16, which this card only emulates: load")
+@case("bfloat16", "warning", r"^the run computes in bfloat16, which this card only emulates\. What to do: load")
 def emulated(make: Any, tokenizer: Any, patch: Any) -> Any:
     trainer = make()
     patch.setattr(room, "is_bfloat16_supported", lambda: False)
@@ -436,7 +435,7 @@ def test_a_run_that_cannot_work_costs_the_files_of_the_one_before_it(tmp_path: P
 def test_warnings_stop_a_run_or_stay_unsaid(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert make(tmp_path, [*ROWS, {"prompt": ""}], max_steps=1, disable_tqdm=True).train().finished
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("preflight")]
-    assert said == ["preflight: 1 of 13 rows will be skipped: empty prompt (1): mend or remove such rows"]
+    assert said == ["preflight: 1 of 13 rows will be skipped: empty prompt (1). What to do: mend or remove such rows"]
 
 
 def test_preflight_cannot_be_turned_off(
@@ -528,7 +527,7 @@ def pays(completions: list[Any], **kwargs: Any) -> list[float]:
     (groups_of([1, 0]), None), (groups_of([1, 0], *[[1, 1]] * 2), None), (groups_of(*[[1, 0]] * 4), None),
 ], ids=["one alike", "all alike", "most alike", "cut off", "NaN", "one good", "some good", "all good"])
 def test_what_the_first_step_shows_is_not_said(groups: list[RolloutGroup], said: str | None) -> None:
-    lines = [line_of(one) for one in about_rewards(groups, RewardScorer(pays))]
+    lines = [str(one) for one in about_rewards(groups, RewardScorer(pays))]
     assert len(lines) == (said is not None)
     assert said is None or re.search(said, lines[0])
 
@@ -553,8 +552,8 @@ def test_copies_are_looked_for_longer_than_a_moment(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("count", [1, 6])
 def test_labels_that_no_function_can_read_are_not_named(count: int) -> None:
-    lines = [line_of(one) for one in about_rewards(groups_of(*[[None] * 4] * count), RewardScorer(pays))]
-    assert f"pays: None for all {4 * count} completions: see that its column holds labels" in "".join(lines)
+    lines = [str(one) for one in about_rewards(groups_of(*[[None] * 4] * count), RewardScorer(pays))]
+    assert f"pays: None for all {4 * count} completions. What to do: see that its column holds labels" in "".join(lines)
 
 
 def test_what_all_earn_beside_a_function_that_tells_is_a_warning() -> None:
@@ -571,7 +570,7 @@ def test_a_constant_function_is_not_named_or_a_metric_is() -> None:
     groups = groups_of(*[[1, 0]] * 4)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         rollout.rewards["pays_2"] = 0.5
-    (line,) = [line_of(one) for one in about_rewards(groups, RewardScorer([pays, pays]))]
+    (line,) = [str(one) for one in about_rewards(groups, RewardScorer([pays, pays]))]
     assert line.startswith("pays_2: it pays 0.5 for all 8 completions")
     assert about_rewards(groups, RewardScorer([pays, pays], [1.0, 0.0])) == []
 

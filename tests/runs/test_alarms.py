@@ -28,7 +28,7 @@ EDGE: Line = {  # as far as it may go
     "clip_ratio/region_mean": 0.3, "kl": 1.0, "entropy": 0.0041, "grad_norm": 7.0, "rewards/right/std": 1e-9,
 }
 BAD = [  # of an alarm: a line that is wrong, after how many of them it must sound, and what it must say
-    ("nothing_to_learn", {"groups/with_signal": 0}, 10, "(mean 0.5), so no gradient. If it is low: easier problems"),
+    ("nothing_to_learn", {"groups/with_signal": 0}, 10, "(mean 0.5), so no gradient. What to do: if it is low"),
     ("truncated", {"completions/clipped_ratio": 1.0}, 3, "max_completion_length"),
     ("mismatch", {"mismatch/k3": 0.011}, 3, "mismatch/k3 is 0.011, so completions come from another distribution"),
     ("mismatch", {"mismatch/effective_samples": 0.49}, 3, "mismatch/effective_samples is 0.49"),
@@ -71,7 +71,7 @@ def test_an_alarm_keeps_quiet_comes_late_or_does_not_say_what_to_try(
     assert watch(alarms, [HEALTHY | wrong] * patience) == [*[[]] * (patience - 1), [name]]
     (message,) = told(caplog)
     (alarm,) = [alarm for alarm in ALARMS if alarm.name == name]
-    assert says in message and alarm.title in message and alarm.means in message and alarm.advice in message
+    assert says in message and alarm.title in message and alarm.means in message and alarm.fix in message
     assert (f"for {patience} steps" if patience > 1 else "in step 13") in message
 
 
@@ -104,7 +104,7 @@ def test_an_alarm_is_in_no_test_or_has_no_words() -> None:
     assert {alarm.name for alarm in ALARMS} == {name for name, *_ in BAD}
     assert len({alarm.name for alarm in ALARMS}) == len(ALARMS)
     for alarm in ALARMS:
-        assert all((alarm.title, alarm.when, alarm.means, alarm.advice)) and alarm.patience >= 1, alarm.name
+        assert all((alarm.title, alarm.when, alarm.means, alarm.fix)) and alarm.patience >= 1, alarm.name
 
 
 @pytest.mark.parametrize("missing", [{}, dict.fromkeys([*HEALTHY, "cispo_clip_ratio"], float("nan"))])

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from lowmem_grpo.rewards.calling.failures import MissingColumnError, TooLateError
-from lowmem_grpo.rewards.checking.findings import SEVERITIES, Finding, Trial
+from lowmem_grpo.rewards.checking.result import Trial
+from lowmem_grpo.runs.findings import Finding, by_severity
 
 LOW_SHARE = 0.25  # of groups with signal; below it most of a step's samples teach nothing
 MOSTLY_CUT = 0.5  # share of completions that reached the length limit
@@ -29,10 +30,6 @@ def findings_of(
         found += slow(trial, allowed, per_step)
     found += equal_ones([trial for trial in trials if len(set(trial.paid)) > 1])
     return by_severity(found)
-
-
-def by_severity(findings: list[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def failed(name: str, error: Exception, columns: list[str], limit: float, allowed: float) -> Finding:

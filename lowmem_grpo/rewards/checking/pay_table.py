@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.rewards.checking.findings import RewardCheck, Trial
+from lowmem_grpo.rewards.checking.result import RewardCheck, Trial
 from lowmem_grpo.views.live import plain, shortened
 
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -28,10 +28,8 @@ def print_check(result: RewardCheck, console: Console | None = None) -> None:
         f"{low:.0%} to {high:.0%}); {len(result.completions)} completions checked in {result.seconds:.1f} s"
     ), soft_wrap=True)
     for finding in result.findings:
-        where = f"{finding.function}: " if finding.function else ""
-        line = Text.assemble((finding.severity, COLORS[finding.severity]), " ", plain(f"{where}{finding.problem}"))
-        console.print(line, soft_wrap=True)
-        console.print(Text.assemble("  fix: ", plain(finding.fix)), soft_wrap=True)
+        severity = (finding.severity, COLORS[finding.severity])
+        console.print(Text.assemble(severity, " ", plain(str(finding))), soft_wrap=True)
     if not result.findings:
         console.print(Text("nothing to complain about"))
 

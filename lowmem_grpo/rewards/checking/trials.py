@@ -8,7 +8,7 @@ from lowmem_grpo.rewards.calling.failures import RewardError
 from lowmem_grpo.rewards.calling.functions import own_limit, unwrap
 from lowmem_grpo.rewards.calling.of_groups import call
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.checking.findings import Trial
+from lowmem_grpo.rewards.checking.result import Trial
 from lowmem_grpo.rewards.verifier import VerifiedReward
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup

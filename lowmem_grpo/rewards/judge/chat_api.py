@@ -5,8 +5,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lowmem_grpo.rewards.judge.judge import unanswered
 from lowmem_grpo.rewards.judge.question import Question
-from lowmem_grpo.rewards.judge.troubles import Trouble
+from lowmem_grpo.runs.findings import Finding
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -31,7 +32,7 @@ class Reply:
 class Failure:
     """What there is in place of an answer."""
 
-    trouble: Trouble
+    trouble: Finding
     retries: int = 0
     refused: bool = False  # the server understood the request and does not take it
 
@@ -117,25 +118,25 @@ def failure_of(error: Exception, model: str, url: str, timeout: Any) -> Failure:
     return Failure(trouble_of(error, model, url, timeout), int(taken) if taken.isdigit() else 0, status in REFUSED)
 
 
-def trouble_of(error: Exception, model: str, url: str, timeout: Any) -> Trouble:
+def trouble_of(error: Exception, model: str, url: str, timeout: Any) -> Finding:
     """The trouble behind an error of the client."""
     from openai import APIConnectionError, APITimeoutError
 
     if isinstance(error, APITimeoutError):
-        return Trouble("slow", f"{url} did not answer within {timeout:g} s",
+        return unanswered("slow", f"{url} did not answer within {timeout:g} s",
                        "raise timeout, lower concurrency, or take a faster model")
     if isinstance(error, APIConnectionError):
-        return Trouble("down", f"{url} cannot be reached ({error.__cause__ or error})",
+        return unanswered("down", f"{url} cannot be reached ({error.__cause__ or error})",
                        "see that the server runs and that base_url is right (it mostly ends in /v1)")
     status, said = getattr(error, "status_code", None), " ".join(str(error).split())[:300]
     return {
-        401: Trouble("key", f"{url} does not take the API key ({said})", "give the right api_key"),
-        403: Trouble("key", f"{url} does not let this key use {model} ({said})", "give another api_key or model"),
-        404: Trouble("model", f"{url} knows no model {model!r}, or has no chat completions there ({said})",
+        401: unanswered("key", f"{url} does not take the API key ({said})", "give the right api_key"),
+        403: unanswered("key", f"{url} does not let this key use {model} ({said})", "give another api_key or model"),
+        404: unanswered("model", f"{url} knows no model {model!r}, or has no chat completions there ({said})",
                      "see the server's list of models (/v1/models), and that base_url ends as the server asks"),
-        429: Trouble("limit", f"{url} takes no more requests for now ({said})",
+        429: unanswered("limit", f"{url} takes no more requests for now ({said})",
                      "lower concurrency, raise retries and deadline, or see to the account's limits"),
-    }.get(status or 0) or Trouble(
+    }.get(status or 0) or unanswered(
         "server" if status is None or status >= 500 else "request", f"{url} answered with an error ({said})",
         "see the server's log" if status is None or status >= 500 else "see that model, options and prompt length are "
         "what the server takes",

@@ -1,13 +1,55 @@
 """What the two judges share: a name, a cache, a meter, and warnings."""
 
-from dataclasses import dataclass, field
+import logging
+import threading
+import time
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.rewards.judge.cache import Cache
-from lowmem_grpo.rewards.judge.meter import Meter, Prices, summary
 from lowmem_grpo.rewards.judge.question import Question, Ratings
-from lowmem_grpo.rewards.judge.troubles import Complaints, Trouble
+from lowmem_grpo.runs.findings import Finding
+
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 300.0  # between two warnings of the same kind
+
+
+@dataclass
+class Meter:
+    """Counts of a judge, since it was made or of one call; add one to another with `add`."""
+
+    calls: int = 0  # questions put to the judge, each once however often it was asked again
+    cached: int = 0  # questions whose answer was known
+    retried: int = 0  # requests beyond one a question: after an error, or after a reply without scores
+    failed: int = 0  # questions that have no answer
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, other: "Meter") -> None:
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Of a million tokens, in any currency; None: not known, and then no cost is shown."""
+
+    prompt: float | None = None
+    completion: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, price in (("price_prompt", self.prompt), ("price_completion", self.completion)):
+            if price is not None and not (isinstance(price, int | float) and 0 <= price < float("inf")):
+                raise ValueError(f"{name} is {price!r}; it is what a million tokens cost, 0 or above")
+
+    def cost(self, meter: Meter) -> float | None:
+        """Of the meter's tokens; None where no price is known."""
+        if self.prompt is None and self.completion is None:
+            return None
+        paid = meter.prompt_tokens * (self.prompt or 0.0) + meter.completion_tokens * (self.completion or 0.0)
+        return paid / 1e6
 
 
 @dataclass
@@ -18,7 +60,7 @@ class Round:
     found: dict[Question, Ratings] = field(default_factory=dict)
     known: set[Question] = field(default_factory=set)  # of these, whose answer was in the cache
     meter: Meter = field(default_factory=Meter)
-    troubles: list[Trouble] = field(default_factory=list)
+    troubles: list[Finding] = field(default_factory=list)
 
     @property
     def ratings(self) -> list[Ratings | None]:
@@ -74,7 +116,42 @@ class Judge:
 
     def summary(self) -> str:
         """What judging took so far, in one line."""
-        return summary(self.name, self.meter, self.cost)
+        meter, paid = self.meter, "" if self.cost is None else f", cost {self.cost:.4f}"
+        return (f"judge {self.name}: {meter.calls:,} calls ({meter.cached:,} more from the cache), {meter.retried:,} "
+                f"retried, {meter.failed:,} failed; {meter.prompt_tokens:,} prompt and {meter.completion_tokens:,} "
+                f"completion tokens{paid}")
+
+
+def unanswered(kind: str, problem: str, fix: str) -> Finding:
+    """One reason for which a question has no answer."""
+    return Finding("warning", "", problem, fix, kind)
+
+
+class Complaints:
+    """Warns of each kind of trouble when it first comes, and again after a while, with how often it has come."""
+
+    def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
+        self.quiet_seconds = quiet_seconds
+        self.said: dict[str, float] = {}  # when, by kind
+        self.unsaid: dict[str, int] = {}  # how often since
+        self.lock = threading.Lock()
+
+    def say(self, judge: str, trouble: Finding) -> None:
+        with self.lock:
+            now, before = time.monotonic(), self.said.get(trouble.kind)
+            if before is not None and now - before < self.quiet_seconds:
+                self.unsaid[trouble.kind] = self.unsaid.get(trouble.kind, 0) + 1
+                return
+            self.said[trouble.kind], more = now, self.unsaid.pop(trouble.kind, 0)
+        often = f" ({more} more times since this was last said)" if more else ""
+        problem = f"{trouble.problem}{often}; those completions have no reward"
+        logger.warning("%s", replace(trouble, about=f"judge {judge}", problem=problem))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"quiet_seconds": self.quiet_seconds, "said": {}, "unsaid": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.Lock())
 
 
 def check_settings(rules: dict[str, tuple[object, bool, str]]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 from lowmem_grpo.rewards.judge.forms import Asked, Form
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import Question
-from lowmem_grpo.rewards.judge.troubles import Trouble
 from lowmem_grpo.rewards.reward import Reward
+from lowmem_grpo.runs.findings import Finding
 
 
 class JudgeReward(Reward):
@@ -25,7 +25,7 @@ class JudgeReward(Reward):
         super().__init__(name, form.columns)
         self.judge, self.form = judge, form
         self.after_sampling, self.time_limit = judge.after_sampling, judge.time_limit
-        self.trouble: Trouble | None = None  # the last reason for a None; `rewards.check` shows it
+        self.trouble: Finding | None = None  # the last reason for a None; `rewards.check` shows it
 
     @property
     def meter(self) -> Any:

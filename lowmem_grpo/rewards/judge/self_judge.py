@@ -7,11 +7,17 @@ from typing import Any, Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.rewards.judge.controls import without_controls
-from lowmem_grpo.rewards.judge.judge import Judge, Round, check_settings, is_count, is_seconds
-from lowmem_grpo.rewards.judge.meter import Prices
+from lowmem_grpo.rewards.judge.judge import (
+    Judge,
+    Prices,
+    Round,
+    check_settings,
+    is_count,
+    is_seconds,
+    unanswered,
+)
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
-from lowmem_grpo.rewards.judge.troubles import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +78,7 @@ class SelfJudge(Judge):
                 faults |= self.ask(again, max(self.temperature, SECOND_TEMPERATURE), now)
             left = [str(bad) for question, bad in faults.items() if question not in now.found]
             if left:
-                now.troubles.append(Trouble(
+                now.troubles.append(unanswered(
                     "babble", f"{len(left)} of {len(questions)} replies have no scores that can be used: {left[0]}",
                     "take a larger model, raise max_tokens, or judge by URL: a small one may not follow the form",
                 ))
@@ -94,7 +100,7 @@ class SelfJudge(Judge):
         room = self.model.loaded.max_seq_length - len(ids)
         if room >= min(self.max_tokens, TOKENS_OF_A_RATING * len(question.answers)):
             return ids
-        now.troubles.append(Trouble(
+        now.troubles.append(unanswered(
             "long", f"a question of {len(ids)} tokens leaves too little room for its reply in a context of "
             f"{self.model.loaded.max_seq_length}",
             "load with a larger max_seq_length, or lower num_generations or max_completion_length",
@@ -109,7 +115,7 @@ class SelfJudge(Judge):
         try:
             outputs = self.generate(list(asked.values()), params)
         except (RuntimeError, ValueError, ArithmeticError) as error:  # too little memory, NaN logits, a dead engine
-            now.troubles.append(Trouble(
+            now.troubles.append(unanswered(
                 "engine", f"the engine could not answer ({type(error).__name__}: {error})",
                 "lower max_seq_length, num_generations or max_completion_length, or judge by URL",
             ))

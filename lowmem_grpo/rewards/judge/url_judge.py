@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.rewards.judge.chat_api import FORMS, Failure, Reply, ask, make_client, unknown_options
-from lowmem_grpo.rewards.judge.judge import Judge, Round, check_settings, is_count, is_seconds
-from lowmem_grpo.rewards.judge.meter import Prices
+from lowmem_grpo.rewards.judge.judge import (
+    Judge,
+    Prices,
+    Round,
+    check_settings,
+    is_count,
+    is_seconds,
+    unanswered,
+)
 from lowmem_grpo.rewards.judge.question import Question, Ratings
 from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
-from lowmem_grpo.rewards.judge.troubles import Trouble
+from lowmem_grpo.runs.findings import Finding
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +81,7 @@ class UrlJudge(Judge):
                 for task in done:
                     task.result()  # what is a mistake in here is not passed over
                 if late:
-                    now.troubles.append(Trouble(
+                    now.troubles.append(unanswered(
                         "late", f"{len(late)} of {len(questions)} questions had no answer after {self.deadline:g} s",
                         "raise deadline or concurrency, or take a faster model",
                     ))
@@ -174,13 +181,13 @@ def read(question: Question, reply: Reply) -> Ratings:
     return question.read(reply.text)
 
 
-def no_scores(fault: str, reply: Reply) -> Trouble:
+def no_scores(fault: str, reply: Reply) -> Finding:
     """What to say of a reply that had no scores, the last time too."""
     if not reply.is_chat:
-        return Trouble("api", "what the server answers is no chat completion",
+        return unanswered("api", "what the server answers is no chat completion",
                        "see that base_url is that of an OpenAI-compatible API (it mostly ends in /v1)")
     if reply.cut:
-        return Trouble("cut", f"a reply was cut off, and is not read ({shown(reply.text)})",
+        return unanswered("cut", f"a reply was cut off, and is not read ({shown(reply.text)})",
                        'raise the limit: options={"max_tokens": ...}, more for a model that thinks first')
-    return Trouble("babble", f"a reply has no scores that can be used: {fault}",
+    return unanswered("babble", f"a reply has no scores that can be used: {fault}",
                    "take a model that follows instructions better, or a simpler rubric")

@@ -13,8 +13,8 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, rewards
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import answer_line, correct_answer, make_dataset
-from lowmem_grpo.rewards.checking.findings import Trial
 from lowmem_grpo.rewards.checking.pay_table import print_check
+from lowmem_grpo.rewards.checking.result import Trial
 
 ARGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 48}
 DATA = make_dataset("train", 16)
@@ -48,7 +48,7 @@ def only(result: rewards.RewardCheck, function: str) -> rewards.Finding:
 
 def test_rewards_that_are_sound_are_complained_about(model: FastPeftModel) -> None:
     result = check(model, correct_answer, rewards.number_equal(), rewards.proximity(), groups=8)
-    assert result.ok and not [finding for finding in result.findings if finding.function != "number_equal"]
+    assert result.ok and not [finding for finding in result.findings if finding.about != "number_equal"]
     assert [trial.kind for trial in result.trials] == ["reward", "verifier", "reward"]
     right = result.trials[0].paid
     assert result.trials[1].verdicts == sum(right) / len(right)
@@ -120,7 +120,7 @@ def test_functions_that_always_pay_the_same_are_not_found(model: FastPeftModel) 
         return length(completions)
 
     found = [f for f in check(model, length, again, length).findings if "pays what" in f.problem]
-    assert [(finding.function, finding.problem.rpartition(" ")[0].rpartition(" ")[2]) for finding in found] == [
+    assert [(finding.about, finding.problem.rpartition(" ")[0].rpartition(" ")[2]) for finding in found] == [
         ("again", "length"), ("length_2", "length"), ("length_2", "again")]
 
 
@@ -196,7 +196,7 @@ def test_what_is_printed_lacks_pay_signal_or_a_fix_or_obeys_the_models_text(mode
     result = rewards.check([constant, rewards.number_equal()], rows, model, args, groups=2, console=console)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     for text in ("constant", "number_equal", "verifier", "groups with signal:", "95% interval", "sum ", "[red]",
-                 "warning constant: it pays 0.5 for all 8 completions", "fix: grade in smaller steps"):
+                 "warning constant: it pays 0.5 for all 8 completions", "What to do: grade in smaller steps"):
         assert text in printed, text
     assert "\x1b" not in printed and len(result.trials) == 2
 

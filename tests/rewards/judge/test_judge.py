@@ -10,12 +10,10 @@ import pytest
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.cache import Cache
-from lowmem_grpo.rewards.judge.judge import Judge, Round
-from lowmem_grpo.rewards.judge.meter import Meter, Prices, summary
+from lowmem_grpo.rewards.judge.judge import Complaints, Judge, Meter, Prices, Round, unanswered
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rewards.judge.replies import BadReplyError, read_group, read_single
 from lowmem_grpo.rewards.judge.rubrics import GROUP_RUBRIC
-from lowmem_grpo.rewards.judge.troubles import Complaints, Trouble
 
 
 class Scripted(Judge):
@@ -34,7 +32,7 @@ class Scripted(Judge):
         for question in waiting:
             now.meter.prompt_tokens += 10
             if self.fails:
-                now.troubles.append(Trouble("babble", "it babbles", "Take another."))
+                now.troubles.append(unanswered("babble", "it babbles", "take another"))
             else:
                 self.learn(now, question, [(min(len(text), question.high), text[:3]) for text in question.answers])
         return self.end(now)
@@ -323,21 +321,24 @@ def test_a_file_that_cannot_be_used_is_taken(tmp_path: Path, caplog: pytest.LogC
 def test_a_kind_of_trouble_is_said_each_time(caplog: pytest.LogCaptureFixture) -> None:
     complaints = Complaints(quiet_seconds=0.05)
     for _ in range(3):
-        complaints.say("m", Trouble("down", "it is down", "Start it"))
-    complaints.say("m", Trouble("slow", "it is slow", "Wait"))
+        complaints.say("m", unanswered("down", "it is down", "Start it"))
+    complaints.say("m", unanswered("slow", "it is slow", "Wait"))
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     complaints.said["down"] -= 1.0  # a while ago
-    complaints.say("m", Trouble("down", "it is down", "Start it"))
+    complaints.say("m", unanswered("down", "it is down", "Start it"))
     assert "it is down (2 more times since this was last said)" in caplog.records[-1].message
 
 
 def test_cost_is_not_that_of_the_tokens() -> None:
     meter = Meter(calls=3, cached=1, prompt_tokens=2_000_000, completion_tokens=500_000)
     assert Prices(0.5, 2.0).cost(meter) == 2.0 and Prices(None, 2.0).cost(meter) == 1.0 and Prices().cost(meter) is None
-    assert summary("m", meter, 2.0) == (
-        "judge m: 3 calls (1 more from the cache), 0 retried, 0 failed; "
+    judge = Scripted()
+    judge.prices, judge.meter = Prices(0.5, 2.0), meter
+    assert judge.summary() == (
+        "judge scripted: 3 calls (1 more from the cache), 0 retried, 0 failed; "
         "2,000,000 prompt and 500,000 completion tokens, cost 2.0000")
-    assert "cost" not in summary("m", meter, None)
+    judge.prices = Prices()
+    assert "cost" not in judge.summary()
     with pytest.raises(ValueError, match="price_prompt is -1"):
         Prices(-1)
 

@@ -12,7 +12,7 @@ import pytest
 from judge_server import JudgeServer, by_length, chat, in_turn, serving, slowly
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards.judge.meter import Meter
+from lowmem_grpo.rewards.judge.judge import Meter
 
 TEXTS = ["a" * 3, "", "a" * 3, "a"]
 GOOD = [0.25, 1.0, 0.25, 0.5]  # 1 / (1 + length)

@@ -3,17 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-SEVERITIES = ("error", "warning", "note")  # the run fails or learns nothing from it; likely a mistake; good to know
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something about one reward function, or about the rewards together (`function` is empty)."""
-
-    severity: str  # one of SEVERITIES
-    function: str
-    problem: str
-    fix: str
+from lowmem_grpo.runs.findings import Finding
 
 
 @dataclass
@@ -32,7 +22,7 @@ class Trial:
     error: Exception | None = None  # why it failed on the samples
     empty_error: Exception | None = None  # why it failed on empty completions alone
     own_limit: float | None = None  # seconds that it keeps to by itself, whatever the run allows
-    trouble: Any = None  # why it paid None where it could not judge: an object with `problem` and `fix`
+    trouble: Finding | None = None  # why it paid None where it could not judge
 
     @property
     def paid(self) -> list[float]:
@@ -63,7 +53,7 @@ class RewardCheck:
 
     def of(self, function: str) -> list[Finding]:
         """The findings about one function, by its name."""
-        return [finding for finding in self.findings if finding.function == function]
+        return [finding for finding in self.findings if finding.about == function]
 
     def to_dict(self) -> dict[str, Any]:
         """Findings and shares in plain values, for a record of the run."""

@@ -1,0 +1,28 @@
+"""Findings: what is wrong, and what to do about it. Checks, judges, alarms and the doctor all speak in this form.
+
+Only the standard library is imported here: the doctor also works where torch is missing.
+"""
+
+from dataclasses import dataclass
+
+SEVERITIES = ("error", "warning", "note")  # it fails or learns nothing; it is probably a mistake; it is good to know
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, and what to do about it. `str` gives it as one line."""
+
+    severity: str  # one of SEVERITIES
+    about: str  # a reward function, a judge or an alarm; empty where it is about the run as a whole
+    problem: str
+    fix: str
+    kind: str = ""  # a short name by which the same trouble is recognised when it comes again
+
+    def __str__(self) -> str:
+        about = f"{self.about}: " if self.about else ""
+        return " ".join(f"{about}{self.problem}. What to do: {self.fix}".split())
+
+
+def by_severity(findings: list[Finding]) -> list[Finding]:
+    """Errors first, notes last."""
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
