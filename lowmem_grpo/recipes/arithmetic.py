@@ -14,6 +14,7 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.problems.arithmetic import last_integer, problems
+from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.rewards.texts import completion_text
 
 DEFAULTS: dict[str, Any] = {
@@ -42,13 +43,10 @@ OPTIONS = ArithmeticOptions
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
     """`size` distinct problems of a split ("train" or "test"; disjoint whatever the seeds): `prompt`, `answer`."""
-    if size < 1:
-        raise ValueError(f"size is {size}; it must be at least 1")
-    source = problems(split, seed)
-    chosen = [next(source) for _ in range(size)]
-    return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": p.question}], "answer": str(p.answer)} for p in chosen]
-    )
+    return Dataset.from_list([
+        {"prompt": [{"role": "user", "content": problem.question}], "answer": str(problem.answer)}
+        for problem in take(problems(split, seed), size)
+    ])
 
 
 def correct_answer(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:

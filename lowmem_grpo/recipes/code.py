@@ -18,6 +18,7 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.problems.code import code_problems
+from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests
 from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.sandbox.isolation import SandboxError
@@ -71,12 +72,9 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
     Columns: `prompt`, `answer` (a code that passes), `tests` (asserts).
     """
-    if size < 1:
-        raise ValueError(f"size is {size}; it must be at least 1")
-    source = code_problems(split, seed)
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": problem.question}], "answer": problem.solution, "tests": problem.tests}
-        for problem in (next(source) for _ in range(size))
+        for problem in take(code_problems(split, seed), size)
     ])
 
 

@@ -18,6 +18,7 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.problems.countdown import Difficulty, allowed, answer_text, countdowns, evaluate
+from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.rewards.texts import completion_text
 
 DEFAULTS: dict[str, Any] = {
@@ -72,13 +73,10 @@ def make_dataset(split: str, size: int, seed: int = 0, difficulty: Difficulty | 
 
     Columns: `prompt`, `answer` (one solution of several), `numbers`, `target`.
     """
-    if size < 1:
-        raise ValueError(f"size is {size}; it must be at least 1")
-    source = countdowns(split, seed, difficulty)
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": puzzle.question}], "answer": puzzle.solution,
          "numbers": list(puzzle.numbers), "target": puzzle.target}
-        for puzzle in (next(source) for _ in range(size))
+        for puzzle in take(countdowns(split, seed, difficulty), size)
     ])
 
 

@@ -19,6 +19,7 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.problems.email import SIGNATURE, requests
+from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.rewards.ready.mail import email_rewards
 
 DEFAULTS: dict[str, Any] = {
@@ -63,13 +64,10 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
     Columns: `prompt`, `recipient`, `keyword`, `ideal` (the perfect reply), and `answer`, the same.
     """
-    if size < 1:
-        raise ValueError(f"size is {size}; it must be at least 1")
-    source = requests(split, seed)
     return Dataset.from_list([
         {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request.text}],
          "recipient": request.recipient, "keyword": request.keyword, "ideal": request.ideal, "answer": request.ideal}
-        for request in (next(source) for _ in range(size))
+        for request in take(requests(split, seed), size)
     ])
 
 

@@ -20,6 +20,7 @@ from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
+from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.recipes.problems.summary import WORDS_ALLOWED, is_short, reports, share_kept
 from lowmem_grpo.rewards.judge.judge import Judge
 from lowmem_grpo.rewards.judge.ready import ruler
@@ -103,13 +104,10 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
     Columns: `prompt`, `answer` (one summary of many), `facts`.
     """
-    if size < 1:
-        raise ValueError(f"size is {size}; it must be at least 1")
-    source = reports(split, seed)
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": report.question}], "answer": report.summary,
          "facts": list(report.facts)}
-        for report in (next(source) for _ in range(size))
+        for report in take(reports(split, seed), size)
     ])
 
 

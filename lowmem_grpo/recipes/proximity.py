@@ -20,6 +20,7 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.problems import arithmetic as arithmetic_problems
+from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.recipes.problems.stock import stock_problems
 from lowmem_grpo.recipes.warm_up import WarmUp
 from lowmem_grpo.rewards.ready.answers import number_match, regex_match
@@ -114,20 +115,18 @@ OPTIONS = ProximityOptions
 
 def make_dataset(split: str, size: int, seed: int = 0, task: Task = WORDS) -> Dataset:
     """`size` distinct problems of a split ("train" or "test"; disjoint whatever the seeds): `prompt`, `answer`."""
-    if size < 1:
-        raise ValueError(f"size is {size}; it must be at least 1")
-    source = task.problems(split, seed)
-    chosen = [next(source) for _ in range(size)]
-    return Dataset.from_list([{"prompt": task.prompt(p.question), "answer": str(p.answer)} for p in chosen])
+    return Dataset.from_list([
+        {"prompt": task.prompt(problem.question), "answer": str(problem.answer)}
+        for problem in take(task.problems(split, seed), size)
+    ])
 
 
 def make_demonstrations(size: int, seed: int = 0, task: Task = WORDS) -> Dataset:
     """`size` distinct problems of the training split with a solution in the format: `prompt`, `completion`."""
-    source = task.problems("train", seed)
-    chosen = [next(source) for _ in range(size)]
-    return Dataset.from_list(
-        [{"prompt": task.prompt(p.question), "completion": task.solution(p.lines, p.answer)} for p in chosen]
-    )
+    return Dataset.from_list([
+        {"prompt": task.prompt(problem.question), "completion": task.solution(problem.lines, problem.answer)}
+        for problem in take(task.problems("train", seed), size)
+    ])
 
 
 def rewards(task: Task) -> list[Reward]:

@@ -1,1 +1,1 @@
-"""The problems that recipes generate or bring along."""
+"""The problems that the recipes generate."""

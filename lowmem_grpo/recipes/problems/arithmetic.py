@@ -1,4 +1,4 @@
-"""Multi-step arithmetic problems: generated, exact, endless, and split into train and test once for all.
+"""Multi-step arithmetic problems, generated with exact answers.
 
     Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?
 
@@ -6,19 +6,15 @@
     25 - 13 = 12
     12 * 3 = 36
     Answer: 36
-
-A problem belongs to "test" or "train" by a hash of its text alone, so that the two never share a problem,
-whatever the seeds of the datasets that are compared.
 """
 
 import random
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SPLITS = ("train", "test")
-TEST_SHARE = 8  # one problem in eight is a test problem
+from lowmem_grpo.recipes.problems.splits import distinct, split_of
+
 MAX_TOTAL = 99  # every intermediate total lies in [0, MAX_TOTAL]
 MIN_STEPS, MAX_STEPS = 2, 4
 VERBS = {"+": "Add {}.", "-": "Subtract {}.", "*": "Multiply by {}."}
@@ -58,11 +54,11 @@ class Problem:
 
     @property
     def split(self) -> str:
-        return "test" if zlib.crc32(self.question.encode()) % TEST_SHARE == 0 else "train"
+        return split_of(self.question)
 
 
 def apply_step(total: int, operator: str, operand: int) -> int:
-    """`total operator operand` for the operators + - *."""
+    """`total operator operand`, for the operators + - *."""
     if operator == "+":
         return total + operand
     return total - operand if operator == "-" else total * operand
@@ -80,7 +76,7 @@ def draw_problem(rng: random.Random) -> Problem:
 
 
 def draw_step(rng: random.Random, total: int) -> tuple[str, int]:
-    """A step that keeps the total within [0, MAX_TOTAL]; multiplication is by 2 to 5 where there is room for it."""
+    """A step that keeps the total within [0, MAX_TOTAL]. It multiplies by 2 to 5, where there is room for it."""
     operators = [
         operator
         for operator, possible in (("+", total < MAX_TOTAL), ("-", total > 0), ("*", 0 < total <= MAX_TOTAL // 2))
@@ -95,19 +91,11 @@ def draw_step(rng: random.Random, total: int) -> tuple[str, int]:
 
 
 def problems(split: str, seed: int) -> Iterator[Problem]:
-    """Endless distinct problems of one split."""
-    if split not in SPLITS:
-        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
-    rng = random.Random(f"{split}-{seed}")
-    seen: set[Problem] = set()
-    while True:
-        problem = draw_problem(rng)
-        if problem.split == split and problem not in seen:
-            seen.add(problem)
-            yield problem
+    """Different problems of one split, without end."""
+    return distinct(split, seed, draw_problem)
 
 
 def last_integer(text: str) -> int | None:
-    """The last integer in `text`, or None where there is none (or one too long to be an answer)."""
+    """The last integer in `text`; None where there is none, or where it is too long to be an answer."""
     found = re.findall(r"-?\d+", text)
     return int(found[-1]) if found and len(found[-1]) <= 12 else None

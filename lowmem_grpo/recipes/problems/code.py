@@ -1,22 +1,19 @@
-"""Small Python functions to write: generated, with tests, and split into train and test once for all.
+"""Small Python functions to write, generated with tests.
 
     Write a Python function `solve(numbers)` that returns how many of the numbers are above 12 and divisible by 3.
     For example, solve([15, 3, 18]) gives 2. Reply with the function in one ```python block.
 
-A problem is a template and two parameters. It belongs to "test" or "train" by a hash of these alone, so that the two
-never share a problem, whatever the seeds. The example in the question is a test of its own; the other tests are hidden.
+A problem is a template and two parameters. The example in the question is one of the tests; the others are hidden.
 """
 
 import random
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-SPLITS = ("train", "test")
-TEST_SHARE = 8  # one problem in eight is a test problem
+from lowmem_grpo.recipes.problems.splits import distinct, split_of
+
 HIDDEN_TESTS = 4
-FRUITLESS = 20_000  # draws in a row without a new problem: there are no more
 WORDS = ("ant", "bear", "crane", "dingo", "eel", "falcon", "goose", "heron", "ibex", "jackdaw", "kiwi", "lark")
 QUESTION = (
     "Write a Python function `solve({argument})` that returns {wanted}. "
@@ -42,7 +39,7 @@ def draw_words(rng: random.Random) -> list[str]:
 
 @dataclass(frozen=True)
 class Template:
-    """What is asked of `argument`, in words, as an expression of Python and as a function (argument, a, b)."""
+    """What `solve(argument)` returns: in words, as a Python expression, and as a function of (argument, a, b)."""
 
     argument: str
     wanted: str
@@ -87,11 +84,11 @@ class CodeProblem:
     @property
     def split(self) -> str:
         key = f"{self.template} {self.a} {self.b}"
-        return "test" if zlib.crc32(key.encode()) % TEST_SHARE == 0 else "train"
+        return split_of(key)
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
-        """What `solve` is given and gives: the example of the question first. The same at every call."""
+        """Arguments and results of `solve`, first those of the example in the question. The same at every call."""
         form, rng = TEMPLATES[self.template], random.Random(f"{self.template} {self.a} {self.b}")
         drawn = {repr(given): given for given in (form.draw(rng) for _ in range(20 * HIDDEN_TESTS))}
         chosen = list(drawn.values())[: 1 + HIDDEN_TESTS]
@@ -105,29 +102,22 @@ class CodeProblem:
 
     @property
     def tests(self) -> list[str]:
-        """One assert a pair."""
+        """One assert for each pair."""
         return [f"assert solve({given!r}) == {result!r}" for given, result in self.pairs]
 
     @property
     def solution(self) -> str:
-        """An answer that passes."""
+        """A function that passes."""
         form = TEMPLATES[self.template]
         return f"def solve({form.argument}):\n    return {form.expression.format(a=self.a, b=self.b)}\n"
 
 
+def draw_problem(rng: random.Random) -> CodeProblem:
+    """A random template with random parameters."""
+    number = rng.randrange(len(TEMPLATES))
+    return CodeProblem(number, rng.randint(*TEMPLATES[number].a), rng.randint(*TEMPLATES[number].b))
+
+
 def code_problems(split: str, seed: int) -> Iterator[CodeProblem]:
-    """Distinct problems of one split, one by one. ValueError for another split, and where there are no more."""
-    if split not in SPLITS:
-        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
-    rng = random.Random(f"{split}-{seed}")
-    seen: set[CodeProblem] = set()
-    fruitless = 0
-    while fruitless < FRUITLESS:
-        number = rng.randrange(len(TEMPLATES))
-        problem = CodeProblem(number, rng.randint(*TEMPLATES[number].a), rng.randint(*TEMPLATES[number].b))
-        fruitless += 1
-        if problem.split == split and problem not in seen:
-            fruitless = 0
-            seen.add(problem)
-            yield problem
-    raise ValueError(f"there are only {len(seen)} {split} problems of {len(TEMPLATES)} kinds; ask for fewer")
+    """Different problems of one split. Raises ValueError where there are no more: there are some thousands."""
+    return distinct(split, seed, draw_problem)

@@ -1,4 +1,4 @@
-"""Countdown puzzles: generated, solvable, and split into train and test once for all; and what an answer is worth.
+"""Countdown puzzles, generated with a solution, and what an answer is worth.
 
     Make 54 from the numbers 25, 3, 7. Use + - * / and parentheses, each number at most once. ...
 
@@ -7,25 +7,23 @@
     Answer: (25 - 7) * 3
 
 Every puzzle is made from a solution: two numbers at a time are combined until one is left, which is the target. Each
-result on the way is a positive integer. A puzzle belongs to "test" or "train" by a hash of its numbers (in any order)
-and its target, so that the two never share a puzzle, whatever the seeds and difficulties that are compared.
+result on the way is a positive integer. The split of a puzzle depends on its target and on its numbers in any order.
 
-Answers are text that a model wrote. They are read by `evaluate`: a grammar of numbers, four operators and parentheses,
-exact, of bounded length; nothing is ever run.
+An answer is text that a model wrote. `evaluate` reads numbers, four operators and parentheses in it, exactly, up to a
+bounded length. It never runs any of it.
 """
 
 import ast
 import operator
 import random
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-SPLITS = ("train", "test")
-TEST_SHARE = 8  # one puzzle in eight is a test puzzle
+from lowmem_grpo.recipes.problems.splits import FRUITLESS, check_split, split_of
+
 LARGEST_RESULT = 999  # on the way to the target
 OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
@@ -34,8 +32,7 @@ NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*
 RANK = {"+": 1, "-": 1, "*": 2, "/": 2}  # what binds tighter
 ATOM = 3
 LONGEST = 120  # characters of an expression that is read
-FRUITLESS = 20_000  # draws in a row without a new puzzle: there are no more
-HOPELESS = 50_000  # draws in a row without any puzzle: there is none, or hardly one
+HOPELESS = 50_000  # draws in a row without any puzzle: there is none, or hardly any
 QUESTION = (
     "Make {target} from the numbers {numbers}. Use {operators} and parentheses, each number at most once. "
     "End with a line `Answer: ` and the expression."
@@ -44,7 +41,7 @@ QUESTION = (
 
 @dataclass(frozen=True)
 class Difficulty:
-    """Which puzzles are drawn; ValueError for what never makes one."""
+    """Which puzzles are drawn. Raises ValueError for settings that make none."""
 
     min_numbers: int = 3
     max_numbers: int = 4
@@ -93,7 +90,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Countdown:
-    """Numbers, and a target that `solution` makes of them, step by step."""
+    """Numbers, and a target that `solution` makes from them, step by step."""
 
     numbers: tuple[int, ...]
     target: int
@@ -114,7 +111,7 @@ class Countdown:
 
     @property
     def split(self) -> str:
-        return "test" if zlib.crc32(repr(self.key).encode()) % TEST_SHARE == 0 else "train"
+        return split_of(repr(self.key))
 
 
 def possible_signs(left: int, right: int, operators: str) -> list[str]:
@@ -128,7 +125,7 @@ def possible_signs(left: int, right: int, operators: str) -> list[str]:
 
 
 def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> tuple[Term, tuple[Step, ...]] | None:
-    """All the numbers combined at random, and each step; None where two are left that nothing may combine."""
+    """All numbers combined at random, and each step; None where two are left that no operator may combine."""
     terms, steps = [Term(number, str(number)) for number in numbers], []
     while len(terms) > 1:
         left, right = sorted(rng.sample(terms, 2), key=lambda term: -term.value)
@@ -150,7 +147,7 @@ def join(left: Term, sign: str, right: Term) -> Term:
 
 
 def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | None:
-    """A random puzzle whose target is none of its numbers; None where the numbers that were drawn make none."""
+    """A random puzzle whose target is not one of its numbers; None where the drawn numbers make no such puzzle."""
     size = rng.randint(difficulty.min_numbers, difficulty.max_numbers)
     numbers = tuple(rng.randint(1, difficulty.largest_number) for _ in range(size))
     made = combine(rng, numbers, difficulty.operators)
@@ -160,9 +157,8 @@ def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | No
 
 
 def draws(split: str, rng: random.Random, difficulty: Difficulty) -> Iterator[Countdown]:
-    """Endless puzzles of one split, the same one now and then; ValueError where a difficulty makes none of it."""
-    if split not in SPLITS:
-        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
+    """Endless puzzles of one split, with repetitions. Raises ValueError where a difficulty makes none."""
+    check_split(split)
     hopeless = 0
     while hopeless < HOPELESS:
         puzzle = draw_countdown(rng, difficulty)
@@ -171,12 +167,12 @@ def draws(split: str, rng: random.Random, difficulty: Difficulty) -> Iterator[Co
         else:
             hopeless = 0
             yield puzzle
-    raise ValueError(f"no {split} puzzle came of {HOPELESS:,} draws with {difficulty}; allow fewer or smaller numbers, "
-                     "a larger target, or more operators")
+    raise ValueError(f"no {split} puzzle was found in {HOPELESS:,} draws with {difficulty}; allow fewer or smaller "
+                     "numbers, a larger target, or more operators")
 
 
 def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> Iterator[Countdown]:
-    """Distinct puzzles of one split; ValueError once there are no more of this difficulty."""
+    """Different puzzles of one split. Raises ValueError once there are no more of this difficulty."""
     seen: set[tuple[tuple[int, ...], int]] = set()
     rng, fruitless = random.Random(f"{split}-{seed}"), 0
     for puzzle in draws(split, rng, difficulty or Difficulty()):
@@ -193,14 +189,14 @@ def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> I
 
 @dataclass(frozen=True)
 class Answer:
-    """What an expression is worth, exactly, and the numbers that it uses."""
+    """The exact value of an expression, and the numbers that it uses."""
 
     value: Fraction
     numbers: Counter[int]
 
 
 def answer_text(text: str) -> str | None:
-    """What follows the last `Answer:`, up to the end of its line, without the marks that chat models put around it."""
+    """What follows the last `Answer:` on its line, without the marks that chat models put around it."""
     _, label, after = text.rpartition("Answer:")
     if not label:
         return None
@@ -208,7 +204,7 @@ def answer_text(text: str) -> str | None:
 
 
 def evaluate(expression: str | None) -> Answer | None:
-    """The value of numbers, + - * / and parentheses; None for anything else, too long a text, or a division by 0."""
+    """The value of an expression of numbers, + - * / and parentheses; None for anything else, or a division by 0."""
     if expression is None or len(expression) > LONGEST or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return None
     numbers: Counter[int] = Counter()
@@ -220,16 +216,16 @@ def evaluate(expression: str | None) -> Answer | None:
 
 
 def value_of(node: ast.expr, numbers: Counter[int]) -> Fraction:
-    """The value of a part of an expression, whose numbers are counted; ValueError for other than the four operators."""
+    """The value of a part of an expression; its numbers are counted. Raises ValueError for anything else."""
     match node:
         case ast.Constant(value=int(number)):
             numbers[number] += 1
             return Fraction(number)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in NODES:
             return OPERATORS[NODES[type(op)]](value_of(left, numbers), value_of(right, numbers))
-    raise ValueError(f"{type(node).__name__} is no part of an answer")
+    raise ValueError(f"an answer may not contain a {type(node).__name__}")
 
 
 def allowed(answer: Answer | None, numbers: list[int] | tuple[int, ...]) -> bool:
-    """Whether an answer uses none but the given numbers, each at most as often as it is given."""
+    """Whether an answer uses only the given numbers, each at most as often as it is given."""
     return answer is not None and answer.numbers <= Counter(numbers)

@@ -1,19 +1,16 @@
-"""E-mails to a shop, each with one question, and what the shop knows: generated, with the reply that would be perfect.
+"""E-mails to a shop, each with one question and what the shop knows, generated with an ideal reply.
 
     Ines writes: "How long is the warranty of the lantern?"
     You know: the lantern costs 84 euros; the warranty of the lantern lasts 18 months; 7 pieces of the lantern are left.
-
-A request belongs to "test" or "train" by a hash of its text alone, so that the two never share one, whatever the seeds.
 """
 
 import random
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SPLITS = ("train", "test")
-TEST_SHARE = 8  # one request in eight is a test request
-KNOWN = 3  # facts in a request, one of which is asked for
+from lowmem_grpo.recipes.problems.splits import distinct, split_of
+
+KNOWN = 3  # facts in a request; the question is about one of them
 SIGNATURE = "Best regards,\nYour shop"
 NAMES = ("Ines", "Tomas", "Aisha", "Jonas", "Mei", "Pavel", "Lucia", "Omar", "Hanna", "Ravi", "Elsa", "Kofi")
 THINGS = ("lantern", "tent", "kettle", "bicycle pump", "rucksack", "alarm clock", "desk lamp", "hammock", "compass",
@@ -29,7 +26,7 @@ KINDS = (  # question, fact, keyword
 
 @dataclass(frozen=True)
 class Request:
-    """An e-mail and what is known about it."""
+    """An e-mail, and what the shop knows."""
 
     recipient: str
     question: str
@@ -44,16 +41,16 @@ class Request:
 
     @property
     def ideal(self) -> str:
-        """The reply that would be perfect."""
+        """The perfect reply."""
         return f"Dear {self.recipient},\n\n{self.fact[0].upper()}{self.fact[1:]}.\n\n{SIGNATURE}"
 
     @property
     def split(self) -> str:
-        return "test" if zlib.crc32(self.text.encode()) % TEST_SHARE == 0 else "train"
+        return split_of(self.text)
 
 
 def draw_request(rng: random.Random) -> Request:
-    """A random question about a thing, with facts of it in a random order; no two facts are of a kind."""
+    """A random question about a thing, with different kinds of facts about it in a random order."""
     thing, numbers = rng.choice(THINGS), rng.sample(range(3, 1000), KNOWN)
     drawn = list(zip(rng.sample(KINDS, KNOWN), numbers, strict=True))
     (question, fact, keyword), n = rng.choice(drawn)
@@ -65,13 +62,5 @@ def draw_request(rng: random.Random) -> Request:
 
 
 def requests(split: str, seed: int) -> Iterator[Request]:
-    """Endless distinct requests of one split ("train" or "test")."""
-    if split not in SPLITS:
-        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
-    rng = random.Random(f"{split}-{seed}")
-    seen: set[Request] = set()
-    while True:
-        request = draw_request(rng)
-        if request.split == split and request not in seen:
-            seen.add(request)
-            yield request
+    """Different requests of one split."""
+    return distinct(split, seed, draw_request)

@@ -1,19 +1,15 @@
-"""Word problems with large numbers, for models that have long learnt the small ones: generated, exact, endless.
+"""Word problems with large numbers, for models that already solve small ones, generated with exact answers.
 
     A warehouse holds 340 boxes of tea. 12 carts of 36 boxes each arrive. A quarter of all boxes is sold. Then 57 boxes
     are found to be damaged and thrown away. How many boxes are left?
-
-A problem belongs to "test" or "train" by a hash of its text alone, so that the two never share a problem, whatever the
-seeds of the datasets that are compared.
 """
 
 import random
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SPLITS = ("train", "test")
-TEST_SHARE = 8  # one problem in eight is a test problem
+from lowmem_grpo.recipes.problems.splits import distinct, split_of
+
 GOODS = ("tea", "salt", "nails", "candles", "soap", "pencils", "rice", "buttons", "paint", "screws")
 PARTS = {2: "Half", 3: "A third", 4: "A quarter", 5: "A fifth", 8: "An eighth"}
 MIN_STEPS, MAX_STEPS = 4, 7
@@ -22,7 +18,7 @@ MIN_STOCK, MAX_STOCK = 50, 20_000  # boxes after each step
 
 @dataclass(frozen=True)
 class StockProblem:
-    """What a warehouse holds, what happens to it in order, and what is left."""
+    """What a warehouse holds, what happens to it, and what is left."""
 
     question: str
     lines: tuple[str, ...]
@@ -31,10 +27,10 @@ class StockProblem:
 
     @property
     def split(self) -> str:
-        return "test" if zlib.crc32(self.question.encode()) % TEST_SHARE == 0 else "train"
+        return split_of(self.question)
 
 
-Step = tuple[str, str, int]  # what happens, the sum of it, and the stock after it
+Step = tuple[str, str, int]  # what happens, the calculation, and the stock after it
 
 
 def arrive(rng: random.Random, stock: int) -> Step:
@@ -85,7 +81,7 @@ def draw_problem(rng: random.Random) -> StockProblem:
 
 
 def draw_step(rng: random.Random, stock: int) -> Step:
-    """A step after which the stock is neither too small nor too large."""
+    """A step that leaves the stock neither too small nor too large."""
     while True:
         step = rng.choice(EVENTS)(rng, stock)
         if MIN_STOCK <= step[2] <= MAX_STOCK:
@@ -93,13 +89,5 @@ def draw_step(rng: random.Random, stock: int) -> Step:
 
 
 def stock_problems(split: str, seed: int) -> Iterator[StockProblem]:
-    """Endless distinct problems of one split ("train" or "test")."""
-    if split not in SPLITS:
-        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
-    rng = random.Random(f"{split}-{seed}")
-    seen: set[str] = set()
-    while True:
-        problem = draw_problem(rng)
-        if problem.split == split and problem.question not in seen:
-            seen.add(problem.question)
-            yield problem
+    """Different problems of one split, without end."""
+    return distinct(split, seed, draw_problem)

@@ -1,19 +1,17 @@
-"""Short reports to be summed up: generated, with the facts that a summary must keep, and split into train and test.
+"""Short reports to summarize, generated with the facts that a summary must keep.
 
     The harbour of Aldermouth published its figures for June. 74 ships called there, 37 more than a year before. ...
 
-A report is a kind and its facts. It belongs to "test" or "train" by a hash of these alone, so that the two never share
-a report, whatever the seeds. Between the sentences with facts stand others that say nothing worth keeping.
+A report is a kind and its facts. Sentences that say nothing worth keeping stand between those with facts.
 """
 
 import random
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SPLITS = ("train", "test")
-TEST_SHARE = 8  # one report in eight is a test report
+from lowmem_grpo.recipes.problems.splits import distinct, split_of
+
 WORDS_ALLOWED = 40
 QUESTION = (
     "Sum up this report in one paragraph of at most {words} words. Keep every number and every name.\n\n{report}"
@@ -49,7 +47,7 @@ RANGES = {"a": (20, 99), "b": (3, 19), "c": (1100, 9900), "d": (120, 990)}  # no
 
 @dataclass(frozen=True)
 class Report:
-    """A kind's number and the facts."""
+    """The number of its kind, and its facts."""
 
     kind: int
     place: str
@@ -67,7 +65,7 @@ class Report:
 
     @property
     def split(self) -> str:
-        return "test" if zlib.crc32(repr(self).encode()) % TEST_SHARE == 0 else "train"
+        return split_of(repr(self))
 
     @property
     def text(self) -> str:
@@ -84,31 +82,28 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One that keeps all: the sentences with facts, in fewer words."""
+        """A summary that keeps every fact, in fewer words."""
         return f"{self.place}, {self.month}: {' '.join(KINDS[self.kind][1:])}".format(**vars(self))
 
 
+def draw_report(rng: random.Random) -> Report:
+    """A report with random facts."""
+    numbers = {name: rng.randint(*bounds) for name, bounds in RANGES.items()}
+    return Report(rng.randrange(len(KINDS)), rng.choice(PLACES), rng.choice(MONTHS), rng.choice(GOODS), **numbers)
+
+
 def reports(split: str, seed: int) -> Iterator[Report]:
-    """Distinct reports of one split, without an end. ValueError for another split."""
-    if split not in SPLITS:
-        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
-    rng = random.Random(f"{split}-{seed}")
-    seen: set[Report] = set()
-    while True:
-        numbers = {name: rng.randint(*bounds) for name, bounds in RANGES.items()}
-        report = Report(rng.randrange(len(KINDS)), rng.choice(PLACES), rng.choice(MONTHS), rng.choice(GOODS), **numbers)
-        if report.split == split and report not in seen:
-            seen.add(report)
-            yield report
+    """Different reports of one split, without end."""
+    return distinct(split, seed, draw_report)
 
 
 def share_kept(text: str, facts: list[str]) -> float:
-    """The share of facts that stand in a text as words or numbers of their own; 1,240 is 1240."""
+    """The share of facts that stand in a text as whole words or numbers; 1,240 counts as 1240."""
     plain = re.sub(r"(?<=\d)[, ](?=\d{3}\b)", "", text).lower()
     words = set(re.findall(r"\d+|[^\W\d_]+", plain))
     return sum(fact.lower() in words for fact in facts) / len(facts)
 
 
 def is_short(text: str) -> bool:
-    """Whether a summary has no more words than were allowed."""
+    """Whether a summary keeps to the allowed number of words."""
     return len(text.split()) <= WORDS_ALLOWED

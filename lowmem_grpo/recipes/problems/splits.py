@@ -1,0 +1,63 @@
+"""What all generated problems share: a training and a test split that never meet, and draws without repetition.
+
+A problem belongs to a split by a hash of its own text. The two splits therefore share no problem, whatever seeds and
+sizes two datasets have.
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Hashable, Iterator
+from itertools import islice
+from typing import Protocol, TypeVar
+
+SPLITS = ("train", "test")
+TEST_SHARE = 8  # one problem in eight is a test problem
+FRUITLESS = 20_000  # draws in a row without a new problem: there are no more
+
+T = TypeVar("T")
+
+
+class Problem(Protocol):
+    """What `distinct` draws."""
+
+    @property
+    def split(self) -> str: ...
+
+    def __hash__(self) -> int: ...
+
+
+P = TypeVar("P", bound=Problem)
+
+
+def split_of(text: str) -> str:
+    """"test" or "train", by a hash of the text that identifies a problem."""
+    return "test" if zlib.crc32(text.encode()) % TEST_SHARE == 0 else "train"
+
+
+def check_split(split: str) -> None:
+    """Raise ValueError for a split that does not exist."""
+    if split not in SPLITS:
+        raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
+
+
+def distinct(split: str, seed: int, draw: Callable[[random.Random], P]) -> Iterator[P]:
+    """Different problems of one split, drawn with a seed. Raises ValueError once there are no more."""
+    check_split(split)
+    rng = random.Random(f"{split}-{seed}")
+    seen: set[Hashable] = set()
+    fruitless = 0
+    while fruitless < FRUITLESS:
+        problem = draw(rng)
+        fruitless += 1
+        if problem.split == split and problem not in seen:
+            fruitless = 0
+            seen.add(problem)
+            yield problem
+    raise ValueError(f"there are only {len(seen)} different {split} problems; ask for fewer")
+
+
+def take(problems: Iterator[T], size: int) -> list[T]:
+    """The first `size` problems. Raises ValueError for a size below 1."""
+    if size < 1:
+        raise ValueError(f"size is {size}; it must be at least 1")
+    return list(islice(problems, size))
