@@ -2,6 +2,7 @@
 in their folders; nothing is hidden."""
 
 import ast
+import re
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -18,7 +19,8 @@ import lowmem_grpo.preflight
 import lowmem_grpo.rewards
 
 ROOT = Path(lowmem_grpo.__file__).parent
-FLOORS = [  # from below; ARCHITECTURE says what each folder is for. Files at the top of the package count as folders
+ARCHITECTURE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
+FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at the top of the package count as folders
     ("kernels", "sandbox", "types", "hub"),
     ("losses", "offload", "memory", "planning"),
     ("config", "models"),
@@ -111,6 +113,15 @@ def folder_of(name: str) -> str:
 
 def test_every_folder_has_a_floor_and_every_name_of_the_table_is_there() -> None:
     assert {folder_of(name) for name in MODULES} == set(ORDER)
+
+
+def test_the_picture_in_architecture_shows_these_floors_from_above() -> None:
+    picture = ARCHITECTURE.read_text(encoding="utf-8").split("```\n")[1]
+    floors = re.split(r"^floor \d.*\n", picture, flags=re.MULTILINE)[1:]
+    drawn = [re.findall(r"^  (\w+)/ ", floor, re.MULTILINE) for floor in floors]
+    assert drawn == [[name for name in reversed(floor) if (ROOT / name).is_dir()] for floor in reversed(FLOORS)]
+    for folder, inner in re.findall(r"^  (\w+)/ +(.+)$", picture, re.MULTILINE):
+        assert [name for name in re.findall(r"(\w+)/", inner) if not (ROOT / folder / name).is_dir()] == []
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,0 +1,59 @@
+"""ARCHITECTURE.md names only files and functions that exist. (`tests/test_layers.py` holds its picture.)"""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "lowmem_grpo"
+PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+TEXT = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
+QUOTED = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w/.]+\.(?:py|md|toml)|[\w/]+/")
+PLACEHOLDER = "NAME"
+
+
+def find(path: str) -> Path | None:
+    """The file or folder, in the package or in the repository."""
+    return next((root / path for root in (PACKAGE, ROOT) if (root / path).exists()), None)
+
+
+@cache
+def names_in(file: Path) -> set[str]:
+    """What a Python file defines: functions, classes, `Class.method`, and names assigned at the top or imported."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def is_name(quoted: str) -> bool:
+    """Whether it is a name of code: called, a class, or a table in capitals."""
+    return bool(re.fullmatch(r"[\w.]+\(\)|[A-Z]\w+(\.\w+)?|__all__", quoted)) and quoted != PLACEHOLDER
+
+
+def test_every_file_on_the_page_is_there() -> None:
+    files = [quoted for quoted in QUOTED.findall(TEXT) if FILE.fullmatch(quoted) and PLACEHOLDER not in quoted]
+    assert len(files) > 50
+    assert [file for file in files if find(file) is None and file != "environments/"] == []
+
+
+def test_every_name_behind_a_file_is_defined_in_it() -> None:
+    listed = re.findall(r"`([\w/]+\.py)`: ((?:`[^`]+`(?: and )?)+)", TEXT.replace("\n", " "))
+    pairs = [(name.removesuffix("()"), file) for file, rest in listed for name in QUOTED.findall(rest)]
+    assert len(pairs) > 25
+    assert [pair for pair in pairs if pair[0] not in names_in(find(pair[1]) or ROOT)] == []
+
+
+def test_every_name_on_the_page_is_defined_in_a_file_on_the_page() -> None:
+    files = {find(quoted) for quoted in QUOTED.findall(TEXT) if quoted.endswith(".py")} - {None}
+    known = set().union(*(names_in(file) for file in files if file))
+    names = {quoted.removesuffix("()") for quoted in QUOTED.findall(TEXT) if is_name(quoted)}
+    assert sorted(names - known) == []
