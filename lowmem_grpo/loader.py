@@ -19,6 +19,7 @@ from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.pretrained import TINY, Pretrained, linears_in_4bit, resolve
 from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.offload.embedding import embed_on_host
+from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class FastLanguageModel:
         check_context(model, max_seq_length)
         check_sampling_weights(sampling_weights, fast_inference, next(linears_in_4bit(model), None) is not None)
         if offload_embedding:
-            logger.info("input embedding on the host: %.2f GiB less on the device", embed_on_host(model) / 2**30)
+            logger.info("input embedding on the host: %s less on the device", size_text(embed_on_host(model)))
         if keeper.choice.name == VLLM or any(linears_in_4bit(model)):
             fuse_weights(model)  # for one product in place of three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from lowmem_grpo.units import size_text
+
 WIDTH = 100
 LABEL = 22  # characters of a line's name
 UNITS = {"total_bytes": "memory", "free_bytes": "free memory", "available_bytes": "memory available",
@@ -64,5 +66,5 @@ def section(title: str, facts: dict[str, Any]) -> list[str]:
 def shown(name: str, value: Any) -> str:
     """A fact as a person reads it."""
     if name.endswith("_bytes"):
-        return f"{value / 2**30:.1f} GiB"
+        return size_text(value)
     return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)

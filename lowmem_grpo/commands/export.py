@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from lowmem_grpo.units import size_text
 from lowmem_grpo.views.terminal import plain_errors, quiet
 
 
@@ -47,7 +48,7 @@ def export(
 def summary(done: Any) -> list[str]:
     """What was made and what was compared, in lines."""
     of = f" and {done.base}" if done.base else ""
-    lines = [f"{done.format}: {done.folder} ({size(done.bytes)}), from the {done.source}{of}"]
+    lines = [f"{done.format}: {done.folder} ({size_text(done.bytes)}), from the {done.source}{of}"]
     checks = done.checks
     if "tensors_equal" in checks:
         lines.append(f"read back with PEFT: {checks['layers']} layers, all {checks['tensors_equal']} tensors equal")
@@ -63,8 +64,3 @@ def summary(done: Any) -> list[str]:
     if "gguf_tensors" in checks:
         lines.append(f"GGUF read back: {checks['gguf_architecture']}, {checks['gguf_tensors']} tensors")
     return lines + ([f"pushed: {done.address}"] if done.address else [])
-
-
-def size(count: int) -> str:
-    """Bytes as a person reads them."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.runs.whole_folder import aside_of, remove, removed_after, swap_in
+from lowmem_grpo.units import size_text
 
 RECORD = "export.json"  # marks a folder as an export: only such a one is overwritten
 
@@ -76,5 +77,5 @@ def check_disk(folder: Path, needed: int) -> None:
     """ExportError where the disk has no room."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ExportError(f"the export needs {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free in "
+        raise ExportError(f"the export needs {size_text(needed)} and {size_text(free)} are free in "
                           f"{folder.parent}; make room, or choose an --out on another disk")

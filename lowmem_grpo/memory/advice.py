@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lowmem_grpo.units import size_text
+
 # Rows of a plan that do not depend on how much is done at once: a shortage says nothing against them.
 FIXED = ("weight", "embedding", "head", "adapter", "gradient", "optimizer", "context", "reserve")
 SHOWN = 3  # settings
@@ -52,7 +54,7 @@ class MemoryAdvice:
         rows = sorted(((row.name, size_of(row, phase)) for row in self.plan.rows), key=lambda row: row[1], reverse=True)
         rows.append(("together", sum(size for _, size in rows)))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(f"  {name:<{width}}  {in_words(size):>12}" for name, size in rows if size)
+        return "\n".join(f"  {name:<{width}}  {size_text(size):>12}" for name, size in rows if size)
 
     def wrong_row(self, phase: str, what: str, peak: int) -> str:
         """Planned against measured, and the row to blame: that of what failed, or the largest one that grows with what
@@ -65,15 +67,10 @@ class MemoryAdvice:
         blamed = max(named or grows or rows, key=lambda row: size_of(row, phase))
         planned = sum(size_of(row, phase) for row in rows)
         return (
-            f"The plan has {in_words(planned)} in this phase and {in_words(peak)} were measured; its row that is most "
-            f"likely wrong: {blamed.name} ({in_words(size_of(blamed, phase))})"
+            f"The plan has {size_text(planned)} in this phase and {size_text(peak)} were measured; its row that is "
+            f"most likely wrong: {blamed.name} ({size_text(size_of(blamed, phase))})"
         )
 
 
 def size_of(row: PlanRow, phase: str) -> int:
     return row.train if phase == "train" else row.rollout
-
-
-def in_words(size: int) -> str:
-    """Bytes as a person reads them."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

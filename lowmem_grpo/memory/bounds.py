@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from lowmem_grpo.memory.advice import MemoryAdvice, in_words
+from lowmem_grpo.memory.advice import MemoryAdvice
 from lowmem_grpo.memory.peaks import peak_memory
+from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class Bound:
     def note(self, what: str, shortage: Shortage, answer: str) -> None:
         """Count a shortage and say what is done about it."""
         self.failures += 1
-        bytes_asked = "" if shortage.asked is None else f" ({in_words(shortage.asked)} more could not be had)"
+        bytes_asked = "" if shortage.asked is None else f" ({size_text(shortage.asked)} more could not be had)"
         wrong = self.advice.wrong_row(self.phase, what, shortage.peak)
         logger.warning("out of memory in %s%s: %s%s", what, bytes_asked, answer, wrong and f". {wrong}")
 
@@ -128,7 +129,7 @@ class Bound:
         self.failures += 1
         raise MemoryExhaustedError(
             f"out of memory in {what}, which cannot be made smaller: {shortage.words}\n"
-            f"Measured peak: {in_words(shortage.peak)}. {self.advice.text(self.phase)}"
+            f"Measured peak: {size_text(shortage.peak)}. {self.advice.text(self.phase)}"
         )
 
 

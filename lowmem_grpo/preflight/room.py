@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from lowmem_grpo.config.grpo import steps_per_rollout
-from lowmem_grpo.memory.advice import in_words
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.units import size_text
 
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES = 300, 40, 5  # of a completion in completions.jsonl; of each reward, each token
 DISK_FIX = "make room, or choose another output_dir"
@@ -42,12 +42,12 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
     needed, name = copies * one + texts, "one checkpoint" if keeps_checkpoints(subject) else "the adapter"
     fix = DISK_FIX + (", or lower save_total_limit" if keeps_checkpoints(subject) else "")
     if free < one:
-        yield Finding("error", "", f"{place} has {in_words(free)} free, and {name} takes {in_words(one)}",
+        yield Finding("error", "", f"{place} has {size_text(free)} free, and {name} takes {size_text(one)}",
                       fix)
     elif free < needed:
-        yield Finding("warning", "", f"{place} has {in_words(free)} free; "
+        yield Finding("warning", "", f"{place} has {size_text(free)} free; "
                       f"{f'{copies} checkpoints take' if keeps_checkpoints(subject) else 'the adapter takes'} "
-                      f"{in_words(copies * one)}, and completions.jsonl up to {in_words(texts)}", fix)
+                      f"{size_text(copies * one)}, and completions.jsonl up to {size_text(texts)}", fix)
 
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
@@ -57,9 +57,12 @@ def little_host_memory(subject: Subject) -> Iterator[Finding]:
     available = available_host_bytes()
     if not needed or available is None or available - needed >= SPARE:
         return
-    yield Finding("warning", "", f"the host has {in_words(available)} of memory to spare; layer inputs and optimizer "
-                  f"states may take {in_words(needed)} of it", "lower max_tokens_per_micro_batch, free host memory, or "
-                  'set use_gradient_checkpointing=True or optim="adamw_8bit", which keep them on the card')
+    yield Finding(
+        "warning", "", f"the host has {size_text(available)} of memory to spare; layer inputs and optimizer states may "
+        f"take {size_text(needed)} of it",
+        "lower max_tokens_per_micro_batch, free host memory, or set use_gradient_checkpointing=True or "
+        'optim="adamw_8bit", which keep them on the card',
+    )
 
 
 def over_plan(subject: Subject) -> Iterator[Finding]:
@@ -69,8 +72,8 @@ def over_plan(subject: Subject) -> Iterator[Finding]:
         return
     phase = "train" if plan.train > plan.device.budget else "rollout"
     settings = subject.memory.advice.settings.get(phase, [])
-    yield Finding("warning", "", f"by the plan this run takes {in_words(plan.peak)} of the card, and may use "
-                  f"{in_words(plan.device.budget)}: {'; '.join(plan.advice)}. It is tried all the same: plans are "
+    yield Finding("warning", "", f"by the plan this run takes {size_text(plan.peak)} of the card, and may use "
+                  f"{size_text(plan.device.budget)}: {'; '.join(plan.advice)}. It is tried all the same: plans are "
                   "estimates", f"try {'; '.join(settings) or 'a shorter context'}")
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.recipes.options import TINY, RecipeOptions
+from lowmem_grpo.units import GIB
 
 CPU = "cpu"
 SIZES = ("16", "24", "48", "80")  # GiB
@@ -116,7 +117,7 @@ def fitting_size(presets: Presets) -> str:
     sizes = [size for size in SIZES if size in presets]
     if not sizes or not torch.cuda.is_available():
         return CPU
-    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    gib = torch.cuda.get_device_properties(0).total_memory / GIB
     fitting = [size for size in sizes if gib >= FULL * int(size)]
     if not fitting:
         raise ValueError(f"this card has {gib:.1f} GiB; the smallest preset is for {sizes[0]} (choose with gpu=...)")

@@ -25,6 +25,7 @@ from lowmem_grpo.offload.host_room import (
     on_wsl,
 )
 from lowmem_grpo.planning.planner import plan
+from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -119,15 +120,14 @@ def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> Mem
     except ValueError as error:
         logger.info("memory: no plan for this model (%s)", error)
         return None
-    gib = 2**30
     if not found.fits:
-        logger.warning("memory: this run needs %.1f GiB and may fill %.1f GiB of %s; it goes on in the smallest pieces "
-                       "and may run out of memory. %s", found.peak / gib, device.budget / gib, device.name,
+        logger.warning("memory: this run needs %s and may fill %s of %s; it goes on in the smallest pieces "
+                       "and may run out of memory. %s", size_text(found.peak), size_text(device.budget), device.name,
                        "; ".join(found.advice))
     logger.info(
-        "memory planned on %s: rollout %.1f GiB, training %.1f GiB in micro-batches of at most %s tokens, %.1f GiB on "
-        "the host", device.name, found.rollout / gib, found.train / gib, f"{found.settings.max_tokens or 0:,}",
-        found.host / gib,
+        "memory planned on %s: rollout %s, training %s in micro-batches of at most %s tokens, %s on "
+        "the host", device.name, size_text(found.rollout), size_text(found.train),
+        f"{found.settings.max_tokens or 0:,}", size_text(found.host),
     )
     return found
 

@@ -4,11 +4,12 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lowmem_grpo.units import GIB
+
 Record = dict[str, Any]
 
 MARKERS_BELOW = 30  # a line of fewer points shows each of them
 BAND = "rgba(59, 130, 196, 0.16)"
-GIB = 2**30
 
 
 @dataclass(frozen=True)

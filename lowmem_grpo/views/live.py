@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.units import size_text, time_text
 from lowmem_grpo.views.pace import Pace
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -72,7 +73,7 @@ class LiveView:
     def time_left(self) -> str:
         """At the mean speed of the steps done here, the first left out where there are more; unknown before it."""
         left = self.pace.left(self.max_steps)
-        return "unknown" if left is None else clock(left)
+        return "unknown" if left is None else time_text(round(left))
 
     def say(self, text: str) -> None:
         """A line above the panel, or between the plain lines."""
@@ -145,7 +146,7 @@ def reward_name(key: str) -> str | None:
 def shown(key: str, value: float) -> str:
     """A value as people read that metric."""
     if key == "memory/peak_bytes":
-        return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+        return size_text(value)
     if key in ("completions/mean_length", "tokens_per_second"):
         return f"{value:.0f}"
     return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:.3f}"
@@ -179,13 +180,6 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     if high == low:
         return BLOCKS[0] * count
     return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)
-
-
-def clock(seconds: float) -> str:
-    """3725 -> 1:02:05, 65 -> 1:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def plain(value: Any) -> Text:

@@ -17,10 +17,10 @@ from plotly.subplots import make_subplots
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.runs.accuracy import Answers, accuracy_interval
 from lowmem_grpo.runs.records import METRICS, prompt_text, read_lines
+from lowmem_grpo.units import GIB
 from lowmem_grpo.views.charts import figures
 from lowmem_grpo.views.report import merge_steps
 
-GIB = 2**30
 COLUMNS = 2  # of charts beside each other
 CHART_HEIGHT, BAR_HEIGHT, LEGEND_LINE = 220, 46, 20  # pixels
 CHART_GAP, FRAME = 100, 110  # pixels between charts, and of a figure's title and axis

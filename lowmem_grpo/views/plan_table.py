@@ -3,9 +3,9 @@
 from rich.console import Console
 from rich.table import Table
 
-from lowmem_grpo.memory.cards import GIB, MIB
 from lowmem_grpo.memory.plan import Choice, MemoryPlan
 from lowmem_grpo.planning.time_plan import TimePlan
+from lowmem_grpo.units import GIB, size_text
 
 BYTES = ("kv_bytes",)  # choices whose value is one
 
@@ -49,7 +49,7 @@ def choices_table(plan: MemoryPlan) -> Table:
     """What was chosen, and what it bought."""
     table = Table("chosen", "value", "saves", "which means", title="Choices", title_justify="left")
     for choice in plan.choices:
-        table.add_row(choice.name, value_of(choice), size(choice.saved), choice.why)
+        table.add_row(choice.name, value_of(choice), size_text(choice.saved) if choice.saved else "", choice.why)
     return table
 
 
@@ -85,7 +85,7 @@ def told(part: str, time: TimePlan) -> str:
 
 def value_of(choice: Choice) -> str:
     if choice.name in BYTES:
-        return size(choice.value)
+        return size_text(choice.value)
     return f"{choice.value:,}" if isinstance(choice.value, int) and choice.value is not True else str(choice.value)
 
 
@@ -99,10 +99,3 @@ def verdict(plan: MemoryPlan) -> str:
 
 def gib(value: int) -> str:
     return f"{value / GIB:.2f}" if value else ""
-
-
-def size(value: int) -> str:
-    """Bytes as a person reads them."""
-    if not value:
-        return ""
-    return f"{value / GIB:.2f} GiB" if value >= GIB else f"{value / MIB:.0f} MiB"

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.units import time_text
 from lowmem_grpo.views.charts import Record, figures
 
 NOTHING = "\u2013"  # a dash where a value is missing
@@ -95,7 +96,7 @@ def headline(title: str, name: str, rows: list[Record], summary: Record) -> str:
     tiles = [accuracy_tile(summary)]
     if last.get("reward") is not None:
         tiles.append(tile("Reward, last step", f"{last['reward']:.3f}"))
-    tiles.append(tile("Training time", NOTHING if seconds is None else duration(seconds)))
+    tiles.append(tile("Training time", NOTHING if seconds is None else time_text(seconds)))
     tiles.append(tile("Steps", str(summary.get("steps", last.get("step", 0)))))
     if summary.get("seed") is not None:
         tiles.append(tile("Seed", str(summary["seed"])))
@@ -118,13 +119,6 @@ def accuracy_tile(summary: Record) -> str:
 def tile(label: str, value: str, css: str = "tile") -> str:
     """One number and what it counts."""
     return f'<div class="{css}"><div class="number">{escape(value)}</div><div class="quiet">{escape(label)}</div></div>'
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, the two largest that matter."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def curves_section(charts: list[Record]) -> str:

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lowmem_grpo.cli import main
-from lowmem_grpo.memory.cards import GIB
 from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.units import GIB
 
 
 def plan(*words: Any) -> Result:

@@ -33,9 +33,9 @@ from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.runs.checkpoint import CheckpointError, save_checkpoint
 from lowmem_grpo.runs.saved_adapter import RunError, find_adapter
+from lowmem_grpo.units import GIB
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
-GIB = 2**30
 
 
 def adapted(four_bit: bool, name: str = "tiny", spread: float = 0.05) -> FastPeftModel:
@@ -589,7 +589,7 @@ def test_a_full_disk_is_named_before_anything_is_written(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.export.folder.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(ExportError, match=r"needs 0.00 GiB and 0.00 GiB are free"):
+    with pytest.raises(ExportError, match=r"needs \d+\.\d MiB and 0\.0 MiB are free"):
         export(adapter, "merged", tmp_path / "out")
     assert names_beside(tmp_path) == []
 

@@ -37,9 +37,9 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.units import GIB
 
 CPU = torch.device("cpu")
-GIB = 2**30
 TOKENS = 160  # of a micro-batch: the groups below make at least three of them
 ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
 SETTINGS: dict[str, Any] = {

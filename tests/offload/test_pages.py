@@ -17,8 +17,7 @@ from lowmem_grpo.offload.host_room import (
     system_room,
 )
 from lowmem_grpo.offload.pages import PAGE_BYTES, ImmediateCopies, PagePool, StreamCopies
-
-GIB = 2**30
+from lowmem_grpo.units import GIB
 
 
 def test_pages_are_handed_out_again_and_made_only_when_none_is_free() -> None:
@@ -223,7 +222,7 @@ def test_what_is_held_already_counts_as_room_and_little_left_is_a_warning(caplog
     check_host_room(6 * GIB, held_bytes=2 * GIB)
     assert caplog.records == []
     check_host_room(5 * GIB - 2**29)
-    assert "leaves 0.50 GiB for everything else" in caplog.text
+    assert "leaves 512.0 MiB for everything else" in caplog.text
 
 
 def test_room_that_cannot_be_told_is_said(

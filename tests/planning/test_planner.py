@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.memory.cards import GIB, Device, device
+from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes, shape_name
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import build
@@ -18,6 +18,7 @@ from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.planning.planner import EASE, max_context, plan
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.units import GIB
 
 CHECKOUT = Path(__file__).parents[2]
 NEAR = 0.05

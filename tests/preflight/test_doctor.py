@@ -182,7 +182,7 @@ def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.used["kernels"] == "Triton"
     assert found.used["attention"].startswith("flash")
     lines = "\n".join(report(found))
-    assert "24.0 GiB" in lines
+    assert "24.00 GiB" in lines
     assert "bfloat16              yes" in lines
 
 
@@ -245,8 +245,8 @@ def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     room = type("Room", (), {"available_host_bytes": staticmethod(lambda: 2 * 2**30)})()
     found = Checkup()
     doctor.look_at_host(fake_look(lowmem_grpo_offload_host_room=room), found)
-    assert "2.0 GiB of host memory are free" in found.advice[0]
-    assert "1.0 GiB are free on this folder's disk" in found.advice[1]
+    assert "2.00 GiB of host memory are free" in found.advice[0]
+    assert "1.00 GiB are free on this folder's disk" in found.advice[1]
 
 
 def test_an_old_card_wsl_or_a_vllm_without_its_pool_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

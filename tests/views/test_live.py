@@ -45,8 +45,8 @@ def test_piped_output_has_one_plain_line_a_log_with_the_key_numbers() -> None:
     view.on_train_end(None, state(2), None)
     first, second = written(piped).splitlines()
     assert second.startswith("step 2/60  reward 0.750  correct 0.500  [red]format 0.250  length 231  entropy 0.412")
-    assert "kl 2.00e-04  tokens/s 812  memory 1.5 GiB" in first
-    assert "time: generate 60% reward 5% train 30% idle 5%  groups with signal 5/8  left 0:00" in first
+    assert "kl 2.00e-04  tokens/s 812  memory 1.50 GiB" in first
+    assert "time: generate 60% reward 5% train 30% idle 5%  groups with signal 5/8  left 0 s" in first
     assert first.isascii() and "\x1b" not in first
 
 
@@ -78,14 +78,14 @@ def test_a_terminal_gets_a_panel_with_progress_and_sparklines() -> None:
     run(view, {**LOGS, "reward": 0.0}, LOGS)
     view.close()
     text = written(terminal)
-    assert "step 2/60" in text and "▁█" in text and "1.5 GiB" in text and "5/8" in text
+    assert "step 2/60" in text and "▁█" in text and "1.50 GiB" in text and "5/8" in text
     assert "[bold]run" in text and "[red]format" in text
 
 
 def test_memory_below_one_gib_is_shown_in_mib() -> None:
     piped = console(terminal=False)
     run(LiveView(piped), {"memory/peak_bytes": 300 * 2**20})
-    assert "memory 300 MiB" in written(piped)
+    assert "memory 300.0 MiB" in written(piped)
 
 
 @pytest.mark.parametrize("ending", ["close", "on_train_end"])
@@ -112,7 +112,7 @@ def test_time_left_counts_only_steps_done_since_a_resume(monkeypatch: pytest.Mon
     assert view.time_left() == "unknown"
     monkeypatch.setattr("lowmem_grpo.views.pace.time.monotonic", lambda: 120.0)
     view.on_log(None, state(52), None, logs=LOGS)
-    assert view.time_left() == "1:20"
+    assert view.time_left() == "1 min 20 s"
 
 
 def test_sparkline_spans_lowest_to_highest() -> None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.memory.cards import GIB, device
+from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.runs.accuracy import Answers, wilson_interval
+from lowmem_grpo.units import GIB
 from lowmem_grpo.views.pictures import COLOURS, accuracies, curves, memory_bars, samples
 
 ATTACK = "<img src=x onerror=alert(1)>"

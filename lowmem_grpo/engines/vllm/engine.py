@@ -25,11 +25,11 @@ from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy
 from lowmem_grpo.engines.vllm.loan import Borrowing, active_adapter, loras_of
 from lowmem_grpo.engines.vllm.process_state import seeds_of, undisturbed
 from lowmem_grpo.engines.vllm.steps import Work, outputs
-from lowmem_grpo.memory.advice import in_words
 from lowmem_grpo.memory.bounds import RolloutBound, RunMemory, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.memory.cards import sequences_at_once
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
+from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class VLLMEngine:
             self.sleeps = False
             self.sampling_weights = self.sampling_weights if self.eager else wide.FOUR
             logger.warning("vLLM has no memory pool here (%s): the key-value cache of %s stays on the card while "
-                           "training", str(error).splitlines()[0], in_words(self.fitting_cache))
+                           "training", str(error).splitlines()[0], size_text(self.fitting_cache))
         self.start()  # not in the handler: the error's traceback holds on to what was made
 
     def start(self) -> None:
@@ -207,14 +207,14 @@ class VLLMEngine:
         before, less = self.fitting_cache, max(self.least_cache, self.fitting_cache // 2)
         seqs, fewer = self.fitting_seqs, max(1, self.fitting_seqs // 2) if sampling else self.fitting_seqs
         if (less, fewer) == (before, seqs):
-            self.bound.end(f"{what} ({in_words(before)}, what one sequence of max_seq_length={self.max_seq_length} "
+            self.bound.end(f"{what} ({size_text(before)}, what one sequence of max_seq_length={self.max_seq_length} "
                            "needs)", shortage)
         self.bound.kv_bytes = less
         if sampling:
             self.bound.lowered = fewer
         answer = f"for at most {fewer:,} sequences at once (before: {seqs:,}) and " if sampling else ""
-        self.bound.note(what, shortage, f"vLLM's engine is made anew {answer}with {in_words(less)} of key-value cache "
-                                        f"(before: {in_words(before)}), and the work is repeated")
+        self.bound.note(what, shortage, f"vLLM's engine is made anew {answer}with {size_text(less)} of key-value cache "
+                                        f"(before: {size_text(before)}), and the work is repeated")
 
     @property
     def fitting_cache(self) -> int:

@@ -17,10 +17,11 @@ from torch import Tensor
 from lowmem_grpo.engines.vllm.lent_layers import Product
 from lowmem_grpo.engines.vllm.settings import BLOCK, kv_bytes_of
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
-from lowmem_grpo.memory.cards import DEFAULT_SHARE, GIB
+from lowmem_grpo.memory.cards import DEFAULT_SHARE
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.planning.sampling_time import faster_in_16_bit
+from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,8 @@ def choose(
         return FOUR, kv_bytes
     wanted = kv_bytes_of(policy, (-(-tokens // BLOCK) + 1) * BLOCK) * sequences
     fits = size + kv_bytes <= free_share(policy.device) if kv_given else left >= wanted
-    logger.info("sampling with weights in %s: dequantized they take %.2f GiB, the cache of %d sequences %.2f GiB",
-                "16 bits" if fits else "4 bits", size / GIB, sequences, wanted / GIB)
+    logger.info("sampling with weights in %s: dequantized they take %s, the cache of %d sequences %s",
+                "16 bits" if fits else "4 bits", size_text(size), sequences, size_text(wanted))
     return (SIXTEEN, left) if fits else (FOUR, kv_bytes)
 
 
