@@ -6,8 +6,15 @@ from typing import Any
 
 from lowmem_grpo.preflight.rows import RowSample
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.rewards.calling.failures import MissingColumnError, RewardError
-from lowmem_grpo.rewards.calling.functions import NOT_PASSED, RESERVED, RewardFunction, bind, passed_columns
+from lowmem_grpo.rewards.calling.contract import (
+    NOT_PASSED,
+    RESERVED,
+    MissingColumnError,
+    RewardError,
+    RewardFunction,
+    bind,
+    passed_columns,
+)
 from lowmem_grpo.rewards.checking.diagnosis import failed
 from lowmem_grpo.runs.findings import Finding
 

@@ -23,7 +23,7 @@ from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
 from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.recipes.problems.summary import WORDS_ALLOWED, is_short, reports, share_kept
 from lowmem_grpo.rewards.judge.judge import Judge
-from lowmem_grpo.rewards.judge.ready import ruler
+from lowmem_grpo.rewards.judge.judge_reward import ruler
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge
 from lowmem_grpo.rewards.ready.lengths import too_long

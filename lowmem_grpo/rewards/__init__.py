@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from lowmem_grpo.rewards.calling.scorer import RewardError, RewardScorer, Scores
     from lowmem_grpo.rewards.checking.check import check
     from lowmem_grpo.rewards.checking.result import RewardCheck
-    from lowmem_grpo.rewards.judge.ready import judged, ruler
+    from lowmem_grpo.rewards.judge.judge_reward import judged, ruler
     from lowmem_grpo.rewards.judge.self_judge import SelfJudge
     from lowmem_grpo.rewards.judge.url_judge import UrlJudge
-    from lowmem_grpo.rewards.means import MeanOf
     from lowmem_grpo.rewards.ready.answers import answer_match, boxed_match, number_match, regex_match
     from lowmem_grpo.rewards.ready.code import code_passes_tests
     from lowmem_grpo.rewards.ready.formats import format_kept, format_match, tags_counted
@@ -28,14 +27,12 @@ if TYPE_CHECKING:
         xmlcount_reward_func,
     )
     from lowmem_grpo.rewards.ready.json_answer import json_match
-    from lowmem_grpo.rewards.ready.lengths import length_near, too_long
+    from lowmem_grpo.rewards.ready.lengths import length_near, repetition_penalty, soft_overlong_penalty, too_long
     from lowmem_grpo.rewards.ready.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
     from lowmem_grpo.rewards.ready.math_answer import math_match
     from lowmem_grpo.rewards.ready.numbers import number_equal, number_present, proximity
-    from lowmem_grpo.rewards.ready.overlong import soft_overlong_penalty
     from lowmem_grpo.rewards.ready.reading import after, boxed, in_tag, last_line, last_number, whole
-    from lowmem_grpo.rewards.ready.repetition import repetition_penalty
-    from lowmem_grpo.rewards.reward import Reward
+    from lowmem_grpo.rewards.reward import MeanOf, Reward
     from lowmem_grpo.rewards.verifier import Verifier
     from lowmem_grpo.runs.findings import Finding
 
@@ -59,21 +56,18 @@ NAMES = {
     "ready.gsm8k": ("SYSTEM_PROMPT", "correctness_reward_func", "extract_hash_answer", "extract_xml_answer",
               "int_reward_func", "soft_format_reward_func", "strict_format_reward_func", "xmlcount_reward_func"),
     "ready.json_answer": ("json_match",),
-    "ready.lengths": ("length_near", "too_long"),
+    "ready.lengths": ("length_near", "repetition_penalty", "soft_overlong_penalty", "too_long"),
     "ready.mail": ("email_rewards", "ideal_answer", "keyword_present", "recipient_named", "signed"),
     "ready.math_answer": ("math_match",),
-    "means": ("MeanOf",),
     "ready.numbers": ("number_equal", "number_present", "proximity"),
-    "ready.overlong": ("soft_overlong_penalty",),
     "ready.reading": ("after", "boxed", "in_tag", "last_line", "last_number", "whole"),
-    "ready.repetition": ("repetition_penalty",),
-    "reward": ("Reward",),
+    "reward": ("MeanOf", "Reward"),
     "calling.scorer": ("RewardError", "RewardScorer", "Scores"),
     "verifier": ("Verifier",),
 }
 HOMES = {
     **{name: f"rewards.{module}" for module, names in NAMES.items() for name in names},
-    "Finding": "runs.findings", "judged": "rewards.judge.ready", "ruler": "rewards.judge.ready",
+    "Finding": "runs.findings", "judged": "rewards.judge.judge_reward", "ruler": "rewards.judge.judge_reward",
     "SelfJudge": "rewards.judge.self_judge", "UrlJudge": "rewards.judge.url_judge",
 }
 

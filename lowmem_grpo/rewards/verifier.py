@@ -4,8 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_grpo.rewards.means import MeanOf
-from lowmem_grpo.rewards.reward import Reward
+from lowmem_grpo.rewards.reward import MeanOf, Reward
 
 Verdict = bool | None  # None: it cannot be said, for example because the label is no number
 

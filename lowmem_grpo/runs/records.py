@@ -104,10 +104,13 @@ def completion_lines(step: int, groups: list[RolloutGroup]) -> list[dict[str, An
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as a reader wants to see it."""
-    if isinstance(prompt, list):
-        return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    return str(prompt)
+    """A prompt as a reader and a judge see it: a text as it is, a chat with the role above each message, and of a chat
+    with one message only its text."""
+    if not isinstance(prompt, list):
+        return str(prompt)
+    if len(prompt) == 1:
+        return str(prompt[0]["content"])
+    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

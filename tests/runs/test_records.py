@@ -48,7 +48,7 @@ def test_every_completion_of_a_step_has_a_line_with_its_rewards(records: RunReco
         "step": 7, "prompt": "2 + 2?", "completion": "4", "rewards": {"right": 1.0, "form": None}, "reward": 1.0,
         "advantage": 0.5, "tokens": 2, "finish_reason": "stop",
     }
-    assert lines[2]["prompt"] == "user: 3 + 3?"
+    assert lines[2]["prompt"] == "3 + 3?"
 
 
 @pytest.mark.parametrize("text", ["two\nlines", "\u2028\u2029\x85\x0b\x0c", "漢字 é", '"quoted" \\', "\x00\x1b[31m"])

@@ -455,7 +455,7 @@ def test_completions_are_not_all_recorded(finished: Any) -> None:
     lines = read_lines(trainer.run_dir / "completions.jsonl")
     assert [line["step"] for line in lines] == [1] * 8 + [2] * 8 + [3] * 8
     for line in lines:
-        assert line["prompt"] in {f"user: {question}" for question in QUESTIONS}
+        assert line["prompt"] in QUESTIONS
         assert line["reward"] == line["rewards"]["digit_sum"] == digit_sum([line["completion"]])[0]
         assert 1 <= line["tokens"] <= 24
         assert line["finish_reason"] in ("stop", "length")

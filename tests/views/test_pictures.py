@@ -113,7 +113,7 @@ def test_samples_stand_side_by_side_with_their_verdicts() -> None:
     rows = [{"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}, {"prompt": "3 + 3?"}]
     found = {"base": answers([[False], [True]], "5\n6"), "adapter": answers([[True], [True]])}
     table = samples(rows, found, shown=1)
-    assert repr(table) == "user: 2 + 2?\n\nexpected: 4\n  base, wrong: 5 | 6\n  adapter, right: 4"
+    assert repr(table) == "2 + 2?\n\nexpected: 4\n  base, wrong: 5 | 6\n  adapter, right: 4"
     page = table._repr_html_()
     assert page.count("<tr>") == 2
     assert page.index("<th") < page.index("base") < page.index("adapter") < page.index("2 + 2?")

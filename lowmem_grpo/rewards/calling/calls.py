@@ -11,10 +11,16 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowmem_grpo.rewards.calling.failures import RewardError, TooLateError
-from lowmem_grpo.rewards.calling.functions import RewardFunction, bind, own_limit
-from lowmem_grpo.rewards.calling.returned import as_list, as_number
-from lowmem_grpo.rewards.means import MeanOf
+from lowmem_grpo.rewards.calling.contract import (
+    RewardError,
+    RewardFunction,
+    TooLateError,
+    as_list,
+    as_number,
+    bind,
+    own_limit,
+)
+from lowmem_grpo.rewards.reward import MeanOf
 
 POLL_SECONDS = 0.1  # between looks for failures, and for Ctrl-C, which some systems deliver only between waits
 

@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lowmem_grpo.rewards.calling.calls import Call, Lists, check, failure, pause, start_thread, stop
-from lowmem_grpo.rewards.calling.failures import RewardError
-from lowmem_grpo.rewards.calling.functions import bind, is_async
+from lowmem_grpo.rewards.calling.contract import RewardError, bind, is_async
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 
 LINGER = 0.02  # seconds that the worker leaves to groups that finish together, to take them in one call

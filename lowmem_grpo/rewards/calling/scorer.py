@@ -14,8 +14,8 @@ import logging
 from typing import Any
 
 from lowmem_grpo.rewards.calling.calls import Call, EventLoop, Lists, wait_for
-from lowmem_grpo.rewards.calling.failures import RewardError
-from lowmem_grpo.rewards.calling.functions import (
+from lowmem_grpo.rewards.calling.contract import (
+    RewardError,
     RewardFunction,
     check_function,
     check_lengths,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowmem_grpo.rewards.calling.calls import Call
-from lowmem_grpo.rewards.calling.returned import as_rewards, foreign_types, is_invalid
+from lowmem_grpo.rewards.calling.contract import as_rewards, foreign_types, is_invalid
 
 DIGITS = 12  # of a mean over several calls: how a batch was cut into calls depends on time, what is logged must not
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import combinations
 
-from lowmem_grpo.rewards.calling.failures import MissingColumnError, TooLateError
+from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError
 from lowmem_grpo.rewards.checking.result import Trial
 from lowmem_grpo.runs.findings import Finding, by_severity
 

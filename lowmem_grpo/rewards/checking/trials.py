@@ -4,8 +4,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from lowmem_grpo.rewards.calling.failures import RewardError
-from lowmem_grpo.rewards.calling.functions import own_limit, unwrap
+from lowmem_grpo.rewards.calling.contract import RewardError, own_limit, unwrap
 from lowmem_grpo.rewards.calling.of_groups import call
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.result import Trial

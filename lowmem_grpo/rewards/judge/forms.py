@@ -1,12 +1,11 @@
 """From completions to questions for a judge: one by one, or the completions of a group side by side."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-from lowmem_grpo.data.prompts import is_chat
 from lowmem_grpo.rewards.judge.question import Question
+from lowmem_grpo.runs.records import prompt_text
 
 EQUAL = 0.5  # what completions score that cannot be compared with another one
 
@@ -124,16 +123,3 @@ class GroupForm:
 def common(row: Row) -> tuple[str, str, str | None]:
     """What the completions of a group share."""
     return row.prompt, row.rubric, row.reference
-
-
-def prompt_text(prompt: Any) -> str:
-    """A prompt as it is shown to a judge: text as it is, a chat with the role above each message."""
-    if not is_chat(prompt):
-        return str(prompt)
-    return "\n\n".join(turns(prompt))
-
-
-def turns(prompt: list[dict[str, Any]]) -> Iterator[str]:
-    """Each message with its role; of a chat with one message, its text alone."""
-    for message in prompt:
-        yield message["content"] if len(prompt) == 1 else f"[{message['role']}]\n{message['content']}"

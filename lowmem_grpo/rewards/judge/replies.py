@@ -5,8 +5,9 @@ import math
 import re
 from typing import Any
 
+from lowmem_grpo.rewards.ready.reading import FENCE, unfenced
+
 THOUGHT, THOUGHT_END = "<think>", "</think>"  # some servers leave a model's thinking in its reply
-FENCE = "```"
 SHOWN = 80  # characters of a reply in messages
 
 
@@ -84,7 +85,7 @@ def json_object(reply: str) -> dict[str, Any]:
 
 def object_alone(said: str) -> dict[str, Any]:
     """The object of a text that holds nothing else."""
-    text = unfenced(said.strip())
+    text = unfenced(said, anywhere=False)
     if not text.startswith("{"):
         raise BadReplyError("it is not a JSON object alone", shown(said))
     try:
@@ -95,14 +96,6 @@ def object_alone(said: str) -> dict[str, Any]:
         raise error if isinstance(error, BadReplyError) else BadReplyError(f"it is no usable JSON: {error}") from error
     assert isinstance(found, dict)  # it begins with a brace
     return found
-
-
-def unfenced(text: str) -> str:
-    """What stands between the marks of a code block, where the text is one."""
-    if not (text.startswith(FENCE) and text.endswith(FENCE) and len(text) >= 2 * len(FENCE)):
-        return text
-    inside = text[len(FENCE) : -len(FENCE)]
-    return re.sub(r"\A(?:json)?\s*+", "", inside, flags=re.IGNORECASE).rstrip()
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

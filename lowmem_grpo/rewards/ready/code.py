@@ -20,9 +20,8 @@ from collections import Counter
 from typing import Any
 
 from lowmem_grpo.rewards.calling.threads import run_side_by_side
-from lowmem_grpo.rewards.means import MeanOf
 from lowmem_grpo.rewards.ready.reading import Place, in_tag
-from lowmem_grpo.rewards.reward import Reward
+from lowmem_grpo.rewards.reward import MeanOf, Reward
 from lowmem_grpo.rewards.verifier import Verdict, VerifiedReward, Verifier
 from lowmem_grpo.sandbox.cases import Case, read_cases
 from lowmem_grpo.sandbox.isolation import SandboxError, open_sandbox

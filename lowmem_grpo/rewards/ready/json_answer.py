@@ -6,9 +6,8 @@ import math
 from importlib.util import find_spec
 from typing import Any
 
+from lowmem_grpo.rewards.ready.reading import unfenced
 from lowmem_grpo.rewards.verifier import TextVerifier
-
-FENCE = "```"
 
 
 class JsonError(ValueError):
@@ -54,7 +53,7 @@ def read_json(text: str) -> Any:
     """The value of a text or of its last fenced block. Raises JsonError for what is not JSON, nested too deeply, or a
     number of more digits than Python reads."""
     try:
-        return json.loads(unfenced(text), parse_float=finite, parse_constant=finite)
+        return json.loads(unfenced(text, anywhere=True), parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError) as error:
         raise JsonError(str(error)) from error
 
@@ -64,14 +63,3 @@ def finite(number: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{number} is not a finite number")
     return value
-
-
-def unfenced(text: str) -> str:
-    """The text of the last complete block in ``` fences, without its language; all of the text where there is none."""
-    end = text.rfind(FENCE)
-    start = text.rfind(FENCE, 0, end) if end > 0 else -1
-    if start < 0:
-        return text.strip()
-    language, line, block = text[start + len(FENCE) : end].partition("\n")
-    named = line and language.strip().isalnum()
-    return (block if named or not language.strip() else language + line + block).strip()

@@ -1,7 +1,8 @@
-"""Rewards for length, in tokens, words or characters. `soft_overlong_penalty` is for the limit of the run itself."""
+"""Rewards for length, in tokens, words or characters; a penalty near the run's own limit; a penalty on repetition."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lowmem_grpo.rewards.reward import Reward, TextReward, TokenReward
 
@@ -44,6 +45,53 @@ def of_tokens(ids: list[int], rule: Callable[[int], float]) -> float:
 
 def of_text(text: str, rule: Callable[[int], float], unit: str) -> float:
     return rule(UNITS[unit](text))
+
+
+def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Callable[..., list[float]]:
+    """A reward function that penalises length alone (DAPO, arXiv 2503.14476, equation 13), for C tokens
+
+        0                                    C <= max_completion_length - cache_length
+        (max - cache - C) / cache            up to max_completion_length: from 0 down to -1
+        -1                                   above
+
+    Give it among `reward_funcs`, with the run's own `max_completion_length`: a truncated completion then gets -1. It
+    adds to the other rewards; `reward_weights` sets by how much. Raises ValueError unless
+    1 <= cache_length <= max_completion_length.
+    """
+    for name, value in (("max_completion_length", max_completion_length), ("cache_length", cache_length)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number of tokens, at least 1")
+    if cache_length > max_completion_length:
+        raise ValueError(
+            f"cache_length is {cache_length}; it must be at most max_completion_length ({max_completion_length}), "
+            "a fifth of it is usual"
+        )
+    free = max_completion_length - cache_length
+
+    def soft_overlong_reward_func(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        over = [min(max(len(ids) - free, 0), cache_length) for ids in completion_ids]
+        return [-tokens / cache_length if tokens else 0.0 for tokens in over]
+
+    return soft_overlong_reward_func
+
+
+def repetition_penalty(ngram: int = 4, worst: float = -1.0) -> TokenReward:
+    """`worst` times the share of the completion's n-grams of tokens that occurred in it before (arXiv 2502.03373).
+
+    0 where each occurs once, and where there are fewer than `ngram` tokens. Raises ValueError for a positive `worst`.
+    """
+    whole_number("ngram", ngram, 1)
+    if not worst <= 0:
+        raise ValueError(f"worst is {worst!r}; a penalty is 0 or below")
+    return TokenReward("repetition_penalty", functools.partial(pay_repetition, ngram=ngram, worst=worst))
+
+
+def pay_repetition(ids: list[int], ngram: int, worst: float) -> float:
+    count = len(ids) - ngram + 1
+    if count < 1:
+        return 0.0
+    different = len(set(zip(*(ids[start : start + count] for start in range(ngram)), strict=True)))
+    return worst * (1 - different / count) if different < count else 0.0
 
 
 def whole_number(name: str, value: object, least: int) -> None:

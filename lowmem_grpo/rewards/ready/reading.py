@@ -20,6 +20,8 @@ NUMBER = re.compile(
 )
 PARTS = re.compile(r"([-+]?)([0-9,]*)(?:\.([0-9]*))?(?:[eE]([-+]?[0-9]+))?(?:/([0-9]+))?")
 THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+FENCE = "```"
+LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # of a block
 BRACES = re.compile(r"\\boxed\s{0,9}\{|\\[{}]|[{}]")
 
 
@@ -87,6 +89,18 @@ def boxed(text: str) -> str | None:
         elif brace[0].startswith("\\boxed"):
             stack.append(brace.end())
     return text[start:end].strip() or None if start >= 0 else None
+
+
+def unfenced(text: str, anywhere: bool) -> str:
+    """The stripped text of the last complete block in ``` fences, without its language; all of the text where there is
+    none. Without `anywhere` a block counts only where it is the whole text."""
+    text = text.strip()
+    end = text.rfind(FENCE)
+    if anywhere:
+        start = text.rfind(FENCE, 0, end) if end > 0 else -1
+    else:
+        start = 0 if text.startswith(FENCE) and len(FENCE) <= end == len(text) - len(FENCE) else -1
+    return LANGUAGE.sub("", text[start + len(FENCE) : end]).strip() if start >= 0 else text
 
 
 def last_number(text: str) -> str | None:

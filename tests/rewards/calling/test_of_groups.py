@@ -17,8 +17,8 @@ from trainer_runs import adapter, make, same
 
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Scores, number_match
+from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError
 from lowmem_grpo.rewards.calling.early import covered
-from lowmem_grpo.rewards.calling.failures import MissingColumnError, TooLateError
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, call
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState

@@ -11,9 +11,8 @@ import pytest
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.cache import Cache
 from lowmem_grpo.rewards.judge.judge import Complaints, Judge, Meter, Prices, Round, unanswered
-from lowmem_grpo.rewards.judge.question import Question
+from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
 from lowmem_grpo.rewards.judge.replies import BadReplyError, read_group, read_single
-from lowmem_grpo.rewards.judge.rubrics import GROUP_RUBRIC
 
 
 class Scripted(Judge):

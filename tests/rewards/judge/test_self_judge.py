@@ -15,7 +15,7 @@ from judge_server import answers_in
 from lowmem_grpo import FastLanguageModel, SamplingParams, rewards
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.bounds import Shortage
-from lowmem_grpo.rewards.judge.controls import without_controls
+from lowmem_grpo.rewards.judge.question import without_controls
 from lowmem_grpo.types import Rollout
 
 TEXTS = ["aaa", "", "aaa", "a"]
