@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_grpo.config.sampling_like import as_sampling_params
+from lowmem_grpo.config.sampling import as_sampling_params
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.models.policy import Policy

@@ -12,7 +12,7 @@ from small_models import TINY
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.config.sampling_like import as_sampling_params
+from lowmem_grpo.config.sampling import as_sampling_params
 from lowmem_grpo.fast_model import FastModel, FastPeftModel, RequestOutput, UnsupportedError, adapter_for
 from lowmem_grpo.runs.base_record import base_of_adapter
 from lowmem_grpo.runs.checkpoint import CheckpointError

@@ -16,6 +16,7 @@ from lowmem_grpo.models import attention
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.offload.embedding import embed_on_host
+from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.optim import make_optimizer
 
@@ -49,7 +50,8 @@ def step(config: dict[str, Any], lengths: list[int], features: Features, rank: i
     settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim)
     policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
     optimizer = make_optimizer(policy.trainable, settings)
-    learner = Learner(policy, settings, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), False, False)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    learner = Learner(policy, settings, GRPOObjective(settings), optimizer, schedule)
     batch = largest(groups_of(lengths, features), max(lengths) if features.packing else None).to("cuda")
     offload = ActivationOffload(model) if features.checkpointing == "offload" else None
     held = engine_weights(policy) if not features.shared_weights else []

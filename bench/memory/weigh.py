@@ -72,7 +72,7 @@ def weigh(
         with unset_fake_temporarily():  # its tables of 8-bit codes are computed
             optimizer = make_optimizer(policy.trainable, settings)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-        learner = Learner(policy, settings, optimizer, schedule, False, False, objective=Unmeasured(settings))
+        learner = Learner(policy, settings, Unmeasured(settings), optimizer, schedule)
         fakes = [moved(mode, batch) for batch in batches]
         held = [value for batch in fakes for value in vars(batch).values() if isinstance(value, Tensor)]
         with LiveBytes(stored(model) + held, known) as live:

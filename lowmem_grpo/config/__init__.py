@@ -7,33 +7,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.config.grpo import (
+    from lowmem_grpo.config.grpo import GRPO_DEFAULTS, MUST_AGREE, GRPOConfig
+    from lowmem_grpo.config.shared import (
         DECAY,
-        GRPO_DEFAULTS,
-        MAY_BE_NONE,
-        MUST_AGREE,
         OPTIMIZERS,
         POSITIVE,
-        RANGES,
         SCHEDULERS,
         SHARE,
         SINKS,
         STRATEGIES,
         ZERO_OR_MORE,
         CheckedCall,
-        GRPOConfig,
         Rule,
+        TrainSettings,
         field_names,
         refuse_unsupported,
     )
 
 __all__ = [
-    "DECAY", "GRPO_DEFAULTS", "MAY_BE_NONE", "MUST_AGREE", "OPTIMIZERS", "POSITIVE", "RANGES", "SCHEDULERS",
-    "SHARE", "SINKS", "STRATEGIES", "ZERO_OR_MORE", "CheckedCall", "GRPOConfig", "Rule", "field_names",
-    "refuse_unsupported",
+    "DECAY", "GRPO_DEFAULTS", "MUST_AGREE", "OPTIMIZERS", "POSITIVE", "SCHEDULERS", "SHARE", "SINKS", "STRATEGIES",
+    "ZERO_OR_MORE", "CheckedCall", "GRPOConfig", "Rule", "TrainSettings", "field_names", "refuse_unsupported",
 ]
 
-HOMES = dict.fromkeys(__all__, "config.grpo")
+HOMES = dict.fromkeys(__all__, "config.shared") | dict.fromkeys(
+    ("GRPO_DEFAULTS", "MUST_AGREE", "GRPOConfig"), "config.grpo"
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,10 @@
-"""Sampling strategies: what is done about groups that teach nothing, as settings and as the documentation shows it."""
+"""Sampling strategies: what to do about groups that teach nothing, as settings and as the documentation shows them."""
 
 from dataclasses import dataclass
+from numbers import Integral
+from typing import ClassVar
+
+from lowmem_grpo.config.shared import TRUTH, Rule, at_least, check_ranges
 
 
 @dataclass(frozen=True)
@@ -45,20 +49,17 @@ class StrategySettings:
     replay_max_age: int | None = None
     """Policy versions after which a kept group is of no use; None is never."""
 
-    def __post_init__(self) -> None:
-        self.check_strategies()
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "dynamic_sampling_rounds": at_least(0, Integral), "difficulty_pools": TRUTH,
+        "replay_buffer_size": at_least(0, Integral), "replay_max_age": at_least(1, Integral),
+    }
 
-    def check_strategies(self) -> None:
-        """Raise ValueError for a value that makes no sense, or that nothing uses."""
-        lowest = {"dynamic_sampling_rounds": 0, "replay_buffer_size": 0, "replay_max_age": 1}
-        for name, least in lowest.items():
-            value = getattr(self, name)
-            if value is None and name == "replay_max_age":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {least}")
-        if not isinstance(self.difficulty_pools, bool):
-            raise ValueError(f"difficulty_pools is {self.difficulty_pools!r}; it must be True or False")
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        self.check_replay()
+
+    def check_replay(self) -> None:
+        """Raise ValueError for an age that nothing uses."""
         if self.replay_max_age is not None and not self.replay_buffer_size:
             raise ValueError(
                 f"replay_max_age is {self.replay_max_age}, and nothing is replayed: set replay_buffer_size, or leave "

@@ -60,6 +60,11 @@ class Objective:
     """One algorithm, as the learner sees it; this one asks for nothing and counts every rollout."""
 
     @property
+    def temperature(self) -> float:
+        """What logits are divided by: that of the sampling whose log-probabilities they are compared with."""
+        return 1.0
+
+    @property
     def entropy_grad(self) -> bool:
         """Whether the loss needs the gradient of the entropy."""
         return False

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from lowmem_grpo.config.grpo import steps_per_rollout
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
@@ -123,7 +122,7 @@ def completion_bytes(subject: Subject) -> int:
     if subject.scorer is None:
         return 0
     args, prompts = subject.args, [len(looked.prompt.text) for looked in subject.sample.usable if looked.prompt]
-    rollouts = max(subject.state.max_steps - subject.state.global_step, 0) / steps_per_rollout(args)
+    rollouts = max(subject.state.max_steps - subject.state.global_step, 0) / args.steps_per_rollout
     count = math.ceil(rollouts) * args.prompts_per_generation * args.num_generations
     line = LINE_BYTES + REWARD_BYTES * len(subject.scorer.names) + TOKEN_BYTES * args.max_completion_length
     return int(count * (line + sum(prompts) / max(len(prompts), 1)))

@@ -51,7 +51,7 @@ class WarmUp:
             "output_dir": f"{config.output_dir}/{SFT}", "max_steps": self.steps,
             "overwrite_output_dir": config.overwrite_output_dir or setup.resume,
         }))
-        rows = self.demonstrations(self.steps * settings.rows_per_step, config.seed)
+        rows = self.demonstrations(self.steps * settings.batch_size, config.seed)
         return SFTTrainer(model, rows, settings)
 
     def told(self, before: Answers, after: Answers, console: Console) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.config.grpo import GRPOConfig, steps_per_rollout
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, longest_prompt
@@ -38,7 +38,7 @@ from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, Trainer
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.nonfinite import Guard, NonFiniteError
-from lowmem_grpo.train.optim import make_optimizer, make_scheduler, total_steps
+from lowmem_grpo.train.optim import make_optimizer, make_scheduler
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.train.saver import Saver
 from lowmem_grpo.types import RolloutGroup
@@ -97,7 +97,7 @@ class GRPOTrainer:
         self.evaluation = Evaluation(
             eval_dataset, self.args, encoder, self.scorer.names, self.sample, self.rewards_of
         )
-        self.state = TrainerState(max_steps=total_steps(self.args, len(self.source.dataset)))
+        self.state = TrainerState(max_steps=self.args.total_steps(len(self.source.dataset)))
         self.control, self.interrupt, self.clock = TrainerControl(), Interrupt(), Clock()
         self.run_dir = Path(self.args.output_dir)
         self.records = RunRecords(self.run_dir)
@@ -133,7 +133,8 @@ class GRPOTrainer:
         offload = self.model.loaded.offload and self.policy.base.is_gradient_checkpointing
         guard = Guard(self.args.nonfinite_steps, self.state, self.records)
         return Learner(
-            self.policy, self.args, optimizer, scheduler, offload, fp16, self.memory.train, self.objective, guard
+            self.policy, self.args, self.objective, optimizer, scheduler, offload=offload, fp16=fp16,
+            bound=self.memory.train, guard=guard,
         )
 
     @contextmanager
@@ -189,7 +190,7 @@ class GRPOTrainer:
     def watch(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """The parity gate, where it is due; what it measured tells the objective whether a correction is."""
         with self.phase("train"):
-            found = self.parity.watch(groups, self.state.global_step, steps_per_rollout(self.args))
+            found = self.parity.watch(groups, self.state.global_step, self.args.steps_per_rollout)
         self.objective.mismatch.last_k3 = found.get("sampling/parity/k3", self.objective.mismatch.last_k3)
         return found
 

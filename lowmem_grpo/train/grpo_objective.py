@@ -41,6 +41,10 @@ class GRPOObjective(Objective):
         self.told: set[bool] = set()  # whether of stale rollouts
 
     @property
+    def temperature(self) -> float:
+        return self.config.temperature
+
+    @property
     def entropy_grad(self) -> bool:
         return self.entropy.applied != 0
 

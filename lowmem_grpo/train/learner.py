@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals, policy_tokens
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.memory.cutting import Limits
@@ -21,7 +21,6 @@ from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.train.optim import allocates_each_step, gradient_norms
 from lowmem_grpo.train.rewind import Gradients, OptimizerCopy, RandomStates
@@ -35,12 +34,11 @@ class Learner:
     """
 
     def __init__(
-        self, policy: Policy, config: GRPOConfig, optimizer: torch.optim.Optimizer, scheduler: LRScheduler,
-        offload: bool, fp16: bool, bound: Bound | None = None, objective: Objective | None = None,
+        self, policy: Policy, config: TrainSettings, objective: Objective, optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler, *, offload: bool = False, fp16: bool = False, bound: Bound | None = None,
         guard: Guard | None = None,
     ) -> None:
-        self.policy, self.config = policy, config
-        self.objective: Objective = objective or GRPOObjective(config)
+        self.policy, self.config, self.objective = policy, config, objective
         self.optimizer, self.scheduler = optimizer, scheduler
         self.before = OptimizerCopy(optimizer, allocates_each_step(optimizer, policy.device))
         self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
@@ -73,7 +71,7 @@ class Learner:
         """Each rollout with the log-probabilities (C,) and entropies (C,) of its tokens, on the host."""
         found: list[tuple[Rollout, Tensor, Tensor]] = []
         for batch in batches:
-            both = self.policy.logprobs(batch, self.config.temperature)
+            both = self.policy.logprobs(batch, self.objective.temperature)
             logprobs, entropy = (
                 unpack(values.float().cpu(), batch.loss_mask.cpu(), batch.sequence_ids.cpu()) for values in both
             )
@@ -178,7 +176,7 @@ class Learner:
     def loss(self, batch: MicroBatch, totals: StepTotals) -> LossOutput:
         """This micro-batch's share of the loss, and its metrics."""
         with self.offload:
-            logprobs, entropy = self.policy.logprobs(batch, self.config.temperature, self.objective.entropy_grad)
+            logprobs, entropy = self.policy.logprobs(batch, self.objective.temperature, self.objective.entropy_grad)
         out = self.objective.loss(batch, logprobs, entropy, totals)
         self.flags.look(batch, logprobs, out.loss)
         return out

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from lowmem_grpo.config.grpo import GRPOConfig, steps_per_rollout
+from lowmem_grpo.config.shared import TrainSettings
 
 PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter's name
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: GRPOConfig) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) -> torch.optim.Optimizer:
     """AdamW in 32 bit, or with 8-bit (and paged) states through bitsandbytes."""
     settings: dict[str, Any] = {
         "lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon,
@@ -38,21 +38,13 @@ def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) 
     return device.type != "cuda" or not type(optimizer).__module__.startswith("bitsandbytes.")
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, config: GRPOConfig, total_steps: int) -> LRScheduler:
+def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, total_steps: int) -> LRScheduler:
     """Warm-up, then linear, cosine or constant."""
     warmup = config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * total_steps
     warmup = round(warmup or config.warmup_ratio * total_steps)
     if config.lr_scheduler_type == "constant" and warmup:
         raise ValueError('lr_scheduler_type is "constant", which has no warm-up; use "constant_with_warmup"')
     return get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
-
-
-def total_steps(config: GRPOConfig, rows: int) -> int:
-    """Optimizer steps of a whole run on so many rows."""
-    if config.max_steps > 0:
-        return config.max_steps
-    prompts = config.num_train_epochs * rows
-    return max(1, round(prompts / config.prompts_per_generation)) * steps_per_rollout(config)
 
 
 def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:

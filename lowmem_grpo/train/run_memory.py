@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
@@ -30,14 +31,14 @@ from lowmem_grpo.units import size_text
 logger = logging.getLogger(__name__)
 
 
-def settings_of(model: FastPeftModel, config: GRPOConfig, engine: str, context: int) -> RunSettings:
+def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
     """What the planner needs to know of a run; all that the user or a default has set already is left as it is."""
     base: Any = model.get_base_model()
     tiles = [module.tile_rows for module in base.modules() if isinstance(module, LeanMLP)]
     checkpointing = bool(base.is_gradient_checkpointing)
     vocabulary = base.config.get_text_config().vocab_size
     return RunSettings(
-        context=context, num_generations=config.num_generations,
+        context=context, num_generations=config.completions_per_prompt,
         lora_rank=int(vars(model.peft_config[model.active_adapter])["r"]),
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)),
         checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,
@@ -74,7 +75,8 @@ def plan_memory(
 
 
 def plan_training(
-    memory: RunMemory, model: FastPeftModel, config: GRPOConfig, policy: Policy, engine: str, context: int, **own: Any
+    memory: RunMemory, model: FastPeftModel, config: TrainSettings, policy: Policy, engine: str, context: int,
+    **own: Any,
 ) -> MemoryPlan | None:
     """The plan of a run on its card, which from then on bounds its micro-batches; None where none can be made.
 
@@ -90,7 +92,7 @@ def plan_training(
     return found
 
 
-def bind(bound: Bound, found: MemoryPlan, config: GRPOConfig) -> None:
+def bind(bound: Bound, found: MemoryPlan, config: TrainSettings) -> None:
     """Let the plan alone cut micro-batches, and say so where `per_device_train_batch_size` would have cut them."""
     bound.planned, bound.spread = found.settings.max_tokens, found.limits.spread
     size = config.per_device_train_batch_size

@@ -116,19 +116,19 @@ class SFTTrainer:
         return groups
 
     def make_learner(self) -> Learner:
-        settings: Any = self.args  # it has the fields that are read, under the names of GRPOConfig
-        optimizer = make_optimizer(self.policy.trainable, settings)
-        scheduler = make_scheduler(optimizer, settings, self.state.max_steps)
+        optimizer = make_optimizer(self.policy.trainable, self.args)
+        scheduler = make_scheduler(optimizer, self.args, self.state.max_steps)
         fp16 = torch.float16 in (self.policy.autocast_dtype, self.policy.head.weight.dtype)
         offload = self.model.loaded.offload and self.policy.base.is_gradient_checkpointing
         guard = Guard(self.args.nonfinite_steps, self.state, self.records)
         return Learner(
-            self.policy, settings, optimizer, scheduler, offload, fp16, self.memory.train, SFTObjective(), guard
+            self.policy, self.args, SFTObjective(), optimizer, scheduler, offload=offload, fp16=fp16,
+            bound=self.memory.train, guard=guard,
         )
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the next rows; returns its metrics."""
-        groups = as_groups(self.source.take(self.args.rows_per_step), self.state.policy_version)
+        groups = as_groups(self.source.take(self.args.batch_size), self.state.policy_version)
         self.learner.prepare(groups, 1, self.state.policy_version)
         found = self.learner.forward_backward(groups) | self.learner.optim_step()
         self.state.global_step += 1
@@ -260,8 +260,7 @@ def training_memory(model: FastPeftModel, args: SFTConfig, policy: Policy, conte
         settings.insert(1, 'use_gradient_checkpointing="offload"')
     memory = RunMemory(MemoryAdvice({"train": settings}))
     if policy.device.type == "cuda":
-        known: Any = args
-        plan_training(memory, model, known, policy, "transformers", context)
+        plan_training(memory, model, args, policy, "transformers", context)
     return memory
 
 

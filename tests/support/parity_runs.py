@@ -29,6 +29,7 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.losses.advantages import assign_advantages
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.metrics import rollout_metrics
+from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.optim import make_optimizer, make_scheduler
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -96,7 +97,7 @@ def our_learner(weights: nn.Module, **settings: Any) -> Learner:
     config = GRPOConfig(**defaults | settings)
     optimizer = make_optimizer(policy.trainable, config)
     optimizer.zero_grad()
-    return Learner(policy, config, optimizer, make_scheduler(optimizer, config, 1), offload=False, fp16=False)
+    return Learner(policy, config, GRPOObjective(config), optimizer, make_scheduler(optimizer, config, 1))
 
 
 def our_run(

@@ -1,0 +1,27 @@
+"""What is known of the options of other libraries."""
+
+import dataclasses
+
+import pytest
+from transformers import TrainingArguments
+
+from lowmem_grpo import GRPOConfig
+from lowmem_grpo.config.unsupported import transformers_defaults
+
+
+def test_defaults_read_from_the_source_file_are_those_of_the_class() -> None:
+    fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+    computed = {"optim", "include_for_metrics"}  # a name and a factory, in the file
+    assert transformers_defaults().keys() == fields.keys() - computed
+    assert transformers_defaults() == {name: fields[name].default for name in fields.keys() - computed}
+
+
+def test_an_option_that_only_a_newer_transformers_has_is_accepted_at_its_default() -> None:
+    known = transformers_defaults()
+    known["made_up_option"] = 5
+    try:
+        assert GRPOConfig(made_up_option=5) == GRPOConfig()
+        with pytest.raises(ValueError, match="made_up_option=6 is not supported"):
+            GRPOConfig(made_up_option=6)
+    finally:
+        del known["made_up_option"]
