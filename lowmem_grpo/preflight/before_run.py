@@ -45,9 +45,8 @@ def before_training(trainer: Trainer) -> None:
     began = time.monotonic()
     subject = Subject.of(trainer)
     found = look_over(subject)
+    refuse_errors(found)
     wrong = [finding for finding in found if finding.severity != "note"]
-    if any(finding.severity == "error" for finding in wrong):
-        raise PreflightError(report(wrong))
     for finding in wrong:
         logger.warning("preflight: %s", finding)
     if not wrong and trainer.view is not None:
@@ -60,7 +59,10 @@ def before_training(trainer: Trainer) -> None:
         trainer.view.say(expected)
 
 
-def report(found: list[Finding]) -> str:
-    """Findings below one another, as the message of an error."""
-    count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
-    return "\n".join([f"nothing was sampled or written, preflight found {count}:", *(f"- {one}" for one in found)])
+def refuse_errors(found: list[Finding]) -> None:
+    """Raise PreflightError with all problems where one of them is an error."""
+    wrong = [finding for finding in found if finding.severity != "note"]
+    if any(finding.severity == "error" for finding in wrong):
+        count = f"{len(wrong)} problem{'s' if len(wrong) > 1 else ''}"
+        lines = "\n".join(f"- {finding}" for finding in wrong)
+        raise PreflightError(f"preflight found {count}; nothing was sampled or written:\n{lines}")

@@ -1,4 +1,4 @@
-"""What recipes share: from a lesson (data, rewards, what is right) to a trained model and its report, in one call."""
+"""What all recipes share: one call from a lesson (data, rewards, what is right) to a trained model and its report."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,39 +8,41 @@ from typing import Any
 from datasets import Dataset
 from rich.console import Console
 
-from lowmem_grpo import FastLanguageModel, GRPOTrainer
+from lowmem_grpo import FastLanguageModel, GRPOTrainer, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel, LoraRequest
-from lowmem_grpo.preflight.before_run import PreflightError, report
-from lowmem_grpo.recipes.held_out import Answers, measure, side_by_side
+from lowmem_grpo.preflight.before_run import refuse_errors
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.recipes.warm_up import SFT, WarmUp
 from lowmem_grpo.rewards import RewardCheck, check
+from lowmem_grpo.rollout.assessment import answer, rows_of
+from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.saved_adapter import FINAL, read_summary
 from lowmem_grpo.views.live import print_accuracy, print_samples
 
-RewardFunctions = list[Any]  # callables; `Any`, since lists of one kind of them are no list[Callable]
+SHOWN = 6  # samples in the report
+RewardFunctions = list[Any]  # callables; `Any`, since a list of one kind of callable is no list[Callable]
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is taught, and how one sees that it was learnt."""
+    """What is taught, and how to see that it was learned."""
 
     name: str
     train: Dataset
     """Columns `prompt` and those that the rewards read."""
     rewards: RewardFunctions | Callable[[FastPeftModel], RewardFunctions]
-    """Reward functions, or what makes them once the model is loaded."""
+    """Reward functions, or a function that makes them once the model is loaded."""
     test: Dataset | None = None
     """Held-out problems with the columns `prompt` and `answer`; None measures nothing before and after."""
     right: Callable[..., Sequence[float | None]] | None = None
-    """A reward function that pays more than 0 for a right answer; `test` needs it."""
+    """A reward function that pays more than 0 for a right answer; needed with `test`."""
     warm_up: WarmUp | None = None
     """Supervised fine-tuning before GRPO."""
     note: str = ""
-    """Said before the run begins."""
+    """Printed before the run begins."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Further lines of summary.json."""
+    """Further entries of summary.json."""
 
     def __post_init__(self) -> None:
         if (self.test is None) != (self.right is None):
@@ -48,82 +50,75 @@ class Lesson:
 
 
 def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOTrainer:
-    """Load, measure, train, measure again, report; the trainer, whose `state` says how far it came."""
-    console = console or Console()
-    if lesson.note:
-        console.print(lesson.note, soft_wrap=True, markup=False, highlight=False)
+    """Load, measure, train, measure again, report. The `state` of the returned trainer says how far the run came."""
+    console = opened(lesson, console)
     if not setup.resume:
         check_folders(setup, lesson)
     model, trainer = load(setup, lesson)
-    check_run(trainer)
+    if trainer.args.preflight:  # before minutes go into held-out answers; train() repeats it and logs the warnings
+        refuse_errors(trainer.preflight())
     if setup.resume and is_done(trainer, lesson):
-        console.print(f"{trainer.run_dir} is finished: {steps(trainer.state.max_steps)}; a larger max_steps goes on",
+        console.print(f"{trainer.run_dir} is finished: {steps(trainer.state.max_steps)}; raise max_steps to go on",
                       soft_wrap=True, markup=False, highlight=False)
         return trainer
     before = measured(model, setup, lesson, None)
-    found: dict[str, Any] = {"recipe": lesson.name, **lesson.facts}
+    found = {"recipe": lesson.name, **lesson.facts}
     if before is not None:
         found |= {"eval_problems": len(before.texts), "accuracy_before": before.accuracy}
     if lesson.warm_up is not None:
-        found["sft_steps"] = lesson.warm_up.steps
-        if not lesson.warm_up.is_over(setup):
-            if not lesson.warm_up.teach(model, setup, console):
-                return trainer
-            warm = measured(model, setup, lesson, model.current_lora())
-            if before is not None and warm is not None:
-                found |= lesson.warm_up.told(before, warm, console)
+        warmed = warm_up(lesson.warm_up, model, setup, lesson, before, console)
+        if warmed is None:
+            return trainer
+        found |= warmed
     result = trainer.train(resume_from_checkpoint=setup.resume or None)
-    if not result.finished:
-        trainer.finish(found)
-        console.print(f"stopped at step {result.global_step}; the same command with resume=true goes on")
-        return trainer
-    after = measured(model, setup, lesson, model.current_lora())
-    if before is not None and after is not None:
-        found |= compared(lesson, before, after, console)
+    last = f"stopped at step {result.global_step}; the same command with resume=true goes on"
+    if result.finished:
+        after = measured(model, setup, lesson, model.current_lora())
+        if before is not None and after is not None:
+            found |= compared(lesson, before, after, console)
+        last = f"{steps(result.global_step)} in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html"
     trainer.finish(found)
-    took = f"{steps(result.global_step)} in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html"
-    console.print(took)
+    console.print(last)
     return trainer
 
 
+def try_rewards(setup: Setup, lesson: Lesson, console: Console | None = None) -> RewardCheck:
+    """Sample a few groups and show what the rewards make of them. Nothing is trained."""
+    console = opened(lesson, console)
+    model, _ = load_model(setup)
+    return check(reward_functions(lesson, model), lesson.train, model, setup.config, console=console)
+
+
+def opened(lesson: Lesson, console: Console | None) -> Console:
+    """The console, with the lesson's note on it."""
+    console = console or Console()
+    if lesson.note:
+        console.print(lesson.note, soft_wrap=True, markup=False, highlight=False)
+    return console
+
+
 def steps(number: int) -> str:
-    """In words."""
+    """The number in words: "1 step", "2 steps"."""
     return f"{number} step{'s' if number != 1 else ''}"
 
 
 def check_folders(setup: Setup, lesson: Lesson) -> None:
-    """RecordError where a fresh run would lie over another one: before minutes go into held-out answers."""
+    """Raise RecordError where a new run would overwrite another one."""
     folder = Path(setup.config.output_dir)
     for place in [folder, *([folder / SFT] if lesson.warm_up else [])]:
         RunRecords(place).held(setup.config.overwrite_output_dir)
 
 
-def check_run(trainer: GRPOTrainer) -> None:
-    """PreflightError for what training would be refused for, before anything is sampled; the rest `train()` says."""
-    found = [finding for finding in trainer.preflight() if finding.severity != "note"] if trainer.args.preflight else []
-    if any(finding.severity == "error" for finding in found):
-        raise PreflightError(report(found))
-
-
 def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
-    """Whether the run in the folder has made every step and was measured: nothing is left to do."""
+    """Whether the run in the folder made every step and was measured, so that nothing is left to do."""
     known = read_summary(trainer.run_dir)
     tested = lesson.test is None or ("accuracy_after" in known and known.get("eval_problems") == len(lesson.test))
     return tested and known.get("status") == "finished" and known.get("steps") == trainer.state.max_steps \
         and (trainer.run_dir / FINAL).is_dir()
 
 
-def try_rewards(setup: Setup, lesson: Lesson, console: Console | None = None) -> RewardCheck:
-    """Train nothing: sample a few groups, and show what the rewards make of them."""
-    console = console or Console()
-    if lesson.note:
-        console.print(lesson.note, soft_wrap=True, markup=False, highlight=False)
-    model, _ = load_model(setup)
-    return check(reward_functions(lesson, model), lesson.train, model, setup.config, console=console)
-
-
 def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
-    """The model under LoRA, and its trainer."""
+    """The model with LoRA, and its trainer."""
     model, tokenizer = load_model(setup)
     return model, GRPOTrainer(
         model=model, processing_class=tokenizer, reward_funcs=reward_functions(lesson, model), args=setup.config,
@@ -132,7 +127,7 @@ def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
 
 
 def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
-    """The model under LoRA, and its tokenizer."""
+    """The model with LoRA, and its tokenizer."""
     bare, tokenizer = FastLanguageModel.from_pretrained(
         setup.model, max_seq_length=setup.max_seq_length, load_in_4bit=setup.load_in_4bit,
         fast_inference=setup.fast_inference,
@@ -144,23 +139,52 @@ def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
 
 
 def reward_functions(lesson: Lesson, model: FastPeftModel) -> RewardFunctions:
-    """The lesson's own, or those that it makes of the model."""
+    """The lesson's reward functions; some need the loaded model."""
     return lesson.rewards if isinstance(lesson.rewards, list) else lesson.rewards(model)
 
 
 def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRequest | None) -> Answers | None:
-    """Answers to the held-out problems, of the base model or with the adapter; None where there are no problems."""
+    """One answer to each held-out problem at temperature 1, by the base model or with an adapter; None where the lesson
+    has no test. All are sampled in one batch, so that a seed gives the same answers before and after."""
     if lesson.test is None or lesson.right is None:
         return None
-    return measure(model, lesson.test, adapter, setup.config, lesson.right)
+    params = SamplingParams(
+        temperature=1.0, max_tokens=setup.config.max_completion_length, seed=setup.config.seed
+    )
+    return answer(model, rows_of(lesson.test, None), [lesson.right], params, adapter, together=len(lesson.test))
+
+
+def warm_up(
+    taught: WarmUp, model: FastPeftModel, setup: Setup, lesson: Lesson, before: Answers | None, console: Console
+) -> dict[str, Any] | None:
+    """Fine-tune before GRPO, unless the run goes on from a checkpoint. Returns what summary.json gets; None where
+    Ctrl-C stopped it."""
+    found: dict[str, Any] = {"sft_steps": taught.steps}
+    if taught.is_over(setup):
+        return found
+    if not taught.teach(model, setup, console):
+        return None
+    after = measured(model, setup, lesson, model.current_lora())
+    if before is not None and after is not None:
+        found |= taught.told(before, after, console)
+    return found
 
 
 def compared(lesson: Lesson, before: Answers, after: Answers, console: Console) -> dict[str, Any]:
-    """What training has changed, said and for summary.json."""
+    """Print what training changed; returns what summary.json gets."""
     found: dict[str, Any] = {"accuracy_after": after.accuracy}
     print_accuracy(console, before.accuracy, after.accuracy, len(after.texts))
     if lesson.warm_up is not None:
         found |= lesson.warm_up.told_after(after, console)
-    found["samples"] = side_by_side(lesson.test, before.texts, after.texts)
+    found["samples"] = side_by_side(lesson.test, before, after)
     print_samples(console, found["samples"])
     return found
+
+
+def side_by_side(dataset: Any, before: Answers, after: Answers) -> list[dict[str, str]]:
+    """The first few problems with their answers, and what the model wrote before and after."""
+    return [
+        {"prompt": row["prompt"][-1]["content"], "answer": row["answer"], "before": old[0], "after": new[0]}
+        for row, old, new in zip(dataset.select(range(min(SHOWN, len(dataset)))), before.texts, after.texts,
+                                 strict=False)
+    ]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on a new answer format before GRPO, which can reward a form only once the model writes it."""
+"""Supervised fine-tuning on a new answer format before GRPO, which can only reward a format that the model writes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,30 +10,30 @@ from rich.console import Console
 
 from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.recipes.held_out import Answers
 from lowmem_grpo.recipes.presets import Setup
+from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.runs.checkpoint import last_good
 
-SFT = "sft"  # the warm-up's folder in that of the run
+SFT = "sft"  # folder of the warm-up inside that of the run
 SHARED = ("seed", "optim", "bf16", "fp16", "max_tokens_per_micro_batch", "logits_chunk", "disable_tqdm")
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What is taught before GRPO begins, and how one sees that it was learnt."""
+    """A format that is taught before GRPO begins."""
 
     demonstrations: Callable[[int, int], Dataset]
-    """(how many, seed) -> distinct rows `prompt`, `completion`."""
+    """(size, seed) -> different rows with `prompt` and `completion`."""
     steps: int
     form: str
-    """The format in a word or two, for people."""
+    """The format as people read it."""
     has_form: Callable[[str], bool]
-    """Whether a completion is written in it."""
+    """Whether a completion has the format."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Fields of SFTConfig; those that GRPOConfig has too are otherwise as in the run."""
+    """Fields of SFTConfig. Other fields that GRPOConfig has too are as in the run."""
 
     def is_over(self, setup: Setup) -> bool:
-        """Whether the run goes on from a checkpoint, which has been taught already."""
+        """Whether the run goes on from a checkpoint, which was taught already."""
         return setup.resume and bool(last_good(Path(setup.config.output_dir))[0])
 
     def teach(self, model: FastPeftModel, setup: Setup, console: Console) -> bool:
@@ -44,7 +44,7 @@ class WarmUp:
         return result.finished
 
     def trainer(self, model: FastPeftModel, setup: Setup) -> SFTTrainer:
-        """Fine-tuning on rows that are each seen once."""
+        """A trainer that sees each row once."""
         config = setup.config
         shared = {name: getattr(config, name) for name in SHARED}
         settings = SFTConfig(**(shared | self.settings | {
@@ -54,9 +54,13 @@ class WarmUp:
         rows = self.demonstrations(self.steps * settings.batch_size, config.seed)
         return SFTTrainer(model, rows, settings)
 
+    def share(self, answers: Answers) -> float:
+        """The share of answers that have the format."""
+        return sum(self.has_form(texts[0]) for texts in answers.texts) / len(answers.texts)
+
     def told(self, before: Answers, after: Answers, console: Console) -> dict[str, float]:
-        """What teaching has changed, said and for summary.json."""
-        shares = before.share(self.has_form), after.share(self.has_form)
+        """Print what fine-tuning changed; returns what summary.json gets."""
+        shares = self.share(before), self.share(after)
         console.print(
             f"answers as `{self.form}`: {shares[0]:.1%} before, {shares[1]:.1%} after {self.steps} steps of "
             f"fine-tuning; accuracy {after.accuracy:.1%}", soft_wrap=True, markup=False,
@@ -65,7 +69,7 @@ class WarmUp:
                 "taught_format_after_sft": shares[1]}
 
     def told_after(self, after: Answers, console: Console) -> dict[str, float]:
-        """The share of answers in the format when GRPO has ended, said and for summary.json."""
-        share = after.share(self.has_form)
+        """Print the share of answers in the format after GRPO; returns what summary.json gets."""
+        share = self.share(after)
         console.print(f"answers as `{self.form}`: {share:.1%} after GRPO", markup=False)
         return {"taught_format_after": share}

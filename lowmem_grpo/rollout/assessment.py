@@ -18,12 +18,14 @@ Right = Callable[..., list[float | None]] | Verifier
 
 
 def answer(
-    model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams, adapter: Any = None
+    model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams, adapter: Any = None,
+    together: int = TOGETHER,
 ) -> Answers:
     """Sample `params.n` answers to each row's prompt, by the base model or with an adapter. The first function says
-    what is right: a verifier, or a reward function that pays more than 0; the others are averaged."""
+    what is right: a verifier, or a reward function that pays more than 0; the others are averaged. About `together`
+    completions are sampled at a time."""
     prompts = [row["prompt"] for row in rows]
-    outputs = [output for part, seed in parts(prompts, params) for output in
+    outputs = [output for part, seed in parts(prompts, params, together) for output in
                model.fast_generate(part, seeded(params, seed), adapter)]
     completions = [completion for output in outputs for completion in output.outputs]
     each = [row for row in rows for _ in range(params.n)]
@@ -36,9 +38,9 @@ def answer(
     )
 
 
-def parts(prompts: list[Any], params: SamplingParams) -> Iterator[tuple[list[Any], int]]:
+def parts(prompts: list[Any], params: SamplingParams, together: int) -> Iterator[tuple[list[Any], int]]:
     """Prompts that are sampled together, with a number that is another for each part."""
-    size = max(1, TOGETHER // params.n)
+    size = max(1, together // params.n)
     return ((prompts[start : start + size], start) for start in range(0, len(prompts), size))
 
 

@@ -88,6 +88,11 @@ class Answers:
         """Right answers of each prompt (P,)."""
         return [sum(row) for row in self.right]
 
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers."""
+        return sum(self.counts) / sum(map(len, self.right))
+
 
 def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
     """One model's numbers."""

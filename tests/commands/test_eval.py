@@ -350,15 +350,14 @@ def test_a_verifier_without_a_verdict_counts_as_wrong_and_is_reported() -> None:
         answer(model, [{"prompt": "Start"}], [find_function("number_match")], SamplingParams(max_tokens=3))
 
 
-def test_more_prompts_than_fit_at_a_time_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowmem_grpo.rollout.assessment.TOGETHER", 4)
+def test_more_prompts_than_fit_at_a_time_are_sampled_in_parts() -> None:
     model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)
     rows = [{"prompt": "Start", "answer": "1"}] * 5
     params = SamplingParams(max_tokens=6, temperature=1.5, n=2, seed=3)
-    found = answer(model, rows, [find_function("number_match")], params)
+    found = answer(model, rows, [find_function("number_match")], params, together=4)
     assert [len(texts) for texts in found.texts] == [2] * 5
     assert found.texts[0] != found.texts[2]  # another part has another seed
-    assert found.texts == answer(model, rows, [find_function("number_match")], params).texts
+    assert found.texts == answer(model, rows, [find_function("number_match")], params, together=4).texts
 
 
 def test_files_of_every_kind_are_read(tmp_path: Path) -> None:

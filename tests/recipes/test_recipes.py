@@ -21,7 +21,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes import gsm8k
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset
 from lowmem_grpo.recipes.gsm8k import Gsm8kOptions
-from lowmem_grpo.recipes.held_out import SHOWN
+from lowmem_grpo.recipes.lesson import SHOWN
 from lowmem_grpo.recipes.options import fill, parse
 from lowmem_grpo.recipes.problems import arithmetic as arithmetic_problems
 from lowmem_grpo.recipes.tiny import tiny_model
@@ -346,7 +346,7 @@ def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path:
                   "train_size=16", "num_generations=2", "per_device_train_batch_size=4",
                   "gradient_accumulation_steps=1", "resume=true")
     assert over.exit_code == 0, over.output
-    assert "is finished: 1 step; a larger max_steps goes on" in over.output and "accuracy" not in over.output
+    assert "is finished: 1 step; raise max_steps to go on" in over.output and "accuracy" not in over.output
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
 
 
