@@ -424,7 +424,7 @@ def test_a_run_that_cannot_work_costs_the_files_of_the_one_before_it(tmp_path: P
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     rows = [{"prompt": "1 + 1 = " * 30}]
     trainer = make(tmp_path, rows, reads_answer, shared, overwrite_output_dir=True, disable_tqdm=True)
-    with pytest.raises(PreflightError, match=r"(?s)preflight found 2 problems:\n- no row.*\n- reads_answer: it "):
+    with pytest.raises(PreflightError, match=r"(?s)preflight found 2 problems; .*:\n- no row.*\n- reads_answer: it "):
         trainer.train()
     with pytest.raises(PreflightError):
         trainer.train(resume_from_checkpoint=True)
