@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from bench.common.rows import newest, read_rows
-from bench.common.targets import NOT_RUN, Verdict
+from bench.common.targets import judged, section
 from bench.gate.pretend import is_pretend
-from bench.kernels.goals import verdicts
+from bench.kernels.goals import GOALS
 from bench.learner.section import card_learning_table
 from bench.loop.section import loop_table
 from bench.memory.section import longest_table, memory_table
@@ -73,7 +73,7 @@ def kernel_table(rows: Rows) -> list[str]:
             "| x GEMMs | commit |", "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
             *map(kernel_line, sorted(found, key=case_of)),
         ]
-    return lines + target_lines(verdicts(rows))
+    return lines + section("Kernels: the targets", judged(GOALS, rows))
 
 
 def case_of(row: dict[str, Any]) -> tuple[str, ...]:
@@ -90,22 +90,6 @@ def kernel_line(row: dict[str, Any]) -> str:
     provider = row["provider"] + (f" {row['version']}" if row["version"] else "")
     return (f"| {row['op']} {row['passes']} | {sizes} | {row['dtype']} | {provider} | {times} "
             f"| {row['peak_bytes'] / 2**20:.2f} | {shown} | {row['commit']} |")
-
-
-def target_lines(found: list[Verdict]) -> list[str]:
-    """The targets that something was run for, and the cases that nothing was run for."""
-    lines = ["", "## Kernels: the targets", "", "| case | to reach | measured | |", "|---|---|---|---|"]
-    lines += [
-        f"| {verdict.target.case} | {verdict.target.demand} | {verdict.measured} | {verdict.status} |"
-        for verdict in found if verdict.status != NOT_RUN
-    ]
-    open_cases: dict[str, list[str]] = {}
-    for verdict in found:
-        if verdict.status == NOT_RUN:
-            open_cases.setdefault(verdict.target.case, []).append(verdict.target.demand)
-    if open_cases:
-        lines += ["", "Not run yet:", "", *(f"- {case}: {'; '.join(demands)}" for case, demands in open_cases.items())]
-    return lines
 
 
 def on_card(row: dict[str, Any]) -> bool:

@@ -1,53 +1,112 @@
-"""What every number to be reached has: a limit, the machine that it is meant for, and how it stands."""
+"""The numbers that are to be reached: each a `Goal`, judged by the recorded rows, and how it stands in tables."""
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
-CARD = "H200"  # the card that the targets for cards are meant for
+from rich.table import Table
+
+OURS = "lowmem_grpo"
+CARD = "H200"  # the card that most goals for cards are meant for
 MET, MISSED, NOT_RUN = "met", "missed", "not run"
 COLORS = {MET: "green", MISSED: "red", NOT_RUN: "dim"}
+RUN = ("run", "gib", "prompts", "steps")  # rows that are alike in these were measured in one run
+COLUMNS = ("case", "to reach", "measured", "")
+BELOW_ONE = 1 - 2**-53  # the largest number that is smaller than 1
 
-
-class Target(Protocol):
-    """A number to be reached; each benchmark has its own kind."""
-
-    def is_met(self, value: float) -> bool: ...
-
-    def told(self, value: float) -> str: ...
+Row = dict[str, Any]
+ByProvider = dict[str, Row]  # the row of each provider, of one run of a benchmark
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How a target stands: the value of the newest run that has one."""
+class Goal:
+    """A number made of one run's rows, and its limit.
 
-    target: Any  # a Target
-    value: float | None = None
+    `value` may raise KeyError, or return None, where the run lacks a row or a measure: an earlier run is looked at.
+    """
+
+    case: str  # what is measured, without the machine
+    demand: str
+    limit: float  # which is good enough itself
+    value: Callable[[ByProvider], float | None]
+    told: Callable[[float, ByProvider], str]  # the value in words
+    fields: dict[str, Any] = field(default_factory=dict)  # what a row must have, `device` among it
+    at_least: bool = False
+    any_card: bool = False  # else it is meant for an H200, or for a CPU
 
     @property
-    def status(self) -> str:
-        if self.value is None:
-            return NOT_RUN
-        return MET if self.target.is_met(self.value) else MISSED
+    def device(self) -> str:
+        return str(self.fields["device"])
 
     @property
-    def measured(self) -> str:
-        return "" if self.value is None else str(self.target.told(self.value))
+    def where(self) -> str:
+        """The case and the machine that it is meant for."""
+        return self.case if self.any_card else f"{self.case}, {'CPU' if self.device == 'cpu' else CARD}"
+
+    def matches(self, row: Row) -> bool:
+        """Whether a row measured this case on this kind of machine."""
+        right_card = self.device == "cpu" or self.any_card or CARD in (row["gpu"] or "")
+        measured = not row.get("missing") and row.get("warm_up", 1)  # a step that warms nothing up compiles too
+        return bool(right_card and measured) and all(row.get(name) == wanted for name, wanted in self.fields.items())
+
+    def value_of(self, run: ByProvider) -> float | None:
+        try:
+            return self.value(run)
+        except KeyError:  # a provider was left out, or could not run
+            return None
+
+    def judged(self, rows: list[Row]) -> "Standing":
+        """How the goal stands by the newest run that has all it needs."""
+        runs: dict[tuple[Any, ...], ByProvider] = {}
+        for row in filter(self.matches, rows):
+            runs.setdefault(tuple(row.get(name) for name in RUN), {})[row.get("provider", OURS)] = row
+        for run in reversed(runs.values()):
+            if (value := self.value_of(run)) is not None:
+                reached = value >= self.limit if self.at_least else value <= self.limit
+                return Standing(self, MET if reached else MISSED, self.told(value, run))
+        return Standing(self)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a goal stands, and what was measured."""
+
+    goal: Goal
+    status: str = NOT_RUN
+    measured: str = ""
 
     @property
-    def colored(self) -> str:
-        """The status for a terminal's table."""
-        return f"[{COLORS[self.status]}]{self.status}[/]"
+    def cells(self) -> tuple[str, str, str]:
+        """Case, demand and measure for a table."""
+        return self.goal.where, self.goal.demand, self.measured
 
 
-def within(value: float, limit: float, at_least: bool) -> bool:
-    """Whether a value is on the right side of its limit; the limit itself is."""
-    return value >= limit if at_least else value <= limit
+def judged(goals: Iterable[Goal], rows: list[Row], device: str | None = None) -> list[Standing]:
+    """How each goal stands by these rows; only those for one device where it is given."""
+    return [goal.judged(rows) for goal in goals if device in (None, goal.device)]
 
 
-def is_meant_for(device: str, row: dict[str, Any]) -> bool:
-    """Whether a row comes from the kind of machine that a target is for."""
-    return bool(row["device"] == device and (device == "cpu" or CARD in (row["gpu"] or "")))
+def table(found: list[Standing]) -> Table:
+    """The standings for a terminal."""
+    result = Table(*COLUMNS, title="targets")
+    for one in found:
+        result.add_row(*one.cells, f"[{COLORS[one.status]}]{one.status}[/]")
+    return result
 
 
-def place(device: str) -> str:
-    return CARD if device == "cuda" else "CPU"
+def lines(found: list[Standing]) -> list[str]:
+    """The standings as a table in Markdown."""
+    return [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}",
+            *(f"| {' | '.join(one.cells)} | {one.status} |" for one in found)]
+
+
+def section(title: str, found: list[Standing]) -> list[str]:
+    """A section in Markdown: the goals that something was run for, then the cases that nothing was run for."""
+    page = ["", f"## {title}", "", *lines([one for one in found if one.status != NOT_RUN])]
+    waiting: dict[str, list[str]] = {}
+    for one in found:
+        if one.status == NOT_RUN:
+            waiting.setdefault(one.goal.where, []).append(one.goal.demand)
+    if waiting:
+        page += ["", "Not run yet:", "", *(f"- {where}: {'; '.join(demands)}" for where, demands in waiting.items())]
+    return page

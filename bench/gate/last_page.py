@@ -1,20 +1,20 @@
 """The gate's last page: what passed, what failed and why, what did not run, and how the targets stand."""
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from bench.common.rows import read_rows
+from bench.common.targets import COLUMNS, MISSED, Standing, judged, lines
 from bench.gate.runner import CUT_OFF, FAILED, NOT_RUN, PASSED, SKIPPED, Outcome
 from bench.gate.stages import CARD, CPU, PRETEND, Setup
-from bench.kernels.goals import verdicts as kernel_verdicts
-from bench.loop.goals import verdicts as loop_verdicts
-from bench.rollout.goals import verdicts as rollout_verdicts
+from bench.kernels.goals import GOALS as KERNELS
+from bench.loop.goals import GOALS as LOOP
+from bench.memory.goals import GOALS as MEMORY
+from bench.rollout.goals import GOALS as ROLLOUTS
 
 COLORS = {PASSED: "green", FAILED: "red", SKIPPED: "yellow", NOT_RUN: "dim", CUT_OFF: "red"}
 MEANS = {
@@ -22,54 +22,13 @@ MEANS = {
     PRETEND: "on a pretend card, whose kernels do nothing: no time and no value here means anything",
     CPU: "a dry run on the CPU with tiny shapes: it shows that the commands run, and measures nothing",
 }
-GIB = 2**30
+GOALS = {"memory": MEMORY, "loop": LOOP, "rollout": ROLLOUTS, "kernels": KERNELS}  # by the name of their rows
 
 
-@dataclass(frozen=True)
-class Target:
-    """One number to reach, as the last page shows it."""
-
-    what: str
-    demand: str
-    measured: str
-    status: str
-
-
-def targets(setup: Setup) -> list[Target]:
-    """Memory of the 8B step, then those of loop, rollouts and kernels on a card; by the rows that are recorded."""
-    kernels = [Target(v.target.case, v.target.demand, v.measured, v.status)
-               for v in kernel_verdicts(rows_of(setup, "kernels")) if v.target.device == "cuda"]
-    rollouts = [Target(f"rollout, {v.target.shape}", v.target.demand, v.measured, v.status)
-                for v in rollout_verdicts(rows_of(setup, "rollout")) if v.target.device == "cuda"]
-    loops = [Target(f"loop, {v.target.shape}, {v.target.ours}", v.target.demand, v.measured, v.status)
-             for v in loop_verdicts(rows_of(setup, "loop")) if v.target.device == "cuda"]
-    return [*memory_targets(rows_of(setup, "memory")), *loops, *rollouts, *kernels]
-
-
-def rows_of(setup: Setup, name: str) -> list[dict[str, Any]]:
-    return read_rows(setup.results / f"{name}.jsonl")
-
-
-def memory_targets(rows: list[dict[str, Any]]) -> list[Target]:
-    """The newest step of 20,480 tokens on each bounded card: it fits, and the planner had said its peak within 5%."""
-    found = {}
-    for row in rows:
-        if row["device"] == "cuda" and row.get("gib") and row["stage"] == "+ 8-bit optimizer":
-            found[row["gib"]] = row
-    return [target for gib, row in sorted(found.items()) for target in fit(gib, row)]
-
-
-def fit(gib: float, row: dict[str, Any]) -> list[Target]:
-    """One bounded card."""
-    what = f"{row['shape']}, {row['context']:,} x {row['generations']}, {gib:g} GiB of the card"
-    if "device_bytes" not in row:
-        return [Target(what, "fits", str(row.get("error", "")), "missed")]
-    ratio = row["planned_bytes"] / row["device_bytes"]
-    return [
-        Target(what, "fits", f"{row['device_bytes'] / GIB:.2f} GiB, {row['reserved_bytes'] / GIB:.2f} reserved, "
-               f"{row['used_bytes'] / GIB:.2f} in use", "met"),
-        Target(what, "planned within 5%", f"{ratio:.3f}", "met" if abs(ratio - 1) <= 0.05 else "missed"),
-    ]
+def targets(setup: Setup) -> list[Standing]:
+    """Those of a card, by the rows that are recorded: memory of the 8B step, loop, rollouts, kernels."""
+    return [standing for name, goals in GOALS.items()
+            for standing in judged(goals, read_rows(setup.results / f"{name}.jsonl"), "cuda")]
 
 
 def machine_lines(setup: Setup) -> list[str]:
@@ -92,13 +51,12 @@ def counts(outcomes: list[Outcome]) -> str:
 
 def document(setup: Setup, outcomes: list[Outcome]) -> str:
     """The page as markdown."""
-    lines = ["# GPU gate", "", *machine_lines(setup), "", f"{counts(outcomes)}.", "",
+    page = ["# GPU gate", "", *machine_lines(setup), "", f"{counts(outcomes)}.", "",
              "| piece | | seconds | why |", "|---|---|---|---|"]
-    lines += [f"| {o.name} | {o.status} | {o.seconds:.0f} | {o.reason.replace('|', '/')} |" for o in outcomes]
+    page += [f"| {o.name} | {o.status} | {o.seconds:.0f} | {o.reason.replace('|', '/')} |" for o in outcomes]
     if setup.form == CARD:
-        lines += ["", "| target | to reach | measured | |", "|---|---|---|---|"]
-        lines += [f"| {t.what} | {t.demand} | {t.measured} | {t.status} |" for t in targets(setup)]
-    return "\n".join(lines) + "\n"
+        page += ["", *lines(targets(setup))]
+    return "\n".join(page) + "\n"
 
 
 def show(setup: Setup, outcomes: list[Outcome], console: Console) -> None:
@@ -109,12 +67,12 @@ def show(setup: Setup, outcomes: list[Outcome], console: Console) -> None:
     console.print(table)
     if setup.form == CARD:
         found = targets(setup)
-        missed = Table("target", "to reach", "measured", title="targets missed")
-        for t in found:
-            if t.status == "missed":
-                missed.add_row(t.what, t.demand, t.measured)
+        missed = Table(*COLUMNS[:3], title="targets missed")
+        for one in found:
+            if one.status == MISSED:
+                missed.add_row(*one.cells)
         console.print(missed)
-        console.print(", ".join(f"{n} {status}" for status, n in Counter(t.status for t in found).items()))
+        console.print(", ".join(f"{n} {status}" for status, n in Counter(one.status for one in found).items()))
     console.print("\n".join(machine_lines(setup)), f"\n{counts(outcomes)}", highlight=False)
 
 

@@ -25,12 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common.rows import append_row, machine, read_rows
+from bench.common.targets import judged
+from bench.common.targets import table as target_table
 from bench.gate.pretend import is_pretend
 from bench.kernels import peer_layers as kernel_layers
 from bench.kernels import peer_logprobs as kernel_logprobs
 from bench.kernels import peer_nf4 as kernel_nf4
-from bench.kernels.goals import table as target_table
-from bench.kernels.goals import verdicts
+from bench.kernels.goals import GOALS
 from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes, percentiles
 from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider, Run, UnsupportedError
 
@@ -223,8 +224,7 @@ def main(
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
-    found = verdicts(read_rows(output))
-    console.print(target_table(found if targets else [verdict for verdict in found if verdict.target.device == device]))
+    console.print(target_table(judged(GOALS, read_rows(output), None if targets else device)))
     if failures:
         click.echo("\n".join([f"{len(failures)} of our own failed:", *failures]), err=True)
         sys.exit(1)

@@ -23,9 +23,9 @@ from typing import Any
 
 import click
 
-from bench.common.rows import append_row, machine, newest, read_rows
+from bench.common.rows import append_row, machine, read_rows
 from bench.gate.pretend import environment, is_pretend
-from bench.learner.picture import svg
+from bench.learner.picture import draw, shown
 from bench.learner.sizes import PUZZLES, SIZES, read_lesson, settings
 
 HERE = Path(__file__).resolve().parents[1]
@@ -114,19 +114,6 @@ def verdict(row: dict[str, Any]) -> tuple[bool, str]:
     return not judged, f"{line}: no rise beyond noise ({least:.1%})" + ("" if judged else "; judged on a card alone")
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """The picture of the newest whole row of each recipe, the largest size that there is."""
-    whole = [row for row in rows if "missing" not in row and not is_pretend(row["gpu"])]
-    if not whole:
-        click.echo("no picture: no run on a real machine came to its end")
-        return
-    largest = max(whole, key=lambda row: (row["device"] == "cuda", row["parameters"]))
-    kept = [row for row in whole if all(row[name] == largest[name] for name in ("device", "parameters"))]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(svg(list(newest(kept, "recipe").values())), encoding="utf-8")
-    click.echo(f"wrote {path}")
-
-
 def chosen(context: click.Context, option: click.Parameter, value: str) -> list[str]:
     """Names of recipes, by commas."""
     names = value.split(",")
@@ -150,13 +137,14 @@ def chosen(context: click.Context, option: click.Parameter, value: str) -> list[
               default=Path("runs") / "card_learner", show_default=True,
               help="Where the model and the runs are; a model with the same settings is used again.")
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
-@click.option("--picture", is_flag=True, help="Run nothing; draw docs/card_learning.svg from the rows of --output.")
+@click.option("--picture", "drawing", is_flag=True, help="Run nothing; draw docs/card_learning.svg from --output.")
 def main(
     device: str | None, size: str | None, recipes: list[str], engine: str | None, time_limit: float,
-    recipe_limit: float, seed: int, workdir: Path, output: Path, picture: bool,
+    recipe_limit: float, seed: int, workdir: Path, output: Path, drawing: bool,
 ) -> None:
-    if picture:
-        draw(read_rows(output), PICTURE)
+    if drawing:
+        draw(shown(read_rows(output)), PICTURE)
+        click.echo(f"wrote {PICTURE}")
         return
     about = machine()
     device = device or ("cuda" if about["gpu"] else "cpu")
@@ -174,7 +162,6 @@ def main(
         fine, line = verdict(row)
         click.echo(line)
         good &= fine
-    draw(read_rows(output), output.with_suffix(".svg") if output != RESULTS else PICTURE)
     sys.exit(not good)
 
 

@@ -1,50 +1,51 @@
-"""Reward curves of bench/learner/bench.py, as SVG."""
+"""A picture of the learner's runs: mean reward step by step, and accuracy before and after in words."""
 
+from pathlib import Path
 from typing import Any
 
-from bench.memory.picture import PAPER, text
+import click
 
-WIDTH, PANEL, LEFT, TOP, HEIGHT, FOOT = 860, 390, 46, 64, 210, 92
-LINE, PALE = "#3b82c4", "#d0d7de"
-SMOOTH = 2  # steps to either side that a point is the mean of
+from bench.common.pictures import BLUE, PALE, panels, save
+from bench.common.rows import newest
+from bench.gate.pretend import is_pretend
+
+SMOOTH = 2  # steps on both sides that a point of the thick line is the mean of
 
 
-def svg(rows: list[dict[str, Any]]) -> str:
-    """A panel for each row: mean reward step by step, and accuracy before and after in words."""
-    height = TOP + HEIGHT + FOOT
+def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows for the picture: the newest of each recipe that came to its end on a real machine, of the largest model
+    that there is; those of a card come first. ClickException where there is none."""
+    whole = [row for row in rows if "missing" not in row and not is_pretend(row["gpu"])]
+    if not whole:
+        raise click.ClickException("there is nothing to draw: no run on a real machine came to its end")
+    largest = max(whole, key=lambda row: (row["device"] == "cuda", row["parameters"]))
+    kept = [row for row in whole if all(row[name] == largest[name] for name in ("device", "parameters"))]
+    return list(newest(kept, "recipe").values())
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A panel for each row; the rows are of one model on one machine."""
+    figure, axes = panels(len(rows), 4.6 * len(rows), 3.4)
+    for axis, row in zip(axes, rows, strict=True):
+        panel(axis, row)
     first = rows[0]
     where = first["gpu"] if first["device"] == "cuda" else first["cpu"]
     title = f"{first['parameters'] / 1e6:.1f} M parameters, NF4, {first['engine']}, {where}"
-    lines = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'>",
-        f"<rect width='{WIDTH}' height='{height}' fill='{PAPER}'/>", text(16, 24, title, size=15, weight="bold"),
-    ]
-    for number, row in enumerate(rows):
-        lines += panel(row, LEFT + number * (PANEL + 20))
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    save(figure, path)
 
 
-def panel(row: dict[str, Any], left: int) -> list[str]:
-    """One recipe: axes, the rewards as they were, and smoothed."""
-    top, rewards, width = TOP, row["rewards"], PANEL - 40
-    highest = max(1.0, *rewards)
-    lines = [text(left, top - 12, f"{row['recipe']}: mean reward of {len(rewards)} steps", size=13)]
-    for share in (0.0, 0.5, 1.0):
-        level = top + HEIGHT * (1 - share)
-        lines += [f"<line x1='{left}' x2='{left + width}' y1='{level:.1f}' y2='{level:.1f}' stroke='{PALE}'/>",
-                  text(left - 6, level + 4, f"{share * highest:.1f}", size=11, anchor="end")]
-    lines += [path(rewards, left, width, highest, PALE, 1.5), path(smooth(rewards), left, width, highest, LINE, 2.2)]
-    said = f"held out: {row['accuracy_before']:.1%} before, {row['accuracy_after']:.1%} after"
-    return [*lines, text(left, top + HEIGHT + 22, said, size=12),
-            text(left, top + HEIGHT + 40, f"{row['train_seconds']:.0f} s of training", size=12)]
-
-
-def path(values: list[float], left: int, width: int, highest: float, colour: str, stroke: float) -> str:
-    """A line through the values, the first at the left edge and the last at the right one."""
-    step = width / max(1, len(values) - 1)
-    points = " ".join(f"{left + place * step:.1f},{TOP + HEIGHT * (1 - max(0.0, value) / highest):.1f}"
-                      for place, value in enumerate(values))
-    return f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='{stroke}'/>"
+def panel(axis: Any, row: dict[str, Any]) -> None:
+    """One recipe: the rewards as they were, and smoothed."""
+    rewards = row["rewards"]
+    steps = range(1, len(rewards) + 1)
+    axis.plot(steps, rewards, color=PALE, linewidth=1.5)
+    axis.plot(steps, smooth(rewards), color=BLUE, linewidth=2.2)
+    axis.set_ylim(0, 1.05 * max(1.0, *rewards))
+    axis.grid(axis="y", alpha=0.4)
+    axis.set_title(f"{row['recipe']}: mean reward of {len(rewards)} steps", loc="left")
+    axis.set_xlabel(f"held out: {row['accuracy_before']:.1%} before, {row['accuracy_after']:.1%} after\n"
+                    f"{row['train_seconds']:.0f} s of training", loc="left")
 
 
 def smooth(values: list[float]) -> list[float]:

@@ -4,6 +4,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from bench.common.pictures import panels, save
 from bench.learning.settings import BY_NAME, COMMON
 from bench.learning.verdicts import ERRORS, LAST, beginning, by_setting, distance, end, seed_deviation
 
@@ -62,13 +63,7 @@ def footer(rows: Rows) -> str:
 
 def draw(rows: Rows, path: Path) -> None:
     """Two panels: the algorithms, and dr_grpo under other conditions."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "learning"  # the same rows give the same file
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    figure, axes = panels(2, 11, 4.2, sharey=True)
     for axis, variants in zip(axes, (False, True), strict=True):
         names = [name for name in by_setting(rows) if name == "dr_grpo" or name.startswith("dr_grpo, ") == variants]
         for name in names:
@@ -76,12 +71,10 @@ def draw(rows: Rows, path: Path) -> None:
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8, loc="lower right")
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("right answers")
     axes[0].set_title("algorithms")
     axes[1].set_title("dr_grpo under other conditions")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
 
 
 def curve(axis: Any, kept: Rows, name: str) -> None:

@@ -25,8 +25,10 @@ from rich.console import Console
 
 from bench.common.model_folder import model_folder
 from bench.common.rows import append_row, machine, read_rows
+from bench.common.targets import OURS, judged
+from bench.common.targets import table as target_table
 from bench.gate import pretend
-from bench.loop.goals import OURS, table, verdicts
+from bench.loop.goals import GOALS
 from bench.loop.shapes import loop_shape
 from bench.loop.table import show
 from bench.rollout.shapes import SHAPES
@@ -192,7 +194,7 @@ def main(
 ) -> None:
     """Measure steps of the whole loop, append rows, and say which targets are reached."""
     if targets:
-        Console(width=130).print(table(verdicts(read_rows(output))))
+        Console(width=130).print(target_table(judged(GOALS, read_rows(output))))
         return
     where = machine()  # taken first: the commit is the one that the run began with
     device = device or ("cuda" if where["gpu"] else "cpu")
@@ -207,7 +209,7 @@ def main(
 
     failed = measure(plan, list(names or PROVIDERS), weights, keep, common_of(plan, where, run_name))
     show(rows)
-    Console(width=130).print(table([one for one in verdicts(read_rows(output)) if one.target.device == device]))
+    Console(width=130).print(target_table(judged(GOALS, read_rows(output), device)))
     if failed:
         raise click.ClickException(f"{', '.join(failed)} failed; see above")
 

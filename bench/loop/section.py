@@ -3,7 +3,8 @@
 from typing import Any
 
 from bench.common.rows import newest
-from bench.loop.goals import verdicts
+from bench.common.targets import judged, section
+from bench.loop.goals import GOALS
 from bench.loop.table import PHASES
 
 GIB = 2**30
@@ -21,12 +22,7 @@ def loop_table(rows: list[dict[str, Any]]) -> list[str]:
         f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}",
     ]
     lines += [line_of(row) for row in newest(rows, *CASE).values()]
-    lines += ["", "| where | ours | target | measured | |", "|---|---|---|---|---|"]
-    for verdict in verdicts(rows):
-        target = verdict.target
-        lines.append(f"| {target.device}, {target.shape} | {target.ours} | {target.demand} | {verdict.measured} "
-                     f"| {verdict.status} |")
-    return lines
+    return lines + section("The whole loop: the targets", judged(GOALS, rows))
 
 
 def line_of(row: dict[str, Any]) -> str:

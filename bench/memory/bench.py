@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from bench.common.rows import append_row, machine, read_rows
-from bench.memory.picture import svg
+from bench.memory.picture import draw
 from bench.memory.section import GIB, newest_cases
 from bench.memory.stages import CASES, STAGES, Case, completion_lengths
 
@@ -106,7 +106,7 @@ def main(
 ) -> None:
     """Weigh the stages of each case and append a row of each; or draw them."""
     if picture:
-        PICTURE.write_text(svg(newest_cases(read_rows(output))))
+        draw(newest_cases(read_rows(output)), PICTURE)
         click.echo(f"{PICTURE}")
         return
     common = machine()  # taken first: the commit is the one that the run began with

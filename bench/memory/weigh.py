@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoConfig
 
+from bench.memory.counted_storages import CountedStorages, Known
 from bench.memory.fake_models import make_fake, meta_model, stored
 from bench.memory.features import Features
-from bench.memory.live_bytes import Known, LiveBytes
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.fast_model import FastModel, Loaded
 from lowmem_grpo.loader import ALL_LINEAR, FastLanguageModel
@@ -75,7 +75,7 @@ def weigh(
         learner = Learner(policy, settings, Unmeasured(settings), optimizer, schedule)
         fakes = [moved(mode, batch) for batch in batches]
         held = [value for batch in fakes for value in vars(batch).values() if isinstance(value, Tensor)]
-        with LiveBytes(stored(model) + held, known) as live:
+        with CountedStorages(stored(model) + held, known) as live:
             if features.packing:  # an earlier micro-batch has left the adapters' gradients
                 for parameter in policy.trainable:
                     parameter.grad = torch.zeros_like(parameter)
@@ -144,7 +144,7 @@ class LogitsPolicy(Policy):
 class CountedCopies(ImmediateCopies):
     """Copies to pages that count as host memory."""
 
-    def __init__(self, live: LiveBytes) -> None:
+    def __init__(self, live: CountedStorages) -> None:
         self.live = live
 
     def page(self, num_bytes: int) -> Tensor:

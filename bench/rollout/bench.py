@@ -24,8 +24,10 @@ from rich.table import Table
 
 from bench.common.model_folder import model_folder
 from bench.common.rows import append_row, machine, read_rows
+from bench.common.targets import OURS, judged
+from bench.common.targets import table as target_table
 from bench.kernels.measure import percentiles
-from bench.rollout.goals import BF16, BNB, EAGER, OURS, table, verdicts
+from bench.rollout.goals import BF16, BNB, EAGER, GOALS
 from bench.rollout.shapes import SHAPES
 
 BENCH = Path(__file__).resolve().parents[1]
@@ -138,8 +140,7 @@ def main(
                 append_row(output, row)
         show(rows, f"{size.sequences} sequences x {size.completion_tokens} tokens, {shape}, "
                    f"{common['gpu'] or common['cpu']}")
-    found = verdicts(read_rows(output))
-    console.print(table(found if targets else [verdict for verdict in found if verdict.target.device == device]))
+    console.print(target_table(judged(GOALS, read_rows(output), None if targets else device)))
 
 
 if __name__ == "__main__":

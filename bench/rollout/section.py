@@ -3,7 +3,8 @@
 from typing import Any
 
 from bench.common.rows import newest
-from bench.rollout.goals import verdicts
+from bench.common.targets import judged, section
+from bench.rollout.goals import GOALS
 
 MIB = 2**20
 
@@ -18,11 +19,7 @@ def rollout_table(rows: list[dict[str, Any]]) -> list[str]:
     ]
     for row in newest(rows, "shape", "provider", "device", "gpu", "cpu", "cores", "threads").values():
         lines.append(line_of(row))
-    lines += ["", "| where | target | measured | |", "|---|---|---|---|"]
-    for verdict in verdicts(rows):
-        target = verdict.target
-        lines.append(f"| {target.device}, {target.shape} | {target.demand} | {verdict.measured} | {verdict.status} |")
-    return lines
+    return lines + section("Rollouts: the targets", judged(GOALS, rows))
 
 
 def line_of(row: dict[str, Any]) -> str:

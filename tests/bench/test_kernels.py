@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from bench.common.make_results import document
+
 pytest.importorskip("triton")
 BENCH = Path(__file__).parents[2] / "bench"
 KERNELS = '''
@@ -169,10 +171,7 @@ def test_ours_is_set_against_its_bare_products(measured: list[dict[str, Any]]) -
 def page(folder: Path, rows: list[dict[str, Any]]) -> str:
     """RESULTS.md made of these kernel rows alone."""
     (folder / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output = folder / "RESULTS.md"
-    done = run("bench.common.make_results", "--results", folder, "--output", output)
-    assert done.returncode == 0, done.stderr
-    return output.read_text()
+    return document(folder)
 
 
 def logprob_row(provider: str, p50: float, peak: int, **fields: Any) -> dict[str, Any]:

@@ -12,17 +12,20 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from click import ClickException
+from click.testing import CliRunner
 
+from bench.learner.bench import fresh, main, verdict
+from bench.learner.lessons import answer_of, lessons
+from bench.learner.picture import draw, shown
+from bench.learner.section import card_learning_table
+from bench.learner.sizes import LESSON, SIZES, read_lesson, settings
 from lowmem_grpo.recipes.problems.arithmetic import Problem
 from lowmem_grpo.recipes.problems.countdown import Countdown, answer_text, evaluate
+from lowmem_grpo.recipes.tiny.from_scratch import make_model, make_tokenizer
 from lowmem_grpo.recipes.tiny.tiny_model import ERROR_RATE
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-
-
-@pytest.fixture(autouse=True)
-def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH.parent))
 
 
 def row(recipe: str = "countdown", **changes: Any) -> dict[str, Any]:
@@ -44,8 +47,6 @@ def gone(row: dict[str, Any], reason: str) -> dict[str, Any]:
 
 
 def test_a_planted_mistake_is_right_or_uses_other_numbers_or_mistakes_are_too_many() -> None:
-    from bench.learner.lessons import answer_of, lessons
-
     rng, source, wrong = random.Random(0), lessons("test"), 0
     puzzles = [problem for problem, _ in zip(source, range(2000), strict=False) if isinstance(problem, Countdown)]
     for puzzle in puzzles:
@@ -58,8 +59,6 @@ def test_a_planted_mistake_is_right_or_uses_other_numbers_or_mistakes_are_too_ma
 
 
 def test_a_lesson_is_a_test_problem_or_one_task_is_missing() -> None:
-    from bench.learner.lessons import lessons
-
     taught = [problem for problem, _ in zip(lessons("a"), range(400), strict=False)]
     assert {problem.split for problem in taught} == {"train"}
     assert Counter(type(problem) for problem in taught) == {Problem: 200, Countdown: 200}
@@ -69,8 +68,6 @@ def test_a_lesson_is_a_test_problem_or_one_task_is_missing() -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "small", "full"])
 def test_a_size_does_not_suit_nf4_blocks_or_attention_kernels(name: str) -> None:
-    from bench.learner.sizes import SIZES
-
     shape = SIZES[name].shape
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     assert shape["hidden_size"] == 64 * heads and heads % kv_heads == 0
@@ -78,16 +75,11 @@ def test_a_size_does_not_suit_nf4_blocks_or_attention_kernels(name: str) -> None
 
 
 def test_the_full_size_is_no_small_language_model() -> None:
-    from bench.learner.sizes import SIZES
-    from lowmem_grpo.recipes.tiny.from_scratch import make_model, make_tokenizer
-
     model = make_model(make_tokenizer(["a text"], 300), 0, SIZES["full"].shape)
     assert 10e6 <= model.num_parameters() <= 30e6
 
 
 def test_a_model_of_other_settings_is_taken_for_the_one_that_is_wanted(tmp_path: Path) -> None:
-    from bench.learner.sizes import LESSON, read_lesson, settings
-
     wanted = settings("tiny", 10, 0)
     assert read_lesson(tmp_path, wanted) is None
     (tmp_path / LESSON).write_text(json.dumps({"settings": wanted, "parameters": 1}))
@@ -107,22 +99,16 @@ def test_a_model_of_other_settings_is_taken_for_the_one_that_is_wanted(tmp_path:
     ({"accuracy_after": 0.3, "gpu": "Null CUDA sm_90 (no GPU)"}, True, "nothing can be learnt"),
 ])
 def test_a_run_that_did_not_learn_on_a_card_passes(changes: dict[str, Any], good: bool, said: str) -> None:
-    from bench.learner.bench import verdict
-
     fine, line = verdict(row(**changes))
     assert fine is good and said in line, line
 
 
 @pytest.mark.parametrize("size", ["tiny", "full"])
 def test_a_run_that_broke_off_passes(size: str) -> None:
-    from bench.learner.bench import verdict
-
     assert verdict(gone(row(size=size), "out of memory")) == (False, "countdown: out of memory")
 
 
 def test_a_process_that_fails_or_hangs_goes_unseen() -> None:
-    from bench.learner.bench import fresh
-
     assert fresh([sys.executable, "-c", "print('well')"], "cpu", None) is None
     assert fresh([sys.executable, "-c", "raise ValueError('no')"], "cpu", None) == "ValueError: no"
     assert fresh([sys.executable, "-c", "raise SystemExit(3)"], "cpu", None) == "exit code 3"
@@ -133,8 +119,6 @@ def test_a_process_that_fails_or_hangs_goes_unseen() -> None:
 
 
 def test_the_page_shows_an_old_row_or_hides_a_failure() -> None:
-    from bench.learner.section import card_learning_table
-
     rows = [row(accuracy_after=0.1), row(), gone(row("arithmetic"), "no | vLLM"), row("arithmetic", size="tiny"),
             row(gpu="Null CUDA sm_90 (no GPU)", accuracy_after=0.99)]
     page = card_learning_table(rows)
@@ -146,26 +130,20 @@ def test_the_page_shows_an_old_row_or_hides_a_failure() -> None:
     assert card_learning_table([row(size="tiny")]) == []
 
 
-def test_the_picture_is_no_svg_or_lacks_a_recipe() -> None:
-    from bench.learner.picture import svg
-
-    picture = svg([row("arithmetic", rewards=[0.2, 1.1, 0.9]), row(rewards=[0.5])])
-    words = " ".join(ElementTree.fromstring(picture).itertext())
+def test_the_picture_is_no_svg_or_lacks_a_recipe(tmp_path: Path) -> None:
+    draw([row("arithmetic", rewards=[0.2, 1.1, 0.9]), row(rewards=[0.5])], tmp_path / "a.svg")
+    words = " ".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
     assert "25.0 M parameters, NF4, vllm, NVIDIA H200" in words
     assert "arithmetic: mean reward of 3 steps" in words and "countdown: mean reward of 1 steps" in words
     assert "40.0% before, 60.0% after" in words
 
 
-def test_the_picture_mixes_sizes_or_shows_a_pretend_card(tmp_path: Path) -> None:
-    from bench.learner.bench import draw
-
+def test_the_picture_mixes_sizes_or_shows_a_pretend_card() -> None:
     rows = [row("arithmetic", size="small", device="cpu", parameters=10**6), row(),
             row("arithmetic", gpu="Null CUDA sm_90 (no GPU)")]
-    draw(rows, tmp_path / "a.svg")
-    text = (tmp_path / "a.svg").read_text()
-    assert "countdown" in text and "arithmetic" not in text
-    draw([gone(row(), "broken")], tmp_path / "b.svg")
-    assert not (tmp_path / "b.svg").exists()
+    assert [(kept["recipe"], kept["size"]) for kept in shown(rows)] == [("countdown", "full")]
+    with pytest.raises(ClickException, match="nothing to draw"):
+        shown([gone(row(), "broken")])
 
 
 # one run
@@ -186,7 +164,6 @@ def test_a_tiny_run_does_not_go_through_everything(tmp_path: Path) -> None:
     assert len(found["rewards"]) == 2 and found["pretrain"]["steps"] == 4
     assert all(0 <= found[f"accuracy_{when}"] <= 1 for when in ("before", "after"))
     assert found["peak_bytes"] > 2**20 and found["parameters"] > 10**5 and found["commit"]
-    assert (tmp_path / "rows.svg").is_file()
     summary = json.loads((tmp_path / "work" / "countdown-tiny" / "summary.json").read_text())
     assert summary["config"]["max_steps"] == 2
 
@@ -196,9 +173,7 @@ def test_a_tiny_run_does_not_go_through_everything(tmp_path: Path) -> None:
     (["--time-limit", "0"], "0"),
 ])
 def test_an_unknown_recipe_or_size_is_taken(words: list[str], said: str) -> None:
-    from click.testing import CliRunner
 
-    from bench.learner.bench import main
 
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2 and said in result.output

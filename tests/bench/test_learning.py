@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from bench.learning.bench import one
+from bench.learning.report import write_report
+from bench.learning.settings import BY_NAME, COMMON, SETTINGS
+from bench.learning.verdicts import distance, failures
+from lowmem_grpo import GRPOConfig
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-
-
-@pytest.fixture(autouse=True)
-def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH.parent))
 
 
 def made_up(name: str, seed: int, last: float = 0.9) -> dict[str, Any]:
@@ -20,8 +21,6 @@ def made_up(name: str, seed: int, last: float = 0.9) -> dict[str, Any]:
 
 
 def test_runs_that_learn_and_agree_are_failures() -> None:
-    from bench.learning.verdicts import distance, failures
-
     rows = [made_up(name, seed) for name in ("dr_grpo", "dr_grpo, 4-bit", "grpo") for seed in range(3)]
     assert failures(rows) == []
     apart, allowed = distance(rows, "dr_grpo, 4-bit") or (1.0, 0.0)
@@ -30,30 +29,21 @@ def test_runs_that_learn_and_agree_are_failures() -> None:
 
 
 def test_a_run_that_does_not_learn_passes() -> None:
-    from bench.learning.verdicts import failures
-
     (line,) = failures([made_up("dr_grpo", 0), made_up("grpo", 0, last=0.5)])
     assert line == "grpo, seed 0: 40.0% -> 50.0%, so it did not learn"
 
 
 def test_settings_that_differ_pass_for_the_same() -> None:
-    from bench.learning.verdicts import failures
-
     rows = [made_up("dr_grpo", s) for s in range(3)] + [made_up("dr_grpo, vLLM", s, last=0.8) for s in range(3)]
     (line,) = failures(rows)
     assert line == "dr_grpo, vLLM: -10.0% from dr_grpo, allowed are 2.0%"
 
 
 def test_a_run_that_broke_off_passes() -> None:
-    from bench.learning.verdicts import failures
-
     assert failures([{"setting": "grpo", "seed": 1, "missing": "MemoryError"}]) == ["grpo, seed 1: MemoryError"]
 
 
 def test_the_page_lacks_a_setting_or_the_picture_differs_from_one_time_to_the_next(tmp_path: Path) -> None:
-    from bench.learning.report import write_report
-    from bench.learning.settings import SETTINGS
-
     rows = [made_up(setting.name, seed) for setting in SETTINGS for seed in range(2)]
     page = write_report(rows, tmp_path)
     assert all(f"| {setting.name} |" in page for setting in SETTINGS)
@@ -64,9 +54,6 @@ def test_the_page_lacks_a_setting_or_the_picture_differs_from_one_time_to_the_ne
 
 
 def test_every_setting_is_refused_or_names_one_that_is_not_there() -> None:
-    from bench.learning.settings import BY_NAME, COMMON, SETTINGS
-    from lowmem_grpo import GRPOConfig
-
     for setting in SETTINGS:
         GRPOConfig(**(COMMON | setting.config))
         assert setting.like is None or setting.like in BY_NAME
@@ -74,8 +61,6 @@ def test_every_setting_is_refused_or_names_one_that_is_not_there() -> None:
 
 @pytest.mark.slow
 def test_a_real_run_gives_no_curve() -> None:
-    from bench.learning.bench import one
-
     row = one("dr_grpo, one step stale, corrected", 0, 2)
     assert "missing" not in row, row
     assert len(row["right"]) == len(row["rewards"]) == 3  # one rollout more than updates

@@ -12,19 +12,24 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from bench.common.make_results import document
+from bench.common.targets import judged
+from bench.loop import bench as loop
+from bench.loop import ours as loop_ours
+from bench.loop import provider as loop_run
+from bench.loop import with_trl as loop_trl
+from bench.loop.bench import Plan, outcome, row_of
+from bench.loop.goals import GOALS
+from bench.loop.inputs import NO_CARD, ByPlace, Patience, engine_share, prompt_rows
+from bench.loop.phase_watch import PhaseWatch
+from bench.loop.shapes import loop_shape, weight_bytes
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 OURS = "lowmem_grpo"
 MIB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH.parent))
-
-
 def called(*arguments: str) -> Any:
-    from bench.loop import bench as loop
-
     return CliRunner().invoke(loop.main, list(arguments))
 
 
@@ -32,8 +37,6 @@ def called(*arguments: str) -> Any:
 
 
 def test_phases_of_a_step_stand_still_while_an_inner_one_runs_and_add_up_to_it() -> None:
-    from bench.loop.phase_watch import PhaseWatch
-
     watch, began = PhaseWatch("cpu"), time.perf_counter()
     with watch.step():
         with watch.phase("score"):
@@ -53,8 +56,6 @@ def test_phases_of_a_step_stand_still_while_an_inner_one_runs_and_add_up_to_it()
 
 
 def test_each_phase_has_its_own_peak_of_host_memory() -> None:
-    from bench.loop.phase_watch import PhaseWatch
-
     watch = PhaseWatch("cpu")
     with watch.step():
         with watch.phase("train"):
@@ -70,8 +71,6 @@ def test_each_phase_has_its_own_peak_of_host_memory() -> None:
 
 
 def test_phases_outside_of_a_step_count_for_none_and_a_step_must_end_outside_of_phases() -> None:
-    from bench.loop.phase_watch import PhaseWatch
-
     watch = PhaseWatch("cpu")
     with watch.phase("generate"):
         pass
@@ -101,9 +100,6 @@ class Words:
 
 
 def test_prompts_have_exactly_the_wanted_tokens_and_differ_or_are_refused() -> None:
-    from bench.loop.inputs import prompt_rows
-    from bench.loop.shapes import loop_shape
-
     size = loop_shape("tiny", prompts=2)
     rows = prompt_rows(Words(1), size, steps=3)
     assert len(rows) == 6
@@ -115,9 +111,6 @@ def test_prompts_have_exactly_the_wanted_tokens_and_differ_or_are_refused() -> N
 
 @pytest.mark.parametrize("name", ["full", "tiny"])
 def test_rewards_leave_no_completion_without_an_advantage(name: str) -> None:
-    from bench.loop.inputs import ByPlace
-    from bench.loop.shapes import loop_shape
-
     size = loop_shape(name, prompts=2)
     reward = ByPlace(size.n)
     rewards = reward([[1, 2, 3]] * size.sequences)
@@ -128,8 +121,6 @@ def test_rewards_leave_no_completion_without_an_advantage(name: str) -> None:
 
 
 def test_the_full_shape_is_that_of_the_issue_and_weighs_what_8b_weighs() -> None:
-    from bench.loop.shapes import loop_shape, weight_bytes
-
     size = loop_shape("full")
     assert (size.sequences, size.prompt_tokens, size.completion_tokens) == (8, 1024, 4096)
     assert weight_bytes(size, four_bit=False) == pytest.approx(2 * 8.03e9, rel=0.01)
@@ -137,9 +128,6 @@ def test_the_full_shape_is_that_of_the_issue_and_weighs_what_8b_weighs() -> None
 
 
 def test_a_peers_vllm_gets_room_for_weights_and_cache_but_not_more_than_may_be_used() -> None:
-    from bench.loop.inputs import NO_CARD, engine_share
-    from bench.loop.shapes import loop_shape, weight_bytes
-
     size = loop_shape("full")
     share = engine_share(size, False, None)
     assert weight_bytes(size, False) + size.kv_bytes < share * NO_CARD < 0.95 * NO_CARD
@@ -148,8 +136,6 @@ def test_a_peers_vllm_gets_room_for_weights_and_cache_but_not_more_than_may_be_u
 
 @pytest.mark.parametrize(("limit", "more"), [(float("inf"), True), (100.0, True), (33.0, False), (1.0, False)])
 def test_a_step_that_would_not_end_in_time_is_not_begun(limit: float, more: bool) -> None:
-    from bench.loop.inputs import Patience
-
     steps = [{"seconds": {"generate": 1.0}}, {"seconds": {"generate": 20.0, "train": 10.0}}]
     assert Patience(limit).another(steps) == more
 
@@ -157,9 +143,6 @@ def test_a_step_that_would_not_end_in_time_is_not_begun(limit: float, more: bool
 def test_without_time_for_a_second_step_the_first_is_the_timed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench.loop import ours as loop_ours
-    from bench.loop import provider as loop_run
-
     def run(options: Any, watch: Any, outputs: str, engine: str) -> dict[str, Any]:
         for _ in range(options.done):
             with watch.step():
@@ -176,10 +159,6 @@ def test_without_time_for_a_second_step_the_first_is_the_timed_one(
 def test_an_error_of_ours_is_raised_and_one_of_a_peer_or_of_a_missing_engine_is_a_reason(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench.loop import ours as loop_ours
-    from bench.loop import provider as loop_run
-    from bench.loop import with_trl as loop_trl
-
     def fails(kind: str) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             raise type(kind, (Exception,), {})("no\nroom")
@@ -207,8 +186,6 @@ def ended(code: int, out: str = "", err: str = "") -> "subprocess.CompletedProce
 
 
 def test_what_a_process_says_last_is_its_result_or_the_reason_why_there_is_none() -> None:
-    from bench.loop.bench import outcome
-
     assert outcome(ended(0, '{"train_runtime": 1}\n{"tokens": [1]}\n')) == {"tokens": [1]}
     found = outcome(ended(-9, "", "loading\nKilled\n"))
     assert found["missing"] == "ended with -9: Killed" and found["failed"]
@@ -223,8 +200,6 @@ COMMON = {
 
 
 def test_a_row_holds_medians_of_time_largest_peaks_and_speeds_of_each_phase() -> None:
-    from bench.loop.bench import row_of
-
     steps = [
         {"seconds": {"generate": 40.0, "train": 10.0, "rest": 0.0}, "used_bytes": {"generate": 5, "train": 9}},
         {"seconds": {"generate": 20.0, "train": 30.0, "switch": 2.0}, "used_bytes": {"generate": 7, "train": 8}},
@@ -242,8 +217,6 @@ def test_a_row_holds_medians_of_time_largest_peaks_and_speeds_of_each_phase() ->
 
 
 def test_a_provider_that_is_too_slow_or_whose_interpreter_is_not_there_is_missing(tmp_path: Path) -> None:
-    from bench.loop.bench import Plan
-
     plan = Plan("cpu", "tiny", 1, 1, None, 1, 1, 0.01, None, {"unsloth": str(tmp_path / "python")})
     assert plan.run("trl_transformers", tmp_path)["missing"] == "took more than 0.01 s"
     why = plan.run("unsloth", tmp_path)["missing"]
@@ -254,8 +227,6 @@ def test_a_provider_that_is_too_slow_or_whose_interpreter_is_not_there_is_missin
 def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_command(
     broken: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench.loop import bench as loop
-
     output = tmp_path / "rows.jsonl"
     names = [broken, "unsloth", OURS]
     seen: list[int] = []
@@ -354,10 +325,9 @@ def row(provider: str, seconds: float = 100.0, used: int = 30, **other: Any) -> 
     } | other
 
 
-def judged(rows: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
-    from bench.loop.goals import verdicts
-
-    return {(verdict.target.peer, verdict.target.measure): verdict.status for verdict in verdicts(rows)}
+def statuses(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """How each goal stands by these rows."""
+    return {one.goal.demand: one.status for one in judged(GOALS, rows)}
 
 
 @pytest.mark.parametrize(("seconds", "used", "expected"), [
@@ -367,16 +337,16 @@ def test_targets_compare_time_and_memory_with_each_peer_of_the_same_run(
     seconds: float, used: int, expected: tuple[str, str]
 ) -> None:
     older = row("trl", 1.0, 1, run="0")
-    found = judged([older, row(OURS), row("trl", seconds, used), row("unsloth", missing="no module")])
-    assert (found["trl", "seconds"], found["trl", "memory"]) == expected
-    assert {status for (peer, _), status in found.items() if peer != "trl"} == {"not run"}
+    found = statuses([older, row(OURS), row("trl", seconds, used), row("unsloth", missing="no module")])
+    assert (found.pop("seconds of a step: below 1 x trl"), found.pop("memory in use: at most 1 x trl")) == expected
+    assert set(found.values()) == {"not run"}
 
 
 @pytest.mark.parametrize("other", [
     {"run": "2"}, {"gib": 24.0}, {"prompts": 4}, {"shape": "tiny"}, {"gpu": "NVIDIA L4"}, {"missing": "why"},
 ])
 def test_rows_of_another_run_case_or_card_are_not_compared(other: dict[str, Any]) -> None:
-    assert set(judged([row(OURS), row("trl", 200.0, 99, **other)]).values()) == {"not run"}
+    assert set(statuses([row(OURS), row("trl", 200.0, 99, **other)]).values()) == {"not run"}
 
 
 def test_targets_alone_measure_nothing(tmp_path: Path) -> None:
@@ -389,8 +359,6 @@ def test_targets_alone_measure_nothing(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_newest_row_of_each_provider_and_what_is_missing(tmp_path: Path) -> None:
-    from bench.common.make_results import document
-
     gone = {key: value for key, value in row("unsloth").items() if key in {*COMMON, "provider"}}
     rows = [row(OURS, 1.0), row("trl", 200.0), gone | {"missing": "no module | at all"}, row(OURS, 123.0, run="2")]
     (tmp_path / "loop.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
@@ -400,4 +368,4 @@ def test_the_page_shows_the_newest_row_of_each_provider_and_what_is_missing(tmp_
     assert f"| {OURS} | 123.00 | 75.0% | " in lines[0] and "| 12.00 | NVIDIA H200 |" in lines[0]
     assert "missing: no module / at all" in lines[2]
     assert len({line.count("|") for line in lines}) == 1
-    assert f"| cuda, full | {OURS} | seconds of a step: below 1 x trl | 0.005 x | met |" in text
+    assert f"| loop, full, {OURS}, H200 | seconds of a step: below 1 x trl | 0.005 x | met |" in text

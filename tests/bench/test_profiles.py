@@ -12,24 +12,20 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from bench.common.model_folder import MADE
+from bench.profiles import bench as profiles
+from bench.profiles.reader import events_of
+from bench.profiles.timeline import Event, common, innermost, length, summarize, union
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
-@pytest.fixture(autouse=True)
-def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH.parent))
-
-
 def event(start: float, end: float, kind: str = "kernel", name: str = "gemm", stream: str = "7") -> Any:
-    from bench.profiles.timeline import Event
-
     return Event(start, end - start, stream, kind, name)
 
 
 def called(*arguments: str) -> Any:
     """A call in this process, which has torch already."""
-    from bench.profiles import bench as profiles
-
     return CliRunner().invoke(profiles.main, list(arguments))
 
 
@@ -49,15 +45,11 @@ def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
     ([(1.0, 9.0), (2.0, 3.0), (8.0, 10.0)], [(1.0, 10.0)]),
 ])
 def test_spans_that_overlap_or_touch_become_one(spans: list[Any], merged: list[Any]) -> None:
-    from bench.profiles.timeline import length, union
-
     assert union(spans) == merged
     assert length(spans) == sum(end - begin for begin, end in merged)
 
 
 def test_time_that_lies_in_both_is_counted_once() -> None:
-    from bench.profiles.timeline import common
-
     first = [(0.0, 4.0), (2.0, 5.0), (10.0, 12.0), (20.0, 21.0)]
     assert common(first, [(1.0, 3.0), (4.0, 11.0)]) == [(1.0, 3.0), (4.0, 5.0), (10.0, 11.0)]
     assert common(first, []) == []
@@ -65,8 +57,6 @@ def test_time_that_lies_in_both_is_counted_once() -> None:
 
 
 def test_kernels_side_by_side_are_busy_once_and_share_their_own_time() -> None:
-    from bench.profiles.timeline import summarize
-
     found = summarize([event(0, 10), event(5, 10, name="norm", stream="8"), event(30, 40)], steps=2)
     assert (found.span, found.busy, found.kernels) == (40, 20, 3)
     assert found.idle_share == 0.5
@@ -74,8 +64,6 @@ def test_kernels_side_by_side_are_busy_once_and_share_their_own_time() -> None:
 
 
 def test_the_longest_idle_time_comes_first_with_what_the_cpu_ran() -> None:
-    from bench.profiles.timeline import summarize
-
     host = [event(11, 50, "host", "aten::item"), event(11.5, 29, "host", "cudaStreamSynchronize"),
             event(55, 61, "host", "aten::mm"), event(0, 5, "host", "aten::add")]
     kernels = [event(0, 10), event(30, 40), event(50, 60), event(60, 70)]
@@ -90,8 +78,6 @@ def test_the_longest_idle_time_comes_first_with_what_the_cpu_ran() -> None:
 
 
 def test_copies_are_overlapped_by_kernels_of_any_stream_and_by_nothing_else() -> None:
-    from bench.profiles.timeline import summarize
-
     copies = [event(5, 15, "copy", "Memcpy DtoH"), event(12, 20, "copy", "Memcpy HtoD"), event(100, 105, "copy")]
     kernels = [event(0, 10), event(8, 13, stream="9")]
     found = summarize([*copies, *kernels, event(0, 200, "host", "aten::copy_")], steps=1)
@@ -103,15 +89,11 @@ def test_copies_are_overlapped_by_kernels_of_any_stream_and_by_nothing_else() ->
 
 
 def test_an_empty_profile_has_no_time_and_divides_by_nothing() -> None:
-    from bench.profiles.timeline import summarize
-
     found = summarize([], steps=1)
     assert (found.span, found.busy, found.idle_share, found.top, found.gaps) == (0, 0, 0, [], [])
 
 
 def test_nested_ops_become_what_each_did_itself() -> None:
-    from bench.profiles.timeline import innermost
-
     ops = [event(0, 10, "host", "linear"), event(2, 6, "host", "mm"), event(3, 4, "host", "empty"),
            event(6, 8, "host", "add"), event(0, 3, "host", "other", stream="8"), event(12, 13, "host", "view")]
     found = [(one.name, one.start, one.end) for one in innermost(ops) if one.stream == "7"]
@@ -136,8 +118,6 @@ TRACE = [
 
 
 def test_the_reader_tells_kernels_copies_launches_and_ops_apart() -> None:
-    from bench.profiles.reader import events_of
-
     found = events_of(TRACE)
     kinds = [(one.kind, one.name) for one in found]
     assert [name for kind, name in kinds if kind == "kernel"] == ["gemm", "norm", "Memset (Device)", "Memcpy DtoD"]
@@ -194,8 +174,6 @@ def test_both_parts_are_profiled_on_the_cpu_and_a_weights_folder_is_used_again(t
 
 def other_model(folder: Path) -> Path:
     """A folder that a benchmark would take for its own, with the config of another shape."""
-    from bench.common.model_folder import MADE
-
     (folder / MADE).parent.mkdir()
     (folder / MADE).touch()
     (folder / "config.json").write_text('{"hidden_size": 4096}')
@@ -214,8 +192,6 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_part_that_fails_is_named_and_the_other_one_runs(
     error: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench.profiles import bench as profiles
-
     looked = []
 
     def look(part: str, folder: Path, options: dict[str, Any], row: dict[str, Any]) -> None:
@@ -232,9 +208,6 @@ def test_a_part_that_fails_is_named_and_the_other_one_runs(
 
 
 def test_a_card_whose_kernels_are_not_seen_says_so_on_its_page(tmp_path: Path) -> None:
-    from bench.profiles import bench as profiles
-    from bench.profiles.timeline import summarize
-
     row = {"gpu": "some", "cpu": "some", "device": "cuda", "commit": "abc", "date": "2026-01-01", "versions": {}}
     profiles.keep("train", "A training step", row, summarize([event(0, 1)], 1), True, tmp_path)
     assert profiles.NO_KERNELS in (tmp_path / "train.md").read_text()

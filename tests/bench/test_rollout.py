@@ -9,25 +9,19 @@ from typing import Any
 
 import pytest
 
+from bench.common.targets import judged
+from bench.rollout.goals import GOALS
+from bench.rollout.section import rollout_table
 from lowmem_grpo.engines.choice import why_not_here
 
 BENCH = Path(__file__).parents[2] / "bench"
 OURS, BNB, BF16 = "lowmem_grpo", "vllm_bnb_lora", "vllm_bf16_lora"
 WITH_VLLM = why_not_here("cpu") is None
-JUDGE = "import json, sys, bench.rollout.goals as t; rows = json.load(sys.stdin); " \
-        "print(json.dumps([[v.target.demand, v.target.device, v.status] for v in t.verdicts(rows)]))"
-SECTION = "import json, sys, bench.rollout.section as r; print('\\n'.join(r.rollout_table(json.load(sys.stdin))))"
 
 
-def bench(*arguments: str, content: Any = None) -> str:
-    """Standard output of a call in bench/."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=BENCH.parent, input=json.dumps(content), capture_output=True, text=True,
-        timeout=230,
-        env=os.environ | {"COLUMNS": "200"}, check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def statuses(rows: list[dict[str, Any]], device: str) -> dict[str, str]:
+    """How each goal of a device stands by these rows."""
+    return {one.goal.demand: one.status for one in judged(GOALS, rows, device)}
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +29,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[s
     """The rows of a run on the CPU by provider, and what it printed."""
     output = tmp_path_factory.mktemp("rollout") / "rows.jsonl"
     names = [OURS, "transformers", BNB]
-    printed = bench("-m", "bench.rollout.bench", "--device", "cpu", "--rounds", "2", "--output", str(output),
-                    *(word for name in names for word in ("--provider", name)))
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.rollout.bench", "--device", "cpu", "--rounds", "2", "--output", str(output),
+         *(word for name in names for word in ("--provider", name))],
+        cwd=BENCH.parent, capture_output=True, text=True, timeout=230, env=os.environ | {"COLUMNS": "200"}, check=False,
+    )
+    assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["provider"] for row in rows] == names
-    return {row["provider"]: row for row in rows}, printed
+    return {row["provider"]: row for row in rows}, done.stdout
 
 
 @pytest.mark.slow
@@ -82,41 +80,39 @@ def row(provider: str, run: str = "1", **values: Any) -> dict[str, Any]:
     } | values
 
 
-@pytest.mark.parametrize(("bnb", "bf16", "added", "verdicts"), [
+@pytest.mark.parametrize(("bnb", "bf16", "added", "expected"), [
     (60.0, 100.0, 10**6, ["met"] * 4), (70.0, 101.0, 2 * 10**8, ["missed"] * 4),
     (None, 99.0, 6 * 10**7, ["not run", "met", "met", "missed"]),
 ])
 def test_targets_compare_providers_of_one_run(
-    bnb: float | None, bf16: float, added: int, verdicts: list[str]
+    bnb: float | None, bf16: float, added: int, expected: list[str]
 ) -> None:
     rows = [row(OURS, added_bytes=added), row(BF16, p50=bf16),
             row(BNB, p50=bnb) if bnb else {**row(BNB), "missing": "no module"}, row(BNB, run="0", p50=1.0)]
-    found = json.loads(bench("-c", JUDGE, content=rows))
-    card = [status for _, device, status in found if device == "cuda"]
-    assert card[:4] == verdicts
-    assert {status for _, device, status in found if device == "cpu"} == {"not run"}
+    assert list(statuses(rows, "cuda").values())[:4] == expected
+    assert set(statuses(rows, "cpu").values()) == {"not run"}
 
 
 @pytest.mark.parametrize(("freed", "status"), [(0.99, "met"), (0.5, "missed"), (None, "not run")])
 def test_a_cache_that_stays_when_the_engine_sleeps_misses_its_target(freed: float | None, status: str) -> None:
     measured = {} if freed is None else {"sleep_freed_bytes": freed * 2**30}
-    found = json.loads(bench("-c", JUDGE, content=[row(OURS, kv_bytes=2**30, **measured)]))
-    assert [how for demand, device, how in found if device == "cuda" and "sleep" in demand] == [status]
+    found = statuses([row(OURS, kv_bytes=2**30, **measured)], "cuda")
+    assert [how for demand, how in found.items() if "sleep" in demand] == [status]
 
 
 def test_another_card_and_another_shape_do_not_count() -> None:
     rows = [row(name, **other) for name in (OURS, BNB, BF16) for other in ({"gpu": "NVIDIA L4"}, {"shape": "tiny"})]
-    assert {status for *_, status in json.loads(bench("-c", JUDGE, content=rows))} == {"not run"}
+    assert set(statuses(rows, "cuda").values()) == {"not run"}
 
 
 def test_the_section_shows_the_newest_row_of_each_provider_and_what_is_missing() -> None:
     gone = {key: value for key, value in row(BNB).items() if not key.startswith("p")} | {
         "provider": BNB, "missing": "no module | at all",
     }
-    text = bench("-c", SECTION, content=[row(OURS, p50=1.0), gone, row(OURS, run="2", p50=123.0)])
-    lines = [line for line in text.splitlines() if line.startswith("| full: 64 x 1024")]
+    page = rollout_table([row(OURS, p50=1.0), gone, row(OURS, run="2", p50=123.0)])
+    lines = [line for line in page if line.startswith("| full: 64 x 1024")]
     assert len(lines) == 2
     assert " | 123 | " in lines[0]
     assert "missing: no module / at all" in lines[1]
     assert len({line.count("|") for line in lines}) == 1
-    assert "| cuda, full | tokens/s at least 1.5 x vllm_bnb_lora |  | not run |" in text
+    assert any(line.startswith("- rollout, full, H200: tokens/s at least 1.5 x vllm_bnb_lora;") for line in page)

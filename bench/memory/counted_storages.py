@@ -52,7 +52,7 @@ class Made:
     place: str
 
 
-class LiveBytes(TorchDispatchMode):
+class CountedStorages(TorchDispatchMode):
     """Inside, `now` is the bytes alive on the device, `peak` the most there were and `at_peak` what they were.
 
     Storages of `weights` are not counted. What is made inside `on_host()` counts as `host_now` and `host_peak`.
