@@ -14,8 +14,8 @@ CALLS: dict[int, tuple[str, ...]] = {
     1: (ENGINE, "tests/smoke 4-bit", "kernels/linear_logprobs", "kernels/nf4_linear", "memory/step-16",
         "tests/kernels logprob", "tests/kernels nf4", "tests/kernels"),
     2: ("rollout/lowmem_grpo", "rollout/vllm_bf16_lora", "loop/lowmem_grpo", "profile/decode"),
-    3: ("learner/arithmetic", "rollout/vllm_bnb_lora", "profile/train", "tests/vllm", "tests/smoke vllm wakes",
-        "tests"),
+    3: ("learner/arithmetic", "rollout/vllm_bnb_lora", "profile/train", "tests/vllm on_card", "tests/vllm",
+        "tests/smoke vllm wakes", "tests"),
 }
 NUMBERS = ("kernels", "memory", "rollout", "loop", "profile", "learner", "peers")  # stages that leave rows
 TESTS = "tests"  # the stage that leaves none

@@ -95,7 +95,7 @@ def tests(setup: Setup) -> list[Piece]:
         *(selected(setup, "vllm", "gpu and vllm", path, needs=vllm, least=120) for path in package
           if WITH_VLLM.search(path.read_text())),
         *(selected(setup, "package", "gpu and not vllm", path, needs=bare) for path in package
-          if not path.name.startswith("test_vllm")),
+          if "vllm" not in str(path.relative_to(TESTS))),  # there every test for a card needs vLLM
         *(smoke(setup, name) for name in VARIANTS),
         *(selected(setup, "kernels", "gpu", path, workers=6 if setup.form == CARD else 0) for path in kernels),
     ]

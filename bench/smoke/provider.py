@@ -17,11 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from bench.gate.pretend import is_pretend
 from bench.smoke.variants import CACHE, CARD, VARIANTS, Variant
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.pretrained import TINY, resolve
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.recipes.arithmetic import make_dataset
+from lowmem_grpo.types import Rollout
 
 KEPT = ("loss", "grad_norm", "entropy", "groups/with_signal", "memory/oom_train", "memory/oom_generate",
         "memory/peak_bytes", "sampling/parity/mean", "step_time", "learning_rate")
@@ -32,6 +35,17 @@ SMALL = 1024  # bytes from which a layer's input is offloaded: those of this mod
 def every_other(completions: list[Any], **columns: Any) -> list[float]:
     """A reward that differs within every group, whatever was sampled."""
     return [float(number % 2) for number in range(len(completions))]
+
+
+class WholeLengths(TransformersEngine):
+    """For a pretend card, which counts no tokens: every completion has all the tokens it may have, so there is
+    something to train on."""
+
+    def rollouts(
+        self, ids: torch.Tensor, logprobs: torch.Tensor, lengths: torch.Tensor, stopped: torch.Tensor,
+        params: SamplingParams,
+    ) -> list[Rollout]:
+        return super().rollouts(ids, logprobs, torch.full_like(lengths, ids.shape[1]), stopped, params)
 
 
 class Filling(TrainerCallback):
@@ -82,8 +96,9 @@ def make_trainer(variant: Variant, device: str, steps: int, folder: Path, blind:
         **judged, **variant.config,
     )
     filling = Filling(variant.fills, variant.load["kv_cache_bytes"] // 2) if variant.fills else None
+    engine = WholeLengths(Policy(model), tokenizer, 256) if blind and not variant.sleeps else None
     trainer = GRPOTrainer(
-        model=model, processing_class=tokenizer, args=config, callbacks=[filling] if filling else [],
+        model=model, processing_class=tokenizer, args=config, callbacks=[filling] if filling else [], engine=engine,
         reward_funcs=[filling.rewards if filling else every_other], train_dataset=make_dataset("train", 4 * steps),
     )
     if isinstance(trainer.learner.offload, ActivationOffload):

@@ -295,7 +295,7 @@ def test_a_run_does_not_sample_score_train_save_and_tell_what_it_measured(
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert lines[-1]["step"] == 2
     assert all(math.isfinite(line["loss"]) for line in lines)
-    assert lines[0]["sampling/parity/mean"] < (0.02 if dtype == torch.bfloat16 else 0.01)
+    assert lines[0].get("sampling/parity/mean", math.inf) < (0.02 if dtype == torch.bfloat16 else 0.01)
     assert dtype == torch.float16 or not same(adapter(trainer), start)  # in float16 the first steps may be skipped
     if device == CARD:
         assert lines[-1]["memory/peak_bytes"] >= lines[-1]["memory/train_bytes"] > 0
