@@ -43,11 +43,11 @@ def broken() -> str:
     ({"bubblewrap": "a", "nsjail": broken, "process": "c"},
      "none (bubblewrap: a; nsjail: RecursionError: too deep; process: c)"),
 ])
-def test_the_line_names_another_sandbox_than_the_rewards_take(answers: dict[str, Any], wanted: str) -> None:
+def test_the_line_names_the_sandbox_that_the_rewards_take(answers: dict[str, Any], wanted: str) -> None:
     assert line(**answers) == wanted
 
 
-def test_a_sandbox_that_hangs_holds_up_the_visit() -> None:
+def test_a_sandbox_that_hangs_does_not_hold_up_the_other_looks() -> None:
     end = threading.Event()
     trials = SandboxTrials(lambda: Isolations(bubblewrap=lambda: str(end.wait(60)), process=None))
     began = time.monotonic()
@@ -58,20 +58,20 @@ def test_a_sandbox_that_hangs_holds_up_the_visit() -> None:
 
 
 @pytest.mark.parametrize("error", [ImportError("no module"), OSError("broken"), SyntaxError("bad")])
-def test_a_broken_sandbox_ends_the_visit(error: Exception) -> None:
+def test_a_broken_sandbox_does_not_end_the_other_looks(error: Exception) -> None:
     def load() -> Any:
         raise error
 
     assert SandboxTrials(load).line() == f"unknown ({type(error).__name__}: {error})"
 
 
-def test_it_says_another_thing_than_the_sandbox_itself() -> None:
+def test_it_says_the_same_as_the_sandbox_itself() -> None:
     isolation = import_module("lowmem_grpo.sandbox.isolation")
     works = [name for name in isolation.CHOSEN_BY_DEFAULT if isolation.why_not(name) is None]
     assert SandboxTrials(lambda: isolation).line(wait=120).startswith(f"{works[0]} (" if works else "none")
 
 
-def test_the_trials_load_torch() -> None:
+def test_the_trials_do_not_load_torch() -> None:
     script = ("import sys; import lowmem_grpo.sandbox.check as check, lowmem_grpo.sandbox.isolation as isolation; "
               "check.SandboxTrials(lambda: isolation).line(60); print('torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)

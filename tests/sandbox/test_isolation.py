@@ -1,0 +1,89 @@
+"""Which isolation is chosen, what its command line shuts, and which limits are refused."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sandboxed import LIMITS
+
+from lowmem_grpo.sandbox import command, file_access, isolation
+from lowmem_grpo.sandbox.isolation import SandboxError, open_sandbox, why_not
+from lowmem_grpo.sandbox.limits import MIB, Limits
+
+
+@pytest.fixture
+def no_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine without bubblewrap and nsjail."""
+    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap", "nsjail": "no-such-nsjail"})
+    why_not.cache_clear()
+    isolation.warn_of_process.cache_clear()
+    yield
+    why_not.cache_clear()
+    isolation.warn_of_process.cache_clear()
+
+
+@pytest.mark.usefixtures("no_programs")
+@pytest.mark.parametrize("asked", [None, "bubblewrap", "nsjail"])
+def test_without_a_sandbox_the_error_names_every_way_out(asked: str | None) -> None:
+    with pytest.raises(SandboxError, match=r"apt install bubblewrap") as caught:
+        open_sandbox(asked)
+    assert 'isolation="process"' in str(caught.value) and "no-such" in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_programs")
+def test_the_plain_process_is_an_opt_in_that_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    if fault := why_not("process"):
+        pytest.skip(fault)
+    with caplog.at_level(logging.WARNING, "lowmem_grpo"):
+        assert open_sandbox("process").isolation == "process"
+        open_sandbox("process")
+    assert [record.getMessage() for record in caplog.records] == [isolation.PROCESS_WARNING]
+    assert "\n" not in isolation.PROCESS_WARNING and "files" in isolation.PROCESS_WARNING
+    assert f"Landlock {file_access.COMPLETE} " in isolation.PROCESS_WARNING
+
+
+def test_a_sandbox_that_is_installed_but_does_not_work_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": str(broken), "nsjail": "/bin/true"})
+    why_not.cache_clear()
+    try:
+        with pytest.raises(SandboxError, match=r"No permissions to create new namespace.*nsjail: "):
+            open_sandbox()
+    finally:
+        why_not.cache_clear()
+
+
+def test_an_unknown_isolation_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="isolation is 'docker'; allowed are bubblewrap, nsjail, process"):
+        open_sandbox("docker")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("seconds", 0), ("seconds", float("inf")), ("memory_bytes", 1000), ("files", True), ("output_bytes", "many"),
+    ("scratch_bytes", -1), ("total_seconds", float("nan")),
+])
+def test_a_limit_that_limits_nothing_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {value!r}; it must be"):
+        Limits(**{name: value})
+
+
+def test_command_lines_shut_everything_that_they_should() -> None:
+    words = command.command("bubblewrap", LIMITS, 7, "").words
+    assert {"--unshare-all", "--die-with-parent", "--new-session", "--clearenv"} <= set(words)
+    assert words[words.index("--size"):][:4] == ["--size", str(MIB), "--tmpfs", "/scratch"]
+    assert words[words.index("--") - 2:][:2] == ["--remount-ro", "/"] and words[-1] == "7"
+    bound = [words[at + 1] for at, word in enumerate(words) if word in ("--ro-bind", "--bind", "--dev-bind")]
+    assert "--bind" not in words and not {"/", "/home", "/root", "/tmp", "/proc", "/etc"} & set(bound)
+    assert not any(one.startswith(f"{other}/") for one in bound for other in bound if other != "/package")
+    words = command.command("nsjail", LIMITS, 7, "").words
+    assert {"--disable_proc", "--iface_no_lo"} <= set(words) and "--keep_env" not in words
+    assert f"none:/scratch:tmpfs:size={MIB},mode=0700" in words
+    assert words[words.index("--pass_fd") + 1] == "7"
+    words = command.command("process", LIMITS, 7, "/tmp/x").words
+    assert words[1:6] == ["-I", "-S", "-B", "-X", "utf8"]

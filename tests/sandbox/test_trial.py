@@ -1,0 +1,271 @@
+"""A verdict for each test: what is right passes, what is wrong does not, and no code can forge its own verdict."""
+
+import mmap
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sandboxed import ASSERT, CALL, LIMITS, RIGHT, needs_a_closed_file_system, outcome
+
+from lowmem_grpo.sandbox.cases import read_cases
+from lowmem_grpo.sandbox.isolation import Sandbox, why_not
+from lowmem_grpo.sandbox.limits import MIB, Limits
+from lowmem_grpo.sandbox.trial import OUTCOMES, Verdict, run_tests
+
+LOOSE = "def check(f):\n    assert f(1, 1) == 2\n    assert sorted([f(2, 2), 1]) == [1, 4]\ncheck(add)"
+
+
+@pytest.mark.parametrize(("code", "expected"), [
+    (RIGHT, "passed"), ("def add(a, b):\n    return a - b\n", "failed"),
+    ("def add(a, b):\n    return str(a + b)\n", "failed"), ("def add(a):\n    return a\n", "error"),
+    ("def plus(a, b):\n    return a + b\n", "error"), ("def add(a, b) return a + b", "error"), ("1 / 0", "error"),
+])
+def test_each_kind_of_test_gets_its_verdict(sandbox: Sandbox, code: str, expected: str) -> None:
+    tests = [ASSERT, CALL, {"call": "add", "kwargs": {"a": 0, "b": 1}, "expected": 1},
+             {"call": "add", "args": [0.5, 0.25], "expected": 0.75}, LOOSE]
+    assert outcome(sandbox, code, *tests) == [expected] * 5
+
+
+def test_the_reason_names_the_line_or_the_values(sandbox: Sandbox) -> None:
+    wrong = run_tests("def add(a, b):\n    return a * b\n", read_cases([
+        ASSERT, "assert add(1, 1) == 2, 'one and one'", CALL, "x = add(2, 2)\nassert x == 4\nassert x == 5",
+    ]), sandbox)
+    assert [verdict.reason for verdict in wrong] == [
+        ASSERT, "assert add(1, 1) == 2, 'one and one': one and one", "add gave 6, expected 5", "assert x == 5",
+    ]
+    (error,) = run_tests("def add(a, b):\n    return a // 0\n", read_cases([ASSERT]), sandbox)
+    assert error == Verdict("error", "ZeroDivisionError: integer division or modulo by zero")
+
+
+@pytest.mark.parametrize(("code", "verdict"), [
+    ("a, b = map(int, input().split())\nprint(a + b)", "passed"),
+    ("print(sum(map(int, open(0).read().split())))", "passed"),
+    ("import sys\nprint(5, end=' \\n\\n')\nsys.exit(0)", "passed"), ("print(6)", "failed"),
+    ("print(5); print(5)", "failed"),
+    ("print(5)\nraise SystemExit(3)", "error"), ("print(5)\n1 / 0", "error"), ("", "refused"),
+    ("while True: pass", "timeout"), ("x = bytearray(10**9)", "memory"), ("while True: print('5' * 99)", "output"),
+    ("import os\nprint(5, flush=True)\nos.kill(os.getppid(), 9)", "error"), ("import os\nos._exit(0)", "failed"),
+])
+def test_a_program_is_judged_by_what_it_prints(sandbox: Sandbox, code: str, verdict: str) -> None:
+    assert outcome(sandbox, code, {"input": "2 3\n", "output": "5\n"}) == [verdict]
+
+
+def test_methods_exceptions_and_every_plain_type_cross_the_border(sandbox: Sandbox) -> None:
+    code = (
+        "class Solution:\n    def double(self, x):\n        return 2 * x\n"
+        "def echo(x):\n    return x\n"
+        "def count(n):\n    yield from range(n)\n"
+        "def fail():\n    raise ValueError('no')\n"
+    )
+    raises = "try:\n    fail()\nexcept ValueError as error:\n    assert 'no' in str(error)\nelse:\n    assert False"
+    values = "for x in (None, True, 1, 10**400, -0.0, 1e999, 'é\\ud800', b'\\x00', 1j, (1, (2,)), {3},\n" \
+             "          frozenset({4}), {(1, 2): [{}, ()]}, [], ''):\n" \
+             "    assert echo(x) == x and type(echo(x)) is type(x)"
+    verdicts = run_tests(code, read_cases([
+        {"call": "Solution.double", "args": [4], "expected": 8}, raises, values, "assert list(count(3)) == [0, 1, 2]",
+        {"call": "count", "args": [2], "expected": [0, 1]}, "import math\nassert math.isnan(echo(math.nan))",
+    ]), sandbox)
+    assert verdicts == [Verdict("passed")] * 6
+
+
+def test_a_test_that_ends_the_process_leaves_the_next_tests_their_chance(sandbox: Sandbox) -> None:
+    code = (
+        "import os\n"
+        "def add(a, b):\n"
+        "    if a == 0:\n        os._exit(0)\n"
+        "    if a == 1:\n        return [0] * 10**9\n"
+        "    while a == 4:\n        pass\n"
+        "    return a + b\n"
+    )
+    assert outcome(sandbox, code, "assert add(0, 0) == 0", ASSERT, "assert add(1, 0) == 1", "assert add(4, 0) == 4",
+                   CALL) == ["error", "passed", "memory", "timeout", "passed"]
+
+
+def test_tests_that_come_too_late_are_not_begun(sandbox: Sandbox) -> None:
+    quick = Sandbox(sandbox.isolation, Limits(seconds=0.3, total_seconds=0.5, memory_bytes=128 * MIB))
+    verdicts = run_tests("def add(a, b):\n    while True: pass", read_cases([ASSERT] * 20), quick)
+    assert {verdict.outcome for verdict in verdicts} == {"timeout"}
+    assert verdicts[-1].reason == "not begun within 0.5 s of all tests"
+
+
+class SlowToStart(Sandbox):
+    """A sandbox on a machine so busy that a start takes longer than all tests may."""
+
+    def start(self, role: str, code: str, **more: Any) -> Any:
+        time.sleep(self.limits.total_seconds)
+        return super().start(role, code, **more)
+
+
+def test_the_time_of_a_start_is_not_the_codes(sandbox: Sandbox) -> None:
+    slow = SlowToStart(sandbox.isolation, Limits(seconds=1.5, total_seconds=1.5, memory_bytes=128 * MIB))
+    assert outcome(slow, RIGHT, ASSERT, CALL) == ["passed", "passed"]
+    assert outcome(slow, "print(5)", {"input": "", "output": "5"}, {"input": "1", "output": "5"}) == ["passed"] * 2
+
+
+def test_a_code_that_ends_its_process_pays_for_the_next_start(sandbox: Sandbox) -> None:
+    slow = SlowToStart(sandbox.isolation, Limits(seconds=1, total_seconds=1, memory_bytes=128 * MIB))
+    verdicts = run_tests("import os\ndef add(a, b):\n    os._exit(0)", read_cases([CALL] * 9), slow)
+    assert "not begun within 1 s of all tests" in verdicts[-1].reason
+
+
+@pytest.mark.parametrize(("code", "stdin"), [
+    ("print(1)", "a" * 70_000), ("print(1)\n#" + "a" * 70_000, ""), ("print(1)\n#" + "a" * 40_000, "é" * 20_000),
+])
+def test_a_program_too_large_for_its_scratch_directory_is_refused(sandbox: Sandbox, code: str, stdin: str) -> None:
+    small = Sandbox(sandbox.isolation, Limits(scratch_bytes=64 * 1024))
+    (verdict,) = run_tests(code, read_cases([{"input": stdin, "output": "1"}]), small)
+    assert verdict.outcome == "refused" and "the scratch directory 65536" in verdict.reason
+
+
+def test_a_program_that_just_fits_runs(sandbox: Sandbox) -> None:
+    small = Sandbox(sandbox.isolation, Limits(seconds=30, total_seconds=30, scratch_bytes=16 * mmap.PAGESIZE))
+    stdin = "a" * 15 * mmap.PAGESIZE
+    assert outcome(small, "print(len(input()))", {"input": stdin, "output": str(len(stdin))}) == ["passed"]
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "1 / 0", "def add(", "import os\nos._exit(0)"])
+def test_code_that_does_not_load_is_loaded_once(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault := why_not("process"):
+        pytest.skip(fault)
+    started, start = [], Sandbox.start
+
+    def counted(sandbox: Sandbox, role: str, *args: Any, **more: Any) -> Any:
+        started.append(role)
+        return start(sandbox, role, *args, **more)
+
+    monkeypatch.setattr(Sandbox, "start", counted)
+    quick = replace(LIMITS, seconds=0.3)
+    verdicts = run_tests(code, read_cases([CALL, ASSERT, CALL]), Sandbox("process", quick))
+    assert started == ["serve"] and len(set(verdicts)) == 1 and not verdicts[0].passed
+
+
+@pytest.mark.parametrize(("code", "reason"), [
+    ("", "no code"), (" \n", "no code"), ("x = 1 #" + "x" * 100_000, "allowed are 100000"), ("x = '\0'", "NUL"),
+    ("x = '\ud800'", "not valid Unicode"),
+])
+def test_what_cannot_be_code_is_not_run(code: str, reason: str) -> None:
+    nowhere = Sandbox("no such isolation", LIMITS)  # it would raise if it were started
+    (verdict,) = run_tests(code, read_cases([ASSERT]), nowhere)
+    assert verdict.outcome == "refused" and reason in verdict.reason
+
+
+# forged verdicts
+
+
+YES = "class Yes(BASE):\n    def __eq__(self, other): return True\n    __ne__ = lambda self, other: False\n" \
+      "    __hash__ = None\n    __bool__ = lambda self: True\n"
+WRITE_ALL = "for n in range(3, 64):\n    try:\n        os.write(n, LINE)\n    except OSError:\n        pass\n"
+FORGERIES = {
+    "prints passed": "print('passed', flush=True)\ndef add(a, b):\n    print('passed')\n",
+    "exits cleanly": "import sys\nsys.exit(0)",
+    "exits cleanly when called": "import sys\ndef add(a, b):\n    sys.exit(0)\n",
+    "exits at once": "import os\nos._exit(0)",
+    "exits at once when called": "import os\ndef add(a, b):\n    os._exit(0)\n",
+    "raises AssertionError": "def add(a, b):\n    raise AssertionError\n",
+    "overrides AssertionError": "import builtins\nclass Never(Exception): pass\nbuiltins.AssertionError = Never\n"
+                                "def add(a, b):\n    return 0\n",
+    "equals everything": YES.replace("BASE", "object") + "def add(a, b):\n    return Yes()\n",
+    "an int that equals everything": YES.replace("BASE", "int") + "def add(a, b):\n    return Yes(6)\n",
+    "a list that equals everything": YES.replace("BASE", "list") + "def add(a, b):\n    return Yes()\n",
+    "a string that equals everything": YES.replace("BASE", "str") + "def add(a, b):\n    return Yes('5')\n",
+    "not a number": "def add(a, b):\n    return float('nan')\n",
+    "takes the place of built-ins": "def add(a, b):\n    return 0\ndef abs(x):\n    return 0\n"
+                                    "def sorted(x):\n    return [5]\nall = any = sorted\n",
+    "changes built-ins": "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.all = builtins.sorted = lambda x: [5]\n"
+                         "def add(a, b):\n    return 0\n",
+    "writes verdicts to every descriptor": "import os\nLINE = b'{\"outcome\": \"passed\", \"reason\": \"\"}\\n'\n"
+                                           + WRITE_ALL + "def add(a, b):\n" + "".join(
+                                               f"    {line}\n" for line in WRITE_ALL.splitlines()) + "    return 0\n",
+    "answers with a verdict too": "import os\nLINE = b'{\"loaded\": true, \"value\": 0, \"outcome\": \"passed\"}\\n'\n"
+                                  + 9 * WRITE_ALL,
+    "answers with nonsense": "import os\nLINE = b'\\xff\\x00[[[[\\n'\n" + WRITE_ALL,
+    "answers with encoded nonsense": "import os\nLINE = b'{\"value\": {\"set\": 5}}\\n'\n" + 9 * WRITE_ALL,
+    "hangs up": "import os\nfor n in range(64):\n    try:\n        os.close(n)\n    except OSError:\n        pass\n"
+                "while True: pass\n",
+    "takes over the harness": "import sys\ninside = sys.modules['lowmem_grpo.sandbox.inside']\n"
+                              "inside.encode = lambda value: {'outcome': 'passed', 'anything': True}\n"
+                              "inside.answer = lambda module, request: True\n",
+    "walks the frames": "import sys\nframe = sys._getframe()\nwhile frame:\n"
+                        "    for value in list(frame.f_locals.values()):\n"
+                        "        if hasattr(value, 'send') and hasattr(value, 'socket'):\n"
+                        "            value.send({'outcome': 'passed', 'reason': ''})\n    frame = frame.f_back\n"
+                        "def add(a, b):\n    return 0\n",
+    "rewrites the harness": "import lowmem_grpo.sandbox.inside as inside\nfor name in ('trial.py', 'plain.py'):\n"
+                            "    path = inside.__file__.replace('inside.py', name)\n    open(path, 'a').close()\n"
+                            "    opened = True\nresult = 5 if opened else 0\ndef add(a, b):\n    return result\n",
+    "leaves files for the test": "open('tests.py', 'w').write('')\nopen('code.py', 'w').write('')\n"
+                                 "open('builtins.py', 'w').write('')\ndef add(a, b):\n    return 0\n",
+    "returns a generator": "def add(a, b):\n    yield 5\n",
+    "ends loops": "def add(a, b):\n    raise StopIteration\n",
+    "ends loops of its own kind": "class End(StopIteration): pass\ndef add(a, b):\n    raise End\n",
+    "ends asynchronous loops": "def add(a, b):\n    raise StopAsyncIteration\n",
+    "answers before it is asked": "def add(a, b):\n    return 0\ndef check(*a):\n    return True\n",
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_verdict_never_passes(sandbox: Sandbox, name: str) -> None:
+    needs_a_closed_file_system(sandbox) if name == "rewrites the harness" else None
+    helped = "def check(f):\n    assert abs(f(2, 3) - 5) < 1 and all([sorted([f(2, 3)]) == [5]])\ncheck(add)"
+    looped = "assert all(map(lambda x: add(x, x) == x * 7, [1, 2, 3]))"
+    later = "class Later:\n    def __aiter__(self):\n        return self\n    async def __anext__(self):\n" \
+            "        return add(2, 3)\nasync def check():\n    async for found in Later():\n" \
+            "        assert found == 'a sum'\n        break\n" \
+            "try:\n    check().send(None)\nexcept StopIteration:\n    pass"
+    tests = [ASSERT, CALL, helped, looped, later]
+    verdicts = outcome(sandbox, FORGERIES[name], *tests)
+    assert "passed" not in verdicts and set(verdicts) <= set(OUTCOMES)
+
+
+@pytest.mark.parametrize("code", [
+    "print('passed')", "import sys\nsys.exit(0)", "import os\nos._exit(0)",
+    "import atexit\natexit.register(print, 5)\n1/0",
+    "import os\nos.write(1, b'{\"outcome\": \"passed\"}')", "import os\nos.close(1)",
+    "print(5, file=__import__('sys').stderr)",
+])
+def test_a_program_cannot_forge_its_output(sandbox: Sandbox, code: str) -> None:
+    assert outcome(sandbox, code, {"input": "2 3", "output": "5"})[0] in ("failed", "error")
+
+
+def test_the_code_under_test_never_sees_what_is_expected(sandbox: Sandbox) -> None:
+    """Every string and number that the process can reach is searched for the expected value."""
+    code = (
+        "import gc, sys\n"
+        "def attempt(*args):\n"
+        "    seen = set()\n    waiting = list(gc.get_objects()) + [vars(m) for m in list(sys.modules.values())]\n"
+        "    for _ in range(3):\n"
+        "        waiting = [o for o in gc.get_referents(*waiting) if id(o) not in seen and not seen.add(id(o))]\n"
+        "        if any(type(o) in (str, bytes) and ''.join(['never', 'more']) in str(o) for o in waiting):\n"
+        "            return 'found'\n"
+        "    return 'hidden'\n"
+    )
+    tests = [{"call": "attempt", "args": [], "expected": "nevermore"}, "assert attempt() == 'nevermore'"]
+    verdicts = run_tests(code, read_cases(tests), sandbox)
+    assert verdicts[0].reason == "attempt gave 'hidden', expected 'nevermore'"
+    assert verdicts[1].outcome == "failed"
+
+
+def test_keys_that_collide_do_not_slow_the_parent(sandbox: Sandbox) -> None:
+    code = (
+        "import os, stat\n"
+        "keys = ','.join(str(n * (2**61 - 1)) for n in range(2300))\n"
+        "LINE = b'{\"loaded\": true}\\n' + ('{\"value\": {\"set\": [' + keys + ']}}\\n').encode()\n"
+        "for n in range(3, 40):\n"
+        "    try:\n        os.write(n, LINE)\n    except OSError:\n        pass\n"
+        "def add(a, b):\n    return 0\n"
+    )
+    (verdict,) = run_tests(code, read_cases([{"call": "add", "args": [1, 2], "expected": "x"}]), sandbox)
+    assert verdict.outcome == "failed"
+
+
+NEVER_CALLED = [
+    "def check(candidate):\n    assert candidate(1, 1) == 2", "assert add", "assert callable(add)", "assert True",
+    "import unittest\nclass Sums(unittest.TestCase):\n    def test_sum(self):\n        self.assertEqual(add(1, 1), 2)",
+    "for a, b in []:\n    assert add(a, b) == 0",
+]
+
+
+def test_a_test_that_never_calls_the_code_passes_none(sandbox: Sandbox) -> None:
+    verdicts = run_tests(RIGHT, read_cases([*NEVER_CALLED, NEVER_CALLED[0] + "\ncheck(add)"]), sandbox)
+    assert verdicts == [Verdict("error", "the test never called the code")] * 6 + [Verdict("passed")]

@@ -1,0 +1,68 @@
+"""Model-written code in a sandbox, for tests: small limits, and short ways to run a code and see what came of it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.sandbox import file_access
+from lowmem_grpo.sandbox.cases import read_cases
+from lowmem_grpo.sandbox.isolation import Sandbox
+from lowmem_grpo.sandbox.limits import MIB, Limits
+from lowmem_grpo.sandbox.plain import decode, encode
+from lowmem_grpo.sandbox.trial import Trial, run_tests
+
+LIMITS = Limits(seconds=2, total_seconds=30, memory_bytes=128 * MIB, scratch_bytes=MIB, files=40, output_bytes=50_000)
+RIGHT = "def add(a, b):\n    return a + b\n"
+ASSERT, CALL = "assert add(2, 3) == 5", {"call": "add", "args": [2, 3], "expected": 5}
+
+
+def descendants() -> list[str]:
+    """Command lines of processes that run our sandbox for this test process: its own children, and orphans."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes()
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        if b"lowmem_grpo.sandbox.inside" in words and parent in ("0", "1", str(os.getpid())):
+            found.append(f"{entry.name} {words[:80]!r}")
+    return found
+
+
+def answer(sandbox: Sandbox, code: str, *args: Any) -> Any:
+    """What the code's function `attempt` returns inside the sandbox."""
+    trial = Trial(code, sandbox)
+    try:
+        reply = trial.ask({"call": "attempt", "args": encode(args), "kwargs": encode({})}, None)
+    finally:
+        trial.close()
+    return decode(reply["value"])
+
+
+def attempts(sandbox: Sandbox, imports: str, bodies: list[str], *args: Any) -> dict[str, Any]:
+    """What each body came to, one after the other in one process: what it returned, or the name of what it raised."""
+    parts = [wrapped(body).replace("attempt", f"attempt_{number}") for number, body in enumerate(bodies)]
+    calls = ", ".join(f"attempt_{number}(*args)" for number in range(len(bodies)))
+    code = f"import {imports}\n{''.join(parts)}def attempt(*args):\n    return [{calls}]\n"
+    return dict(zip(bodies, answer(sandbox, code, *args), strict=True))
+
+
+def outcome(sandbox: Sandbox, code: str, *tests: Any) -> list[str]:
+    return [verdict.outcome for verdict in run_tests(code, read_cases(list(tests)), sandbox)]
+
+
+def wrapped(body: str) -> str:
+    """`body` as a function that returns what it returns, or the name of what it raises."""
+    lines = "\n".join("        " + line for line in body.strip().splitlines())
+    return f"def attempt(*args):\n    try:\n{lines}\n    except BaseException as error:\n" \
+           "        return type(error).__name__\n"
+
+
+def needs_a_closed_file_system(sandbox: Sandbox) -> None:
+    if sandbox.isolation == "process" and file_access.version() < file_access.COMPLETE:
+        pytest.skip("process: this kernel lacks Landlock 3, and the opt-in says that files are open then")
