@@ -48,8 +48,8 @@ The denominators count the whole optimizer step, so the split into micro-batches
 
 Two terms can be added to every loss. One is `beta` times the KL divergence. With d = logp - ref, `kl_estimator` is k1:
 `d`, k2: `d^2 / 2`, or k3: `exp(-d) - 1 + d`. It is multiplied by w unless `use_bias_correction_kl=False`. The other is
-`-entropy_coef` times the mean entropy. `top_entropy_quantile` keeps the policy term only for the tokens with the highest
-entropy (arXiv 2506.01939)."""
+`-entropy_coef` times the mean entropy. `top_entropy_quantile` keeps the policy term only for the tokens with the
+highest entropy (arXiv 2506.01939)."""
 ADVANTAGES = """
 ## Advantages (`advantage_estimator`)
 

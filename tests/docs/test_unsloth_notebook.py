@@ -1,11 +1,10 @@
-"""A GRPO notebook written for Unsloth and TRL runs here when its imports, model name and data source change."""
+"""A GRPO notebook written for Unsloth and TRL works here when its imports, model name and data source change."""
 
 import json
-import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
@@ -18,7 +17,9 @@ REWARDS = ["xmlcount_reward_func", "soft_format_reward_func", "strict_format_rew
            "correctness_reward_func"]
 
 
-def test_an_unsloth_notebook_runs_with_its_import_lines_changed(tmp_path: Path) -> None:
+def test_an_unsloth_notebook_works_with_its_import_lines_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = SCRIPT.read_text()
     for old, new in REWRITES.items():
         assert script.count(old) == 1, old
@@ -26,14 +27,12 @@ def test_an_unsloth_notebook_runs_with_its_import_lines_changed(tmp_path: Path) 
     rows = [{"question": f"What is {i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "notebook.py").write_text(script)
-    result = subprocess.run(
-        [sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},  # threads only wait for each other here
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Extracted:") == 2  # the reward functions ran once a step
-    assert "before: " in result.stdout
-    assert "after: " in result.stdout
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("notebook.py", run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.count("Extracted:") == 2  # the reward functions ran once a step
+    assert "before: " in said
+    assert "after: " in said
     lines = [json.loads(line) for line in (tmp_path / "outputs" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert {f"rewards/{name}/mean" for name in REWARDS} <= lines[0].keys()
