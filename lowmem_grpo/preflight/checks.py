@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lowmem_grpo.preflight import paying, prompts, room, tokens
-from lowmem_grpo.preflight.scale import small_scale
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.findings import Finding
 
@@ -54,5 +53,5 @@ CHECKS = (
           room.little_host_memory),
     Check("plan", "warning", "the memory plan is larger than the card", room.over_plan),
     Check("bfloat16", "warning", "it is computed in on a card that only emulates it", room.emulated_dtype),
-    Check("scale", "note", "fewer rows or steps than guides advise", small_scale, with_sft=False),
+    Check("scale", "note", "fewer rows or steps than guides advise", prompts.small_scale, with_sft=False),
 )

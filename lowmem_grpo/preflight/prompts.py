@@ -1,14 +1,19 @@
-"""Checks of what prompts are made of: rows, their lengths, the chat template."""
+"""Checks of the prompts: their rows, lengths and number, repetitions, and the chat template."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
-from lowmem_grpo.preflight.repeats import count_repeats
+from lowmem_grpo.preflight.rows import spread
 from lowmem_grpo.preflight.subject import Messages, Subject
 from lowmem_grpo.runs.findings import Finding
 
 ANSWER = "Forty-two"  # stands for an answer, where a template is looked at
 MANY_ALIKE = 0.1  # share of rows whose prompt another row has too
+BLOCK = 64  # neighbouring rows: copies of a prompt often stand side by side
+SECONDS = 0.3  # after one block, no further rows are compared once this time has passed
+USUAL_STEPS, USUAL_ROWS = 300, 500
 NO_GENERATION_FIX = "end the template in {% if add_generation_prompt %}...{% endif %} with that text"
 
 
@@ -76,6 +81,42 @@ def alike(subject: Subject) -> Iterator[Finding]:
         rows = f"{seen} rows" + (" compared" if seen < subject.sample.total else "")
         yield Finding("warning", "", f"{repeated} of {rows} repeat the prompt of another one",
                       "remove duplicates; num_train_epochs goes over the rows again")
+
+
+def count_repeats(dataset: Any) -> tuple[int, int]:
+    """(rows whose prompt an earlier one has, rows compared): the whole dataset where there is time for it, else blocks
+    that are spread over it. A row without a prompt, or that cannot be read, is none."""
+    known: set[int] = set()
+    seen, began = 0, time.monotonic()
+    for index in in_blocks(len(dataset)):
+        if prompt := prompt_of(dataset, index):
+            known.add(hash(repr(prompt)))
+            seen += 1
+        if seen >= BLOCK and time.monotonic() - began > SECONDS:
+            break
+    return seen - len(known), seen
+
+
+def in_blocks(total: int) -> Iterator[int]:
+    """All rows, block after block, in an order whose beginnings are spread over the dataset."""
+    for place in spread(-(-total // BLOCK)):
+        yield from range(place * BLOCK, min((place + 1) * BLOCK, total))
+
+
+def prompt_of(dataset: Any, index: int) -> Any:
+    """A row's prompt; None for a row that is broken."""
+    try:
+        return dataset[index]["prompt"]
+    except Exception:  # noqa: BLE001 - a row may raise anything; that it is broken, the check of rows says
+        return None
+
+
+def small_scale(subject: Subject) -> Iterator[Finding]:
+    """Few steps or rows: good to know where a run shows no progress, and no mistake."""
+    few = [f"{found} {what} (from {usual} on is usual)" for found, usual, what in (
+        (subject.state.max_steps, USUAL_STEPS, "steps"), (subject.sample.total, USUAL_ROWS, "rows")) if found < usual]
+    if few:
+        yield Finding("note", "", f"the run has {' and '.join(few)}", "judge a reward by more than that")
 
 
 def no_generation_prompt(subject: Subject) -> Iterator[Finding]:

@@ -16,8 +16,9 @@ from click.testing import CliRunner
 from lowmem_grpo import __version__
 from lowmem_grpo.cli import main
 from lowmem_grpo.commands.doctor import report
-from lowmem_grpo.preflight import doctor
-from lowmem_grpo.preflight.doctor import NEEDED, TRIED, Checkup, Look, examine
+from lowmem_grpo.preflight import doctor, machine
+from lowmem_grpo.preflight.doctor import examine
+from lowmem_grpo.preflight.machine import NEEDED, TRIED, Checkup, Look
 
 BLOCK = """
     import importlib.abc, importlib.metadata, sys
@@ -168,7 +169,7 @@ def with_card(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Checkup:
     choice = type("Choice", (), {"name": "vllm", "why": "vllm 0.30 is installed"})()
     engines = type("Engines", (), {"choose_engine": staticmethod(lambda wanted, device: choice)})()
     monkeypatch.setattr(doctor, "run_kernel", lambda torch: None)
-    monkeypatch.setattr(doctor, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(machine, "driver_version", lambda: "580.1")
     libraries = {name: object() for name in TRIED} | {"torch": FakeTorch(cuda)}
     return examine(fake_look(**libraries, lowmem_grpo_engines_choice=engines, lowmem_grpo_loader=object(),
                              lowmem_grpo_train_grpo=object(), lowmem_grpo_offload_host_room=object()))
@@ -219,7 +220,7 @@ def test_a_kernel_that_does_not_compile_makes_training_impossible(monkeypatch: p
 ])
 def test_no_card_has_three_reasons(driver: str | None, cuda: str | None, message: str) -> None:
     torch = type("Torch", (), {"version": type("Version", (), {"cuda": cuda})()})()
-    assert message in doctor.no_card(torch, driver, None)[0]
+    assert message in machine.no_card(torch, driver, None)[0]
 
 
 @pytest.mark.parametrize("line", [
@@ -229,22 +230,22 @@ def test_no_card_has_three_reasons(driver: str | None, cuda: str | None, message
 ])
 def test_both_kinds_of_driver_are_recognised(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n")
-    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    assert doctor.driver_version() == "550.54.14"
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert machine.driver_version() == "550.54.14"
 
 
 def test_a_version_outside_the_requirements_is_said() -> None:
     wanted = {"transformers": "transformers>=5.17,<5.20"}
-    assert doctor.excluded("transformers", "4.56.0", wanted)
-    assert not doctor.excluded("transformers", "5.19.0", wanted) and not doctor.excluded("other", "1.0", wanted)
+    assert machine.excluded("transformers", "4.56.0", wanted)
+    assert not machine.excluded("transformers", "5.19.0", wanted) and not machine.excluded("other", "1.0", wanted)
 
 
 def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "disk_free", lambda folder: 2**30)
+    monkeypatch.setattr(machine, "disk_free", lambda folder: 2**30)
     room = type("Room", (), {"available_host_bytes": staticmethod(lambda: 2 * 2**30)})()
     found = Checkup()
-    doctor.look_at_host(fake_look(lowmem_grpo_offload_host_room=room), found)
+    machine.look_at_host(fake_look(lowmem_grpo_offload_host_room=room), found)
     assert "2.00 GiB of host memory are free" in found.advice[0]
     assert "1.00 GiB are free on this folder's disk" in found.advice[1]
 
@@ -265,5 +266,5 @@ def test_an_old_card_wsl_or_a_vllm_without_its_pool_are_not_named(monkeypatch: p
     for release, wsl in (("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-45-generic", False)):
         monkeypatch.setattr(host_room.platform, "uname", lambda release=release: type("U", (), {"release": release}))
         found = Checkup()
-        doctor.look_at_host(Look(), found)
+        machine.look_at_host(Look(), found)
         assert any("this is WSL" in line for line in found.advice) == wsl

@@ -1,0 +1,334 @@
+"""Each check finds its own mistake, and nothing in a healthy run."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from preflight_runs import ROWS, TEXTS, WITH_SYSTEM, found, make, reads_answer
+from trainer_runs import digit_sum, load
+
+from lowmem_grpo import GRPOTrainer, SamplingParams
+from lowmem_grpo.memory.cards import device
+from lowmem_grpo.preflight import prompts, room
+from lowmem_grpo.preflight.checks import CHECKS
+from lowmem_grpo.preflight.subject import Subject
+from lowmem_grpo.runs.findings import SEVERITIES
+from lowmem_grpo.train.run_memory import plan_run, settings_of
+from lowmem_grpo.units import GIB
+
+NO_HEADER = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+LIKE_MISTRAL = ("{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]{% else %}{{ m['content'] }}"
+                "<|im_end|>{% endif %}{% endfor %}")
+LIKE_GEMMA = ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+              + NO_HEADER + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+LIKE_QWEN3 = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+              "{% if m['role'] == 'assistant' %}(thought)\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+              "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+USERS_ALONE = ("{% for m in messages if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+               "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@pytest.mark.parametrize("dataset", [ROWS, TEXTS, WITH_SYSTEM], ids=["chat", "text", "with a system message"])
+def test_a_healthy_run_gets_no_warning(tmp_path: Path, shared: Any, dataset: Any) -> None:
+    rewards = [digit_sum, *([] if dataset is WITH_SYSTEM else [reads_answer])]
+    assert found(make(tmp_path, dataset, rewards, shared, dataset[:4], save_strategy="steps")) == []
+
+
+@pytest.mark.parametrize("template", [LIKE_MISTRAL, LIKE_GEMMA, LIKE_QWEN3],
+                         ids=["no head of an answer", "no system message", "thoughts before an answer"])
+def test_a_template_that_fits_its_prompts_gets_no_warning(
+    tmp_path: Path, shared: Any, tokenizer: Any, template: str
+) -> None:
+    tokenizer.chat_template = template
+    assert found(make(tmp_path, model=shared)) == []
+
+
+# What is wrong with a run
+
+Case = tuple[str, str, str, Callable[..., Any]]
+CASES: list[Case] = []  # name of the check, severity, what is said, what makes it so
+
+
+def case(check: str, severity: str, said: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function that makes a trainer of which exactly one thing is wrong."""
+
+    def register(build: Callable[..., Any]) -> Callable[..., Any]:
+        CASES.append((check, severity, said, build))
+        return build
+
+    return register
+
+
+@case("rows", "error", r"the tokenizer has no chat template\. What to do: set tokenizer\.chat_template")
+def base_model(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = None
+    return make()
+
+
+@case("rows", "error", r"^all 12 rows cannot be made into a prompt \(TemplateError: System role not supported\)\. ")
+def no_system_message(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = LIKE_GEMMA
+    return make(WITH_SYSTEM)
+
+
+@case("rows", "error", r"^1 of 13 rows cannot be made into a prompt \(AttributeError: ")
+def broken_row(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([*ROWS, 7])
+
+
+@case("skipped rows", "warning", r"^3 of 15 rows will be skipped: empty prompt \(2\), prompt is int, not text or chat")
+def some_skipped(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([*ROWS, {"prompt": ""}, {"prompt": None}, {"prompt": 7}])
+
+
+@case("skipped rows", "error", r"^no row of the dataset can be used: empty prompt \(2\)")
+def all_skipped(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([{"prompt": ""}, {"prompt": None}])
+
+
+@case("prompt lengths", "warning", r"^1 of 13 rows will be skipped: longer than max_prompt_length \(60\), the longest "
+                                   r"has \d{3} tokens\. What to do: raise max_prompt_length")
+def one_too_long(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([*TEXTS, {"prompt": "1 + 1 " * 40}], max_prompt_length=60)
+
+
+@case("prompt lengths", "error", r"^no row of the dataset can be used: longer than 8 tokens, all that the context of "
+                                 r"128 leaves, the longest has \d\d tokens\. What to do: load")
+def all_too_long(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make(max_completion_length=120)
+
+
+@case("few rows", "warning", r"^a generation takes 2 prompts and the dataset has 1: ")
+def one_row(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make(ROWS[:1])
+
+
+@case("duplicates", "warning", r"^3 of 15 rows repeat the prompt of another one\. What to do: remove")
+def repeated_rows(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([*ROWS, *ROWS[:3]])
+
+
+@case("duplicates", "warning", r"^1600 of 2000 rows repeat the prompt of another one\. What to do: remove")
+def copies_side_by_side(make: Any, tokenizer: Any, patch: Any) -> Any:
+    patch.setattr(prompts, "SECONDS", 60)
+    return make([{"prompt": f"How much is {i}?"} for i in range(400) for _ in range(5)])
+
+
+@case("generation prompt", "warning", r"leaves out '<\|im_start\|>assistant' at the end of a prompt")
+def no_header(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = NO_HEADER
+    return make()
+
+
+@case("dropped messages", "warning", r"leaves out the text of 12 system messages in 12 prompts looked at")
+def users_alone(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = USERS_ALONE
+    return make(WITH_SYSTEM)
+
+
+@case("two start tokens", "warning", r"^the prompts of all 12 rows begin with two start tokens\. What to do: give chat")
+def two_starts(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.bos_token = "<|endoftext|>"
+    return make([{"prompt": f"{2 * tokenizer.bos_token}{row['prompt']}"} for row in TEXTS])
+
+
+@case("no end token", "warning", r"^no token ends a completion: .*set tokenizer\.eos_token")
+def no_end(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make()
+    tokenizer.eos_token = None
+    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", None)
+    return trainer
+
+
+@case("another end token", "warning", r"an answer with '<\|im_end\|>', and completions end at '<\|endoftext\|>' alone")
+def another_end(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make()
+    tokenizer.eos_token = "<|endoftext|>"
+    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", None)
+    return trainer
+
+
+@case("unknown tokens", "error", r"^the end token 9999 lies beyond the model's vocabulary of 384")
+def end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make(TEXTS)
+    tokenizer.eos_token = None
+    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", 9999)
+    return trainer
+
+
+@case("unknown tokens", "warning", r"^the end token 9999 lies beyond")
+def one_end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make()
+    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", [2, 9999])
+    return trainer
+
+
+@case("unknown tokens", "error", r"^a prompt holds the token 4\d\d \('<new 99>'\), and the model's vocabulary has 384")
+def added_tokens(make: Any, tokenizer: Any, patch: Any) -> Any:
+    model = load()
+    model.loaded.tokenizer.add_tokens([f"<new {n}>" for n in range(100)])
+    return make([*TEXTS, {"prompt": "what is <new 99>?"}], model=model)
+
+
+@case("unknown tokens", "error", r"^the padding token 4\d\d lies beyond")
+def padding_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
+    model = load()
+    model.loaded.tokenizer.add_tokens([f"<new {n}>" for n in range(100)])
+    model.loaded.tokenizer.pad_token = "<new 99>"
+    return make(model=model)
+
+
+@case("reserved columns", "error", r"^dataset columns \['trainer_state'\] have names of reward function arguments\. ")
+def reserved(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([row | {"trainer_state": 1} for row in ROWS])
+
+
+@case("missing columns", "error", r"^reads_answer: it requires answer, which no dataset column provides; the dataset's "
+                                  r"columns are prompt\. What to do: rename")
+def missing(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([{"prompt": row["prompt"]} for row in ROWS], reads_answer)
+
+
+@case("missing columns", "error", r"^reads_answer: .*; the evaluation dataset's columns are prompt\. What")
+def missing_in_evaluation(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make(ROWS, reads_answer, evaluation=[{"prompt": "1 + 1?"}])
+
+
+@case("empty columns", "warning", r"^reads_answer: it reads the column 'answer', which is None in all 12 rows")
+def empty(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([row | {"answer": None} for row in ROWS], [reads_answer, digit_sum])
+
+
+@case("evaluation rows", "error", r"^no row of the evaluation dataset can be used; the first one: empty prompt")
+def no_evaluation(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make(evaluation=[{"prompt": ""}])
+
+
+@case("output_dir", "error", r"^output_dir is '.*file/run', and .*file is a file\. What to do: choose another")
+def a_file(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make()
+    trainer.run_dir = trainer.run_dir.parent / "file" / "run"
+    trainer.run_dir.parent.write_text("")
+    return trainer
+
+
+@case("output_dir", "error", r"may not be written to\. What to do: choose another output_dir, or change")
+def read_only(make: Any, tokenizer: Any, patch: Any) -> Any:
+    patch.setattr(room.os, "access", lambda path, mode: False)
+    return make()
+
+
+def with_free(patch: Any, free: int) -> None:
+    patch.setattr(room.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+
+
+@case("disk", "error", r"0\.1 MiB free, and one checkpoint takes 0\.\d MiB\. What to do: make room")
+def no_room(make: Any, tokenizer: Any, patch: Any) -> Any:
+    with_free(patch, 100_000)
+    return make(save_strategy="steps")
+
+
+@case("disk", "error", r"0\.0 MiB free, and the adapter takes 0\.\d MiB\. What to do: make room, or choose")
+def no_room_for_the_adapter(make: Any, tokenizer: Any, patch: Any) -> Any:
+    with_free(patch, 100)
+    return make(save_strategy="no")
+
+
+@case("disk", "warning", r"2\.0 MiB free; 5 checkpoints take \d\.\d MiB, and completions.jsonl up to ")
+def little_room(make: Any, tokenizer: Any, patch: Any) -> Any:
+    with_free(patch, 2**21)
+    return make(save_strategy="steps", save_steps=1, max_steps=9)
+
+
+def planned(trainer: Any, card: str, **settings: Any) -> Any:
+    plan = plan_run(replace(settings_of(trainer.model, trainer.args, "transformers", 128), **settings), trainer.model,
+                    device(card))
+    trainer.memory.advice.plan = plan
+    return trainer
+
+
+@case("host memory", "warning", r"^the host has (0\.50 GiB|512\.0 MiB) of memory to spare; .* may take .*\. ")
+def little_host_memory(make: Any, tokenizer: Any, patch: Any) -> Any:
+    patch.setattr(room, "available_host_bytes", lambda: GIB // 2)
+    return planned(make(), "16GiB", checkpointing="offload")
+
+
+@case("plan", "warning", r"^by the plan this run takes .* of the card, and may use 1\.0 MiB: .*tried all the same.*\. "
+                         r"What to do: try a lower max_completion_length")
+def over_plan(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return planned(make(), "1MiB")
+
+
+@case("bfloat16", "warning", r"^the run computes in bfloat16, which this card only emulates\. What to do: load")
+def emulated(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make()
+    patch.setattr(room, "is_bfloat16_supported", lambda: False)
+    patch.setattr(type(trainer.policy), "device", torch.device("cuda"))
+    trainer.policy.autocast_dtype = torch.bfloat16
+    return trainer
+
+
+@case("scale", "note", r"^the run has 2 steps \(from 300 on is usual\) and 12 rows \(from 500 on is usual\)")
+def small(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make()
+
+
+@pytest.mark.parametrize(("check", "severity", "said", "build"), CASES, ids=[entry[3].__name__ for entry in CASES])
+def test_each_mistake_is_reported_and_nothing_else(
+    tmp_path: Path, shared: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, check: str, severity: str, said: str,
+    build: Callable[..., Any],
+) -> None:
+    def make_here(dataset: Any = ROWS, reward: Any = digit_sum, model: Any = shared, **settings: Any) -> GRPOTrainer:
+        return make(tmp_path, dataset, reward, model, **settings)
+
+    trainer = build(make_here, tokenizer, monkeypatch)
+    (line,) = found(trainer, "note") if severity == "note" else found(trainer)
+    assert re.search(said, line)
+    assert "\n" not in line
+    subject = Subject.of(trainer)
+    (look,) = [one.look for one in CHECKS if one.name == check]
+    assert [one.severity for one in look(subject)] == [severity]
+
+
+def test_every_check_is_tested_here_with_its_worst_severity() -> None:
+    worst = {one.name: min((severity for name, severity, _, _ in CASES if name == one.name), key=SEVERITIES.index)
+             for one in CHECKS}
+    assert worst == {one.name: one.severity for one in CHECKS}
+
+
+def test_stop_strings_and_stop_tokens_count_as_ends(
+    tmp_path: Path, shared: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found_with(**stops: Any) -> list[str]:
+        params = SamplingParams(max_tokens=24, n=4, **stops)
+        return [line.partition(":")[0] for line in found(make(tmp_path, model=shared, vllm_sampling_params=params))]
+
+    assert found_with(ignore_eos=True, stop="<|im_end|>") == []
+    assert found_with(ignore_eos=True) == ["no token ends a completion"]
+    trainer = another_end(lambda: make(tmp_path, model=shared), tokenizer, monkeypatch)
+    assert len(found(trainer)) == 1
+    assert found_with(stop="<|im_end|>") == found_with(stop_token_ids=[2]) == []
+
+
+def test_a_run_without_checkpoints_only_needs_room_for_its_adapter(
+    tmp_path: Path, shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path, model=shared, save_strategy="no")
+    subject = room.Subject.of(trainer)
+    whole = room.checkpoint_bytes(replace(subject, args=replace(trainer.args, save_strategy="steps")))
+    with_free(monkeypatch, whole - 1)
+    assert not [line for line in found(trainer, "error") if "adapter" in line]
+    assert room.checkpoint_bytes(subject) < whole
+
+
+def test_the_page_is_generated_from_the_table_of_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    monkeypatch.syspath_prepend(str(docs))
+    page = import_module("make_preflight").page()
+    assert page == (docs / "preflight.md").read_text(encoding="utf-8"), "run python docs/make_preflight.py"
