@@ -53,9 +53,9 @@ def vllm_works(device: str) -> str:
     """vLLM is a checked version beside the torch that it was built for; on a card, its own kernels run too."""
     import torch
 
-    from lowmem_grpo.engines.vllm.installed import import_borrowing
+    from lowmem_grpo.engines.vllm.installed import import_plugin
 
-    import_borrowing()
+    import_plugin()
     if device == "cpu":
         return WORKS
     from vllm import _custom_ops as ops

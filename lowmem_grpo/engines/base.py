@@ -1,6 +1,7 @@
-"""What the trainer asks of a rollout engine."""
+"""What the trainer asks of a rollout engine, and what every engine keeps of a call: its finished prompts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -10,18 +11,18 @@ OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its ro
 
 
 class Engine(Protocol):
-    """Samples completions with the trainer's own weights. The trainer takes one and imports none."""
+    """Samples completions with the trainer's own weights. The trainer is given one and imports none."""
 
     name: str
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`params.n` rollouts of each prompt's token ids, by the current policy; ids are never re-tokenised. An engine
-        that sleeps wakes itself: what runs out of memory in waking is then met as in sampling.
+        """Sample `params.n` rollouts of each prompt (token ids) with the current policy. Ids are never re-tokenised.
 
-        `on_group` is called in this thread, once for each prompt, as soon as all its rollouts are finished, with the
-        very objects that are returned in the end; what it raises ends the call. Without it the outcome is the same.
+        A sleeping engine wakes itself; if that runs out of memory, it reacts as it does in sampling. The engine calls
+        `on_group` in this thread, once for each prompt, as soon as all rollouts of the prompt are finished. It passes
+        the same objects that it returns in the end. An error raised by `on_group` ends the call.
         """
         ...
 
@@ -34,14 +35,48 @@ class Engine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Be ready to generate before the next call of `generate`, which would see to it as well."""
+        """Get ready to generate. The next call of `generate` would do it as well."""
         ...
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of key-value cache: held now, or at the peak of the last generation."""
+        """Bytes of key-value cache: those held now, or the peak of the last generation."""
         ...
 
     def close(self) -> None:
         """Free everything that the engine owns."""
         ...
+
+
+class FinishedPrompts:
+    """The rollouts of the prompts that are finished. Each prompt is reported once, even if the call starts again."""
+
+    def __init__(self, prompts: int, on_group: OnGroup | None) -> None:
+        self.prompts, self.on_group = prompts, on_group
+        self.rollouts: dict[int, list[Rollout]] = {}
+        self.failed_outside = False  # an error came from our own code or from `on_group`, not from the engine
+
+    def add(self, prompt: int, rollouts: list[Rollout]) -> None:
+        """Keep the rollouts of a prompt, all of which are finished, and report them."""
+        assert prompt not in self.rollouts, prompt
+        self.rollouts[prompt] = rollouts
+        if self.on_group is not None:
+            self.on_group(prompt, rollouts)
+
+    @contextmanager
+    def outside_the_engine(self) -> Iterator[None]:
+        """An error raised inside is not the engine's: a new engine would meet it again."""
+        try:
+            yield
+        except Exception:
+            self.failed_outside = True
+            raise
+
+    @property
+    def missing(self) -> list[int]:
+        """The prompts that are not finished."""
+        return [prompt for prompt in range(self.prompts) if prompt not in self.rollouts]
+
+    def result(self) -> list[list[Rollout]]:
+        """The rollouts of all prompts, in the order of the prompts."""
+        return [self.rollouts[prompt] for prompt in range(self.prompts)]

@@ -3,9 +3,6 @@
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import requires
 from typing import ClassVar
@@ -15,15 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.engine import VLLMEngine, living
 from lowmem_grpo.engines.vllm.installed import (
     EngineUnavailableError,
-    import_borrowing,
     installed,
     why_not_beside,
     why_unavailable,
 )
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
+from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread
 from lowmem_grpo.engines.vllm.sampling_weights import FOUR, SIXTEEN
 from lowmem_grpo.memory.bounds import RolloutBound
 from lowmem_grpo.models.policy import Policy
@@ -190,28 +187,3 @@ class EngineKeeper:
             self.kept.close()
             self.bound = self.kept.bound
         self.kept = None
-
-
-def living() -> VLLMEngine | None:
-    """The vLLM engine of this process."""
-    engine = None if VLLMEngine.living is None else VLLMEngine.living()
-    return engine if engine is not None and engine.llm is not None else None
-
-
-def import_from_a_thread() -> None:
-    """Import vLLM on a stack of its own: it keeps the errors of imports that failed, and with each the frames of all
-    its callers. A model that is a local variable of one of these could never be freed."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        thread.submit(import_borrowing).result()
-
-
-@contextmanager
-def collectable() -> Iterator[None]:
-    """Afterwards garbage collection sees what it saw before: vLLM freezes every object that is there when it starts,
-    as if the process were its own, and a model among them could never be freed."""
-    frozen = gc.get_freeze_count()
-    try:
-        yield
-    finally:
-        if not frozen:
-            gc.unfreeze()

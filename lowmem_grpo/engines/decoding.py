@@ -1,4 +1,4 @@
-"""Choosing the next token: temperature, truncation, and a draw whose log-probability is known."""
+"""Choosing the next token and ending a completion, in the same way for every engine."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,33 @@ from torch import Tensor
 from lowmem_grpo.config.sampling import SamplingParams
 
 
-def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens (B,) and their log-probabilities (B,) under the distribution they were drawn from; logits (B, V) fp32.
+def budget_of(prompt: list[int], params: SamplingParams, max_seq_length: int) -> int:
+    """How many tokens a completion of this prompt may have; ValueError where the prompt is empty or leaves no room."""
+    room = max_seq_length - len(prompt)
+    if not prompt:
+        raise ValueError("a prompt has no tokens; give it at least one, for example a start token")
+    if room < 1:
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens leaves no room in a context of {max_seq_length}; "
+            "load with a larger max_seq_length or shorten the prompt"
+        )
+    return min(params.max_tokens, room)
 
-    Inverse-CDF sampling: one uniform number a row. A token of probability 0 is never drawn. Greedy (temperature 0)
-    reports the log-probability at temperature 1.
+
+def cut_at_stop(text: str, params: SamplingParams) -> str:
+    """The text up to the first stop string, which is kept only where `include_stop_str_in_output` asks for it."""
+    found = [(text.index(stop), stop) for stop in params.stop_strings if stop in text]
+    if not found:
+        return text
+    start, stop = min(found)
+    return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]
+
+
+def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw tokens (B,) from logits (B, V) fp32; returns them with their log-probabilities (B,) as they were drawn.
+
+    Inverse-CDF sampling takes one uniform number a row, and never draws a token of probability 0. Greedy decoding
+    (temperature 0) reports the log-probability at temperature 1.
     """
     if params.temperature == 0:
         logprobs = logits.log_softmax(-1)
@@ -25,7 +47,7 @@ def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> 
 
 
 def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Logits with what top_k, then top_p, then min_p cut off at -inf (transformers' order)."""
+    """Set to -inf what top_k, then top_p, then min_p cut off (the order of transformers)."""
     if params.top_k > 0:
         kth = logits.topk(min(params.top_k, logits.shape[-1]), -1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

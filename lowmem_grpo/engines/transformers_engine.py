@@ -16,11 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import OnGroup
-from lowmem_grpo.engines.decoding import draw
+from lowmem_grpo.engines.base import FinishedPrompts, OnGroup
+from lowmem_grpo.engines.decoding import budget_of, cut_at_stop, draw
 from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
-from lowmem_grpo.engines.stopping import budget_of, cut_at_stop, eos_token_ids
-from lowmem_grpo.engines.told import Told
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
@@ -62,19 +60,19 @@ class Drawn:
     budgets: Tensor  # (R,)
     lengths: Tensor  # (R,) of the completion, or its budget while it is not finished
     stopped: Tensor  # (R,) bool
-    told: Told
+    finished: FinishedPrompts
     unfinished: list[int]  # rows of each prompt
 
     @classmethod
     def nothing(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int],
-                device: torch.device, told: Told) -> "Drawn":
+                device: torch.device, finished: FinishedPrompts) -> "Drawn":
         """Before the first token."""
         seed = time.time_ns() % 2**63 if params.seed is None else params.seed
         total, width, most = len(budgets), max(budgets), torch.tensor(budgets, device=device)
         return cls(
             prompts, params, seed, torch.zeros(total, width, dtype=torch.long, device=device),
             torch.zeros(total, width, device=device), most, most.clone(),
-            torch.zeros(total, dtype=torch.bool, device=device), told, [params.n] * len(prompts),
+            torch.zeros(total, dtype=torch.bool, device=device), finished, [params.n] * len(prompts),
         )
 
     def prompts_of(self, rows: list[int]) -> tuple[list[list[int]], list[int]]:
@@ -123,7 +121,7 @@ class TransformersEngine:
         self.max_seq_length = max_seq_length
         self.policy_version = 0
         self.kv_bytes = 0
-        self.eos_ids = eos_token_ids(policy, tokenizer)
+        self.eos_ids = policy.eos_token_ids(tokenizer)
         self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
 
     def on_policy_update(self, policy_version: int) -> None:
@@ -145,18 +143,18 @@ class TransformersEngine:
     ) -> list[list[Rollout]]:
         if not prompts:
             return []
-        told = Told(len(prompts), on_group)
+        finished = FinishedPrompts(len(prompts), on_group)
         budgets = [budget_of(prompt, params, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
-            drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, told))
+            drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished))
         finally:
             self.policy.model.train(was_training)
-        self.tell(drawn, told.missing)
-        return told.result()
+        self.report(drawn, finished.missing)
+        return finished.result()
 
-    def tell(self, drawn: Drawn, prompts: list[int]) -> None:
+    def report(self, drawn: Drawn, prompts: list[int]) -> None:
         """Bring the rows of finished prompts to the host, and tell of each."""
         if not prompts:
             return
@@ -168,7 +166,7 @@ class TransformersEngine:
             raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
         rollouts = self.rollouts(ids, logprobs, lengths, stopped, drawn.params)
         for place, prompt in enumerate(prompts):
-            drawn.told.tell(prompt, rollouts[place * n : place * n + n])
+            drawn.finished.add(prompt, rollouts[place * n : place * n + n])
 
     def decode(self, drawn: Drawn) -> Drawn:
         """Draw every row to its end: all together, or in parts of as many rows as there is memory for."""
@@ -207,8 +205,8 @@ class TransformersEngine:
             drawn.lengths[state.rows[ended]] = step + 1
             drawn.stopped[state.rows[ended]] = True
             before, part.rows, part.start = part.rows, left, step + 1
-            if drawn.told.on_group is not None and len(left) < len(before):
-                self.tell(drawn, drawn.finish(set(before).difference(left)))
+            if drawn.finished.on_group is not None and len(left) < len(before):
+                self.report(drawn, drawn.finish(set(before).difference(left)))
             if not left or step + 1 == budget:
                 break
             if len(left) < COMPACT_BELOW * len(state.rows):

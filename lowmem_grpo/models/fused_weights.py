@@ -1,22 +1,26 @@
-"""Weights of q, k, v (gate, up) laid one after the other in one buffer, of which the model's parameters are views.
+"""Weights of q, k, v (and of gate, up) that lie side by side in memory, so that one product serves in place of several.
 
-An engine then computes all of them by one product. Nothing else changes: each parameter has its name, shape and values,
-and a saved model is the same checkpoint. One group is copied at a time, so the extra memory is that of one group.
+`fuse_weights` lays each group out in one buffer and makes the model's parameters views of it. Each parameter keeps its
+name, shape and values, and a saved model is the same checkpoint. It copies one group at a time, so it needs extra
+memory for one group only. `joined_weights` recognises such weights and returns them as one view, without a copy.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.lora import FrozenWeight
+from lowmem_grpo.kernels.nf4 import NF4Weight, check_adjacent
+from lowmem_grpo.offload.activations import storage_id
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def fuse_weights(model: nn.Module) -> list[str]:
-    """Lay out every group of the model that allows it; the paths of those left as they were, with the reason."""
+    """Lay out every group of the model that allows it. Returns the paths of the other groups, each with the reason."""
     left = []
     for path, modules in groups_of(model):
         try:
@@ -24,12 +28,12 @@ def fuse_weights(model: nn.Module) -> list[str]:
         except ValueError as error:
             left.append(f"{path}: {error}")
         if modules[0].weight.is_cuda:
-            torch.cuda.empty_cache()  # else the old places would be kept until all groups are done
+            torch.cuda.empty_cache()  # otherwise torch would keep the old buffers until all groups are done
     return left
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
-    """The path and the modules of each group: children of one parent, frozen, not wrapped by an adapter."""
+    """The path and the modules of each group: linear children of one parent, not wrapped by an adapter."""
     for parent_path, parent in model.named_modules():
         children = dict(parent.named_children())
         for names in GROUPS:
@@ -39,18 +43,73 @@ def groups_of(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
 
 
 def fuse(params: list[Any]) -> None:
-    """Make the parameters views of one new buffer; ValueError where they do not fit, and nothing has changed."""
+    """Make the parameters views of one new buffer. Raises ValueError, with nothing changed, where they do not fit."""
     if all(hasattr(param, "quant_state") for param in params):
         NF4Weight.adjacent(params)
-    else:
-        fuse_plain(params)
-
-
-def fuse_plain(params: list[nn.Parameter]) -> None:
-    """The same for weights that are not quantized."""
+        return
     kinds = {(type(param), param.dtype, param.device, param.shape[1:], param.requires_grad) for param in params}
     if len(kinds) > 1 or params[0].requires_grad or type(params[0]) is not nn.Parameter:
         raise ValueError(f"expected frozen weights of one dtype, device and width; got {kinds}")
-    joined = torch.cat([param.data for param in params])
-    for param, view in zip(params, joined.split([len(param) for param in params]), strict=True):
+    buffer = torch.cat([param.data for param in params])
+    for param, view in zip(params, buffer.split([len(param) for param in params]), strict=True):
         param.data = view
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Tensors (n_i, ...) as one (sum of n_i, ...) view of their storage; None where they do not lie side by side."""
+    first = tensors[0].detach()
+    end = first.storage_offset()
+    for tensor in tensors:
+        follows = tensor.is_contiguous() and tensor.storage_offset() == end
+        if not follows or not alike(tensor, first):
+            return None
+        end += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def alike(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same storage, dtype and columns."""
+    same = storage_id(tensor) == storage_id(other)
+    return same and tensor.dtype == other.dtype and tensor.shape[1:] == other.shape[1:]
+
+
+def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
+    """The weights of several matrices as one; None where they do not lie side by side."""
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    quantized = [weight for weight in weights if isinstance(weight, NF4Weight)]
+    if len(plain) == len(weights):
+        return joined(plain)
+    return joined_nf4(quantized) if len(quantized) == len(weights) else None
+
+
+def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
+    """4-bit weights that `NF4Weight.adjacent` laid out, as one weight."""
+    first, columns = weights[0], weights[0].shape[1]
+    parts: dict[str, Any] = {"packed": joined([weight.packed for weight in weights]),
+                             "absmax": joined([weight.absmax for weight in weights])}
+    if first.nested_absmax is not None and all(weight.nested_absmax is not None for weight in weights):
+        parts["nested_absmax"] = joined([w.nested_absmax for w in weights if w.nested_absmax is not None])
+        parts["offset"] = joined_offsets(weights)
+    if any(part is None for part in parts.values()):
+        return None
+    try:
+        check_adjacent(weights)  # last, because it compares tables and so has to wait for the card
+    except ValueError:
+        return None
+    features = tuple(weight.shape[0] for weight in weights)
+    return replace(first, **parts, shape=(sum(features), columns), out_features=features)
+
+
+def joined_offsets(weights: Sequence[NF4Weight]) -> Tensor | None:
+    """One offset for each nested block. A weight's own offset is the first of those that lie there for its blocks."""
+    counts = [0 if weight.nested_absmax is None else len(weight.nested_absmax) for weight in weights]
+    offsets = [weight.offset.reshape(-1)[:1] for weight in weights if weight.offset is not None]
+    first = offsets[0].detach()
+    place, last = first.storage_offset(), first.storage_offset() + sum(counts)
+    for offset, count in zip(offsets, counts, strict=True):
+        if not alike(offset, first) or offset.storage_offset() != place:
+            return None
+        place += count
+    room = first.untyped_storage().nbytes() // first.element_size()
+    return first.as_strided((sum(counts),), (1,)) if last <= room else None

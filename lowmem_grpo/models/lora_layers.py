@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowmem_grpo.kernels.lora import FrozenWeight, frozen_weight, lora_linear
 from lowmem_grpo.kernels.lora_factors import LoRA
-from lowmem_grpo.models.adjacent import joined_weights
+from lowmem_grpo.models.fused_weights import joined_weights
 
 
 def use_kernel_layers(config: LoraConfig, model: nn.Module) -> None:

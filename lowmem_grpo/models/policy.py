@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.models import attention
@@ -23,7 +23,7 @@ KNOWN = ("Take a model with plain attention in all layers: Llama, Qwen2, Qwen2.5
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputHead:
     """The frozen output head and what the model's config does to its logits."""
 
     weight: Tensor  # (V, D)
@@ -32,7 +32,7 @@ class Head:
     softcap: float | None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "Head":
+    def of(cls, model: PreTrainedModel) -> "OutputHead":
         linear = model.get_output_embeddings()
         if type(linear) is not nn.Linear:
             raise ValueError(
@@ -86,7 +86,7 @@ class Policy:
         if base.config.get_text_config()._attn_implementation != attention.NAME:
             base.set_attn_implementation(attention.NAME)
         self.backbone = getattr(base, base.base_model_prefix)
-        self.head = Head.of(base)
+        self.head = OutputHead.of(base)
         self.autocast_dtype = autocast_dtype
         self.dropped: bool | None = None  # whether something did in the last pass
 
@@ -153,6 +153,12 @@ class Policy:
             chunk_rows=self.logits_chunk,
         )
         return result[0], result[1]
+
+    def eos_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Every end-of-sequence id that the tokenizer or the model's generation config names."""
+        named = getattr(getattr(self.base, "generation_config", None), "eos_token_id", None)
+        ids = named if isinstance(named, list) else [named]
+        return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})
 
     @contextmanager
     def base_model(self) -> Iterator[None]:

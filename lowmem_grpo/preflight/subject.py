@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lowmem_grpo.data.prompts import PromptSource, is_chat
-from lowmem_grpo.engines.stopping import eos_token_ids
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.policy import Policy
@@ -55,7 +54,7 @@ class Subject:
         return cls(
             trainer.args, trainer.tokenizer, trainer.policy, trainer.state, trainer.run_dir, trainer.memory,
             trainer.model.loaded.max_seq_length, sample_rows(trainer.source.dataset, trainer.source.encoder),
-            eos_token_ids(trainer.policy, trainer.tokenizer), getattr(trainer, "scorer", None),
+            trainer.policy.eos_token_ids(trainer.tokenizer), getattr(trainer, "scorer", None),
             None if evaluation is None or evaluation.dataset is None
             else sample_rows(evaluation.dataset, evaluation.encoder),
         )

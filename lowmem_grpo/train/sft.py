@@ -19,7 +19,6 @@ from torch import Tensor
 from lowmem_grpo.config.sft import SFTConfig
 from lowmem_grpo.data.examples import Example, ExampleEncoder, as_examples
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
-from lowmem_grpo.engines.stopping import eos_token_ids
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.memory.advice import MemoryAdvice
@@ -76,7 +75,7 @@ class SFTTrainer:
         self.policy = Policy(model, mixed_dtype(model, self.args.bf16, self.args.fp16), self.args.logits_chunk)
         if self.args.gradient_checkpointing is not None:
             enable_checkpointing(self.policy.base, self.args.gradient_checkpointing)
-        ends = eos_token_ids(self.policy, self.tokenizer)
+        ends = self.policy.eos_token_ids(self.tokenizer)
         encoder = ExampleEncoder(self.tokenizer, self.longest_row(), ends, self.args.chat_template_kwargs)
         self.source = PromptSource(as_examples(train_dataset), encoder, self.args.seed, self.args.shuffle_dataset)
         self.eval_groups = self.encode_all(eval_dataset)

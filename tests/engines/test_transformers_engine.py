@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.decoding import draw
+from lowmem_grpo.engines.decoding import cut_at_stop, draw
 from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
-from lowmem_grpo.engines.stopping import cut_at_stop
 from lowmem_grpo.engines.transformers_engine import Decode, TransformersEngine
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.packing import collate

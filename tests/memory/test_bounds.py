@@ -610,7 +610,7 @@ def test_vllm_is_not_made_anew_for_half_as_many_sequences(
 ) -> None:
     with engine_on(Policy(with_adapter(load_model("tiny")))) as engine:
         params = SamplingParams(n=4, max_tokens=12, seed=3)
-        expected, llm, given = engine.generate(prompts, params), engine.llm, engine.max_num_seqs
+        expected, llm, given = engine.generate(prompts, params), engine.llm, engine.capacity.wanted_seqs
         layer, hook = LAYERS["model.layers.1.self_attn.o_proj"], Failing(3)
         forward = layer.forward
         monkeypatch.setattr(layer, "forward", lambda x: hook() or forward(x))

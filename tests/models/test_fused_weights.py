@@ -15,8 +15,7 @@ from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import FastModel, FastPeftModel
 from lowmem_grpo.kernels.lora import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
-from lowmem_grpo.models.adjacent import joined_weights
-from lowmem_grpo.models.fused_weights import fuse_weights
+from lowmem_grpo.models.fused_weights import fuse_weights, joined_weights
 from lowmem_grpo.models.pretrained import Pretrained, compute_in
 
 SHAPE: dict[str, Any] = {  # whose matrices end where a block of the double quantization ends

@@ -316,7 +316,7 @@ def test_dequantized_weights_drift_from_the_trainers_or_outlive_sleep(form: str,
             free = torch.cuda.mem_get_info()[0]
             engine.sleep()
             torch.cuda.synchronize()
-            wide = 0 if engine.borrowing.wide is None else engine.borrowing.wide.nbytes
+            wide = 0 if engine.loan.wide is None else engine.loan.wide.nbytes
             assert torch.cuda.mem_get_info()[0] - free >= 0.9 * (KV_BYTES + wide)
 
 

@@ -65,7 +65,7 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def import_borrowing() -> Any:
+def import_plugin() -> Any:
     """The module that imports vLLM; EngineUnavailableError where it cannot be imported."""
     found = installed()
     why = why_unavailable(found[1] if found else None)
@@ -75,13 +75,13 @@ def import_borrowing() -> Any:
         raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
     set_environment()
     try:
-        from lowmem_grpo.engines.vllm import plugin as vllm_borrow
+        from lowmem_grpo.engines.vllm import plugin
     except Exception as error:  # a broken installation shows itself by errors of any kind
         raise EngineUnavailableError(
             f"{' '.join(found or ())} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
             f"{error}. Install it anew with the torch that it was built for, {OTHER_ENGINE}"
         ) from error
-    if vllm_borrow.envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+    if plugin.envs.VLLM_ENABLE_V1_MULTIPROCESSING:
         raise EngineUnavailableError("vLLM was set up before to run in a process of its own, which cannot borrow this "
                                      f"process's tensors. Set VLLM_ENABLE_V1_MULTIPROCESSING=0 first, {OTHER_ENGINE}")
-    return vllm_borrow
+    return plugin

@@ -20,15 +20,15 @@ Loras = Mapping[str, Sequence[LoRA | None]]  # of each layer of an engine, one f
 
 
 @dataclass(frozen=True)
-class Choice:
+class ActiveAdapter:
     """What the trainer's model computes with now."""
 
     name: str | None  # of the active adapter; None where no layer has one
     off: bool  # peft has turned it off
 
 
-def choice_of(modules: Mapping[str, Any]) -> Choice:
-    """The choice of modules by their path; BorrowError where no engine can follow it."""
+def active_in(modules: Mapping[str, Any]) -> ActiveAdapter:
+    """The active adapter of modules by their path; BorrowError where no engine can follow it."""
     names = {name for module in modules.values() for name in active_names(module)}
     if len(names) > 1:
         raise BorrowError(f"adapters {sorted(names)} are active at once; an engine samples with one. Choose it with "
@@ -38,7 +38,7 @@ def choice_of(modules: Mapping[str, Any]) -> Choice:
         one = next(path for path, value in off.items() if value)
         raise BorrowError(f"the adapter is turned off in some layers ({one}) and not in others; an engine samples with "
                           "all of them or with none")
-    return Choice(next(iter(names), None), True in off.values())
+    return ActiveAdapter(next(iter(names), None), True in off.values())
 
 
 def active_names(module: Any) -> list[str]:

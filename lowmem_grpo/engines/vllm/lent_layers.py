@@ -19,7 +19,7 @@ from lowmem_grpo.kernels.lora import FrozenWeight, LoRA, frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, project
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.models.adjacent import joined, joined_weights
+from lowmem_grpo.models.fused_weights import joined, joined_weights
 
 LAYERS: dict[str, "BorrowedLinear"] = {}  # what the op finds by name, while an engine lives
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

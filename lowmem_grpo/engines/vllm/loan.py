@@ -13,11 +13,12 @@ from lowmem_grpo.engines.vllm.lent_layers import ADVICE, OTHER_ENGINE, BorrowedL
 from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.memory.bounds import is_out_of_memory
+from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 
 
-class Borrowing:
+class Loan:
     """The trainer's frozen tensors under the engine's names, and a copy of the adapter that is sampled with.
 
     base: the trainer's transformers model, with peft's layers in place. adapter: the name of the one to sample with;
@@ -138,13 +139,13 @@ class Borrowing:
 
     def take(self, base_model: bool) -> Hashable:
         """From now on compute what the trainer would now, or the base model; gives what identifies that."""
-        choice = adapters.choice_of(self.modules())
-        if base_model or choice.off or choice.name is None:
+        active = adapters.active_in(self.modules())
+        if base_model or active.off or active.name is None:
             self.copy.clear()
             return "base"
-        if choice.name == self.adapter:
-            return self.copy.take(self.loras(choice.name))
-        self.copy.substitute(self.loras(choice.name), choice.name)
+        if active.name == self.adapter:
+            return self.copy.take(self.loras(active.name))
+        self.copy.substitute(self.loras(active.name), active.name)
         return object()  # equal to nothing else: what these values are is not known
 
     def modules(self) -> dict[str, nn.Module]:
@@ -171,13 +172,19 @@ def adapted(base: nn.Module) -> dict[str, Any]:
 
 def active_adapter(base: nn.Module) -> str | None:
     """The name of the adapter that is active in a model, also while it is turned off."""
-    return adapters.choice_of(adapted(base)).name
+    return adapters.active_in(adapted(base)).name
 
 
 def loras_of(base: nn.Module, name: str | None) -> list[LoRA]:
     """All LoRAs of that name in a model."""
     found = [lora_of(path, module, name) for path, module in adapted(base).items()]
     return [lora for lora in found if lora is not None]
+
+
+def copy_to_publish(policy: Policy, adapter: str | None) -> AdapterCopy:
+    """Two slots, which a restarted engine takes over: what was published stays published."""
+    with torch.inference_mode(False):
+        return AdapterCopy(loras_of(policy.base, adapter), policy.head.weight.dtype, policy.device, published=True)
 
 
 def tensor_at(base: nn.Module, name: str) -> list[Tensor]:

@@ -23,25 +23,25 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from lowmem_grpo.engines.vllm.lent_layers import OTHER_ENGINE, BorrowedLinear, BorrowError, borrowed_linear
-from lowmem_grpo.engines.vllm.loan import Borrowing
+from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.kernels.matmul import matmul_fp32
 
 __all__ = ["LLM", "NAME", "SamplingParams", "check_architecture", "cleanup_dist_env_and_memory", "envs", "lending"]
 NAME = "lowmem_grpo"  # of the quantization method and of the load format
-LENT: list[Borrowing] = []  # the borrowing that vLLM's registries serve now: vLLM makes its objects by name
+LENT: list[Loan] = []  # the loan that vLLM's registries serve now: vLLM makes its objects by name
 
 
 @contextmanager
-def lending(borrowing: Borrowing) -> Iterator[None]:
-    """Inside, what vLLM loads in this format is borrowed from `borrowing`."""
-    LENT.append(borrowing)
+def lending(loan: Loan) -> Iterator[None]:
+    """Inside, what vLLM loads in this format is lent by `loan`."""
+    LENT.append(loan)
     try:
         yield
     finally:
-        LENT.remove(borrowing)
+        LENT.remove(loan)
 
 
-def current() -> Borrowing:
+def current() -> Loan:
     if not LENT:
         raise BorrowError("vLLM asked for borrowed weights outside an engine of ours")
     return LENT[-1]
@@ -111,13 +111,13 @@ class BorrowedConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        borrowing = current()
+        loan = current()
         if isinstance(layer, VocabParallelEmbedding):  # a head is one as well
-            module = borrowing.embedding(prefix, head=isinstance(layer, ParallelLMHead))
+            module = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))
             check_vocabulary(prefix, module, layer)
             return BorrowedEmbeddingMethod(module)
         if isinstance(layer, LinearBase):
-            linear = borrowing.linear(prefix, self.packed_modules_mapping)
+            linear = loan.linear(prefix, self.packed_modules_mapping)
             check_width(linear, layer)
             return BorrowedLinearMethod(linear)
         return None
@@ -154,12 +154,12 @@ class BorrowedLoader(BaseModelLoader):
         """Nothing to fetch."""
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        borrowing = current()
+        loan = current()
         for name, parameter in model.named_parameters():
             layer, _, last = name.rpartition(".")
-            if layer in borrowing.linears and last == "bias":
+            if layer in loan.linears and last == "bias":
                 parameter.data = parameter.data.new_empty(0)  # the borrowed module adds its own
             elif parameter.numel():
-                parameter.data = borrowing.parameter(name, parameter)
-        borrowing.check_complete()
-        borrowing.widen()
+                parameter.data = loan.parameter(name, parameter)
+        loan.check_complete()
+        loan.widen()

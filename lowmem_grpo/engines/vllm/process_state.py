@@ -1,15 +1,20 @@
-"""What vLLM changes in the process it runs in, put back; and seeds that need no state of the process.
+"""What vLLM changes in the process it runs in, and how we put it back.
 
-When it starts, it seeds every random generator of the process, and torch.distributed hooks itself into tracebacks.
+When it starts, vLLM seeds every random generator of the process, hooks torch.distributed into tracebacks, and freezes
+every object against garbage collection. Its import keeps the errors of imports that failed.
 """
 
+import gc
 import random
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+from lowmem_grpo.engines.vllm.installed import import_plugin
 
 
 @contextmanager
@@ -25,7 +30,20 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def seeds_of(seed: int | None, count: int) -> list[int]:
-    """A seed for each prompt, far apart: vLLM adds the number of the completion to it."""
-    source = random.Random(seed) if seed is not None else random.SystemRandom()
-    return [source.getrandbits(62) for _ in range(count)]
+def import_from_a_thread() -> None:
+    """Import vLLM on a stack of its own. It keeps the errors of imports that failed, and each error keeps the frames
+    of all callers: a model that is a local variable of one of these could never be freed."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        thread.submit(import_plugin).result()
+
+
+@contextmanager
+def collectable() -> Iterator[None]:
+    """Afterwards garbage collection sees what it saw before. vLLM freezes every object that exists when it starts, so
+    a model among them could never be freed."""
+    frozen = gc.get_freeze_count()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()

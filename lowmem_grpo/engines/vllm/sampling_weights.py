@@ -1,9 +1,9 @@
-"""4-bit weights in 16 bits while an engine samples: dequantized once a phase, into one buffer of fixed addresses.
+"""4-bit weights in 16 bits while an engine samples: dequantized once a phase, into one buffer at fixed addresses.
 
-A kernel that reads 4 bits does the arithmetic of dequantization again for each token. Where memory has room while
-training sleeps, the weights are dequantized once when sampling begins and multiplied plainly; the base weights never
-change, so the values are those that training computes with, to the bit. In the engine's compute dtype: 16 bits on a
-card, 32 for a float32 model.
+A kernel that reads 4 bits repeats the arithmetic of dequantization for each token. Where memory has room while training
+sleeps, we dequantize the weights once when sampling begins, and multiply with them plainly. The base weights never
+change, so the values are those that training computes with, to the bit. Their dtype is the engine's compute dtype: 16
+bits on a card, 32 for a float32 model.
 """
 
 import logging
@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowmem_grpo.engines.vllm.capacity import BLOCK, kv_bytes_of
 from lowmem_grpo.engines.vllm.lent_layers import Product
-from lowmem_grpo.engines.vllm.settings import BLOCK, kv_bytes_of
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.memory.cards import DEFAULT_SHARE
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -33,12 +33,12 @@ class Room(Protocol):
     """Where the buffer lies."""
 
     def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(numbers,) with whatever is in it. Where graphs read it, the same addresses each time."""
+        """(numbers,), uninitialised. Where CUDA graphs read it, it has the same addresses each time."""
         ...
 
 
 class PlainRoom:
-    """A new tensor each time: freed when nobody holds it, and nothing may remember its address."""
+    """A new tensor each time. It is freed when nobody holds it, so nothing may remember its address."""
 
     def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(numbers, dtype=dtype, device=device)
@@ -63,7 +63,7 @@ class SamplingWeights:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Dequantize everything, if it is not there; from now on the products multiply with it."""
+        """Dequantize everything that is not there yet; from now on the products multiply with it."""
         if self.filled:
             return
         with torch.inference_mode(False):
@@ -75,7 +75,7 @@ class SamplingWeights:
         self.filled = True
 
     def drop(self) -> None:
-        """Let go of the buffer, or take its contents for lost; the 4-bit kernels serve until the next `fill`."""
+        """Release the buffer, or treat its contents as lost; the 4-bit kernels serve until the next `fill`."""
         for product, _ in self.pairs:
             product.wide = None
         self.filled = False
@@ -97,10 +97,10 @@ def choose(
 ) -> tuple[str, int]:
     """The form to sample with, and the bytes that are left for the key-value cache.
 
-    `kv_bytes` is the cache's size with 4-bit weights; where it was not given, the dequantized ones are taken from it.
-    Without being asked they are used on a card only, and only where the cache of `sequences` of `tokens` tokens still
-    fits beside them (they never lower how many sequences are decoded together), and where the card decodes no slower
-    with them by its data sheet. ValueError for a model that is not in 4 bits.
+    `kv_bytes` is the cache's size with 4-bit weights; unless the user gave it, the dequantized weights take their room
+    from it. If the user `asked` for no form, we dequantize only on a card, only where the cache of `sequences` of
+    `tokens` tokens still fits beside the weights (so that as many sequences are decoded together), and only where the
+    card's data sheet says that it decodes no slower. Raises ValueError for a model that is not in 4 bits.
     """
     size = wide_bytes(policy)
     if asked is not None and not size:

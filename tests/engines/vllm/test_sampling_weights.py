@@ -16,11 +16,11 @@ from vllm_models import CONTEXT, NEEDS_VLLM, differences, engine_on, move_adapte
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm import sampling_weights
-from lowmem_grpo.engines.vllm.installed import import_borrowing, installed
+from lowmem_grpo.engines.vllm.capacity import kv_bytes_of
+from lowmem_grpo.engines.vllm.installed import import_plugin, installed
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowError, Product
-from lowmem_grpo.engines.vllm.loan import Borrowing
+from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.engines.vllm.sampling_weights import PlainRoom, SamplingWeights, choose, wide_bytes
-from lowmem_grpo.engines.vllm.settings import kv_bytes_of
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.policy import Policy
@@ -46,9 +46,9 @@ def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
     return policy
 
 
-def borrow(policy: Policy, room: Any) -> Borrowing:
+def borrow(policy: Policy, room: Any) -> Loan:
     """What an engine would borrow of the first layer."""
-    borrowing = Borrowing(policy.base, CPU, room=room)
+    borrowing = Loan(policy.base, CPU, room=room)
     for name in MODULES:
         borrowing.linear(name, PARTS)
     borrowing.widen()
@@ -142,7 +142,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakePool]:
     """Puts a pretend pool in the place of vLLM's."""
     if installed() is None:
         pytest.skip("needs vLLM, which is not installed")
-    import_borrowing()
+    import_plugin()
     from lowmem_grpo.engines.vllm import pool as vllm_pool
 
     def make(available: bool = True, version: str = "0.32.0", **options: Any) -> FakePool:
@@ -217,7 +217,7 @@ def test_a_pool_that_cannot_be_used_leaves_the_4_bit_kernels_and_says_so(
 def test_the_names_of_vllms_pool_are_where_they_are_used(name: str) -> None:
     if installed() is None:
         pytest.skip("needs vLLM, which is not installed")
-    import_borrowing()
+    import_plugin()
     from vllm.device_allocator import AllocationData, cumem
 
     assert hasattr(cumem, name)
@@ -267,7 +267,7 @@ def test_on_the_cpu_it_is_done_where_it_is_asked_for_only(policy: Policy) -> Non
 
 
 def test_wide_bytes_are_those_that_the_buffer_takes(policy: Policy) -> None:
-    borrowing = Borrowing(policy.base, CPU, room=PlainRoom())
+    borrowing = Loan(policy.base, CPU, room=PlainRoom())
     for prefix in {name.rpartition(".")[0].rpartition(".")[0] for name, _ in policy.base.named_modules()
                    if name.endswith("q_proj")}:
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
@@ -331,7 +331,7 @@ class TestEngine:
         self, sampled: Policy
     ) -> None:
         with engine_on(sampled, sampling_weights="16bit") as engine:
-            wide = engine.borrowing.wide
+            wide = engine.loan.wide
             assert wide is not None
             assert wide.nbytes == wide_bytes(sampled)
             first = engine.generate(PROMPTS, PARAMS)
@@ -359,8 +359,8 @@ class TestEngine:
             engine.sleep()
             groups = engine.generate(PROMPTS, PARAMS)
             assert differences(sampled, PROMPTS, groups).abs().mean() < 1e-5
-            assert (engine.sampling_weights, engine.borrowing.wide) == ("4bit", None)
-            assert engine.fitting_seqs == engine.max_num_seqs
+            assert (engine.sampling_weights, engine.loan.wide) == ("4bit", None)
+            assert engine.capacity.seqs == engine.capacity.wanted_seqs
             engine.sleep()
             engine.generate(PROMPTS, PARAMS)
         lines = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]

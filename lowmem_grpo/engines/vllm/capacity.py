@@ -1,0 +1,119 @@
+"""How much vLLM's engine does at once: the bytes of its key-value cache, and the sequences that it decodes together."""
+
+from typing import Any
+
+import torch
+
+from lowmem_grpo.memory.bounds import RolloutBound, RunMemory, Shortage
+from lowmem_grpo.memory.cards import sequences_at_once
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.units import size_text
+
+CPU_KV_BYTES = 1 << 30  # of the key-value cache on the CPU, where no card's memory sets the size
+BLOCK = 128  # tokens in a block of the cache, at most; vLLM never uses one of the blocks
+
+
+class Capacity:
+    """What was asked for, and what memory had room for (`bound`, which shrinks at each shortage).
+
+    `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
+    room. `kv_bytes` sizes the cache; None takes what `utilization` of the card leaves. One sequence of `max_seq_length`
+    tokens always fits.
+    """
+
+    def __init__(
+        self, policy: Policy, max_seq_length: int, kv_bytes: int | None, utilization: float, max_num_seqs: int | None,
+        sampled: int | None, bound: RolloutBound | None,
+    ) -> None:
+        self.max_seq_length, self.kv_given = max_seq_length, kv_bytes is not None
+        self.kv_budget = default_kv_bytes(policy, utilization) if kv_bytes is None else kv_bytes
+        self.given_seqs, self.sampled = max_num_seqs, sampled
+        self.least_cache = least_kv_bytes(policy, max_seq_length)
+        self.bound = bound or RunMemory().rollout
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the cache: what was asked for, or what memory had room for."""
+        return max(self.bound.cache_under(self.kv_budget) or 0, self.least_cache)
+
+    @property
+    def wanted_seqs(self) -> int:
+        """Sequences decoded together if memory has room: the given number, otherwise what a run samples."""
+        if self.given_seqs is not None:
+            return self.given_seqs
+        return sequences_at_once(self.sampled, self.kv_budget // self.least_cache)
+
+    @property
+    def seqs(self) -> int:
+        """Sequences decoded together: what was asked for, or what memory had room for."""
+        bound = self.bound.under(self.wanted_seqs)
+        return self.wanted_seqs if bound is None else bound
+
+    def check(self, policy: Policy) -> None:
+        """Raise ValueError where one sequence of the longest length does not fit, or the cache has more bytes than are
+        free. A cache that was too large before (`bound`) is no error: it is answered like any shortage."""
+        if self.bound.kv_bytes is not None:
+            return
+        if self.kv_budget < self.least_cache:
+            raise ValueError(
+                f"the key-value cache has {self.kv_budget:,} bytes; one sequence of max_seq_length="
+                f"{self.max_seq_length} needs {self.least_cache:,}. Raise gpu_memory_utilization or kv_cache_bytes, "
+                "or lower max_seq_length"
+            )
+        free = free_bytes(policy.device)
+        if free is not None and self.kv_budget > free:
+            raise ValueError(f"the key-value cache should have {self.kv_budget:,} bytes, but only {free:,} are free on "
+                             "the card. Lower gpu_memory_utilization or kv_cache_bytes")
+
+    def lower(self, shortage: Shortage, sampling: bool) -> None:
+        """Halve the cache, down to one sequence of the longest length. Where memory ran out while `sampling`, halve
+        the sequences too; otherwise it was the cache itself that had no room. MemoryExhaustedError where neither can
+        be less."""
+        before, less = self.cache, max(self.least_cache, self.cache // 2)
+        seqs, fewer = self.seqs, max(1, self.seqs // 2) if sampling else self.seqs
+        what = f"sampling at most {seqs} at once" if sampling else "making room for vLLM's cache"
+        if (less, fewer) == (before, seqs):
+            self.bound.end(f"{what} ({size_text(before)}, what one sequence of max_seq_length={self.max_seq_length} "
+                           "needs)", shortage)
+        self.bound.kv_bytes = less
+        if sampling:
+            self.bound.lowered = fewer
+        answer = f"for at most {fewer:,} sequences at once (before: {seqs:,}) and " if sampling else ""
+        self.bound.note(what, shortage, f"vLLM's engine is made anew {answer}with {size_text(less)} of key-value cache "
+                                        f"(before: {size_text(before)}), and the work is repeated")
+
+
+def kv_bytes_of(policy: Policy, tokens: int) -> int:
+    """Bytes of keys and values of one sequence of `tokens` tokens, without sliding windows."""
+    config: Any = policy.base.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * policy.head.weight.dtype.itemsize * tokens
+
+
+def least_kv_bytes(policy: Policy, max_seq_length: int) -> int:
+    """Bytes of the smallest cache: that of one sequence of the longest length."""
+    blocks = -(-max_seq_length // BLOCK) + 1
+    return kv_bytes_of(policy, blocks * BLOCK)
+
+
+def default_kv_bytes(policy: Policy, utilization: float) -> int:
+    """What `utilization` of the card leaves beside what is in use; a fixed size on the CPU."""
+    if policy.device.type != "cuda":
+        return CPU_KV_BYTES
+    free, total = torch.cuda.mem_get_info(policy.device)
+    return max(0, int(utilization * total) - (total - free))
+
+
+def check_room(device: torch.device, size: int) -> None:
+    """Raise OutOfMemoryError where a cache of `size` bytes cannot be had now. We ask before vLLM tries: it would stop
+    half-way, and its memory pool has no way back from there."""
+    free = free_bytes(device)
+    if free is not None and size > free:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes for the key-value cache; "
+                                     f"{free:,} are free on the card")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of the card that nobody holds; None on the CPU, where the operating system manages memory."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

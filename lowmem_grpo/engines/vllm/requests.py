@@ -1,0 +1,110 @@
+"""One call of the engine as vLLM's requests, and vLLM's outputs as rollouts.
+
+`LLM.generate` returns when all requests are finished. To report each prompt as soon as it is finished, we use the two
+public methods that it consists of: `LLM.enqueue` and `LLMEngine.step`. Both have this form in vLLM 0.26 to 0.33.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
+from lowmem_grpo.types import Rollout
+
+COLDEST = 0.01  # vLLM raises a lower temperature to this one
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What one call of the engine asks vLLM for."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    settings: list[Any]  # vLLM's own, one for each prompt
+
+    @classmethod
+    def of(
+        cls, prompts: list[list[int]], params: SamplingParams, max_seq_length: int, vocabulary: int,
+        eos_ids: list[int], make: Callable[..., Any],
+    ) -> "Requests":
+        """`make` is vLLM's SamplingParams. Raises ValueError for what vLLM would change or cannot compute."""
+        check_temperature(params)
+        check_vocabulary(prompts, vocabulary)
+        budgets = [budget_of(prompt, params, max_seq_length) for prompt in prompts]
+        return cls(prompts, params, settings_of(params, budgets, eos_ids, make))
+
+    def outputs(self, llm: Any, missing: list[int], stepwise: bool) -> Iterable[tuple[int, Any]]:
+        """(prompt, vLLM's output) for the `missing` prompts: as they finish, or all of them at the end."""
+        requests = [{"prompt_token_ids": self.prompts[prompt]} for prompt in missing]
+        settings = [self.settings[prompt] for prompt in missing]
+        if stepwise:
+            found = finished_outputs(llm, requests, settings)
+        else:
+            found = enumerate(llm.generate(requests, settings, use_tqdm=False))
+        return ((missing[place], output) for place, output in found)
+
+    def rollout(self, output: Any, tokenizer: PreTrainedTokenizerBase, version: int) -> Rollout:
+        """One completion of vLLM as a rollout, with the log-probability of each sampled token."""
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
+        ids = list(output.token_ids)
+        logprobs = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+        if any(map(math.isnan, logprobs)):
+            raise ArithmeticError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning "
+                                  "rate")
+        text = str(tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens))
+        return Rollout(ids, logprobs, output.finish_reason, cut_at_stop(text, self.params), version)
+
+
+def settings_of(params: SamplingParams, budgets: list[int], eos_ids: list[int], make: Callable[..., Any]) -> list[Any]:
+    """vLLM's settings for each prompt. We pass the end tokens; vLLM decodes text only for stop strings."""
+    ending = [*(params.stop_token_ids or []), *([] if params.ignore_eos else eos_ids)]
+    return [
+        make(
+            n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0),
+            min_p=params.min_p or 0.0, max_tokens=budget, seed=seed, stop=params.stop_strings or None,
+            stop_token_ids=ending, ignore_eos=True, include_stop_str_in_output=True, logprobs=0,
+            detokenize=bool(params.stop_strings), skip_special_tokens=False,
+        )
+        for seed, budget in zip(seeds_of(params.seed, len(budgets)), budgets, strict=True)
+    ]
+
+
+def seeds_of(seed: int | None, count: int) -> list[int]:
+    """A seed for each prompt, far apart because vLLM adds the number of the completion to it."""
+    source = random.Random(seed) if seed is not None else random.SystemRandom()
+    return [source.getrandbits(62) for _ in range(count)]
+
+
+def finished_outputs(llm: Any, requests: list[Any], settings: list[Any]) -> Iterator[tuple[int, Any]]:
+    """(index of a request, its output with all completions) in the order in which the requests finish."""
+    ids = llm.enqueue(requests, settings, use_tqdm=False)
+    places = {number_of(name): place for place, name in enumerate(ids)}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                yield places[number_of(output.request_id)], output
+
+
+def number_of(name: str) -> str:
+    """The number of a request: vLLM appends a random ending to the name under which it keeps the request."""
+    return name.partition("-")[0]
+
+
+def check_temperature(params: SamplingParams) -> None:
+    """Raise ValueError for a temperature that vLLM would silently change."""
+    if 0 < params.temperature < COLDEST:
+        raise ValueError(f"temperature is {params.temperature}; vLLM samples at 0 (greedy) or from {COLDEST} on")
+
+
+def check_vocabulary(prompts: list[list[int]], size: int) -> None:
+    """Raise ValueError for a token that the model does not know."""
+    for number, prompt in enumerate(prompts):
+        unknown = [token for token in prompt if not 0 <= token < size]
+        if unknown:
+            raise ValueError(f"prompt {number} has the token {unknown[0]}; the model's tokens are 0 to {size - 1}")
