@@ -1,11 +1,10 @@
 """The settings of a GRPO run, under TRL's field names and meanings (TRL 1.16's GRPOConfig)."""
 
 import math
-import random
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.shared import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule, TrainSettings, at_least
 from lowmem_grpo.config.strategies import StrategySettings
 from lowmem_grpo.losses.advantages import AdvantageSettings
@@ -182,9 +181,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, TrainSetting
             temperature=self.temperature,
         )
 
-    def rollout_seed(self, step: int, extra_round: int = 0) -> int:
-        """The sampler's seed at a step: from `seed`, and from that of `vllm_sampling_params` where it has one. Each
-        extra round of dynamic sampling has its own."""
-        extra = self.vllm_sampling_params.seed if self.vllm_sampling_params else None
-        again = f"-{extra_round}" if extra_round else ""
-        return random.Random(f"{self.seed}-{extra}-{step}{again}").getrandbits(62)
+    @property
+    def draws(self) -> Draws:
+        """How the prompts of each step are sampled; a seed in `vllm_sampling_params` changes the seeds of all steps."""
+        given = self.vllm_sampling_params
+        return Draws(self.prompts_per_generation, self.sampling(given.seed if given else None), self.seed)

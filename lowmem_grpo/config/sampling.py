@@ -1,6 +1,7 @@
 """How completions are drawn, under vLLM's names; and vLLM's own class of the same fields, read as ours."""
 
-from dataclasses import dataclass, field, fields
+import random
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -46,6 +47,26 @@ class SamplingParams:
     def truncates(self) -> bool:
         """Whether some tokens are cut off before sampling, which breaks the importance-sampling identity."""
         return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How a run samples: `count` prompts at a time, each draw with a seed of its own."""
+
+    count: int
+    params: SamplingParams  # its seed, if it has one, becomes part of every draw's
+    seed: int  # of the run
+
+    def of(self, step: int, extra_round: int = 0) -> SamplingParams:
+        """The draw of a step, or one of its extra rounds of dynamic sampling."""
+        again = f"-{extra_round}" if extra_round else ""
+        seed = random.Random(f"{self.seed}-{self.params.seed}-{step}{again}").getrandbits(62)
+        return replace(self.params, seed=seed)
+
+    @property
+    def greedy(self) -> SamplingParams:
+        """One completion of each prompt, always of the most likely token."""
+        return replace(self.params, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
 
 
 OURS = tuple(field.name for field in fields(SamplingParams))

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.difficulty import DifficultyPools
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,11 @@ class Prompt:
     text: str  # rendered, as the model sees it
     index: int | None = None  # of the row in its dataset
     epoch: int = 0  # in which it was drawn
+
+
+def as_group(prompt: Prompt, rollouts: list[Rollout]) -> RolloutGroup:
+    """The prompt with its completions."""
+    return RolloutGroup(prompt.row, prompt.ids, rollouts, row_index=prompt.index)
 
 
 class PromptEncoder:
@@ -127,6 +133,14 @@ class PromptSource:
     @property
     def epoch(self) -> float:
         return self.position / len(self.dataset)
+
+    def record(self, prompts: list[Prompt], groups: list[RolloutGroup]) -> None:
+        """Tell the pools what the completions of these prompts, which are of this source, earned."""
+        if self.pools is None:
+            return
+        for prompt, group in zip(prompts, groups, strict=True):
+            assert prompt.index is not None
+            self.pools.record(prompt.index, prompt.epoch, [rollout.reward for rollout in group.rollouts])
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` usable prompts. Unusable rows are skipped and counted; DataError if none is left."""

@@ -1,35 +1,22 @@
 """The groups of an update: sampled, scored, and chosen among those that teach something."""
 
 import math
-from collections.abc import Callable
 from statistics import fmean
-from typing import Protocol
 
-from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.config.sampling import Draws
+from lowmem_grpo.config.strategies import StrategySettings
 from lowmem_grpo.data.prompts import Prompt, PromptSource
-from lowmem_grpo.engines.base import OnGroup
-from lowmem_grpo.losses.advantages import assign_advantages
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rollout.metrics import rollout_metrics
+from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
-from lowmem_grpo.rollout.sampler import greedy
+from lowmem_grpo.rollout.sampler import Sampler
+from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
 
 COUNTS = ("/invalid", "/unjudged")
-Watch = Callable[[list[RolloutGroup]], dict[str, float]]
-Begin = Callable[[list[Prompt]], EarlyScoring]
-Score = Callable[[list[RolloutGroup], EarlyScoring], dict[str, float]]
-
-
-class Sample(Protocol):
-    """Rollouts of prompts; `on_group` gets those of each while others are sampled."""
-
-    def __call__(
-        self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
-    ) -> list[RolloutGroup]: ...
 
 
 class Collector:
@@ -46,14 +33,13 @@ class Collector:
     """
 
     def __init__(
-        self, config: GRPOConfig, source: PromptSource, state: TrainerState, objective: Objective, names: list[str],
-        sample: Sample, begin_scoring: Begin, score: Score, watch: Watch,
+        self, strategies: StrategySettings, draws: Draws, source: PromptSource, state: TrainerState,
+        objective: Objective, sampler: Sampler, scoring: Scoring, parity: ParityGate,
     ) -> None:
-        """`names` are those of the rewards; `begin_scoring` is told of a draw's prompts before they are sampled, and
-        `watch` looks at a step's first groups before they are scored."""
-        self.config, self.source, self.state, self.objective, self.names = config, source, state, objective, names
-        self.sample, self.begin_scoring, self.score, self.watch = sample, begin_scoring, score, watch
-        self.replay = ReplayBuffer(config.replay_buffer_size, config.replay_max_age)
+        self.strategies, self.draws, self.source = strategies, draws, source
+        self.state, self.objective = state, objective
+        self.sampler, self.scoring, self.parity = sampler, scoring, parity
+        self.replay = ReplayBuffer(strategies.replay_buffer_size, strategies.replay_max_age)
         self.begin()
 
     def begin(self) -> None:
@@ -67,13 +53,13 @@ class Collector:
     def collect(self) -> list[RolloutGroup]:
         """The groups of the next update, with rewards and advantages."""
         self.begin()
-        places = self.draw(self.config.prompts_per_generation, 0)
+        places = self.draw(self.draws.count, 0)
         surplus = self.resample(places)
-        if self.config.replay_buffer_size:
+        if self.strategies.replay_buffer_size:
             self.replay_into(places)
-            self.replay.offer(filter(self.has_signal, [*places, *surplus]))
+            self.replay.offer([group for group in [*places, *surplus] if self.has_signal(group)])
             self.counts["sampling/replay_size"] = len(self.replay)
-        if self.config.dynamic_sampling_rounds:
+        if self.strategies.dynamic_sampling_rounds:
             used = sum(not group.replayed for group in places)
             self.counts["sampling/dropped_groups"] = len(self.sampled) - used
         self.state.epoch = self.source.epoch
@@ -82,19 +68,33 @@ class Collector:
     def draw(self, count: int, extra_round: int) -> list[RolloutGroup]:
         """The next `count` prompts, sampled and scored."""
         prompts = self.source.take(count)
-        params = self.config.sampling(self.config.rollout_seed(self.state.global_step, extra_round))
-        with self.begin_scoring(prompts) as scoring:
-            groups = self.sample(prompts, params, scoring.on_group)
+        params = self.draws.of(self.state.global_step, extra_round)
+        with self.scoring.begin(prompts) as calls:
+            groups = self.sampler.sample(prompts, params, calls.on_group)
             self.count(groups)
             self.sampled += groups
             if not extra_round:
-                self.watched = self.watch(groups)
-            self.logs.append(self.score(groups, scoring))
-        if self.source.pools is not None:
-            for prompt, group in zip(prompts, groups, strict=True):
-                assert prompt.index is not None  # it is of the source
-                self.source.pools.record(prompt.index, prompt.epoch, [rollout.reward for rollout in group.rollouts])
+                self.watched = self.parity.watch(groups)
+            self.logs.append(self.score(groups, calls))
+        self.source.record(prompts, groups)
         return groups
+
+    def score(self, groups: list[RolloutGroup], calls: EarlyScoring) -> dict[str, float]:
+        """Set rewards, baselines and advantages of sampled groups; returns what functions logged."""
+        scores = calls.settle(groups)
+        if self.scoring.needs_baselines:
+            self.set_baselines([group for group in groups if group.baseline is None])
+        return self.scoring.apply(groups, scores)
+
+    def set_baselines(self, groups: list[RolloutGroup]) -> None:
+        """Set the baseline of each group: its prompt is sampled once more, greedily, and scored (ReMax)."""
+        if not groups:
+            return
+        prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups]
+        with self.scoring.begin(prompts) as calls:
+            greedy = self.sampler.sample(prompts, self.draws.greedy, calls.on_group)
+            self.count(greedy)
+            self.scoring.set_baselines(groups, greedy, calls.settle(greedy))
 
     def count(self, groups: list[RolloutGroup]) -> None:
         """Take account of sampled tokens; those of a prompt once for each of its completions."""
@@ -102,15 +102,6 @@ class Collector:
         prompts = [len(group.prompt_ids) for group in groups for _ in group.rollouts]
         self.tokens += sum(completions)
         self.state.num_tokens += sum(completions) + sum(prompts)
-
-    def greedy(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Of each group that needs a baseline (ReMax) and has none, one with its prompt's greedy completion alone."""
-        if self.config.advantage_estimator != "remax":
-            return []
-        prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups if group.baseline is None]
-        found = self.sample(prompts, greedy(self.config.sampling(None))) if prompts else []
-        self.count(found)
-        return found
 
     # Groups without signal
 
@@ -125,24 +116,20 @@ class Collector:
         """Put groups into empty places, in order, as far as they go."""
         for place, group in zip(empty, groups, strict=False):
             places[place] = group
-        self.assign(places)
-
-    def assign(self, groups: list[RolloutGroup]) -> None:
-        """Advantages where these groups are the batch."""
-        assign_advantages(groups, self.names, self.config)
+        self.scoring.assign(places)
 
     def resample(self, places: list[RolloutGroup]) -> list[RolloutGroup]:
         """Fill places with freshly sampled groups; returns those with signal for which there was none left."""
         rounds = 0
         surplus: list[RolloutGroup] = []
-        while rounds < self.config.dynamic_sampling_rounds and (empty := self.empty(places)):
+        while rounds < self.strategies.dynamic_sampling_rounds and (empty := self.empty(places)):
             rounds += 1
             fresh = self.draw(self.enough_for(len(empty)), rounds)
-            self.assign([*places, *fresh])
-            useful = list(filter(self.has_signal, fresh))
+            self.scoring.assign([*places, *fresh])
+            useful = [group for group in fresh if self.has_signal(group)]
             self.fill(places, empty, useful)
             surplus += useful[len(empty):]
-        if self.config.dynamic_sampling_rounds:
+        if self.strategies.dynamic_sampling_rounds:
             self.counts |= {"sampling/rounds": rounds, "sampling/surplus_groups": len(surplus),
                             "sampling/resampled_groups": len(self.sampled) - len(places)}
         return surplus
@@ -150,7 +137,7 @@ class Collector:
     def enough_for(self, missing: int) -> int:
         """Prompts that will give so many groups with signal, going by this step's; a generation's at most."""
         useful = len(self.sampled) - len(self.empty(self.sampled))
-        return min(math.ceil(missing * len(self.sampled) / max(useful, 1)), self.config.prompts_per_generation)
+        return min(math.ceil(missing * len(self.sampled) / max(useful, 1)), self.draws.count)
 
     def replay_into(self, places: list[RolloutGroup]) -> None:
         """Fill places with kept groups."""
@@ -173,9 +160,9 @@ class Collector:
         trained = {name: value for name, value in rollout_metrics(groups, []).items() if name.startswith("groups/")}
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {
-            **rollout_metrics(self.sampled, self.names), **trained, **merged(self.logs), **self.watched, **self.counts,
-            **pools, "data/skipped_rows": sum(self.source.skipped.values()), "num_tokens": self.state.num_tokens,
-            "tokens_per_second": self.tokens / max(seconds, 1e-9),
+            **rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
+            **self.counts, **pools, "data/skipped_rows": sum(self.source.skipped.values()),
+            "num_tokens": self.state.num_tokens, "tokens_per_second": self.tokens / max(seconds, 1e-9),
         }
 
 

@@ -10,12 +10,14 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.losses.off_policy import k3_of
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.losses.off_policy import MismatchWatch, k3_of
 from lowmem_grpo.memory.bounds import Bound, RunMemory
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.runs.clock import Clock
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.001}  # of the mean difference, by weight dtype
@@ -36,29 +38,40 @@ class ParityError(RuntimeError):
 class ParityGate:
     """Checks the groups of a rollout before they are trained on."""
 
-    def __init__(self, policy: Policy, config: GRPOConfig, memory: Bound | None = None) -> None:
-        """`parity_bound` None is BOUNDS' for the dtype of computation. Truncated sampling (top_p and the like)
-        renormalises what is left, so its difference is measured and not judged. `memory` is the run's bound on the
-        tokens of a micro-batch."""
-        self.policy, self.temperature, self.every = policy, config.temperature, config.parity_steps
-        self.truncates = config.sampling(0).truncates
-        default = BOUNDS[policy.autocast_dtype or policy.head.weight.dtype]
-        self.bound = default if config.parity_bound is None else config.parity_bound
-        self.started = False
+    def __init__(
+        self, policy: Policy, params: SamplingParams, every: int, bound: float | None, *, state: TrainerState,
+        stride: int = 1, memory: Bound | None = None, mismatch: MismatchWatch | None = None, clock: Clock | None = None,
+    ) -> None:
+        """Checks rollouts that were sampled with `params`, every so many optimizer steps; 0 is never.
+
+        `bound` None is that of BOUNDS for the dtype of computation. Truncated sampling (top_p and the like)
+        renormalises what is left, so its difference is measured and not judged. `stride` is the number of optimizer
+        steps from one rollout to the next, `memory` the run's bound on the tokens of a micro-batch; `mismatch` is told
+        what was measured.
+        """
+        self.policy, self.temperature, self.every = policy, params.temperature, every
+        self.truncates = params.truncates
+        self.bound = BOUNDS[policy.autocast_dtype or policy.head.weight.dtype] if bound is None else bound
+        self.state, self.stride, self.started = state, stride, False
+        self.mismatch, self.clock = mismatch or MismatchWatch(), clock or Clock()
         self.packer = Packer(policy.device, memory or RunMemory().train)
 
-    def watch(self, groups: list[RolloutGroup], step: int, stride: int = 1) -> dict[str, float]:
-        """`check` where it is due, with `stride` optimizer steps from one rollout to the next: at step 0, then every
-        `parity_steps`; 0 is never. The first rollout of a resumed run is checked too, and leaves no metrics, so that
-        its records are those of an undisturbed one."""
-        if not self.every:
-            return {}
-        due = step == 0 or step // self.every > (step - stride) // self.every
-        if not due and self.started:
+    def watch(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """The metrics of `check`, if one is due: at step 0, then every `every` steps.
+
+        The first rollout of a resumed run is checked too. It leaves no metrics, so that the records are those of a run
+        that was never stopped."""
+        step = self.state.global_step
+        due = self.every and (step == 0 or step // self.every > (step - self.stride) // self.every)
+        if not due and (self.started or not self.every):
             return {}
         self.started = True
-        metrics = self.check(groups)
-        return metrics if due else {}
+        with self.clock.phase("train"):
+            metrics = self.check(groups)
+        if not due:
+            return {}
+        self.mismatch.last_k3 = metrics.get("sampling/parity/k3", self.mismatch.last_k3)
+        return metrics
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Metrics over some groups; ParityError where the mean difference is above the bound, or not a number."""

@@ -3,17 +3,17 @@
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.data.prompts import Prompt, as_group
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
 
@@ -25,11 +25,11 @@ class Sampler:
 
     def __init__(
         self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
-        state: TrainerState, engine: Engine, given: bool,
+        state: TrainerState, clock: Clock, engine: Engine, given: bool,
     ) -> None:
-        """`engine` is the first one to use; `given`: the caller's own, which stays."""
+        """`engine` is the first one to use; `given` says that it is the caller's own, which stays."""
         self.model, self.policy, self.tokenizer = model, policy, tokenizer
-        self.memory, self.state = memory, state
+        self.memory, self.state, self.clock = memory, state, clock
         self.engine, self.given = engine, given
         self.said = False  # that the engine tells of no group
 
@@ -48,12 +48,12 @@ class Sampler:
     ) -> list[RolloutGroup]:
         """`params.n` rollouts of each prompt by the current policy, without rewards; `on_group` gets those of each
         prompt while others are sampled."""
-        self.renew()
-        told = {"on_group": on_group} if on_group is not None and self.tells() else {}
-        completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
-        self.engine.sleep()
-        pairs = zip(prompts, completions, strict=True)
-        return [RolloutGroup(prompt.row, prompt.ids, rollouts, row_index=prompt.index) for prompt, rollouts in pairs]
+        with self.clock.phase("generate"):
+            self.renew()
+            told = {"on_group": on_group} if on_group is not None and self.tells() else {}
+            completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
+            self.engine.sleep()
+        return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
     def tells(self) -> bool:
         """Whether the engine can tell of groups that are finished; where it cannot, says so once."""
@@ -73,7 +73,3 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-
-def greedy(params: SamplingParams) -> SamplingParams:
-    """One completion of each prompt, the most likely token each time."""
-    return replace(params, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)

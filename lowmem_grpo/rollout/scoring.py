@@ -1,83 +1,119 @@
-"""Scoring rollouts: rewards of every function, their weighted sum, and advantages."""
+"""The one place that uses Scores: rewards of every function, their weighted sum, baselines and advantages."""
 
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 
-from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.losses.advantages import assign_advantages, combine_rewards, without_metrics_alone
-from lowmem_grpo.rewards import RewardScorer, Scores
-from lowmem_grpo.rewards.calling.of_groups import call
+from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.losses.advantages import (
+    AdvantageSettings,
+    assign_advantages,
+    combine_rewards,
+    without_metrics_alone,
+)
+from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rewards.calling.scores import Scores
+from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 
-def score_groups(
-    scorer: RewardScorer, groups: list[RolloutGroup], config: GRPOConfig, state: TrainerState,
-    scores: Scores | None = None,
-) -> dict[str, float]:
-    """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged.
+class Scoring:
+    """The rewards of a run: begins the calls of its functions, and puts what they say into rollouts."""
 
-    `scores` is what the functions say, where they have been called already. A reward that is NaN or infinite is None
-    and stands in `invalid_rewards`: a step does not train on such rollouts, unless its function has the weight 0 and is
-    a metric alone. A group in which a required function gives None is `unjudged`.
-    """
-    scores = scores or call(scorer, groups, state)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    for name, values in scores.rewards.items():
-        for rollout, value in zip(rollouts, values, strict=True):
-            rollout.rewards[name] = value
-    paying = {name: scores.returned[name] for name, weight in zip(scorer.names, scorer.weights, strict=True) if weight}
-    for rollout, *returned in zip(rollouts, *paying.values(), strict=True):
-        given = zip(paying, returned, strict=True)
-        rollout.invalid_rewards = {name: v for name, v in given if v is not None and not math.isfinite(v)}
-    for name, values in scores.extras.items():
-        for rollout, value in zip(rollouts, values, strict=True):
-            rollout.extras[name] = value
-    unjudged = mark_unjudged(scorer, groups, scores)
-    assign_advantages(groups, scorer.names, config)
-    for name, count in scores.invalid.items():
-        if count:
-            logger.warning(
-                'reward %s gave NaN or infinity for %d completions: %s. For "no reward" a function returns None',
-                name, count, "no step is made on their groups" if name in paying else "its weight is 0, so they count",
-            )
-    return scores.metrics | unjudged | {f"rewards/{name}/invalid": float(n) for name, n in scores.invalid.items()}
+    def __init__(
+        self, scorer: RewardScorer, settings: AdvantageSettings, state: TrainerState, clock: Clock | None = None
+    ) -> None:
+        """`settings` say how rewards become advantages; functions get `state`."""
+        self.scorer, self.settings, self.state, self.clock = scorer, settings, state, clock or Clock()
 
+    @property
+    def names(self) -> list[str]:
+        """Of the rewards."""
+        return self.scorer.names
 
-def mark_unjudged(scorer: RewardScorer, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
-    """Mark the groups that a required function left without an opinion; how many completions of each that were."""
-    missing = {name: [value is None for value in scores.returned[name]] for name in scorer.required}
-    start = 0
-    for group in groups:
-        end = start + len(group.rollouts)
-        group.unjudged = any(any(places[start:end]) for places in missing.values())
-        start = end
-    return {f"rewards/{name}/unjudged": float(sum(places)) for name, places in missing.items()}
+    @property
+    def needs_baselines(self) -> bool:
+        """Whether each prompt needs the reward of a greedy completion."""
+        return self.settings.advantage_estimator == "remax"
 
+    def begin(self, prompts: Sequence[Prompt | RolloutGroup]) -> EarlyScoring:
+        """The calls of the functions on a batch: made before the batch is sampled, settled when it is."""
+        return EarlyScoring(self.scorer, prompts, self.state, self.clock)
 
-def set_baselines(
-    scorer: RewardScorer, groups: list[RolloutGroup], greedy: list[RolloutGroup], state: TrainerState
-) -> None:
-    """Set the baseline of the groups that have none to the reward of their greedy completion (ReMax).
+    def apply(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
+        """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged.
 
-    `greedy` has one group of one rollout for each, in order. What functions log about these is left out: metrics and
-    records are of sampled completions. A baseline stays None where no function, or a required one, has no opinion.
-    """
-    if not greedy:
-        return
-    scores = call(scorer, greedy, state)
-    for name, count in scores.invalid.items():
-        if count:
-            logger.warning("reward %s gave NaN or infinity for %d greedy completions: no baseline of it", name, count)
-    columns = [[torch.nan if value is None else value for value in scores.rewards[name]] for name in scorer.names]
-    weights = torch.tensor(scorer.weights, dtype=torch.float64)
-    table = without_metrics_alone(torch.tensor(columns, dtype=torch.float64).T, weights)  # (P, R)
-    sums = combine_rewards(table[:, None], weights)
-    waiting = [group for group in groups if group.baseline is None]
-    mark_unjudged(scorer, greedy, scores)
-    for group, alone, reward in zip(waiting, greedy, sums.flatten().tolist(), strict=True):
-        group.baseline = None if alone.unjudged or reward != reward else reward
+        A reward that is NaN or infinite is None and stands in `invalid_rewards`: a step does not train on such
+        rollouts, unless the function has the weight 0 and is only a metric. A group in which a required function gives
+        None is `unjudged`.
+        """
+        with self.clock.phase("reward"):
+            self.set_rewards(groups, scores)
+            unjudged = self.mark_unjudged(groups, scores)
+            self.assign(groups)
+        self.warn(scores)
+        return scores.metrics | unjudged | {f"rewards/{name}/invalid": float(n) for name, n in scores.invalid.items()}
+
+    def set_rewards(self, groups: list[RolloutGroup], scores: Scores) -> None:
+        """Put the values of each function, and what it logged of each completion, into the rollouts."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for index, rollout in enumerate(rollouts):
+            rollout.rewards |= {name: values[index] for name, values in scores.rewards.items()}
+            rollout.extras |= {name: values[index] for name, values in scores.extras.items()}
+            given = {name: scores.returned[name][index] for name in self.paying}
+            rollout.invalid_rewards = {n: v for n, v in given.items() if v is not None and not math.isfinite(v)}
+
+    @property
+    def paying(self) -> list[str]:
+        """The functions whose weight is not 0."""
+        return [name for name, weight in zip(self.names, self.scorer.weights, strict=True) if weight]
+
+    def assign(self, groups: list[RolloutGroup]) -> None:
+        """Set advantages as they are where these groups are the batch."""
+        assign_advantages(groups, self.names, self.settings)
+
+    def warn(self, scores: Scores) -> None:
+        """Say which functions gave NaN or infinity."""
+        for name, count in scores.invalid.items():
+            if count:
+                logger.warning(
+                    'reward %s gave NaN or infinity for %d completions: %s. For "no reward" a function returns None',
+                    name, count,
+                    "no step is made on their groups" if name in self.paying else "its weight is 0, so they count",
+                )
+
+    def mark_unjudged(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
+        """Mark the groups in which a required function had no opinion; returns on how many completions it had none."""
+        missing = {name: [value is None for value in scores.returned[name]] for name in self.scorer.required}
+        start = 0
+        for group in groups:
+            end = start + len(group.rollouts)
+            group.unjudged = any(any(places[start:end]) for places in missing.values())
+            start = end
+        return {f"rewards/{name}/unjudged": float(sum(places)) for name, places in missing.items()}
+
+    def set_baselines(self, groups: list[RolloutGroup], greedy: list[RolloutGroup], scores: Scores) -> None:
+        """Set the baseline of each group to the reward of its prompt's greedy completion (ReMax).
+
+        `greedy` has one group of one rollout for each, in order, and `scores` are of these. What functions log about
+        them is left out: metrics and records are of sampled completions. A baseline stays None if no function has an
+        opinion, or a required one has none.
+        """
+        for name, count in scores.invalid.items():
+            if count:
+                logger.warning(
+                    "reward %s gave NaN or infinity for %d greedy completions: no baseline of it", name, count
+                )
+        columns = [[torch.nan if value is None else value for value in scores.rewards[name]] for name in self.names]
+        weights = torch.tensor(self.scorer.weights, dtype=torch.float64)
+        table = without_metrics_alone(torch.tensor(columns, dtype=torch.float64).T, weights)  # (P, R)
+        sums = combine_rewards(table[:, None], weights)
+        self.mark_unjudged(greedy, scores)
+        for group, single, reward in zip(groups, greedy, sums.flatten().tolist(), strict=True):
+            group.baseline = None if single.unjudged or reward != reward else reward

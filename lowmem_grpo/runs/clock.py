@@ -2,14 +2,18 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import fmean
+
+from lowmem_grpo.memory.peaks import PhasePeaks
 
 
 class Clock:
-    """Seconds spent in each phase since `restart`; what no phase claims is idle."""
+    """Seconds spent in each phase since `restart`; what no phase claims is idle. Phases other than "reward" are told
+    to `peaks` too, which measures their memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, peaks: PhasePeaks | None = None) -> None:
+        self.peaks = peaks
         self.restart()
 
     def restart(self) -> None:
@@ -19,9 +23,11 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Inside, time and memory count as this phase's."""
         began = time.perf_counter()
         try:
-            yield
+            with nullcontext() if self.peaks is None or name == "reward" else self.peaks.phase(name):
+                yield
         finally:
             self.seconds[name] += time.perf_counter() - began
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from lowmem_grpo.rollout.collector import Collector
 from lowmem_grpo.rollout.evaluation import Evaluation
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler
-from lowmem_grpo.rollout.scoring import score_groups, set_baselines
+from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.clock import Clock, mean_of
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
@@ -90,15 +90,11 @@ class GRPOTrainer:
         longest = longest_prompt(longest, completion, model.loaded.max_seq_length)
         self.memory, self.peaks = plan_memory(model, self.args, self.policy, first, longest + completion)
         self.planned_time = PlannedTime(self.peaks.plan, model.config)
-        self.parity = ParityGate(self.policy, self.args, self.memory.train)
         encoder = PromptEncoder(self.tokenizer, longest, self.args.chat_template_kwargs)
         pools = DifficultyPools() if self.args.difficulty_pools else None
         self.source = PromptSource(train_dataset or [], encoder, self.args.seed, self.args.shuffle_dataset, pools)
-        self.evaluation = Evaluation(
-            eval_dataset, self.args, encoder, self.scorer.names, self.sample, self.rewards_of
-        )
         self.state = TrainerState(max_steps=self.args.total_steps(len(self.source.dataset)))
-        self.control, self.interrupt, self.clock = TrainerControl(), Interrupt(), Clock()
+        self.control, self.interrupt, self.clock = TrainerControl(), Interrupt(), Clock(self.peaks)
         self.run_dir = Path(self.args.output_dir)
         self.records = RunRecords(self.run_dir)
         self.view = None if self.args.disable_tqdm else LiveView()
@@ -107,10 +103,19 @@ class GRPOTrainer:
         self.objective = GRPOObjective(self.args, exact=not self.policy.drops)
         self.learner = self.make_learner()
         given = engine is not None
-        self.sampler = Sampler(model, self.policy, self.tokenizer, self.memory, self.state, first, given)
+        self.sampler = Sampler(
+            model, self.policy, self.tokenizer, self.memory, self.state, self.clock, first, given
+        )
+        self.scoring = Scoring(self.scorer, self.args, self.state, self.clock)
+        self.parity = ParityGate(
+            self.policy, self.args.sampling(None), self.args.parity_steps, self.args.parity_bound, state=self.state,
+            stride=self.args.steps_per_rollout, memory=self.memory.train, mismatch=self.objective.mismatch,
+            clock=self.clock,
+        )
+        self.evaluation = Evaluation(eval_dataset, self.args, encoder, self.sampler, self.scoring)
         self.collector = Collector(
-            self.args, self.source, self.state, self.objective, self.scorer.names, self.sample,
-            self.begin_scoring, self.score, self.watch,
+            self.args, self.args.draws, self.source, self.state, self.objective, self.sampler, self.scoring,
+            self.parity,
         )
         self.saver = Saver(
             self.run_dir, self.args, self.model, self.learner, self.source, self.state, self.memory,
@@ -137,12 +142,6 @@ class GRPOTrainer:
             bound=self.memory.train, guard=guard,
         )
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Inside, time and memory are counted as this phase's."""
-        with self.clock.phase(name), nullcontext() if name == "reward" else self.peaks.phase(name):
-            yield
-
     @property
     def engine(self) -> Engine:
         """What sampled last."""
@@ -155,8 +154,7 @@ class GRPOTrainer:
     ) -> list[RolloutGroup]:
         """`params.n` rollouts of each prompt by the current policy, without rewards; `on_group` gets those of each
         prompt while others are sampled."""
-        with self.phase("generate"):
-            return self.sampler.sample(prompts, params, on_group)
+        return self.sampler.sample(prompts, params, on_group)
 
     def renew_engine(self) -> None:
         """Take the model's engine again, where another model may have sampled since."""
@@ -187,19 +185,12 @@ class GRPOTrainer:
         """Sample and score the next prompts: groups with rewards and advantages, chosen as `Collector` says."""
         return self.collector.collect()
 
-    def watch(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """The parity gate, where it is due; what it measured tells the objective whether a correction is."""
-        with self.phase("train"):
-            found = self.parity.watch(groups, self.state.global_step, self.args.steps_per_rollout)
-        self.objective.mismatch.last_k3 = found.get("sampling/parity/k3", self.objective.mismatch.last_k3)
-        return found
-
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
         """Train on scored groups: every optimizer step that `num_iterations` and `steps_per_generation` ask for.
 
         `at_most` bounds their number.
         """
-        with self.phase("train"):
+        with self.clock.phase("train"):
             size = self.args.prompts_per_step
             parts = [groups[start : start + size] for start in range(0, len(groups), size)]
             order = (parts * self.args.num_iterations)[:at_most]
@@ -212,26 +203,11 @@ class GRPOTrainer:
 
     def begin_scoring(self, prompts: list[Prompt]) -> EarlyScoring:
         """What scores finished groups of these prompts while others are sampled; give its `on_group` to `sample`."""
-        return EarlyScoring(self.scorer, prompts, self.state)
+        return self.scoring.begin(prompts)
 
     def score(self, groups: list[RolloutGroup], scoring: EarlyScoring | None = None) -> dict[str, float]:
-        """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged.
-
-        Under ReMax, prompts without a baseline get their greedy completion first. Time counts as that of rewards from
-        where it is waited for them.
-        """
-        greedy = self.collector.greedy(groups)
-        with self.phase("reward"):
-            if scoring is not None:
-                self.clock.reward_hidden += scoring.settle(groups)
-            set_baselines(self.scorer, groups, greedy, self.state)
-        return self.rewards_of(groups, scoring)
-
-    def rewards_of(self, groups: list[RolloutGroup], scoring: EarlyScoring | None = None) -> dict[str, float]:
-        """`score` without baselines, as evaluation needs it."""
-        with self.phase("reward"):
-            scores = None if scoring is None else scoring.scores(groups, self.state)
-            return score_groups(self.scorer, groups, self.args, self.state, scores)
+        """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
+        return self.collector.score(groups, scoring or self.scoring.begin(groups))
 
     def preflight(self) -> list[Finding]:
         """What a run would stumble over, errors first: nothing is sampled, called or written."""

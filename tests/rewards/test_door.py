@@ -32,7 +32,7 @@ from lowmem_grpo.rewards import (
     strict_format_reward_func,
     xmlcount_reward_func,
 )
-from lowmem_grpo.rollout.scoring import score_groups
+from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 
@@ -285,7 +285,8 @@ def scored(weights: list[float], *funcs: Any) -> tuple[list[Any], dict[str, floa
     rollouts = [Rollout([7], [-1.0], "stop", text=str(number)) for number in range(4)]
     config = GRPOConfig(reward_weights=weights, num_generations=4, scale_rewards="none")
     group = RolloutGroup({"prompt": "p"}, [1], rollouts)
-    logged = score_groups(RewardScorer(list(funcs), weights), [group], config, TrainerState())
+    scoring = Scoring(RewardScorer(list(funcs), weights), config, TrainerState())
+    logged = scoring.apply([group], scoring.begin([group]).settle([group]))
     return rollouts, logged
 
 

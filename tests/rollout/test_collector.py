@@ -1,5 +1,7 @@
 """Which groups an update is made of: dynamic sampling, replay, baselines, and runs with them that stop and go on."""
 
+import inspect
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,9 +20,8 @@ from lowmem_grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource
 from lowmem_grpo.rewards import Reward, RewardScorer
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rollout.collector import Collector
-from lowmem_grpo.rollout.scoring import score_groups, set_baselines
+from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -47,10 +48,10 @@ class Loop:
         rows = [{"prompt": f"row {index}", "kind": kind, "index": index} for index, kind in enumerate(kinds)]
         self.source = PromptSource(rows, PromptEncoder(CharTokenizer(), 20), 0, shuffle=False)  # type: ignore[arg-type]
         self.state, self.calls, self.watched = TrainerState(), [], []  # type: ignore[var-annotated]
-        self.scorer = RewardScorer(table)
+        self.scoring = Scoring(RewardScorer(table), self.config, self.state)
         self.collector = Collector(
-            self.config, self.source, self.state, GRPOObjective(self.config), ["table"], self.sample, self.begin,
-            self.score, self.watch,
+            self.config, self.config.draws, self.source, self.state, GRPOObjective(self.config),
+            self, self.scoring, self,  # type: ignore[arg-type]
         )
 
     def sample(self, prompts: list[Prompt], params: SamplingParams, on_group: Any = None) -> list[RolloutGroup]:
@@ -60,15 +61,6 @@ class Loop:
             Rollout([1, 2, 3], [-1.0] * 3, "stop" if number % 2 == 0 else "length", str(number),
                     self.state.policy_version)
             for number in numbers], row_index=prompt.index) for prompt in prompts]
-
-    def begin(self, prompts: list[Prompt]) -> EarlyScoring:
-        return EarlyScoring(self.scorer, prompts, self.state)
-
-    def score(self, groups: list[RolloutGroup], scoring: EarlyScoring) -> dict[str, float]:
-        greedy = self.collector.greedy(groups)
-        scoring.settle(groups)
-        set_baselines(self.scorer, groups, greedy, self.state)
-        return score_groups(self.scorer, groups, self.config, self.state, scoring.scores(groups, self.state))
 
     def watch(self, groups: list[RolloutGroup]) -> dict[str, float]:
         self.watched.append(rows_of(groups))
@@ -112,8 +104,7 @@ class Judge(Reward):
 def judged_loop(*kinds: str, weights: list[float] | None = None, **settings: Any) -> Loop:
     loop = Loop(*kinds, per_device_train_batch_size=4 * min(4, len(kinds)), **settings)
     loop.config.reward_weights = weights
-    loop.scorer = RewardScorer([Judge(), ones], weights)
-    loop.collector.names = loop.scorer.names
+    loop.scoring.scorer = RewardScorer([Judge(), ones], weights)
     return loop
 
 
@@ -162,7 +153,7 @@ def test_a_baseline_that_the_required_function_has_no_part_in_is_used() -> None:
             return [None if int(text) == GREEDY else float(text) for text in texts]
 
     loop = judged_loop("mixed", advantage_estimator="remax")
-    loop.scorer = RewardScorer([Silent(), ones])
+    loop.scoring.scorer = RewardScorer([Silent(), ones])
     groups = loop.step()
     assert groups[0].baseline is None and not groups[0].unjudged
     assert advantages(groups) == [[0.0] * 4]
@@ -219,7 +210,7 @@ def test_rounds_share_a_seed_or_steps_do_or_a_run_is_not_repeatable() -> None:
 
     assert len(set(seeds())) == 6
     assert seeds() == seeds()
-    assert seeds()[::3] == [GRPOConfig().rollout_seed(step) for step in range(2)]  # as without extra rounds
+    assert seeds()[::3] == [GRPOConfig().draws.of(step).seed for step in range(2)]  # as without extra rounds
 
 
 def test_what_was_sampled_and_dropped_is_missing_from_rewards_or_tokens() -> None:
@@ -237,7 +228,7 @@ def test_what_was_sampled_and_dropped_is_missing_from_rewards_or_tokens() -> Non
 def test_counts_of_several_rounds_are_averaged() -> None:
     loop = Loop(*["failed"] * 4, dynamic_sampling_rounds=1)
     infinite = RewardScorer(lambda completions, **_: [float("inf")] * len(completions))
-    loop.scorer = infinite
+    loop.scoring.scorer = infinite
     infinite.names[0] = "table"
     groups = loop.step()
     assert loop.collector.metrics(groups, 1.0)["rewards/table/invalid"] == 32
@@ -352,7 +343,7 @@ def test_the_greedy_completion_is_recorded_or_disturbs_metrics() -> None:
 
 def test_a_weight_is_left_out_of_the_baseline() -> None:
     loop = Loop("mixed", "rare", "wide", "failed", advantage_estimator="remax", reward_weights=[3.0])
-    loop.scorer = RewardScorer(table, [3.0])
+    loop.scoring.scorer = RewardScorer(table, [3.0])
     assert [group.baseline for group in loop.step()] == [0.75, 3, 3, 0]
 
 
@@ -537,6 +528,27 @@ def test_remax_compares_with_something_else_than_the_most_likely_completion(tmp_
         for rollout in group.rollouts:
             assert rollout.advantage == pytest.approx(rollout.reward - group.baseline)
     assert trainer.update(groups)["optimizer/skipped"] == 0
+
+
+@pytest.mark.parametrize("name", ["remax", "all"])
+def test_rollout_comes_back_to_the_trainer(tmp_path: Path, name: str) -> None:
+    """A prompt's walk goes straight down: trainer and collector are each entered once, from above."""
+    trainer = make_plain(tmp_path, shifted_chat, **STRATEGIES[name][0])
+    files = {inspect.getsourcefile(kind): "trainer" for kind in type(trainer).__mro__[:-1]}
+    files[inspect.getsourcefile(Collector)] = "collector"
+    entered = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        part = files.get(frame.f_code.co_filename)
+        if event == "call" and part and part != files.get(frame.f_back.f_code.co_filename):
+            entered.append(part)
+
+    sys.setprofile(note)
+    try:
+        trainer.rollout()
+    finally:
+        sys.setprofile(None)
+    assert entered == ["trainer", "collector"]
 
 
 def shifted_chat(completions: list[Any], **_: Any) -> list[float]:

@@ -9,8 +9,10 @@ from small_models import load_model, with_adapter
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.losses.off_policy import MismatchWatch
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.parity import ParityError, ParityGate
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
 
 
@@ -23,7 +25,11 @@ def sampled(policy: Policy, tokenizer: Any, **options: Any) -> list[RolloutGroup
 
 
 def gate(policy: Policy, **options: Any) -> ParityGate:
-    return ParityGate(policy, GRPOConfig(**options))
+    """Of a run that has made no step yet."""
+    own = {name: options.pop(name) for name in ("state", "stride", "mismatch") if name in options}
+    config = GRPOConfig(**options)
+    params = config.sampling(None)
+    return ParityGate(policy, params, config.parity_steps, config.parity_bound, **({"state": TrainerState()} | own))
 
 
 def test_a_sampler_with_the_same_weights_passes_with_a_ratio_of_one(tiny_policy: Policy, tokenizer: Any) -> None:
@@ -76,17 +82,28 @@ def test_dropout_is_off_while_checking_and_back_afterwards(tokenizer: Any) -> No
 
 
 def test_checks_come_first_and_then_every_few_steps(tiny_policy: Policy, tokenizer: Any) -> None:
-    groups, watcher = sampled(tiny_policy, tokenizer), gate(tiny_policy, parity_steps=10)
-    assert [step for step in range(0, 32, 3) if watcher.watch(groups, step, stride=3)] == [0, 12, 21, 30]
-    assert not gate(tiny_policy, parity_steps=0).watch(groups, 0)
+    groups, state = sampled(tiny_policy, tokenizer), TrainerState()
+    watcher, checked = gate(tiny_policy, parity_steps=10, state=state, stride=3), []
+    for state.global_step in range(0, 32, 3):
+        checked += [state.global_step] if watcher.watch(groups) else []
+    assert checked == [0, 12, 21, 30]
+    assert not gate(tiny_policy, parity_steps=0).watch(groups)
 
 
 def test_a_resumed_run_is_checked_at_once_and_records_nothing_new(tiny_policy: Policy, tokenizer: Any) -> None:
     groups = sampled(tiny_policy, tokenizer)
-    assert gate(tiny_policy).watch(groups, 7) == {}
+    state, mismatch = TrainerState(global_step=7), MismatchWatch()
+    assert gate(tiny_policy, state=state, mismatch=mismatch).watch(groups) == {}
+    assert mismatch.last_k3 is None
     groups[0].rollouts[0].rollout_logprobs[3] = float("nan")
     with pytest.raises(ParityError):
-        gate(tiny_policy).watch(groups, 7)
+        gate(tiny_policy, state=state).watch(groups)
+
+
+def test_what_was_measured_decides_on_a_correction(tiny_policy: Policy, tokenizer: Any) -> None:
+    mismatch = MismatchWatch()
+    found = gate(tiny_policy, mismatch=mismatch).watch(sampled(tiny_policy, tokenizer))
+    assert mismatch.last_k3 == found["sampling/parity/k3"]
 
 
 def test_no_tokens_give_no_metrics(tiny_policy: Policy) -> None:

@@ -1,5 +1,6 @@
-"""Scoring groups while other groups are still sampled: what the engine tells of goes to the early reward functions."""
+"""The one place that makes Scores: of a batch's groups, some while others are still sampled, and of rows."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -8,16 +9,23 @@ from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.rewards import RewardScorer, Scores
 from lowmem_grpo.rewards.calling.calls import Lists
 from lowmem_grpo.rewards.calling.early import EarlyCalls
+from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 
 class EarlyScoring(EarlyCalls):
-    """The scoring of a batch of prompts, in the order: made, `on_group` while sampling, `settle`, `scores`."""
+    """The calls of the reward functions on a batch of prompts: made before it is sampled, told of finished groups by
+    `on_group` while others decode, and brought to an end by `settle`."""
 
-    def __init__(self, scorer: RewardScorer, prompts: list[Prompt], state: TrainerState | None) -> None:
-        """RewardError, before anything is sampled, where a function needs a column that no row has."""
+    def __init__(
+        self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Of the prompts only the rows are used. `clock` counts the seconds of the calls. RewardError, before anything
+        is sampled, if a function needs a column that no row has."""
         self.rows = [prompt.row for prompt in prompts]
+        self.now, self.clock = state, clock or Clock()  # early calls see a copy of the state as it was before sampling
         self.columns = columns_of(self.rows)
         lists = scorer.lists([], [], [], {name: [] for name in self.columns})
         super().__init__(scorer, list(lists), state)
@@ -32,19 +40,25 @@ class EarlyScoring(EarlyCalls):
         if self.names and index not in self.known:
             self.add(index, lists_of(self.scorer, [self.rows[index]] * len(rollouts), self.columns, rollouts))
 
-    def settle(self, groups: list[RolloutGroup]) -> float:
+    def settle(self, groups: list[RolloutGroup]) -> Scores:
+        """What all functions say of the groups, once all are sampled. RewardError if one of them failed."""
+        with self, self.clock.phase("reward"):
+            self.clock.reward_hidden += self.finish(groups)
+            return self.scores(groups)
+
+    def finish(self, groups: list[RolloutGroup]) -> float:
         """Return when the early functions have scored all groups: the seconds of their calls that others decoded in.
         RewardError where one failed."""
         for index, group in enumerate(groups):
             self.take_in(index, group.rollouts)  # whatever the engine has not told of
         return self.wait()
 
-    def scores(self, groups: list[RolloutGroup], state: TrainerState | None) -> Scores:
-        """What all functions say of settled groups; those that are not early are called now, each once."""
+    def scores(self, groups: list[RolloutGroup]) -> Scores:
+        """What all functions say of finished groups; those that are not early are called now, each once."""
         rest = [name for name in self.scorer.names if name not in self.names]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rows = [group.row for group in groups for _ in group.rollouts]
-        whole = self.scorer.call_whole(rest, lists_of(self.scorer, rows, self.columns, rollouts), state)
+        whole = self.scorer.call_whole(rest, lists_of(self.scorer, rows, self.columns, rollouts), self.now)
         sizes = [len(group.rollouts) for group in groups]
         spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         return self.scorer.scores(whole, self.calls, spans)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, longest_prompt
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, as_group, longest_prompt
 from lowmem_grpo.losses.advantages import combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import (
@@ -84,11 +84,10 @@ def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tok
     """A group of each prompt, by the model as it is."""
     engine = model.engine(None, tokenizer)
     try:
-        completions = engine.generate([prompt.ids for prompt in prompts], args.sampling(args.rollout_seed(0)))
+        completions = engine.generate([prompt.ids for prompt in prompts], args.draws.of(step=0))
     finally:
         engine.sleep()
-    pairs = zip(prompts, completions, strict=True)
-    return [RolloutGroup(prompt.row, prompt.ids, rollouts, row_index=prompt.index) for prompt, rollouts in pairs]
+    return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
 
 def about_samples(groups: list[RolloutGroup], source: PromptSource) -> list[Finding]:

@@ -75,8 +75,7 @@ def early_scores(
             time.sleep(pause)
             scoring.take_in(index, groups[index].rollouts)
         started = time.monotonic()
-        scoring.settle(groups)
-        return scoring.scores(groups, TrainerState()), groups, time.monotonic() - started
+        return scoring.settle(groups), groups, time.monotonic() - started
 
 
 @contextmanager
@@ -153,8 +152,7 @@ def test_what_is_logged_depends_on_how_a_batch_was_cut_into_calls(first: int) ->
             for index, group in enumerate(groups):
                 scoring.take_in(index, group.rollouts)
             go_on.set()
-            scoring.settle(groups)
-            found = scoring.scores(groups, None).metrics
+            found = scoring.settle(groups).metrics
             cut = [len(one.completions) for one in scoring.calls]
     whole = call(RewardScorer(judges), groups, TrainerState()).metrics
     assert cut == [3, 9] and found == {name: pytest.approx(value, abs=1e-11) for name, value in whole.items()}
@@ -208,9 +206,9 @@ def test_functions_that_use_the_engine_or_are_plain_are_called_before_sampling_e
     with EarlyScoring(RewardScorer([Length(), once, last]), prompts, None) as scoring:
         for index, group in enumerate(groups):
             scoring.take_in(index, group.rollouts)
-        scoring.settle(groups)
+        scoring.finish(groups)
         assert (last.calls, seen) == ([], [])
-        scoring.scores(groups, None)
+        scoring.settle(groups)
     assert (len(last.calls), seen) == (1, [6])
 
 
@@ -233,8 +231,7 @@ def test_two_plain_functions_run_side_by_side_or_a_group_waits_for_a_call_of_its
             for index in (3, 0, 1):
                 scoring.take_in(index, groups[index].rollouts)
             go_on.set()
-            scoring.settle(groups)
-            scores = scoring.scores(groups, None)
+            scores = scoring.settle(groups)
     assert [[text[0] for text in texts] for texts in second.calls] == [["2"] * 3, [*"333000111"]]
     assert scores.rewards["third"] == [1.0, 2.0, 3.0] * 4
 
@@ -382,7 +379,7 @@ def test_seconds_of_calls_side_by_side_are_counted_for_each() -> None:
         for index, group in enumerate(groups):
             scoring.take_in(index, group.rollouts)
         time.sleep(0.5)
-        assert 0.25 < scoring.settle(groups) <= time.monotonic() - started
+        assert 0.25 < scoring.finish(groups) <= time.monotonic() - started
     assert covered([(2.0, 3.0), (0.0, 1.0), (0.5, 0.75), (0.5, 1.5)]) == 2.5
 
 
