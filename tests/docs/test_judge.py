@@ -28,7 +28,7 @@ def run(block: str, folder: Path, url: str, **names: Any) -> dict[str, Any]:
     return runpy.run_path(str(file), init_globals={"rewards": rewards, **names})
 
 
-def test_code_on_the_page_does_not_run(
+def test_the_code_on_the_page_works(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -51,7 +51,7 @@ def test_code_on_the_page_does_not_run(
     assert "judge Qwen/Qwen3-32B: " in capsys.readouterr().out
 
 
-def test_a_metric_or_a_message_on_the_page_is_not_there() -> None:
+def test_every_metric_and_message_on_the_page_exists() -> None:
     source = (Path(rewards.__file__).parent / "judge")
     code = "".join(file.read_text(encoding="utf-8") for file in source.glob("*.py"))
     for name in re.findall(r"`judge/NAME/(\w+)`", PAGE):

@@ -27,11 +27,11 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make_rewards
 
 
-def test_the_page_is_not_that_of_the_table(source: Any) -> None:
+def test_the_page_is_that_of_the_table(source: Any) -> None:
     assert source.page() == PAGE, "run python docs/make_rewards.py"
 
 
-def test_an_example_on_the_page_does_not_hold(source: Any) -> None:
+def test_every_example_on_the_page_holds(source: Any) -> None:
     ran = [run(entry) for entry in source.ENTRIES if not entry.needs or find_spec(entry.needs)]
     assert len(ran) >= len(source.ENTRIES) - 2
     for code, found, expected in ran:
@@ -54,14 +54,14 @@ def run(entry: Any) -> tuple[str, list[Any], list[Any]]:
     return entry.code, found, expected
 
 
-def test_a_ready_made_one_is_not_on_the_page(source: Any) -> None:
+def test_every_ready_made_one_is_on_the_page(source: Any) -> None:
     named = {re.match(r"\w+", entry.code)[0] for entry in source.ENTRIES}  # type: ignore[index]
     assert named == set(rewards.__all__) - NOT_IN_TABLES
     for name in ("after", "boxed", "code_passes_tests", "email_rewards", "in_tag", "last_line", "last_number", "whole"):
         assert f"`{name}" in PAGE
 
 
-def test_a_public_name_has_no_home_or_is_not_public() -> None:
+def test_every_public_name_has_a_home() -> None:
     assert set(rewards.HOMES) == set(rewards.__all__)
     with pytest.raises(AttributeError, match=r"no attribute 'proximty'; it has .*proximity"):
         rewards.proximty  # noqa: B018

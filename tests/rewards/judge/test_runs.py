@@ -35,7 +35,7 @@ def train(model: FastPeftModel, funcs: list[Any], folder: Path, **settings: Any)
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_server_that_dies_in_a_run_ends_it(model: FastPeftModel, tmp_path: Path) -> None:
+def test_a_server_that_dies_does_not_end_the_run(model: FastPeftModel, tmp_path: Path) -> None:
     with serving(by_length) as server:
         judge = rewards.UrlJudge(server.url, "m", "k", retries=0)
         reward = rewards.ruler(judge)
@@ -57,21 +57,21 @@ def test_a_server_that_dies_in_a_run_ends_it(model: FastPeftModel, tmp_path: Pat
     assert (judge.meter.calls, judge.meter.failed) == (4, 2)
 
 
-def test_one_group_without_a_judgement_takes_the_others_with_it(model: FastPeftModel, tmp_path: Path) -> None:
+def test_one_group_without_a_judgement_does_not_take_the_others_with_it(model: FastPeftModel, tmp_path: Path) -> None:
     with serving(in_turn(chat("Lovely, both."), by_length)) as server:
         judge = rewards.UrlJudge(server.url, "m", "k", retries=0, concurrency=1)
         (line,) = train(model, [rewards.ruler(judge), correct_answer], tmp_path, max_steps=1)
     assert line["judge/ruler/failed"] == 0.5 and line["groups/with_signal"] == 1 and line["grad_norm"] > 0
 
 
-def test_a_base_model_that_babbles_ends_the_run(model: FastPeftModel, tmp_path: Path) -> None:
+def test_a_base_model_that_babbles_does_not_end_the_run(model: FastPeftModel, tmp_path: Path) -> None:
     judge = rewards.SelfJudge(model, max_tokens=8)
-    first, _ = train(model, [rewards.ruler(judge), correct_answer], tmp_path)
-    assert first["judge/ruler/failed"] == 1 and first["groups/with_signal"] == 0
-    assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (4, 4, 4)
+    (line,) = train(model, [rewards.ruler(judge), correct_answer], tmp_path, max_steps=1)
+    assert line["judge/ruler/failed"] == 1 and line["groups/with_signal"] == 0
+    assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (2, 2, 2)
 
 
-def test_a_reason_that_no_file_can_hold_ends_the_run(model: FastPeftModel, tmp_path: Path) -> None:
+def test_a_reason_that_no_file_can_hold_does_not_end_the_run(model: FastPeftModel, tmp_path: Path) -> None:
     def strange(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
         log_extra("odd", ["half \ud83d"] * len(completions))
         return [float(len(text)) for text in completions]
@@ -81,7 +81,7 @@ def test_a_reason_that_no_file_can_hold_ends_the_run(model: FastPeftModel, tmp_p
     assert [json.loads(line)["extra"]["odd"] for line in lines] == ["half ?"] * 8
 
 
-def test_a_check_before_the_run_shows_no_failing_judge(model: FastPeftModel) -> None:
+def test_a_check_before_the_run_shows_a_failing_judge(model: FastPeftModel) -> None:
     config = GRPOConfig(**SETTINGS)
     with serving(in_turn((401, {"error": {"message": "wrong key"}}))) as server:
         funcs = [rewards.ruler(rewards.UrlJudge(server.url, "m", "k", retries=0)), correct_answer]
@@ -100,7 +100,7 @@ def test_a_check_before_the_run_shows_no_failing_judge(model: FastPeftModel) -> 
     assert found.ok and not found.of("ruler") and [len(trial.paid) for trial in found.trials] == [8, 8]
 
 
-def test_a_judge_cannot_be_used_in_trl(tmp_path: Path) -> None:
+def test_a_judge_can_be_used_in_trl(tmp_path: Path) -> None:
     from trl import GRPOConfig as TheirConfig
     from trl import GRPOTrainer as TheirTrainer
     from trl_runs import PLAIN

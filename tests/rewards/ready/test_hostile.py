@@ -47,7 +47,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_completion_takes_long(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_completion_takes_no_longer_than_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     columns: dict[str, Any] = {column: [value] for column, value in ROW.items()}
     for code, reward in all_rewards(monkeypatch).items():
         started = time.process_time()
@@ -63,7 +63,7 @@ def solution(index: int, rng: random.Random) -> str:
     return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{answer}\n</answer>\n\\boxed{{7}}"
 
 
-def test_scoring_1024_completions_with_everything_takes_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_1024_completions_are_scored_with_everything_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, count = random.Random(0), 1024
     texts = [solution(index, rng) for index in range(count)]
     ids = [[rng.randint(0, 50_000) for _ in range(300)] for _ in range(count)]

@@ -38,24 +38,24 @@ def pay(reward: Any, text: str, ids: list[int] | None = None, **row: Any) -> flo
     ("1, 2, 3", "3", "3"), ("3,4,5", "5", "5"), ("in 2024.", "2024", "2024"), ("a 7 b", "7", "7"),
     ("€1.50!", "€1.50", "1.5"),
 ])
-def test_the_last_number_is_misread(text: str, written: str, value: str) -> None:
+def test_the_last_number_is_read(text: str, written: str, value: str) -> None:
     assert rewards.last_number(text) == written
     assert read_number(written) == Fraction(value)
 
 
 @pytest.mark.parametrize("text", ["", "ten", "-", "$", "e", "\u0663", "\u00b2", "\u00bd", "\u0967\u0968", "∞", "NaN"])
-def test_what_is_no_ascii_number_is_taken_for_one(text: str) -> None:
+def test_what_is_no_ascii_number_is_not_read(text: str) -> None:
     assert read_number(text) is None and read_number(rewards.last_number(text)) is None
 
 
 @pytest.mark.parametrize("text", [
     "1e400", "1e-400", "1e99999999", "9" * 65, "9" * 100_000, "1/0", "1,23", "1_0", "0x1", "1 2", "--5", True, None,
 ])
-def test_a_number_beyond_reason_is_read(text: Any) -> None:
+def test_a_number_beyond_reason_is_not_read(text: Any) -> None:
     assert read_number(text) is None
 
 
-def test_a_huge_number_counts_as_the_answer_before_it() -> None:
+def test_a_huge_number_does_not_give_way_to_one_before_it() -> None:
     for text in ("10 or 1e400", "10, no: " + "1" * 5000):
         assert rewards.number_match().verify(text, answer="10") is False
 
@@ -67,7 +67,7 @@ def test_a_huge_number_counts_as_the_answer_before_it() -> None:
     (r"{ } } \boxed{\{1\}}", r"\{1\}"), (r"\boxed{}", None), ("boxed{5}", None), (r"\boxed 5", None),
     (r"\boxed {5}", "5"), ("", None),
 ])
-def test_the_last_complete_box_is_not_found(text: str, found: str | None) -> None:
+def test_the_last_complete_box_is_found(text: str, found: str | None) -> None:
     assert rewards.boxed(text) == found
 
 
@@ -76,12 +76,12 @@ def test_the_last_complete_box_is_not_found(text: str, found: str | None) -> Non
     ("<answer><answer>5</answer>", "5"), ("</answer>5<answer>", None), ("<answer></answer>", None), ("5", None),
     ("<answer>5</answer></answer>", "5"),
 ])
-def test_the_last_complete_tag_is_not_found(text: str, found: str | None) -> None:
+def test_the_last_complete_tag_is_found(text: str, found: str | None) -> None:
     assert rewards.in_tag("answer")(text) == found
     assert rewards.in_tag("<answer>", "</answer>")(text) == found
 
 
-def test_a_place_reads_something_else() -> None:
+def test_other_places_read_their_text() -> None:
     assert rewards.after("####")("#### 1\n#### 5 \nend") == "5" and rewards.after("####")("5") is None
     assert rewards.last_line("a\n b \n\n") == "b" and rewards.last_line(" ") is None
     assert rewards.whole(" a ") == "a" and rewards.whole("\n") is None
@@ -90,7 +90,7 @@ def test_a_place_reads_something_else() -> None:
 # Verifiers
 
 
-def test_a_verifier_is_taken_for_a_reward_or_a_reward_pays_no_verdicts() -> None:
+def test_a_verifier_is_no_reward_and_its_reward_pays_and_logs_verdicts() -> None:
     with pytest.raises(TypeError, match=r"the verifier number_match, which .*\.reward\(right=1\.0, wrong=0\.0\)"):
         rewards.RewardScorer(rewards.number_match())  # type: ignore[arg-type]
     scorer = rewards.RewardScorer(rewards.number_match().reward(2.0, -1.0))
@@ -100,7 +100,7 @@ def test_a_verifier_is_taken_for_a_reward_or_a_reward_pays_no_verdicts() -> None
     assert scores.metrics == {"verdicts/number_match": 0.5}  # of the two that have a verdict
 
 
-def test_the_report_does_not_draw_verdicts_apart_from_what_they_pay() -> None:
+def test_the_report_draws_verdicts_apart_from_what_they_pay() -> None:
     row = {"step": 1, "rewards/number_match/mean": 2.0, "verdicts/number_match": 0.75}
     drawn = {chart["title"]: chart["traces"][0]["y"] for chart in figures([row])}
     assert drawn == {"Reward functions": [2.0], "Verified right": [0.75]}
@@ -120,7 +120,9 @@ def test_the_report_does_not_draw_verdicts_apart_from_what_they_pay() -> None:
     (rewards.boxed_match(), r"\boxed{$x + 1$}", "x+1", True), (rewards.boxed_match(), r"\boxed{x}", r"\boxed{x}", True),
     (rewards.boxed_match(), "5", "5", False), (rewards.boxed_match(), r"\boxed{5}", "", None),
 ])
-def test_a_verdict_is_wrong(verifier: rewards.Verifier, text: str, label: Any, verdict: bool | None) -> None:
+def test_each_verifier_gives_the_right_verdict(
+    verifier: rewards.Verifier, text: str, label: Any, verdict: bool | None
+) -> None:
     assert verifier.verify(text, answer=label) is verdict
 
 
@@ -130,7 +132,7 @@ def test_a_verdict_is_wrong(verifier: rewards.Verifier, text: str, label: Any, v
     ('{"n": NaN}', False), ('{"n": 1e400}', False), ('{"n": ' + "9" * 10_000 + "}", False), ("[" * 100_000, False),
     ('{"n": 3} and more', False),
 ])
-def test_json_outside_the_schema_is_right_or_json_in_it_is_wrong(text: str, verdict: bool) -> None:
+def test_json_is_right_where_it_satisfies_the_schema(text: str, verdict: bool) -> None:
     pytest.importorskip("jsonschema")
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     assert rewards.json_match(schema).verify(text) is verdict
@@ -142,13 +144,13 @@ def test_json_outside_the_schema_is_right_or_json_in_it_is_wrong(text: str, verd
     (TAGGED.format("a", " "), False, 2.0), (TAGGED.format("a", "10") + ".", False, 2.0),
     ("<SOLUTION>1</SOLUTION><start_working_out>a<end_working_out>", False, 2.0), ("10", False, -4.0), ("", False, -4.0),
 ])
-def test_the_format_of_tags_is_judged_wrongly(text: str, kept: bool, counted: float) -> None:
+def test_the_format_of_tags_is_judged_and_counted(text: str, kept: bool, counted: float) -> None:
     assert rewards.format_match().verify(text) is kept
     assert pay(rewards.format_kept(), text) == (3.0 if kept else 0.0)
     assert pay(rewards.tags_counted(), text) == counted
 
 
-def test_a_format_that_the_prompt_opens_expects_the_first_tag_again() -> None:
+def test_a_format_that_the_prompt_opens_does_not_expect_the_first_tag_again() -> None:
     text = TAGGED.format("a", "10").removeprefix("<start_working_out>")
     assert rewards.format_match(opened=True).verify(text) and not rewards.format_match().verify(text)
     assert pay(rewards.tags_counted(opened=True), text) == 1.5
@@ -157,7 +159,7 @@ def test_a_format_that_the_prompt_opens_expects_the_first_tag_again() -> None:
 # Rewards
 
 
-def test_a_nearer_answer_earns_no_more_or_an_outlier_does_not_lose() -> None:
+def test_a_nearer_answer_earns_more_and_an_outlier_loses() -> None:
     pays = [pay(rewards.proximity(), str(x), answer="10") for x in (10, 9, 8, 3, 0, -4, -50, 10**60)]
     assert pays == pytest.approx([3.0, 2.7, 2.4, 0.9, 0.0, -1.2, -1.5, -1.5])
     assert pay(rewards.proximity(), "12", answer="10") == pay(rewards.proximity(), "8", answer=10)
@@ -167,7 +169,7 @@ def test_a_nearer_answer_earns_no_more_or_an_outlier_does_not_lose() -> None:
     assert pay(rewards.proximity(reach=0.5), "9", answer="10") == pytest.approx(2.4)
 
 
-def test_a_length_is_paid_in_another_unit() -> None:
+def test_a_length_is_paid_in_its_unit() -> None:
     assert pay(rewards.length_near(3, 2), "a b c d e", [1, 2]) == 0.5
     assert pay(rewards.length_near(3, 2, "words"), "a b") == 0.5
     assert pay(rewards.length_near(3, 2, "characters"), "abcde") == 0.0
@@ -194,11 +196,11 @@ MAIL = "Dear Ms Bo,\n\nyour ReFund is due.\n\nBest regards,  \nAda Moss\n"
     (rewards.signed("Ada Moss"), MAIL + "PS: hi", {}, 0.0), (rewards.signed("Ada Moss"), "", {}, 0.0),
     (rewards.ideal_answer(), "Yes.", {"ideal": "Yes."}, 1.0), (rewards.ideal_answer(), "Yes", {"ideal": "Yes."}, 0.0),
 ])
-def test_a_mail_is_paid_for_what_it_lacks(reward: Any, text: str, row: dict[str, Any], expected: float | None) -> None:
+def test_a_mail_is_paid_for_what_it_has(reward: Any, text: str, row: dict[str, Any], expected: float | None) -> None:
     assert pay(reward, text, **row) == expected
 
 
-def test_the_five_of_the_mail_example_share_a_name_or_pay_nothing() -> None:
+def test_the_five_of_the_mail_example_have_names_and_pay() -> None:
     five = rewards.email_rewards("Ada Moss", longest_words=9)
     row = {"keyword": "refund", "ideal": "Hi.", "recipient": "Bo"}
     assert [pay(reward, MAIL, **row) for reward in five] == [1.0, 0.0, -1.0, 1.0, 1.0]
@@ -208,7 +210,7 @@ def test_the_five_of_the_mail_example_share_a_name_or_pay_nothing() -> None:
 # The contract
 
 
-def test_a_missing_column_is_not_named_with_those_there_are() -> None:
+def test_a_missing_column_is_named_with_those_there_are() -> None:
     reward = rewards.number_equal(column="solution")
     with pytest.raises(rewards.RewardError, match=r"number_equal requires solution, .*available are .*answer"):
         rewards.RewardScorer(reward).score(["p"], ["1"], [[1]], {"answer": ["1"]}, None)
@@ -216,7 +218,7 @@ def test_a_missing_column_is_not_named_with_those_there_are() -> None:
         reward(completions=["1"], answer=["1"])
 
 
-def test_a_reward_cannot_go_to_another_process() -> None:
+def test_every_reward_can_be_pickled() -> None:
     for reward in [*rewards.email_rewards("Ada"), rewards.number_equal(), rewards.proximity(), rewards.tags_counted(),
                    rewards.length_near(2, 2), rewards.repetition_penalty(), rewards.json_match().reward()]:
         again = pickle.loads(pickle.dumps(reward))  # noqa: S301, our own
@@ -243,12 +245,12 @@ BAD: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), BAD)
-def test_an_argument_that_makes_no_sense_is_taken(make: Callable[[], Any], message: str) -> None:
+def test_an_argument_that_makes_no_sense_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_schema_that_is_none_is_taken() -> None:
+def test_a_schema_that_is_none_is_refused() -> None:
     pytest.importorskip("jsonschema")
     with pytest.raises(ValueError, match=r"a schema that is none: .*'strin'"):
         rewards.json_match({"type": "strin"})
@@ -257,7 +259,7 @@ def test_a_schema_that_is_none_is_taken() -> None:
 @pytest.mark.parametrize(("package", "make"), [
     ("math_verify", rewards.math_match), ("jsonschema", lambda: rewards.json_match({"type": "object"})),
 ])
-def test_a_missing_package_is_not_named(package: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(package: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("math_answer", "json_answer"):
         monkeypatch.setattr(f"lowmem_grpo.rewards.ready.{module}.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=f"needs the package {package.replace('_', '-')}: pip install"):
@@ -273,29 +275,29 @@ def test_a_missing_package_is_not_named(package: str, make: Any, monkeypatch: py
     (r"\boxed{\}", "5", False), ("5", "5", False), (r"\boxed{5}", None, None), (r"\boxed{5}", " ", None),
     (r"\boxed{" + "x+" * 200 + "x}", "x", False),
 ])
-def test_equal_mathematics_is_judged_wrongly(answer: str, label: Any, verdict: bool | None) -> None:
+def test_equal_mathematics_is_right(answer: str, label: Any, verdict: bool | None) -> None:
     pytest.importorskip("math_verify")
     assert rewards.math_match().verify(answer, answer=label) is verdict
 
 
-def test_an_answer_that_never_ends_takes_the_run_with_it(
+def test_a_comparison_that_never_ends_is_ended_and_counts_as_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("math_verify")
     monkeypatch.setattr(math_answer, "SECONDS", 0.5)
-    monkeypatch.setattr(math_answer, "MAX_KILLED", 2)
+    monkeypatch.setattr(math_answer, "MAX_KILLED", 1)
     worker = math_answer.MathWorker()
     monkeypatch.setattr(math_answer, "WORKER", worker)
-    texts = [rf"\boxed{{9^{{9^{{9^{{{power}}}}}}}}}" for power in (7, 8, 9)] + [r"\boxed{7}", r"\boxed{8}"]
-    verdicts = rewards.math_match().verdicts([*texts, r"\boxed{x+1}"], answer=["7"] * 5 + ["1+x"])
-    assert verdicts == [False, False, None, True, False, None]  # what needs no worker is still judged
-    assert caplog.text.count("took more than 0.5 s") == 2
+    texts = [rf"\boxed{{9^{{9^{{9^{{{power}}}}}}}}}" for power in (7, 8)] + [r"\boxed{7}", r"\boxed{8}"]
+    verdicts = rewards.math_match().verdicts([*texts, r"\boxed{x+1}"], answer=["7"] * 4 + ["1+x"])
+    assert verdicts == [False, None, True, False, None]  # what needs no worker is still judged
+    assert caplog.text.count("took more than 0.5 s") == 1
     monkeypatch.setattr(math_answer, "SECONDS", 10.0)
     assert rewards.math_match().verify(r"\boxed{x+1}", answer="1+x") is True
     worker.close()
 
 
-def test_a_right_answer_is_wrong_where_the_worker_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_is_an_error_and_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("math_verify")
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho >&2 'a line before'\necho >&2 'MemoryError: no room for sympy'\nexit 1\n")
@@ -311,7 +313,7 @@ def test_a_right_answer_is_wrong_where_the_worker_cannot_start(tmp_path: Path, m
     worker.close()
 
 
-def test_the_package_of_rewards_loads_what_it_need_not() -> None:
+def test_the_package_of_rewards_does_not_load_heavy_libraries() -> None:
     import subprocess
 
     script = ("import sys\nfrom lowmem_grpo.rewards import number_equal, RewardScorer\nnumber_equal()\n"
@@ -320,6 +322,6 @@ def test_the_package_of_rewards_loads_what_it_need_not() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_a_completion_that_is_neither_text_nor_chat_is_read() -> None:
+def test_a_completion_that_is_neither_text_nor_chat_is_refused() -> None:
     with pytest.raises(TypeError, match="a string or a list of chat messages"):
         completion_text(3)

@@ -28,7 +28,7 @@ def test_every_length_is_punished_as_by_trl(seed: int) -> None:
     assert soft_overlong_penalty(longest, cache)(completion_ids=lengths) == theirs
 
 
-def test_a_scorer_cannot_call_it_or_logs_it_under_no_name_of_its_own() -> None:
+def test_the_scorer_calls_it_under_its_own_name() -> None:
     def other(completions: list[Any], **_: Any) -> list[float]:
         return [1.0] * len(completions)
 
@@ -42,6 +42,6 @@ def test_a_scorer_cannot_call_it_or_logs_it_under_no_name_of_its_own() -> None:
     (10, 11, r"cache_length is 11; it must be at most max_completion_length \(10\)"),
     (10, 2.5, "cache_length is 2.5"), (True, True, "max_completion_length is True"), ("10", 2, "is '10'"),
 ])
-def test_arguments_that_make_no_sense_are_accepted(longest: Any, cache: Any, message: str) -> None:
+def test_arguments_that_make_no_sense_are_refused(longest: Any, cache: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         soft_overlong_penalty(longest, cache)

@@ -1,9 +1,8 @@
-"""Reward functions: the contract, its failures and time limit, and the GSM8K set."""
+"""The scorer: which functions it takes, how it calls them, what they may return and log, how they fail, how long."""
 
 import asyncio
 import contextvars
 import functools
-import json
 import math
 import signal
 import subprocess
@@ -19,27 +18,12 @@ import pytest
 import torch
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.rewards import (
-    SYSTEM_PROMPT,
-    RewardError,
-    RewardScorer,
-    Scores,
-    correctness_reward_func,
-    extract_hash_answer,
-    extract_xml_answer,
-    int_reward_func,
-    soft_format_reward_func,
-    strict_format_reward_func,
-    xmlcount_reward_func,
-)
+from lowmem_grpo.rewards import RewardError, RewardScorer, Scores, int_reward_func
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 
-ROOT = Path(__file__).parents[2]
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
-STRICT = "<reasoning>\n{}\n</reasoning>\n<answer>\n{}\n</answer>\n"
-RIGHT = STRICT.format("48 / 2 = 24\n\n48 + 24 = 72", "72")
+ROOT = Path(__file__).parents[3]
 COMPLETIONS = ["one", "two", "three"]
 
 
@@ -91,38 +75,24 @@ def test_names_are_readable_and_no_two_functions_share_one() -> None:
     twice = functools.partial(once, scale=3)
     funcs: list[Any] = [int_reward_func, once, twice, Judge(), lambda **kwargs: [0.0]]
     names = ["int_reward_func", "int_reward_func_2", "int_reward_func_3", "Judge", "<lambda>"]
-    assert RewardScorer(funcs, None, 1.0).names == names
+    assert RewardScorer(funcs).names == names
+    assert RewardScorer(int_reward_func).names == ["int_reward_func"], "a single function needs no list"
+    assert RewardScorer([int_reward_func, int_reward_func]).weights == [1.0, 1.0]
 
 
-def test_a_single_function_needs_no_list() -> None:
-    assert RewardScorer(int_reward_func, None, 1.0).names == ["int_reward_func"]
-
-
-@pytest.mark.parametrize("func", ["org/reward-model", ["org/reward-model"], [torch.nn.Linear(1, 1)]])
-def test_reward_models_are_refused_with_a_way_out(func: Any) -> None:
-    with pytest.raises(TypeError, match="reward models are not supported, give a function"):
-        RewardScorer(func, None, 1.0)
-
-
-def test_what_cannot_be_called_is_refused_before_training() -> None:
-    with pytest.raises(TypeError, match="int, which cannot be called"):
-        RewardScorer([3], None, 1.0)  # type: ignore[list-item]
-
-
-def test_an_empty_list_of_functions_is_refused_before_training() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        RewardScorer([], None, 1.0)
-
-
-def test_a_wrong_number_of_weights_is_refused_and_the_default_is_one_each() -> None:
-    with pytest.raises(ValueError, match="2 reward weights for 1 reward functions"):
-        RewardScorer([int_reward_func], [1.0, 2.0], 1.0)
-    assert RewardScorer([int_reward_func, int_reward_func], None, 1.0).weights == [1.0, 1.0]
-
-
-def test_weights_that_pay_nothing_are_taken() -> None:
-    with pytest.raises(ValueError, match=r"reward_weights is \[0\.0, 0\.0\]: nothing pays; weight 0 only logs"):
-        RewardScorer([int_reward_func, int_reward_func], [0, 0.0])
+@pytest.mark.parametrize(("funcs", "weights", "error", "message"), [
+    ("org/reward-model", None, TypeError, "reward models are not supported, give a function"),
+    (["org/reward-model"], None, TypeError, "reward models are not supported, give a function"),
+    ([torch.nn.Linear(1, 1)], None, TypeError, "reward models are not supported, give a function"),
+    ([3], None, TypeError, "int, which cannot be called"), ([], None, ValueError, "empty"),
+    ([int_reward_func], [1.0, 2.0], ValueError, "2 reward weights for 1 reward functions"),
+    ([int_reward_func] * 2, [0, 0.0], ValueError, r"\[0\.0, 0\.0\]: nothing pays; weight 0 only logs"),
+])
+def test_what_cannot_be_called_or_pays_nothing_is_refused_before_training(
+    funcs: Any, weights: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        RewardScorer(funcs, weights)
 
 
 # What a function is called with
@@ -209,7 +179,7 @@ def test_numbers_of_any_library_become_floats(result: Any) -> None:
     ([True, False, 1.0], "bool"), (np.array([True, False, True]), "bool and ndarray"), (torch.ones(3), "Tensor"),
     ([torch.tensor(1.0), np.float32(2), 3], "Tensor and float32"),
 ])
-def test_a_conversion_is_not_said_or_said_again_at_each_step(
+def test_a_conversion_is_said_once(
     result: Any, kinds: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scorer = RewardScorer([returning(result), int_reward_func])
@@ -220,7 +190,7 @@ def test_a_conversion_is_not_said_or_said_again_at_each_step(
 
 
 @pytest.mark.parametrize("result", [[1, 0, None], [0.5, np.float64(1), 2], (1, 2, 3)])
-def test_plain_numbers_are_called_converted(result: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_numbers_are_not_called_converted(result: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert score(returning(result)).converted == {} and not caplog.text
 
 
@@ -277,7 +247,7 @@ def test_logging_something_else_is_a_reward_error(call: Any, message: str) -> No
         score(logs)
 
 
-# Weight 0: a metric alone
+# Weight 0: only a metric
 
 
 def scored(weights: list[float], *funcs: Any) -> tuple[list[Any], dict[str, float]]:
@@ -290,7 +260,7 @@ def scored(weights: list[float], *funcs: Any) -> tuple[list[Any], dict[str, floa
     return rollouts, logged
 
 
-def test_a_function_of_weight_0_changes_advantages_or_is_not_recorded() -> None:
+def test_a_function_of_weight_0_is_recorded_and_changes_no_advantage() -> None:
     def paying(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [None, 1.0, 2.0, 3.0]
 
@@ -457,89 +427,3 @@ def test_ctrl_c_ends_the_wait_for_a_reward_function() -> None:
     script.send_signal(signal.SIGINT)
     _, err = script.communicate(timeout=30)
     assert "KeyboardInterrupt" in err and script.returncode != 0
-
-
-# GSM8K
-
-
-def gsm8k(func: Any, text: str, label: Any = "72") -> float:
-    """The reward of `text`, which must be the same for a string and for a chat completion."""
-    chat = [{"role": "assistant", "content": text}]
-    plain, chatted = func(prompts=["p"] * 2, completions=[text, chat], answer=[label] * 2, trainer_state=None)
-    assert plain == chatted
-    return plain
-
-
-@pytest.mark.parametrize(("text", "label", "expected"), [
-    (RIGHT, "72", 2.0), (RIGHT, " 72\n", 2.0), (RIGHT, 72, 2.0), (RIGHT, "71", 0.0), (RIGHT, None, 0.0),
-    ("72", "72", 0.0), ("<answer>72", "72", 0.0), ("", "", 0.0), ("<answer></answer>", "", 0.0),
-    ("<answer>7</answer> no, <answer>72</answer>", "72", 2.0), ("<answer>72</answer> and <answer>", "72", 2.0),
-])
-def test_correctness_pays_for_the_tagged_answer_only(text: str, label: Any, expected: float) -> None:
-    assert gsm8k(correctness_reward_func, text, label) == expected
-
-
-@pytest.mark.parametrize(("answer", "expected"), [
-    ("72", 0.5), ("-72", 0.5), (" 72 ", 0.5), ("72.5", 0.0), ("seventy-two", 0.0), ("", 0.0), ("7 2", 0.0), ("²", 0.0),
-])
-def test_int_pays_for_integers_only(answer: str, expected: float) -> None:
-    assert gsm8k(int_reward_func, f"<answer>\n{answer}\n</answer>") == expected
-    assert gsm8k(int_reward_func, answer) == 0.0
-
-
-@pytest.mark.parametrize(("text", "strict", "soft"), [
-    (RIGHT, 0.5, 0.5), (STRICT.format("one line", "72"), 0.5, 0.5), (STRICT.format("r", "7\n2"), 0.5, 0.5),
-    (RIGHT[:-1], 0.0, 0.5), (RIGHT + "\n", 0.0, 0.5), (RIGHT + "so", 0.0, 0.5), (RIGHT * 2, 0.0, 0.5),
-    ("<reasoning>a\nb</reasoning>  <answer>1</answer>", 0.0, 0.5), ("Sure! " + RIGHT, 0.0, 0.0),
-    ("<reasoning>a</reasoning> so <answer>1</answer>", 0.0, 0.0), ("<reasoning>a</reasoning><answer>1", 0.0, 0.0),
-    ("<answer>1</answer><reasoning>a</reasoning>", 0.0, 0.0), ("72", 0.0, 0.0), ("", 0.0, 0.0),
-])
-def test_formats_pay_for_multi_line_blocks_and_not_for_broken_ones(text: str, strict: float, soft: float) -> None:
-    assert (gsm8k(strict_format_reward_func, text), gsm8k(soft_format_reward_func, text)) == (strict, soft)
-
-
-@pytest.mark.parametrize(("text", "expected"), [
-    (RIGHT[:-1], 0.5), (RIGHT, 0.499), (RIGHT[:-1] + "x" * 100, 0.4), ("<reasoning>a</reasoning>", 0.25),
-    ("<answer>1</answer><answer>", 0.125 - 0.008), ("</answer>" + "x" * 200, 0.125 - 0.2), ("72", 0.0), ("", 0.0),
-    ("<answer>1</answer>" * 2, -0.018),
-])
-def test_xmlcount_pays_per_tag_and_charges_for_text_behind_the_answer(text: str, expected: float) -> None:
-    assert gsm8k(xmlcount_reward_func, text) == pytest.approx(expected)
-
-
-def test_chat_completions_are_read_from_the_last_message_and_other_shapes_are_refused() -> None:
-    turns = [{"role": "assistant", "content": None}, {"role": "tool", "content": "x"}]
-    assert int_reward_func([[*turns, {"role": "assistant", "content": RIGHT}], turns[:1]]) == [0.5, 0.0]
-    for broken in (3, [], [3], [{"content": ["part"]}]):
-        with pytest.raises(TypeError, match="a string or a list of chat messages"):
-            int_reward_func([broken])
-
-
-def test_the_five_functions_run_under_the_scorer() -> None:
-    five = [
-        correctness_reward_func, int_reward_func, strict_format_reward_func, soft_format_reward_func,
-        xmlcount_reward_func,
-    ]
-    scores = score(*five, completions=[RIGHT, "72"], answer=["72", "72"])
-    assert list(scores.rewards) == [func.__name__ for func in five]
-    assert list(zip(*scores.rewards.values(), strict=True)) == [(2.0, 0.5, 0.5, 0.5, pytest.approx(0.499)), (0.0,) * 5]
-
-
-def test_answers_are_extracted_as_text_and_labels_as_plain_numbers() -> None:
-    assert (extract_xml_answer(RIGHT), extract_xml_answer("none")) == ("72", "")
-    assert extract_hash_answer("5 * 2 = 10\n#### 1,234,567 ") == "1234567"
-    assert extract_hash_answer("no label") is None
-
-
-def test_the_system_prompt_shows_the_format_that_is_rewarded() -> None:
-    assert soft_format_reward_func([SYSTEM_PROMPT[SYSTEM_PROMPT.index("<reasoning>"):]]) == [0.5]
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K rows are not here")
-def test_every_gsm8k_label_is_an_integer_that_its_own_answer_satisfies() -> None:
-    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
-    labels = [extract_hash_answer(row["answer"]) for row in rows]
-    assert len(labels) == 7473 and all(label is not None and str(int(label)) == label for label in labels)
-    completions = [STRICT.format(row["answer"], label) for row, label in zip(rows, labels, strict=True)]
-    assert set(correctness_reward_func([], completions, labels)) == {2.0}
-    assert set(strict_format_reward_func(completions)) == {0.5}
