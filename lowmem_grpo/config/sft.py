@@ -1,6 +1,5 @@
 """The settings of supervised fine-tuning, under TRL's field names and meanings (TRL 1.16's SFTConfig)."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -48,9 +47,3 @@ class SFTConfig(TrainSettings):
 
     unsupported = FIXED  # what `CheckedCall` refuses by
     RANGES: ClassVar[dict[str, Rule]] = {"max_length": COUNT}
-
-    def total_steps(self, rows: int) -> int:
-        """Optimizer steps of a whole run on a dataset of so many rows."""
-        if self.max_steps > 0:
-            return self.max_steps
-        return max(1, math.ceil(self.num_train_epochs * rows / self.batch_size))

@@ -22,13 +22,11 @@ def number(words: str, holds: Callable[[Any], bool]) -> Rule:
     return words, lambda value: isinstance(value, Real) and holds(value)
 
 
-def at_least(least: int, kind: type = Real) -> Rule:
+def at_least(least: int, kind: Any = Real) -> Rule:
     """A rule for whole numbers; of `Real` numbers, 8.0 is one too."""
-
-    def holds(value: Any) -> bool:
-        return isinstance(value, kind) and value is not True and least <= value < math.inf and value % 1 == 0
-
-    return f"a whole number, at least {least}", holds
+    return f"a whole number, at least {least}", lambda value: (
+        isinstance(value, kind) and value is not True and least <= value < math.inf and value % 1 == 0
+    )
 
 
 def one_of(*allowed: Any) -> Rule:
@@ -177,6 +175,12 @@ class TrainSettings(metaclass=CheckedCall):
     def batch_size(self) -> int:
         """Rows or completions that one optimizer step is asked to use."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    def total_steps(self, rows: int) -> int:
+        """Optimizer steps of a whole run on a dataset of so many rows."""
+        if self.max_steps > 0:
+            return self.max_steps
+        return max(1, math.ceil(self.num_train_epochs * rows / self.batch_size))
 
     @property
     def completions_per_step(self) -> int:

@@ -101,8 +101,8 @@ def checkpoint_bytes(subject: Subject) -> int:
 
 
 def keeps_checkpoints(subject: Subject) -> bool:
-    """Whether the run writes more than its adapter at the end: fine-tuning does not."""
-    return subject.scorer is not None and subject.args.save_strategy != "no"
+    """Whether the run writes more than its adapter at the end."""
+    return bool(subject.args.save_strategy != "no")
 
 
 def copies_to_come(subject: Subject) -> int:

@@ -47,7 +47,7 @@ class WarmUp:
         """A trainer that sees each row once."""
         config = setup.config
         shared = {name: getattr(config, name) for name in SHARED}
-        settings = SFTConfig(**(shared | self.settings | {
+        settings = SFTConfig(**({"save_strategy": "no"} | shared | self.settings | {
             "output_dir": f"{config.output_dir}/{SFT}", "max_steps": self.steps,
             "overwrite_output_dir": config.overwrite_output_dir or setup.resume,
         }))

@@ -13,7 +13,6 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
-from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.state import TrainerState
 
@@ -180,9 +179,9 @@ ALARMS = (
 class Alarms:
     """Watches the lines of a run. What it remembers is in the trainer's state, and so is saved with it."""
 
-    def __init__(self, config: GRPOConfig, state: TrainerState) -> None:
+    def __init__(self, state: TrainerState, nothing_to_learn_steps: int) -> None:
         self.state = state
-        patience = {"nothing_to_learn": config.nothing_to_learn_steps}
+        patience = {"nothing_to_learn": nothing_to_learn_steps}
         self.alarms = [replace(alarm, patience=patience.get(alarm.name, alarm.patience)) for alarm in ALARMS]
 
     def watch(self, line: Line) -> dict[str, float]:

@@ -3,7 +3,6 @@
 import logging
 from typing import Any
 
-from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import mean_of
 from lowmem_grpo.runs.records import RunRecords, prompt_text
@@ -19,25 +18,35 @@ LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skippe
 
 
 class Journal:
-    """Collects step lines, and writes one every `logging_steps`; completions are written at every step."""
+    """Collects step lines and writes one every `logging_steps`, and at the last step; completions are written at every
+    step."""
 
-    def __init__(self, config: GRPOConfig, state: TrainerState, records: RunRecords) -> None:
-        self.config, self.state, self.records = config, state, records
-        self.alarms = Alarms(config, state)
+    def __init__(
+        self, state: TrainerState, records: RunRecords, logging_steps: int, alarms: Alarms | None = None,
+        show_samples: bool = False,
+    ) -> None:
+        """`show_samples` prints one completion with each line."""
+        self.state, self.records, self.every = state, records, logging_steps
+        self.alarms, self.show_samples = alarms, show_samples
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
-        """Take one step's line; the line that was logged, or None where none is due yet. `before` is the last step."""
-        line |= self.alarms.watch(line)
-        self.records.completions(self.state.global_step, groups)
+        """Take one step's line; the line that was logged, or None where none is due yet. `before` is the last step.
+
+        `groups` are those whose completions are recorded.
+        """
+        if self.alarms is not None:
+            line |= self.alarms.watch(line)
+        if groups:
+            self.records.completions(self.state.global_step, groups)
         self.state.unlogged.append(line)
-        every = self.config.logging_steps
-        if self.state.global_step // every == before // every:
+        step = self.state.global_step
+        if step // self.every == before // self.every and step != self.state.max_steps:
             return None
         logged = mean_of(self.state.unlogged) | {name: line[name] for name in LAST if name in line}
         self.state.unlogged = []
         self.records.metrics(logged)
         self.state.log_history.append(logged)
-        if self.config.log_completions:
+        if self.show_samples and groups:
             self.show_sample(groups[0])
         return logged
 

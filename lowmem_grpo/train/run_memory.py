@@ -74,6 +74,17 @@ def plan_memory(
     return memory, PhasePeaks(policy.device, found)
 
 
+def training_memory(
+    model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, shorter: str
+) -> tuple[RunMemory, PhasePeaks]:
+    """`plan_memory` for a trainer that does not sample; `shorter` is the setting that makes its rows shorter."""
+    offload = [] if model.loaded.offload else ['use_gradient_checkpointing="offload"']
+    memory = RunMemory(MemoryAdvice({"train": [shorter, *offload, "a smaller LoRA rank (r)"]}))
+    if policy.device.type != "cuda":
+        return memory, PhasePeaks(policy.device)
+    return memory, PhasePeaks(policy.device, plan_training(memory, model, config, policy, "transformers", context))
+
+
 def plan_training(
     memory: RunMemory, model: FastPeftModel, config: TrainSettings, policy: Policy, engine: str, context: int,
     **own: Any,

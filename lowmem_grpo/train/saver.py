@@ -1,12 +1,13 @@
 """When and what a run saves: checkpoints, the best one, and going on from one of them."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 
-from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.rollout.replay import ReplayBuffer
@@ -22,12 +23,14 @@ class Saver:
     """Writes checkpoints of a run's parts into its directory, and restores the parts from one."""
 
     def __init__(
-        self, run_dir: Path, config: GRPOConfig, model: PeftModel, learner: Learner, source: PromptSource,
-        state: TrainerState, memory: RunMemory, replay: ReplayBuffer, reward_names: list[str],
+        self, run_dir: Path, config: TrainSettings, model: PeftModel, learner: Learner, source: PromptSource,
+        state: TrainerState, memory: RunMemory, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = (),
     ) -> None:
+        """`replay` and `reward_names` are those of a run that samples."""
         self.run_dir, self.config, self.model = run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
-        self.memory, self.replay, self.reward_names = memory, replay, reward_names
+        self.memory, self.reward_names = memory, reward_names
+        self.replay = ReplayBuffer(0) if replay is None else replay
         self.random = RandomStates(learner.policy.device)
         self.mark()
 
@@ -109,5 +112,5 @@ class Saver:
         self.learner.scaler.load_state_dict(saved["scaler"])
         self.memory.restore(saved.get("memory"))  # older checkpoints have none
         self.learner.objective.restore(saved.get("objective", {}))
-        kept, generations = saved.get("replay", []), self.config.num_generations
+        kept, generations = saved.get("replay", []), self.config.completions_per_prompt
         self.replay.restore(kept, self.source.dataset, self.reward_names, generations)

@@ -129,6 +129,20 @@ class LiveView:
         return "  ".join([*parts, f"left {self.time_left()}"])
 
 
+class SFTView(LiveView):
+    """The live view with the loss in the place of rewards."""
+
+    def __init__(self) -> None:
+        super().__init__(title="SFT")
+
+    def curves(self) -> list[tuple[str, str]]:
+        return [("loss", "loss"), ("eval_loss", "evaluation loss"), *super().curves()]
+
+    def line(self, logs: dict[str, float]) -> str:
+        head, rest = super().line(logs).split("  ", 1)
+        return f"{head}  loss {shown('loss', logs['loss'])}  {rest}" if "loss" in logs else f"{head}  {rest}"
+
+
 def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
     """The entries that can be drawn: finite numbers."""
     return {

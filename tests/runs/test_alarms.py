@@ -4,11 +4,9 @@ import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.runs.alarms import ALARMS, Alarms
 from lowmem_grpo.runs.journal import Journal
@@ -54,8 +52,8 @@ def watch(alarms: Alarms, lines: Iterable[Line]) -> list[list[str]]:
     return sounded
 
 
-def fresh(**settings: Any) -> Alarms:
-    return Alarms(GRPOConfig(**settings), TrainerState())
+def fresh(nothing_to_learn_steps: int = 10) -> Alarms:
+    return Alarms(TrainerState(), nothing_to_learn_steps)
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -171,7 +169,7 @@ def test_a_resumed_run_forgets_what_its_alarms_had_seen() -> None:
 
 def test_an_alarm_is_not_in_the_records(tmp_path: Path) -> None:
     state = TrainerState()
-    journal = Journal(GRPOConfig(logging_steps=2), state, RunRecords(tmp_path))
+    journal = Journal(state, RunRecords(tmp_path), 2, Alarms(state, 10))
     for step in range(1, 5):
         state.global_step = step
         wrong = {"nonfinite/rollouts": 2.0, "nonfinite/steps": 1.0} if step == 3 else {"nonfinite/steps": step // 3}

@@ -39,9 +39,9 @@ class StopAt:
         control.should_training_stop = state.global_step >= self.stop
 
 
-def records(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def records(folder: Path, completions: bool = True) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The metrics that do not depend on the machine's pace and memory, and the completions."""
     lines = read_lines(folder / "metrics.jsonl")
     kept = [{k: v for k, v in line.items() if k not in TIMES and not k.startswith(("time/", "memory/"))}
             for line in lines]
-    return kept, read_lines(folder / "completions.jsonl")
+    return kept, read_lines(folder / "completions.jsonl") if completions else []

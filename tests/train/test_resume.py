@@ -18,11 +18,16 @@ import torch
 from resumed_runs import ROWS, StopAt, digit_sum, make, records
 from safetensors.torch import load_file
 
+from lowmem_grpo import FastLanguageModel, SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.checkpoint import CheckpointError
 from lowmem_grpo.runs.records import read_lines
 
+TAUGHT: dict[str, Any] = {
+    "per_device_train_batch_size": 2, "max_steps": 6, "learning_rate": 1e-2, "lr_scheduler_type": "cosine",
+    "save_steps": 2, "save_total_limit": 2, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3,
+}
 KILLS = 10
 KILLED: dict[str, Any] = {"max_steps": 16, "save_steps": 1, "save_total_limit": 3}
 CHILD = """
@@ -120,6 +125,33 @@ def test_resuming_with_other_settings_or_data_goes_unnoticed(
     assert "max_steps: 6 -> 7" in caplog.text
     with pytest.raises(DataError, match="dataset of 7 rows, this one has 6"):
         make(folder, rows=ROWS[:6]).train(resume_from_checkpoint=True)
+
+
+# Fine-tuning
+
+
+def fine_tune(folder: Path, stop: int | None = None, resume: bool = False, **settings: Any) -> SFTTrainer:
+    """Train the embedded model with dropout on seven rows, two in a step; `stop` ends it after that step."""
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(bare, r=4, lora_dropout=0.1, use_gradient_checkpointing=False)
+    rows = [row | {"completion": f"Answer = {index}"} for index, row in enumerate(ROWS)]
+    config = SFTConfig(output_dir=str(folder), **(TAUGHT | settings))
+    trainer = SFTTrainer(model, rows, config, eval_dataset=rows[:2], callbacks=[] if stop is None else [StopAt(stop)])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_resumed_fine_tuning_differs_from_an_undisturbed_one(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    fine_tune(whole)
+    fine_tune(parts, stop=3)
+    assert [path.name for path in checkpoint.list_checkpoints(parts)] == ["checkpoint-2", "checkpoint-3"]
+    shutil.rmtree(parts / "checkpoint-3")  # so step 3 is made again
+    assert fine_tune(parts, resume=True).state.global_step == 6
+    adapters = [load_file(path / "adapter" / "adapter_model.safetensors") for path in (whole, parts)]
+    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+    assert records(parts, completions=False) == records(whole, completions=False)
+    assert [path.name for path in checkpoint.list_checkpoints(parts)] == ["checkpoint-4", "checkpoint-6"]
 
 
 # Ctrl-C

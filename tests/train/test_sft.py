@@ -18,6 +18,7 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, S
 from lowmem_grpo.data.examples import Example
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.runs.records import RecordError, read_lines
 from lowmem_grpo.train.nonfinite import NonFiniteError
 from lowmem_grpo.train.sft import as_groups
@@ -276,27 +277,32 @@ class Stop:
         self.logs.append(logs["step"])
 
 
-def test_ctrl_c_ends_the_step_and_saves_the_adapter_as_it_is(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_step_and_saves_the_adapter_and_a_checkpoint(tmp_path: Path) -> None:
     stop = Stop(2)
-    trainer = stop.trainer = make(tmp_path, max_steps=9, logging_steps=5, callbacks=[stop])
+    trainer = stop.trainer = make(tmp_path, max_steps=9, save_strategy="no", callbacks=[stop])
     output = trainer.train()
-    assert (output.finished, output.global_step, stop.logs) == (False, 2, [2])
+    assert (output.finished, output.global_step, stop.logs) == (False, 2, [1, 2])
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
     plain = AutoModelForCausalLM.from_pretrained(TINY)
     saved = adapter(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True))
     assert all(torch.equal(value, saved[name]) for name, value in adapter(trainer.model).items())
 
 
-def test_steps_that_are_not_finite_train_nothing_and_stop_the_run_with_the_adapter_saved(tmp_path: Path) -> None:
+def test_steps_that_are_not_finite_train_nothing_and_stop_the_run_with_a_checkpoint_of_the_step_before(
+    tmp_path: Path,
+) -> None:
     model = load()
     trainer = make(tmp_path, model=model, max_steps=9)
     trainer.step()
     before = adapter(model)
     trainer.policy.backbone.norm.weight.data.fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+    with pytest.raises(NonFiniteError, match="3 steps in a row") as stopped:
         trainer.train()
+    (checkpoint,) = list_checkpoints(tmp_path)
+    assert str(checkpoint) in stopped.value.__notes__[0]
     assert all(torch.equal(value, before[name]) for name, value in adapter(model).items())
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert (checkpoint / "adapter_model.safetensors").is_file()
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 

@@ -1,0 +1,304 @@
+"""The loop of every trainer: its parts, one step after another, records, checkpoints and listeners.
+
+A trainer is a subclass of `Trainer`. Its constructor calls `learn`, with where its rows come from and what it
+minimises, and then `write`. It defines `next_groups`, which gives the groups of the next update, and `measured`, which
+gives what it logs beside what every trainer logs. `train/sft.py` is the shortest example.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.data.prompts import PromptSource
+from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.losses.objective import Objective
+from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
+from lowmem_grpo.memory.peaks import PhasePeaks, peak_memory
+from lowmem_grpo.models.policy import Policy, mixed_dtype
+from lowmem_grpo.offload.activations import enable_checkpointing
+from lowmem_grpo.preflight.before_run import before_training, preflight
+from lowmem_grpo.preflight.first_steps import FirstSteps
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rollout.replay import ReplayBuffer
+from lowmem_grpo.runs.alarms import Alarms
+from lowmem_grpo.runs.clock import Clock
+from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.runs.journal import Journal
+from lowmem_grpo.runs.records import RecordError, RunRecords
+from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, TrainerState
+from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.train.nonfinite import Guard, NonFiniteError
+from lowmem_grpo.train.optim import make_optimizer, make_scheduler
+from lowmem_grpo.train.saver import Saver
+from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.views.live import LiveView
+from lowmem_grpo.views.sinks import make_sinks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainOutput:
+    """What `train` returns."""
+
+    global_step: int
+    metrics: dict[str, Any]
+    finished: bool
+
+
+class Trainer:
+    """Trains the adapter of a model: groups, an update on them, and their line in the records, step after step."""
+
+    view_class: type[LiveView] = LiveView
+    scorer: RewardScorer | None = None  # of a trainer with rewards
+    samples = False  # whether the trainer's groups are sampled, or its rows hold the answers
+
+    def __init__(self, model: FastPeftModel, args: TrainSettings, processing_class: Any = None) -> None:
+        if not isinstance(model, FastPeftModel):
+            raise TypeError(
+                f"model is a {type(model).__name__}; load it with FastLanguageModel.from_pretrained and put LoRA on it "
+                "with FastLanguageModel.get_peft_model"
+            )
+        self.model, self.args = model, args
+        self.tokenizer = processing_class or model.loaded.tokenizer
+        self.policy = Policy(model, mixed_dtype(model, args.bf16, args.fp16), args.logits_chunk)
+        if args.gradient_checkpointing is not None:
+            enable_checkpointing(self.policy.base, args.gradient_checkpointing)
+        self.run_dir = Path(args.output_dir)
+        self.records = RunRecords(self.run_dir)
+        self.control, self.interrupt = TrainerControl(), Interrupt()
+
+    def learn(self, source: PromptSource, objective: Objective, memory: RunMemory, peaks: PhasePeaks) -> None:
+        """Make what this trainer learns with; `peaks` count the memory of each phase."""
+        self.source, self.objective, self.memory, self.peaks = source, objective, memory, peaks
+        self.state = TrainerState(max_steps=self.args.total_steps(len(source.dataset)))
+        self.clock = Clock(peaks)
+        self.learner = self.make_learner()
+
+    def make_learner(self) -> Learner:
+        optimizer = make_optimizer(self.policy.trainable, self.args)
+        scheduler = make_scheduler(optimizer, self.args, self.state.max_steps)
+        fp16 = torch.float16 in (self.policy.autocast_dtype, self.policy.head.weight.dtype)
+        offload = self.model.loaded.offload and self.policy.base.is_gradient_checkpointing
+        return Learner(
+            self.policy, self.args, self.objective, optimizer, scheduler, offload=offload, fp16=fp16,
+            bound=self.memory.train, guard=Guard(self.args.nonfinite_steps, self.state, self.records),
+        )
+
+    def write(
+        self, callbacks: list[Any] | None, alarms: Alarms | None = None, replay: ReplayBuffer | None = None,
+        log_completions: bool = False,
+    ) -> None:
+        """Make what this trainer writes and shows: records, checkpoints, the live view and other listeners."""
+        self.view = None if self.args.disable_tqdm else self.view_class()
+        first = FirstSteps(self.records, self.view.say if self.view else None, self.scorer)
+        views = [] if self.view is None else [self.view]
+        self.callbacks = Callbacks([*views, first, *make_sinks(self.args.report_to), *(callbacks or [])])
+        self.journal = Journal(self.state, self.records, self.args.logging_steps, alarms, log_completions)
+        self.saver = Saver(
+            self.run_dir, self.args, self.model, self.learner, self.source, self.state, self.memory, replay,
+            self.scorer.names if self.scorer else [],
+        )
+
+    # What a trainer defines.
+
+    def next_groups(self) -> list[RolloutGroup]:
+        """The groups of the next update."""
+        raise NotImplementedError
+
+    def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
+        """Train on these groups: one optimizer step, or several but `at_most` so many; returns their metrics."""
+        with self.clock.phase("train"):
+            return self.forward_backward(groups) | self.optim_step()
+
+    def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
+        """What to log of the steps after step `before`, made on `groups`, beside what every trainer logs."""
+        return timing
+
+    def measure_evaluation(self) -> dict[str, float]:
+        """Metrics of the policy as it is on the evaluation dataset, under names that begin with eval_."""
+        raise NotImplementedError
+
+    def weights_changed(self) -> None:
+        """The adapter's weights are others than before."""
+
+    @property
+    def sampled(self) -> list[RolloutGroup]:
+        """What was sampled for the last update."""
+        return []
+
+    # The verbs, each usable alone.
+
+    def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """Add the gradient of one optimizer step's loss over these groups; returns loss metrics."""
+        self.learner.prepare(groups, 1, self.state.policy_version)
+        return self.learner.forward_backward(groups)
+
+    def optim_step(self) -> dict[str, float]:
+        """Apply the gradients; returns their norm and the learning rate."""
+        metrics = self.learner.optim_step()
+        self.state.global_step += 1
+        self.state.policy_version += 1
+        self.weights_changed()
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics on the evaluation dataset, named eval_*."""
+        metrics = {"step": self.state.global_step} | self.measure_evaluation()
+        self.notify("on_evaluate", metrics=metrics)
+        return metrics
+
+    def save_state(self) -> Path:
+        """Write a checkpoint of everything that a later `train(resume_from_checkpoint=...)` needs."""
+        folder = self.saver.save()
+        self.notify("on_save")
+        return folder
+
+    def preflight(self) -> list[Finding]:
+        """What would stop or spoil a run, errors first. Nothing is sampled, called or written."""
+        return preflight(self)
+
+    # The visible loop.
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Train up to `max_steps`, with records, checkpoints and listeners. Raises PreflightError if that is no use.
+
+        `resume_from_checkpoint` is True for the newest good checkpoint of `output_dir`, or a checkpoint's folder.
+        """
+        before_training(self)
+        self.begin(resume_from_checkpoint)
+        self.notify("on_train_begin")
+        status = "failed"
+        try:
+            with self.training():
+                while self.state.global_step < self.state.max_steps and not self.should_stop():
+                    self.train_step()
+            status = "finished" if self.state.global_step >= self.state.max_steps else "interrupted"
+        except BaseException:
+            with suppress(RecordError):  # a full disk is what failed: the first error says so
+                self.records.summary(self.describe(status))
+            raise
+        finally:
+            self.notify("on_train_end")
+        self.end(status)
+        last = self.state.log_history[-1] if self.state.log_history else {}
+        return TrainOutput(self.state.global_step, last, status == "finished")
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Inside, Ctrl-C ends the run after its step. An engine that sampled with this model before, and that this
+        trainer does not use, frees its cache, and learns afterwards that the weights are others."""
+        engine = None if self.samples else self.model.loaded.keeper.kept
+        if engine is not None:
+            engine.sleep()
+        try:
+            with self.interrupt.watch():
+                yield
+        finally:
+            if engine is not None:
+                engine.on_policy_update(self.state.policy_version)
+
+    def train_step(self) -> None:
+        """One update, its records, and an evaluation and a save where they are due."""
+        self.clock.restart()
+        self.saver.mark()
+        self.notify("on_step_begin")
+        before = self.state.global_step
+        with self.saved_before(Exception):
+            groups = self.next_groups()
+        with self.saved_before(MemoryExhaustedError, NonFiniteError):
+            metrics = self.update(groups, self.state.max_steps - before)
+        self.log(before, metrics, groups)
+        self.saver.mark()
+        self.notify("on_step_end", groups=self.sampled)
+        if self.due(before, self.args.eval_steps, self.args.eval_strategy):
+            with self.saved_before(MemoryExhaustedError):
+                self.records.metrics(self.evaluate())
+        if self.due(before, self.args.save_steps, self.args.save_strategy) or self.control.should_save:
+            self.control.should_save = False
+            self.save_state()
+
+    def due(self, before: int, every: int | None, strategy: str) -> bool:
+        """Whether a multiple of `every` lies in the steps just made."""
+        return strategy == "steps" and every is not None and self.state.global_step // every > before // every
+
+    @contextmanager
+    def saved_before(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Where such an error ends the run, save the state before this step, so that the run can be resumed."""
+        try:
+            yield
+        except kinds as error:
+            if self.state.global_step:
+                self.saver.go_back()
+                folder = self.save_state()
+                error.add_note(f"Saved {folder}; mend the cause, then go on with train(resume_from_checkpoint=True)")
+            raise
+
+    def should_stop(self) -> bool:
+        return self.interrupt.requested or self.control.should_training_stop
+
+    def notify(self, event: str, **details: Any) -> None:
+        """Tell the listeners, with what transformers' Trainer tells them."""
+        self.callbacks(
+            event, self.args, self.state, self.control, model=self.model, processing_class=self.tokenizer,
+            optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler, **details,
+        )
+
+    def log(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
+        """Write one step's metrics and completions, and tell the listeners."""
+        timing = self.clock.metrics()
+        self.state.elapsed += timing["step_time"]
+        line = {
+            "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
+            **metrics, **self.measured(before, groups, timing),
+            **peak_memory(self.policy.device), **self.peaks.metrics(),
+        }
+        logged = self.journal.write(before, line, groups if self.samples else [])
+        if logged is not None:
+            self.notify("on_log", logs=logged)
+
+    # Beginning and ending.
+
+    def begin(self, resume: bool | str | None) -> None:
+        """A fresh run directory, or the state of a checkpoint."""
+        torch.manual_seed(self.args.seed)
+        self.control.should_training_stop = False  # what stopped an earlier `train`
+        if not resume:
+            self.records.begin(self.args.overwrite_output_dir)
+            self.learner.guard.begin(self.args.overwrite_output_dir)
+        elif self.saver.resume(resume):
+            self.records.rewind(self.state.global_step)
+            self.weights_changed()
+        else:
+            logger.warning("%s has no checkpoint yet: starting from step 0", self.run_dir)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.records.rewind(0)
+        self.records.summary(self.describe("running"))
+
+    def end(self, status: str) -> None:
+        """Save where the run stopped, and write the adapter and the summary."""
+        if self.args.save_strategy != "no" or status == "interrupted":
+            folder = self.save_state()
+            if status == "interrupted":
+                logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s",
+                               self.state.global_step, folder)
+        self.model.save_lora(self.run_dir / "adapter")
+        self.finish(self.describe(status))
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Add to summary.json."""
+        self.records.summary(summary)
+
+    def describe(self, status: str) -> dict[str, Any]:
+        """The run in plain values, for summary.json."""
+        return {
+            "status": status, "model": self.model.loaded.name, "seed": self.args.seed, "steps": self.state.global_step,
+            "train_seconds": self.state.elapsed, "skipped_rows": dict(self.source.skipped),
+            "best_checkpoint": self.state.best_model_checkpoint, "config": self.args.to_dict(),
+        }
