@@ -38,7 +38,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "data": {"datasets", "transformers"},
     "runs": {"numpy", "peft", "safetensors"},
     "views": {"click", "plotly", "rich", "transformers", "wandb"},
-    "export": {"bitsandbytes", "peft", "safetensors", "transformers"},
+    "export": {"bitsandbytes", "gguf", "peft", "safetensors", "transformers"},
     "fast_model": {"peft", "safetensors", "transformers"},
     "loader": {"peft", "transformers"},
     "rewards": {"jsonschema", "math_verify", "openai", "rich"},

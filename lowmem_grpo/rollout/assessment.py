@@ -1,7 +1,7 @@
 """What a model gets right on a set of prompts, and what its adapter changes: sampled, scored, counted."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -14,7 +14,7 @@ from lowmem_grpo.runs.accuracy import Answers
 logger = logging.getLogger(__name__)
 
 TOGETHER = 256  # completions that are sampled at a time
-Right = Callable[..., list[float | None]] | Verifier
+Right = Callable[..., Sequence[float | None]] | Verifier
 
 
 def answer(

@@ -134,11 +134,11 @@ def test_each_needed_library_may_be_missing(name: str) -> None:
     assert report(found)[-1] == "Training is NOT possible here."
 
 
-@pytest.mark.parametrize("error", [
-    OSError("libcudart.so.13: cannot open shared object file\nsecond line"), RuntimeError(""), SyntaxError("bad"),
-    AttributeError("module has no attribute"), KeyError("x"), RecursionError("too deep"), AssertionError(),
+@pytest.mark.parametrize(("name", "error"), [
+    ("torch", OSError("libcudart.so.13: cannot open shared object file\nsecond line")), ("peft", RuntimeError("")),
+    ("bitsandbytes", SyntaxError("bad")), ("triton", AttributeError("module has no attribute")),
+    ("torch", KeyError("x")), ("peft", RecursionError("too deep")), ("bitsandbytes", AssertionError()),
 ])
-@pytest.mark.parametrize("name", ["torch", "peft", "bitsandbytes", "triton"])
 def test_a_library_may_break_in_any_way(name: str, error: Exception) -> None:
     others = {other: object() for other in TRIED if other != name}  # nothing else is loaded
     found = examine(fake_look(**(others | {
@@ -152,7 +152,7 @@ def test_a_library_may_break_in_any_way(name: str, error: Exception) -> None:
     json.dumps(found.to_dict())
 
 
-@pytest.mark.parametrize(("name", "missing"), [("torch", True), ("torch", False), ("bitsandbytes", False)])
+@pytest.mark.parametrize(("name", "missing"), [("torch", True), ("torch", False)])
 def test_the_command_itself_survives_without_a_library(name: str, missing: bool, tmp_path: Path) -> None:
     error = f"ModuleNotFoundError('No module named {name}')" if missing else "OSError('undefined symbol')"
     script = textwrap.dedent(BLOCK.format(name=name, error=error, missing=missing))
