@@ -8,18 +8,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo import rewards
+from lowmem_grpo import rewards  # the door: what a command line may name is what it offers
+from lowmem_grpo.rewards.reward import Reward
+from lowmem_grpo.rewards.verifier import Verifier
 
 
 def find_function(name: str) -> Any:
-    """A reward function or a verifier: "correctness_reward_func" and "number_match" of lowmem_grpo.rewards, or one of
-    the user's own, "my_rewards.py:score" or "package.module:score". ValueError where there is none."""
+    """A reward function or a verifier by its name: one of lowmem_grpo.rewards, as "correctness_reward_func" or
+    "number_match", or one of the user's own, as "my_rewards.py:score" or "package.module:score". ValueError if there is
+    none."""
     home, colon, attribute = name.rpartition(":")
     if not colon:
         if name not in rewards.__all__:
             close = difflib.get_close_matches(name, rewards.__all__, n=3)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise ValueError(f"no reward {name!r} in lowmem_grpo.rewards{hint} Your own: FILE.py:FUNCTION")
+            raise ValueError(f"no reward {name!r} in lowmem_grpo.rewards{hint} Name your own as FILE.py:FUNCTION")
         return made(name, getattr(rewards, name))
     module = load_file(Path(home)) if home.endswith(".py") else load_module(home)
     if not hasattr(module, attribute):
@@ -28,8 +31,8 @@ def find_function(name: str) -> Any:
 
 
 def made(name: str, found: Any) -> Any:
-    """The thing itself, or what a function that makes one gives without arguments."""
-    if isinstance(found, rewards.Verifier):
+    """What was found, or what it returns if it is a function that makes a reward or a verifier without arguments."""
+    if isinstance(found, Verifier):
         return found
     parameters = inspect.signature(found).parameters if callable(found) else {}
     if "completions" in parameters:
@@ -37,17 +40,17 @@ def made(name: str, found: Any) -> Any:
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in several]
     if needed or not callable(found):
-        raise ValueError(f"{name} is no reward function: it takes no `completions`. Write one that calls it, and name "
-                         "it FILE.py:FUNCTION")
+        raise ValueError(f"{name} is not a reward function: it takes no `completions`. Write one that calls it, and "
+                         "name that one as FILE.py:FUNCTION")
     built = found()
-    if not isinstance(built, rewards.Verifier | rewards.Reward):
-        raise ValueError(f"{name}() gives a {type(built).__name__}, which is neither a reward nor a verifier")
+    if not isinstance(built, Verifier | Reward):
+        raise ValueError(f"{name}() returns a {type(built).__name__}, which is neither a reward nor a verifier")
     return built
 
 
 def load_file(path: Path) -> Any:
-    """A module of the user's, run. It is known as user_file_STEM: dataclasses look their module up by its name, and
-    no installed module is hidden."""
+    """Run a file of the user's and return it as a module. Its name is user_file_STEM: dataclasses look their module up
+    by its name, and this name hides no installed module."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)

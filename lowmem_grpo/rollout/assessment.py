@@ -6,8 +6,8 @@ from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import check_dataset
-from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.rewards.calling.of_groups import score_rows
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.verifier import Verifier
 from lowmem_grpo.runs.accuracy import Answers
 

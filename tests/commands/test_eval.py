@@ -279,9 +279,10 @@ def test_ready_made_rewards_are_made(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("SYSTEM_PROMPT", "SYSTEM_PROMPT is no reward function"), ("regex_match", "regex_match is no reward function"),
+    ("SYSTEM_PROMPT", "SYSTEM_PROMPT is not a reward function"),
+    ("regex_match", "regex_match is not a reward function"),
     ("nothing.py:score", "there is no file nothing.py"), ("no_such:score", "there is no module 'no_such'"),
-    ("math:score", "math has no 'score'"), ("math:pi", "math:pi is no reward function"),
+    ("math:score", "math has no 'score'"), ("math:pi", "math:pi is not a reward function"),
 ])
 def test_what_is_no_reward_function_is_named(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

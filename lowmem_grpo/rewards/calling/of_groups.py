@@ -6,9 +6,10 @@ from typing import Any
 
 from lowmem_grpo.data.prompts import Prompt, is_chat
 from lowmem_grpo.engines.base import OnGroup
-from lowmem_grpo.rewards import RewardScorer, Scores
 from lowmem_grpo.rewards.calling.calls import Lists
 from lowmem_grpo.rewards.calling.early import EarlyCalls
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rewards.calling.scores import Scores
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
