@@ -16,8 +16,8 @@ from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.pretrained import linears_in_4bit
-from lowmem_grpo.runs.base_record import BaseRecord
 from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, check_adapter_folder
+from lowmem_grpo.runs.saved_adapter import BaseRecord
 from lowmem_grpo.types import Rollout
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples

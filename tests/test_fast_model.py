@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.config.sampling import as_sampling_params
 from lowmem_grpo.fast_model import FastModel, FastPeftModel, RequestOutput, UnsupportedError, adapter_for
-from lowmem_grpo.runs.base_record import base_of_adapter
 from lowmem_grpo.runs.checkpoint import CheckpointError
+from lowmem_grpo.runs.saved_adapter import base_of_adapter
 
 QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
 CHAT = [{"role": "user", "content": QUESTION}]

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from bench.common.rows import append_row, machine
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.models.pretrained import resolve
-from lowmem_grpo.runs.base_record import BaseRecord
+from lowmem_grpo.runs.saved_adapter import BaseRecord
 
 RESULTS = Path(__file__).parents[1] / "results" / "export.jsonl"
 SHARD, BLOCK = 2**30, 2**24  # bytes of a file; random numbers that are repeated over every tensor

@@ -99,8 +99,7 @@ def refuse_beside_recipe() -> None:
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Subject:
     """The model and the adapter that TARGET and --adapter mean."""
-    from lowmem_grpo.runs.base_record import base_of_adapter
-    from lowmem_grpo.runs.saved_adapter import RunError, find_adapter
+    from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)
     if adapter is not None or not path.exists() or (path / "config.json").is_file():
@@ -115,8 +114,7 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -
 
 def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Subject:
     """A model that was named, and the adapter on it; the revision is the record's where that is of this very model."""
-    from lowmem_grpo.runs.base_record import base_of_adapter
-    from lowmem_grpo.runs.saved_adapter import find_adapter
+    from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
 
     if adapter is None:
         place = Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"

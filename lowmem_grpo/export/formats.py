@@ -24,9 +24,8 @@ from lowmem_grpo.export.merged import DTYPES, Merge, compare, elements, output_d
 from lowmem_grpo.hub import check_repo, model_folder, push
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models.pretrained import Pretrained, resolve
-from lowmem_grpo.runs.base_record import BASE_FILE, BaseRecord, base_of_adapter
 from lowmem_grpo.runs.checkpoint import ADAPTER_FILE
-from lowmem_grpo.runs.saved_adapter import RunAdapter, find_adapter
+from lowmem_grpo.runs.saved_adapter import BASE_FILE, BaseRecord, RunAdapter, base_of_adapter, find_adapter
 
 FORMATS = ("adapter", "merged", "gguf")
 COMPUTED = ("float32", *DTYPES)  # what a run may have computed in

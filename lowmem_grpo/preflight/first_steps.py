@@ -20,7 +20,7 @@ from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.units import time_text
-from lowmem_grpo.views.pace import Pace
+from lowmem_grpo.views.live import Pace
 
 logger = logging.getLogger(__name__)
 

@@ -107,10 +107,10 @@ def test_close_before_training_does_nothing() -> None:
 
 def test_time_left_counts_only_steps_done_since_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     view = LiveView(console(terminal=False))
-    monkeypatch.setattr("lowmem_grpo.views.pace.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("lowmem_grpo.views.live.time.monotonic", lambda: 100.0)
     view.on_train_begin(None, state(50), None)
     assert view.time_left() == "unknown"
-    monkeypatch.setattr("lowmem_grpo.views.pace.time.monotonic", lambda: 120.0)
+    monkeypatch.setattr("lowmem_grpo.views.live.time.monotonic", lambda: 120.0)
     view.on_log(None, state(52), None, logs=LOGS)
     assert view.time_left() == "1 min 20 s"
 
