@@ -19,7 +19,7 @@ GOOD: dict[str, Any] = {  # a value that every loss type which has the option ta
 MODE, MIN, MAX = (f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
 CORRECTION = "vllm_importance_sampling_correction"
 UNKNOWN = [
-    ("loss_type", "ppo", "grpo, bnpo, dr_grpo, dapo, luspo, gspo, gspo_token, cispo, sapo, vespo, gmpo, reinforce"),
+    ("loss_type", "ppo", ", ".join(LOSS_TYPES)),
     ("importance_sampling_level", "word", "token, sequence, sequence_token"), ("kl_estimator", "k4", "k1, k2, k3"),
     (MODE, "none", "token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, k3_mask"),
 ]

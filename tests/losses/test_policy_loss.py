@@ -8,7 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_loss import LENGTHS, LONGEST, STEP, close, close_with_gradients, example, naive_loss, naive_phi, places_of
+from naive_loss import (
+    LENGTHS,
+    LONGEST,
+    STEP,
+    close,
+    close_with_gradients,
+    denominator,
+    example,
+    naive_loss,
+    naive_phi,
+    places_of,
+)
 from torch import Tensor
 
 from lowmem_grpo.losses.loss_settings import LossSettings
@@ -240,17 +251,16 @@ def test_on_policy_the_ratio_is_not_exactly_one_or_something_is_clipped(case: Op
     assert torch.equal(result.samples["ratio"], torch.ones(sum(LENGTHS)).double())
     clipping = {name: value for name, value in result.metrics.items() if "clip" in name}
     assert not any(value.any() for value in clipping.values())
-    assert bool(clipping) == (case["loss_type"] not in ("sapo", "vespo", "reinforce"))
+    assert bool(clipping) == (LOSS_TYPES[case["loss_type"]].metrics in ("clip", "cispo", "gmpo"))
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
 def test_on_policy_the_gradient_is_not_the_policy_gradient(case: Options) -> None:
     """d loss / d logp = -A times the token's weight, whatever is clipped, gated or reshaped off-policy."""
     tokens = example()
-    lengths = torch.tensor(LENGTHS).double()[tokens["sequence_ids"]]
-    over = {"dr_grpo": torch.full_like(lengths, 7 * LONGEST), "luspo": torch.full_like(lengths, 7.0)}
-    over |= {name: torch.full_like(lengths, 31.5) for name in ("bnpo", "dapo", "cispo", "vespo", "reinforce")}
-    expected = -tokens["advantages"] / over.get(case["loss_type"], 7 * lengths)
+    lengths = torch.tensor(LENGTHS)[tokens["sequence_ids"]].tolist()
+    over = [denominator(case["loss_type"], length, sequences=7, count=31.5) for length in lengths]
+    expected = -tokens["advantages"] / torch.tensor(over).double()
     close(gradient_of(ours(tokens, case, on_policy=True).loss, tokens), expected)
 
 
