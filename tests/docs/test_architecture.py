@@ -2,8 +2,16 @@
 
 import ast
 import re
+import runpy
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_grpo.losses import loss_types
+from lowmem_grpo.losses.policy_loss import grpo_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lowmem_grpo"
@@ -12,6 +20,7 @@ TEXT = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w/.]+\.(?:py|md|toml)|[\w/]+/")
 PLACEHOLDER = "NAME"
+FUNCTION, ENTRY, SHORT, POLITE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 def find(path: str) -> Path | None:
@@ -57,3 +66,24 @@ def test_every_name_on_the_page_is_defined_in_a_file_on_the_page() -> None:
     known = set().union(*(names_in(file) for file in files if file))
     names = {quoted.removesuffix("()") for quoted in QUOTED.findall(TEXT) if is_name(quoted)}
     assert sorted(names - known) == []
+
+
+def run(source: str, folder: Path, **names: Any) -> dict[str, Any]:
+    """What a block of the page leaves, with these names before it."""
+    (folder / "block.py").write_text(source, encoding="utf-8")
+    return runpy.run_path(str(folder / "block.py"), init_globals=names)
+
+
+def test_the_loss_type_of_the_example_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(f"{FUNCTION}\nENTRY = {{{ENTRY.strip()}}}", tmp_path, **vars(loss_types))
+    ((name, loss_type),) = found["ENTRY"].items()
+    monkeypatch.setitem(loss_types.LOSS_TYPES, name, loss_type)
+    logprobs, advantages = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([0.5, -0.5])
+    out = grpo_loss(logprobs, advantages, torch.tensor([0, 1]), loss_type=name)
+    torch.testing.assert_close(torch.autograd.grad(out.loss, logprobs)[0], -advantages / 2)
+
+
+def test_the_rewards_of_the_examples_work(tmp_path: Path) -> None:
+    chats = [[{"role": "assistant", "content": text}] for text in ("yes, please", "no")]
+    assert run(SHORT, tmp_path)["short"](completions=chats) == [-0.11, -0.02]
+    assert run(POLITE, tmp_path)["polite"]()(completions=chats) == [1.0, 0.0]
