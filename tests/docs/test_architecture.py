@@ -20,6 +20,7 @@ TEXT = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w/.]+\.(?:py|md|toml)|[\w/]+/")
 PLACEHOLDER = "NAME"
+NOT_YET = {"environments/", "rewards/ready/politeness.py"}  # to come, and of an example
 FUNCTION, ENTRY, SHORT, POLITE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
@@ -51,12 +52,13 @@ def is_name(quoted: str) -> bool:
 def test_every_file_on_the_page_is_there() -> None:
     files = [quoted for quoted in QUOTED.findall(TEXT) if FILE.fullmatch(quoted) and PLACEHOLDER not in quoted]
     assert len(files) > 50
-    assert [file for file in files if find(file) is None and file != "environments/"] == []
+    assert [file for file in files if find(file) is None and file not in NOT_YET] == []
 
 
 def test_every_name_behind_a_file_is_defined_in_it() -> None:
     listed = re.findall(r"`([\w/]+\.py)`: ((?:`[^`]+`(?: and )?)+)", TEXT.replace("\n", " "))
-    pairs = [(name.removesuffix("()"), file) for file, rest in listed for name in QUOTED.findall(rest)]
+    pairs = [(name.removesuffix("()"), file) for file, rest in listed for name in QUOTED.findall(rest)
+             if "/" not in name]
     assert len(pairs) > 25
     assert [pair for pair in pairs if pair[0] not in names_in(find(pair[1]) or ROOT)] == []
 
