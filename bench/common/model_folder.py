@@ -2,20 +2,21 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import click
 
+from bench.common import child
 from bench.rollout.shapes import SHAPES
 
 MADE = "adapter/adapter_model.safetensors"  # what is written last
 
 
 @contextmanager
-def model_folder(weights: Path | None, shape: str, make: Callable[[Path], None]) -> Iterator[Path]:
-    """A folder with the weights of `shape`, which `make` writes where they are not there yet.
+def model_folder(weights: Path | None, shape: str, device: str) -> Iterator[Path]:
+    """A folder with random weights of `shape` and an adapter, which are made on the device where there are none yet.
 
     In `weights` they stay; without it they are in a temporary folder, which is removed at the end.
     """
@@ -25,8 +26,15 @@ def model_folder(weights: Path | None, shape: str, make: Callable[[Path], None])
         if (folder / MADE).exists():
             check(folder, shape)
         else:
-            make(folder)
+            make(folder, shape, device)
         yield folder
+
+
+def make(folder: Path, shape: str, device: str) -> None:
+    """Write the weights, in a process of its own."""
+    found = child.run("bench.rollout.provider", "make", "--folder", str(folder), "--shape", shape, "--device", device)
+    if found.get("failed"):
+        raise click.ClickException(f"the weights could not be made:\n{found['log']}\n{found['missing']}")
 
 
 def check(folder: Path, shape: str) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 OWN = "lowmem-grpo"
@@ -92,3 +93,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def newest(rows: list[dict[str, Any]], *fields: str) -> dict[tuple[str, ...], dict[str, Any]]:
     """The last row of each combination of `fields`, in the order in which these first came."""
     return {tuple(json.dumps(row.get(name)) for name in fields): row for row in rows}
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """The 20th, 50th and 80th."""
+    cuts = quantiles(values, n=10, method="inclusive")
+    return {"p20": round(cuts[1], 4), "p50": round(cuts[4], 4), "p80": round(cuts[7], 4)}

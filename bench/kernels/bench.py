@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.rows import append_row, machine, read_rows
+from bench.common.rows import append_row, machine, percentiles, read_rows
 from bench.common.targets import judged
 from bench.common.targets import table as target_table
 from bench.gate.pretend import is_pretend
@@ -32,7 +32,7 @@ from bench.kernels import peer_layers as kernel_layers
 from bench.kernels import peer_logprobs as kernel_logprobs
 from bench.kernels import peer_nf4 as kernel_nf4
 from bench.kernels.goals import GOALS
-from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes, percentiles
+from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes
 from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider, Run, UnsupportedError
 
 HERE = Path(__file__).resolve().parents[1]

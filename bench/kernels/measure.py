@@ -2,11 +2,11 @@
 
 import time
 from dataclasses import dataclass, field
-from statistics import quantiles
 
 import torch
 from torch import Tensor
 
+from bench.common.rows import percentiles
 from bench.kernels.problems import Run
 
 CUDA_ROUNDS, CUDA_SECONDS = 5, 0.1  # rounds, and about how long a provider takes in each
@@ -76,12 +76,6 @@ class Clock:
         if self.flush is not None:
             return rounds < CUDA_ROUNDS
         return rounds < self.fewest or (rounds < CPU_ROUNDS and seconds < CPU_SECONDS)
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    """The 20th, 50th and 80th."""
-    cuts = quantiles(values, n=10, method="inclusive")
-    return {"p20": round(cuts[1], 4), "p50": round(cuts[4], 4), "p80": round(cuts[7], 4)}
 
 
 def peak_bytes(run: Run, device: str) -> int:

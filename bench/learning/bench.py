@@ -8,9 +8,7 @@ One row a run goes to bench/results/learning.jsonl. A quick run leaves those and
 go to runs/learning-quick. Fails where a setting does not learn, or where two that must agree do not.
 """
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ from typing import Any
 
 import click
 
+from bench.common import child
 from bench.common.rows import append_row, machine, newest, read_rows
 from bench.learning.report import write_report
 from bench.learning.settings import SETTINGS
@@ -32,13 +31,10 @@ QUICK = Path("runs") / "learning-quick"
 def one(name: str, seed: int, steps: int) -> dict[str, Any]:
     """The row of one run, in a process of its own with one thread; what went wrong where it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "bench.learning.provider", name, str(seed), str(steps), folder]
-        alone = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=alone, check=False)
-    row: dict[str, Any] = {"setting": name, "seed": seed, "steps": steps}
-    if done.returncode:
-        return row | {"missing": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no output"}
-    return row | json.loads(done.stdout.strip().splitlines()[-1])
+        found = child.run("bench.learning.provider", name, str(seed), str(steps), folder,
+                          settings={"OMP_NUM_THREADS": "1"})
+    kept = {"missing": found["missing"]} if found.get("failed") else found
+    return {"setting": name, "seed": seed, "steps": steps, **kept}
 
 
 @click.command(help=__doc__)

@@ -9,9 +9,6 @@ Every provider runs in a process of its own, one after the other, in its own env
 run here is named with the reason. Rows go to bench/results/loop.jsonl; bench/README.md says what is in them.
 """
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from bench.common import child
 from bench.common.model_folder import model_folder
 from bench.common.rows import append_row, machine, read_rows
 from bench.common.targets import OURS, judged
@@ -36,10 +34,6 @@ from bench.rollout.shapes import SHAPES
 BENCH = Path(__file__).resolve().parents[1]
 RESULTS = BENCH / "results" / "loop.jsonl"
 PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
-ENVIRONMENT = {  # vLLM in the process that is timed, quiet, and sending nothing; no hub
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 @dataclass(frozen=True)
@@ -57,46 +51,15 @@ class Plan:
     gpu: str | None  # its name
     python: dict[str, str]  # interpreter of trl and of unsloth, where they have their own
 
-    def make(self, folder: Path) -> None:
-        """Write the random weights."""
-        done = self.call(sys.executable, "bench.rollout.provider", "make", folder, [], None)
-        if done.returncode:
-            raise click.ClickException(f"the weights could not be made:\n{done.stderr[-2000:]}")
-
     def run(self, provider: str, folder: Path) -> dict[str, Any]:
-        """A fresh process; its JSON object, or what went wrong: `failed` where it should have said so itself."""
-        options = ["--prompts", str(self.prompts), "--steps", str(self.steps), "--peer-batch", str(self.peer_batch),
-                   "--time-limit", str(self.time_limit), *(["--gib", str(self.gib)] if self.gib else [])]
-        interpreter = self.python.get(provider.partition("_")[0], sys.executable)
-        try:
-            done = self.call(interpreter, "bench.loop.provider", provider, folder, options, self.time_limit)
-        except subprocess.TimeoutExpired as error:
-            words = (error.stderr or b"")[-3000:].decode(errors="replace")
-            return {"missing": f"took more than {self.time_limit:g} s", "failed": True, "log": words}
-        except OSError as error:
-            return {"missing": f"{interpreter} does not start: {error.strerror}", "failed": True}
-        return outcome(done)
-
-    def call(
-        self, interpreter: str, script: str, what: str, folder: Path, options: list[str], limit: float | None
-    ) -> subprocess.CompletedProcess[str]:
-        command = [interpreter, "-m", script, what, "--folder", str(folder), "--shape", self.shape, "--device",
-                   self.device, *options]
-        environment = os.environ | ENVIRONMENT | pretend.environment(self.gpu)
-        environment |= {"OMP_NUM_THREADS": str(self.threads)}
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=limit
-        )
-
-
-def outcome(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
-    """What a process printed last, or its last words."""
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
-    words = done.stderr.strip().splitlines() or ["it said nothing"]
-    return {"missing": f"ended with {done.returncode}: {words[-1]}"[:400], "failed": True, "log": done.stderr[-3000:]}
+        """What a provider's own process measured, or why there is nothing (`missing`)."""
+        options = {"folder": folder, "shape": self.shape, "device": self.device, "prompts": self.prompts,
+                   "steps": self.steps, "peer-batch": self.peer_batch, "time-limit": self.time_limit,
+                   **({"gib": self.gib} if self.gib else {})}
+        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        return child.run("bench.loop.provider", provider, *words, seconds=self.time_limit,
+                         python=self.python.get(provider.partition("_")[0], sys.executable),
+                         settings=pretend.environment(self.gpu) | {"OMP_NUM_THREADS": str(self.threads)})
 
 
 def medians(steps: list[dict[str, dict[str, float]]], measure: str, combine: Callable[..., float]) -> dict[str, float]:
@@ -145,7 +108,7 @@ def measure(plan: Plan, names: list[str], weights: Path | None, keep: Callable[[
             common: dict[str, Any]) -> list[str]:
     """A row of each provider, kept as soon as it is there; returns which of ours failed."""
     failed = []
-    with model_folder(weights, plan.shape, plan.make) as folder:
+    with model_folder(weights, plan.shape, plan.device) as folder:
         for name in names:
             click.echo(f"{name} ...", err=True)
             found = plan.run(name, folder)

@@ -12,12 +12,11 @@ import os
 import sys
 import tempfile
 import traceback
-from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from bench.common.rows import versions
 from bench.loop.inputs import GIB, Patience
 from bench.loop.phase_watch import PhaseWatch
 from bench.loop.shapes import loop_shape
@@ -65,14 +64,6 @@ def cap_memory(gib: float | None, device: str) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total))
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
 def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
@@ -99,7 +90,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     options = arguments()
-    found = measure(options) | {"versions": versions()}
+    found = measure(options) | {"versions": versions(PACKAGES)}
     print("\n" + json.dumps(found), flush=True)
     sys.stderr.flush()
     os._exit(0)  # what peers leave running must not hold up the next provider

@@ -14,14 +14,15 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.rows import append_row, machine
+from bench.common import child
+from bench.common.rows import append_row, machine, percentiles
 from lowmem_grpo.models.pretrained import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
 
@@ -54,16 +55,14 @@ class Plan:
 
     def run(self, provider: str, batch: int, loss_type: str, steps: int) -> dict[str, Any]:
         """One fresh process; its JSON object."""
-        command = [
-            self.python[provider], "-m", SCRIPTS[provider], "--model", resolve(TINY), "--prompts",
-            str(self.prompts), "--steps", str(steps), "--batch", str(batch), "--loss-type", loss_type, "--device",
-            self.device,
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise click.ClickException(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-        return json.loads(done.stdout.strip().splitlines()[-1])
+        found = child.run(
+            SCRIPTS[provider], "--model", resolve(TINY), "--prompts", str(self.prompts), "--steps", str(steps),
+            "--batch", str(batch), "--loss-type", loss_type, "--device", self.device, python=self.python[provider],
+            settings={"OMP_NUM_THREADS": str(self.threads)},
+        )
+        if found.get("failed"):
+            raise click.ClickException(f"{found['log']}\n{provider}: {found['missing']}")
+        return found
 
 
 @dataclass
@@ -114,12 +113,6 @@ def ratio(measured: dict[str, Measured], name: str) -> float:
     """How many times as long TRL takes: the median over rounds of the ratio within a round."""
     pairs = zip(measured[TRL].runs, measured[OURS].runs, strict=True)
     return median(median(theirs[name][WARM_UP:]) / median(ours[name][WARM_UP:]) for theirs, ours in pairs)
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    """The 20th, 50th and 80th."""
-    cuts = quantiles(values, n=10, method="inclusive")
-    return {"p20": round(cuts[1], 4), "p50": round(cuts[4], 4), "p80": round(cuts[7], 4)}
 
 
 def show(measured: dict[str, Measured], loss_type: str) -> None:

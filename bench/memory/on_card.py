@@ -8,7 +8,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from bench.memory.features import Features
+from bench.memory.stages import Features
 from bench.memory.weigh import LogitsPolicy, add_lora, groups_of, largest, sizes_of
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.objective import StepTotals

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from bench.memory.counted_storages import CountedStorages, Known
 from bench.memory.fake_models import make_fake, meta_model, stored
-from bench.memory.features import Features
+from bench.memory.stages import Features
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.fast_model import FastModel, Loaded
 from lowmem_grpo.loader import ALL_LINEAR, FastLanguageModel

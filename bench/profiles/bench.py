@@ -13,8 +13,6 @@ import gc
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
 from gzip import open as open_packed
@@ -23,6 +21,7 @@ from typing import Any
 
 import click
 
+from bench.common import child
 from bench.common.model_folder import model_folder
 from bench.common.rows import machine
 from bench.gate import pretend
@@ -37,8 +36,6 @@ RESULTS = BENCH / "results" / "profiles"
 PARTS = ("train", "decode")
 TITLES = {"train": "A training step", "decode": "Decoding"}
 NO_KERNELS = "The profiler saw no kernel of the device: shown are the CPU's ops, and nothing of the device."
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-               "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def summary_of(path: Path, steps: int, device: str) -> tuple[Summary, bool]:
@@ -65,7 +62,7 @@ def look(part: str, folder: Path, options: dict[str, Any], row: dict[str, Any]) 
     """Run one part under the profiler and keep what it showed."""
     from bench.profiles.steps import DECODED, decode_job, recorded, train_job
 
-    os.environ.update(ENVIRONMENT | pretend.environment(row["gpu"]))  # before vLLM is imported, and memory is asked for
+    os.environ.update(child.SETTINGS | pretend.environment(row["gpu"]))  # before vLLM is imported or memory asked for
     size = loop_shape(options["shape"], options["prompts"])
     given = {"tokens": options["tokens"] or DECODED[options["shape"]]} if part == "decode" else {}
     make = decode_job if part == "decode" else train_job
@@ -91,7 +88,7 @@ def pack(source: Path, target: Path) -> None:
 def look_at_all(parts: tuple[str, ...], options: dict[str, Any], where: dict[str, Any]) -> list[str]:
     """Every part; one that fails does not hide the others. Returns those that failed."""
     failed = []
-    with model_folder(options["weights"], options["shape"], lambda folder: make(folder, options)) as folder:
+    with model_folder(options["weights"], options["shape"], options["device"]) as folder:
         for part in parts:
             row = where | {"part": part, "device": options["device"], "shape": options["shape"]}
             try:
@@ -102,15 +99,6 @@ def look_at_all(parts: tuple[str, ...], options: dict[str, Any], where: dict[str
                     failed.append(part)
             gc.collect()
     return failed
-
-
-def make(folder: Path, options: dict[str, Any]) -> None:
-    """Write the random weights."""
-    command = [sys.executable, "-m", "bench.rollout.provider", "make", "--folder", str(folder), "--shape",
-               options["shape"], "--device", options["device"]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise click.ClickException(f"the weights could not be made:\n{done.stderr[-2000:]}")
 
 
 @click.command()

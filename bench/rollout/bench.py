@@ -10,9 +10,6 @@ is in them.
 """
 
 import json
-import os
-import subprocess
-import sys
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -22,11 +19,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.common import child
 from bench.common.model_folder import model_folder
-from bench.common.rows import append_row, machine, read_rows
+from bench.common.rows import append_row, machine, percentiles, read_rows
 from bench.common.targets import OURS, judged
 from bench.common.targets import table as target_table
-from bench.kernels.measure import percentiles
 from bench.rollout.goals import BF16, BNB, EAGER, GOALS
 from bench.rollout.shapes import SHAPES
 
@@ -34,9 +31,6 @@ BENCH = Path(__file__).resolve().parents[1]
 RESULTS = BENCH / "results" / "rollout.jsonl"
 PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers")
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers")
-# vLLM's own settings: in the process that counts its bytes, quiet, and sending nothing
-VLLM_SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-                 "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 MIB = 2**20
 console = Console(width=130)
 
@@ -44,18 +38,6 @@ console = Console(width=130)
 def providers(device: str) -> list[str]:
     """All of them; the CPU has no CUDA graphs to do without."""
     return [name for name in PROVIDERS if device == "cuda" or name != EAGER]
-
-
-def work(arguments: list[str], threads: int) -> str:
-    """Standard output of a fresh process."""
-    command = [sys.executable, "-m", "bench.rollout.provider", *arguments]
-    environment = os.environ | VLLM_SETTINGS | {
-        "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-    }
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:  # why, it said itself
-        raise click.ClickException(f"{' '.join(command)} ended with {done.returncode}")
-    return done.stdout
 
 
 def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
@@ -89,19 +71,17 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
             console.print(f"  {row['provider']} is missing: {row['missing']}", style="dim", highlight=False)
 
 
-def make(folder: Path, shape: str, device: str, threads: int) -> None:
-    """Write the model and its adapter."""
-    work(["make", "--folder", str(folder), "--shape", shape, "--device", device], threads)
-
-
 def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path) -> list[dict[str, Any]]:
     """A row of each provider, one after the other: each has the card to itself."""
-    base = ["--folder", str(folder), "--shape", common["shape"], "--device", common["device"]]
-    rows = []
+    options = ["--folder", str(folder), "--shape", common["shape"], "--device", common["device"],
+               "--rounds", str(rounds)]
+    threads, rows = {"OMP_NUM_THREADS": str(common["threads"])}, []
     for name in names:
         console.print(f"{name} ...", style="dim")
-        printed = work([name, *base, "--rounds", str(rounds)], common["threads"])
-        rows.append(row_of(name, json.loads(printed.strip().splitlines()[-1]), common))
+        found = child.run("bench.rollout.provider", name, *options, settings=threads)
+        if found.get("failed"):  # a provider that cannot run here says so itself
+            raise click.ClickException(f"{found['log']}\n{name}: {found['missing']}")
+        rows.append(row_of(name, found, common))
     return rows
 
 
@@ -131,7 +111,7 @@ def main(
         common |= {"run": run_name or datetime.now().isoformat(timespec="seconds"), "device": device, "shape": shape,
                    "threads": threads, "sequences": size.sequences, "completion_tokens": size.completion_tokens,
                    "prompt_tokens": size.prompt_tokens}
-        with model_folder(weights, shape, lambda folder: make(folder, shape, device, threads)) as folder:
+        with model_folder(weights, shape, device) as folder:
             rows = measure(list(names) or providers(device), common, rounds, folder)
         for row in rows:
             if as_json:

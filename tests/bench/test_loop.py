@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from bench.common import model_folder
+from bench.common.child import outcome
 from bench.common.make_results import document
 from bench.common.targets import judged
 from bench.loop import bench as loop
 from bench.loop import ours as loop_ours
 from bench.loop import provider as loop_run
 from bench.loop import with_trl as loop_trl
-from bench.loop.bench import Plan, outcome, row_of
+from bench.loop.bench import Plan, row_of
 from bench.loop.goals import GOALS
 from bench.loop.inputs import NO_CARD, ByPlace, Patience, engine_share, prompt_rows
 from bench.loop.phase_watch import PhaseWatch
@@ -188,8 +190,8 @@ def ended(code: int, out: str = "", err: str = "") -> "subprocess.CompletedProce
 def test_what_a_process_says_last_is_its_result_or_the_reason_why_there_is_none() -> None:
     assert outcome(ended(0, '{"train_runtime": 1}\n{"tokens": [1]}\n')) == {"tokens": [1]}
     found = outcome(ended(-9, "", "loading\nKilled\n"))
-    assert found["missing"] == "ended with -9: Killed" and found["failed"]
-    assert outcome(ended(1))["missing"] == "ended with 1: it said nothing"
+    assert found["missing"] == "it ended with -9: Killed" and found["failed"]
+    assert outcome(ended(1))["missing"] == "it ended with 1: it said nothing"
 
 
 COMMON = {
@@ -218,7 +220,7 @@ def test_a_row_holds_medians_of_time_largest_peaks_and_speeds_of_each_phase() ->
 
 def test_a_provider_that_is_too_slow_or_whose_interpreter_is_not_there_is_missing(tmp_path: Path) -> None:
     plan = Plan("cpu", "tiny", 1, 1, None, 1, 1, 0.01, None, {"unsloth": str(tmp_path / "python")})
-    assert plan.run("trl_transformers", tmp_path)["missing"] == "took more than 0.01 s"
+    assert plan.run("trl_transformers", tmp_path)["missing"] == "it took more than 0.01 s"
     why = plan.run("unsloth", tmp_path)["missing"]
     assert why == f"{tmp_path / 'python'} does not start: No such file or directory"
 
@@ -240,7 +242,7 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
         return {"steps": [{"seconds": {"generate": 1.0, "train": 1.0}}], "tokens": [128, 128], "warm_up": 1}
 
     monkeypatch.setattr(loop.Plan, "run", run)
-    monkeypatch.setattr(loop.Plan, "make", lambda plan, folder: None)
+    monkeypatch.setattr(model_folder, "make", lambda folder, shape, device: None)
     done = called("--device", "cpu", "--output", str(output), "--run", "mine",
                   *(word for name in names for word in ("--provider", name)))
     assert done.exit_code == code, done.output

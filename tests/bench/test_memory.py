@@ -13,10 +13,9 @@ import torch
 import lowmem_grpo
 from bench.memory import longest_context, on_card
 from bench.memory.counted_storages import owner
-from bench.memory.features import Features
 from bench.memory.picture import draw
 from bench.memory.section import longest_table, memory_table, newest_cases
-from bench.memory.stages import CASES, Case, completion_lengths
+from bench.memory.stages import CASES, Case, Features, completion_lengths
 
 ROOT = Path(__file__).parents[2]
 STAGES = ["naive", "+ no logits", "+ packing", "+ 8-bit optimizer", "+ host embedding"]

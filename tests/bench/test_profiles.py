@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from bench.common import model_folder
 from bench.common.model_folder import MADE
 from bench.profiles import bench as profiles
 from bench.profiles.reader import events_of
@@ -200,7 +201,7 @@ def test_a_part_that_fails_is_named_and_the_other_one_runs(
             raise type(error, (Exception,), {})("no room")
 
     monkeypatch.setattr(profiles, "look", look)
-    monkeypatch.setattr(profiles, "make", lambda folder, options: None)
+    monkeypatch.setattr(model_folder, "make", lambda folder, shape, device: None)
     done = called("--device", "cpu", "--shape", "tiny", "--output", str(tmp_path))
     assert looked == ["train", "decode"]
     assert done.exit_code == code, done.output

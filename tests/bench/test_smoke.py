@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from bench.common.child import last_words
 from bench.gate import pretend
 from bench.smoke import provider
-from bench.smoke.bench import judged, last_words, main
+from bench.smoke.bench import judged, main
 from bench.smoke.variants import VARIANTS
 
 GIB = 2**30
@@ -41,7 +42,7 @@ def test_a_variant_that_does_not_end_is_a_failure_of_the_run(tmp_path: Path) -> 
     done = called("--device", "cpu", "--time-limit", "0.2", "--output", str(tmp_path / "rows.jsonl"), "--variant",
                   "4-bit")
     assert done.exit_code == 1
-    assert done.stdout == "4-bit: failed: it ran past 0.2 s\n"
+    assert done.stdout == "4-bit: failed: it took more than 0.2 s\n"
 
 
 STEP = {"loss": 0.1, "grad_norm": 1.0, "entropy": 2.0, "groups/with_signal": 4, "memory/oom_train": 0,
