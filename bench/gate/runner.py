@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.rows import read_rows
-from bench.gate.facts import why_not
 from bench.gate.pretend import CACHED, UNCACHED
 from bench.gate.stages import BENCH, CARD, CPU, LONGEST, PRETEND, Piece, Setup
 
@@ -22,6 +21,11 @@ TAIL = 4000  # characters of a log in which its reason is looked for
 # vLLM's and the hub's own settings; the gate has no network, and vLLM must live in the process that it borrows from
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+WORKS = "works"  # of a probe in environment.py
+UNITS = {"card_gib": "the card has {have:.1f} GiB, {want} are needed",
+         "host_gib": "{have:.1f} GiB of host memory are free, {want} are needed",
+         "disk_gib": "{have:.1f} GiB of disk are free, {want} are needed"}
+SLACK = 0.92  # a card sold as 16 GiB shows a little less
 # vLLM has two model runners, and takes the one or the other by the model where nothing is said
 OWN, OLDER = "vLLM's own choice", "VLLM_USE_V2_MODEL_RUNNER=0"
 RUNNERS = {OWN: {}, OLDER: {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
@@ -67,6 +71,25 @@ def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
     if status == PASSED and made and all(row.get("missing") for row in made):
         status, reason = SKIPPED, f"measured nothing: {made[-1]['missing']}"
     return outcome(status, seconds, reason)
+
+
+def why_not(needs: tuple[str, ...], facts: dict[str, Any]) -> str | None:
+    """The first need that is not met, in words; None where all are, or where nothing is known yet."""
+    if not facts:
+        return None
+    return next((reason for need in needs if (reason := lacking(need, facts))), None)
+
+
+def lacking(need: str, facts: dict[str, Any]) -> str | None:
+    """Why one need is not met: "bf16", "card_gib:24", or the name of a probe."""
+    name, _, amount = need.partition(":")
+    if amount:
+        have, want = facts.get(name) or 0.0, float(amount)
+        return None if have >= SLACK * want else UNITS[name].format(have=have, want=amount)
+    if name == "bf16":
+        return None if facts["bf16"] else f"the card computes no bfloat16 (sm_{''.join(map(str, facts['capability']))})"
+    said = facts["works"].get(name, "not installed")
+    return None if said == WORKS else f"{name}: {said}"
 
 
 def rows_of(piece: Piece) -> list[dict[str, Any]]:

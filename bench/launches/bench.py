@@ -25,38 +25,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.launches.decode import count_decode_launches
+from bench.launches.decode import Launches, count_decode_launches
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 
-FREE = {
-    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand",
-    "is_same_size", "new_empty", "new_empty_strided", "permute", "select", "slice", "split", "split_with_sizes",
-    "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "promote_types",
-}
 OURS = ("lowmem_grpo/", "/modeling_")  # files that an operation is named by
 ROUNDS, CALLS = 30, 300
 
 
-class Launches(TorchDispatchMode):
-    """Inside, `counts` grows by one for each launch, under (phase, operation, the function that asked for it)."""
+class PlacedLaunches(Launches):
+    """Counts each launch under (phase, operation, the function that asked for it)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[tuple[str, str, str]] = Counter()
-        self.phase = "forward"
+    phase = "forward"
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        operation = func._schema.name.partition("::")[2]
-        if operation not in FREE:
-            self.counts[self.phase, operation, place()] += 1
-        return result
+    def key(self, operation: str) -> tuple[str, str, str]:
+        return self.phase, operation, place()
 
 
 def place() -> str:
@@ -89,7 +76,7 @@ def count(model: Any) -> Counter[tuple[str, str, str]]:
     policy = Policy(model)
     for parameter in policy.trainable:
         parameter.grad = None
-    with Launches() as launches:
+    with PlacedLaunches() as launches:
         logprobs, _ = policy.logprobs(batch, 1.0)
         launches.phase = "backward"
         logprobs.sum().backward()

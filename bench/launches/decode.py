@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -34,24 +35,30 @@ VLLM_OWN = {  # launches of one layer and token, as its FlashAttention path make
     "input norm, with the residual": 1, "rope of q and k": 1, "keys and values into the cache": 1, "attention": 1,
     "sum of the parts of attention": 1, "second norm, with the residual": 1, "silu and product": 1,
 }
-NO_LAUNCH = {  # operations that only look at memory in another way, or set it aside
-    "view", "_unsafe_view", "slice", "split", "split_with_sizes", "t", "transpose", "expand", "detach", "alias",
-    "as_strided", "select", "unsqueeze", "squeeze", "permute", "empty", "new_empty", "device",
+FREE = {  # operations that only look at memory in another way, or set it aside
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "device", "empty", "empty_like", "empty_strided",
+    "expand", "is_same_size", "new_empty", "new_empty_strided", "permute", "promote_types", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 }
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that run on the card, by name."""
+    """Inside, `counts` grows by one for each operation that a card would run a kernel for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[Any] = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().partition("::")[2].partition(".")[0]
-        if name not in NO_LAUNCH:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operation = func._schema.name.partition("::")[2]
+        if operation not in FREE:
+            self.counts[self.key(operation)] += 1
+        return result
+
+    def key(self, operation: str) -> Any:
+        """What a launch is counted under."""
+        return operation
 
 
 def count_decode_launches() -> int:

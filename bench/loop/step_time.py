@@ -25,6 +25,7 @@ from bench.common import child
 from bench.common.rows import append_row, machine, percentiles
 from lowmem_grpo.models.pretrained import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
+from lowmem_grpo.units import MIB
 
 BENCH = Path(__file__).resolve().parents[1]
 ROOT, RESULTS = BENCH.parent, BENCH / "results" / "step_time.jsonl"
@@ -34,7 +35,6 @@ SHAPES = (256, 128, 64, 32)  # completions of a micro-batch that each provider t
 WARM_UP, TRIAL_STEPS = 2, 4  # steps left out, and steps of a trial (those left out among them)
 TIE = 1.03  # times within this factor count as equal
 PROMPTS_PER_STEP, COMPLETIONS_PER_STEP = 32, 256
-MIB = 2**20
 console = Console(width=110)
 
 

@@ -5,7 +5,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-GIB = 2**30
+from lowmem_grpo.units import GIB
+
 PHASES = ("generate", "switch", "score", "train", "optimizer", "rest")  # as shares are shown
 PEAKS = ("used_bytes", "allocated_bytes", "host_bytes")
 

@@ -18,8 +18,9 @@ import click
 
 from bench.common.rows import append_row, machine, read_rows
 from bench.memory.picture import draw
-from bench.memory.section import GIB, newest_cases
+from bench.memory.section import newest_cases
 from bench.memory.stages import CASES, STAGES, Case, completion_lengths
+from lowmem_grpo.units import GIB
 
 HERE = Path(__file__).resolve().parents[1]
 RESULTS = HERE / "results" / "memory.jsonl"

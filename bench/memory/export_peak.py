@@ -27,11 +27,11 @@ from bench.common.rows import append_row, machine
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.models.pretrained import resolve
 from lowmem_grpo.runs.saved_adapter import BaseRecord
+from lowmem_grpo.units import GIB
 
 RESULTS = Path(__file__).parents[1] / "results" / "export.jsonl"
 SHARD, BLOCK = 2**30, 2**24  # bytes of a file; random numbers that are repeated over every tensor
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-GIB = 2**30
 
 
 def make_base(folder: Path, shape: str) -> Any:

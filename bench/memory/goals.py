@@ -1,8 +1,8 @@
 """The numbers that a training step of Llama-3.1-8B is to reach on a card of 16 and of 24 GiB."""
 
 from bench.common.targets import OURS, ByProvider, Goal
+from lowmem_grpo.units import GIB
 
-GIB = 2**30
 SHAPE, CONTEXT, STAGE = "llama-3.1-8b", 20480, "+ 8-bit optimizer"
 
 

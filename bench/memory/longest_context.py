@@ -24,13 +24,13 @@ from rich.table import Table
 from bench.common.rows import append_row, machine
 from bench.memory.bench import measure_stage, planned, weigh_stage
 from bench.memory.stages import CASES, Case
+from lowmem_grpo.units import GIB
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "longest_context.jsonl"
 STAGE = "+ 8-bit optimizer"
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
 CLOSE = 1.06  # a misfit within this factor of a fit ends the search
 FILLED, NEARLY = 0.93, 0.97  # of the bound: planned for the first trial, and aimed at by later ones
-GIB = 2**30
 console = Console(width=120)
 Trial = Callable[[int], dict[str, Any]]
 

@@ -19,8 +19,7 @@ from lowmem_grpo.offload.embedding import embed_on_host
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.optim import make_optimizer
-
-GIB = 2**30
+from lowmem_grpo.units import GIB
 
 
 def measure(

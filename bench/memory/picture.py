@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.pictures import panels, save
+from lowmem_grpo.units import GIB
 
-GIB = 2**30
 PARTS = {  # of a row: its words and its colour
     "engine_bytes": ("the engine's own weights", "#8a8f98"), "weights_bytes": ("weights", "#3b82c4"),
     "adapters_bytes": ("adapters", "#6fb1e0"), "gradients_bytes": ("gradients", "#5fb49c"),

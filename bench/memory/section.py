@@ -4,8 +4,8 @@ from typing import Any
 
 from bench.common.rows import newest
 from bench.memory.stages import STAGES
+from lowmem_grpo.units import GIB
 
-GIB = 2**30
 CASE = ("shape", "context", "generations", "rank", "device", "gib", "gpu")
 Rows = list[dict[str, Any]]
 

@@ -31,9 +31,9 @@ from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.optim import make_optimizer
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.units import GIB
 
 PROMPT = 512  # tokens, or half a sequence that is shorter
-GIB = 2**30
 
 
 @dataclass(frozen=True)

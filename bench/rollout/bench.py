@@ -26,12 +26,12 @@ from bench.common.targets import OURS, judged
 from bench.common.targets import table as target_table
 from bench.rollout.goals import BF16, BNB, EAGER, GOALS
 from bench.rollout.shapes import SHAPES
+from lowmem_grpo.units import MIB
 
 BENCH = Path(__file__).resolve().parents[1]
 RESULTS = BENCH / "results" / "rollout.jsonl"
 PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers")
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers")
-MIB = 2**20
 console = Console(width=130)
 
 

@@ -5,8 +5,7 @@ from typing import Any
 from bench.common.rows import newest
 from bench.common.targets import judged, section
 from bench.rollout.goals import GOALS
-
-MIB = 2**20
+from lowmem_grpo.units import MIB
 
 
 def rollout_table(rows: list[dict[str, Any]]) -> list[str]:

@@ -16,9 +16,8 @@ from click.testing import CliRunner, Result
 from bench.common.rows import append_row, read_rows
 from bench.gate import bench, last_page
 from bench.gate.bench import Gate, earlier
-from bench.gate.facts import why_not
 from bench.gate.order import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, ordered
-from bench.gate.runner import OLDER, OWN, Outcome, attempt, environment, pytest_verdict
+from bench.gate.runner import OLDER, OWN, Outcome, attempt, environment, pytest_verdict, why_not
 from bench.gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
 
 ROOT = Path(__file__).parents[2]

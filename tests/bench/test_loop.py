@@ -18,8 +18,8 @@ from bench.common.make_results import document
 from bench.common.targets import judged
 from bench.loop import bench as loop
 from bench.loop import ours as loop_ours
+from bench.loop import peers
 from bench.loop import provider as loop_run
-from bench.loop import with_trl as loop_trl
 from bench.loop.bench import Plan, row_of
 from bench.loop.goals import GOALS
 from bench.loop.inputs import NO_CARD, ByPlace, Patience, engine_share, prompt_rows
@@ -171,7 +171,7 @@ def test_an_error_of_ours_is_raised_and_one_of_a_peer_or_of_a_missing_engine_is_
         found: dict[str, Any] = loop_run.measure(SimpleNamespace(provider=provider, device="cpu", gib=None))
         return found
 
-    monkeypatch.setattr(loop_trl, "run", fails("OutOfMemoryError"))
+    monkeypatch.setattr(peers, "run_trl", fails("OutOfMemoryError"))
     assert measured_with("trl") == {"missing": "OutOfMemoryError: no room"}
     monkeypatch.setattr(loop_ours, "run", fails("EngineUnavailableError"))
     assert measured_with(OURS) == {"missing": "EngineUnavailableError: no room"}

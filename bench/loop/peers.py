@@ -1,7 +1,8 @@
-"""TRL's steps: its GRPOTrainer with vLLM in the same process, or with transformers' generation. Runs in TRL's
-environment; Unsloth's patched trainer goes the same way."""
+"""TRL's steps: its GRPOTrainer with vLLM in the same process, or with transformers' generation; and Unsloth's, which
+patches that trainer. Each runs in its own environment, so what it imports is imported when it runs."""
 
 import dataclasses
+import os
 from typing import Any
 
 from bench.loop.inputs import ByPlace, Patience, engine_share, prompt_rows
@@ -129,7 +130,7 @@ def shown(config: dict[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in names if name in config}
 
 
-def run(options: Any, watch: PhaseWatch, outputs: str, use_vllm: bool, four_bit: bool) -> dict[str, Any]:
+def run_trl(options: Any, watch: PhaseWatch, outputs: str, use_vllm: bool, four_bit: bool) -> dict[str, Any]:
     """TRL's steps with its LoRA."""
     import trl  # noqa: F401 - said first where it is not installed, before a model is loaded
     from peft import LoraConfig
@@ -141,4 +142,29 @@ def run(options: Any, watch: PhaseWatch, outputs: str, use_vllm: bool, four_bit:
     config = settings(options, outputs, use_vllm, four_bit)
     found = train(options, watch, load(options, four_bit), tokenizer, config, peft_config=lora)
     found["config"]["weights"] = "nf4" if four_bit else "bf16"
+    return found
+
+
+def run_unsloth(options: Any, watch: PhaseWatch, outputs: str) -> dict[str, Any]:
+    """Unsloth's steps, by its defaults where ours have no counterpart."""
+    if options.gib is not None:  # its way to let the cache go while it trains, which must be said before the import
+        os.environ["UNSLOTH_VLLM_STANDBY"] = "1"
+    import torch
+    import unsloth  # first: it patches what the others import
+
+    size = options.size
+    model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
+        model_name=str(options.folder), max_seq_length=size.context, load_in_4bit=True, fast_inference=True,
+        max_lora_rank=LORA_RANK, dtype=torch.bfloat16,
+        gpu_memory_utilization=engine_share(size, True, options.gib),
+    )
+    model = unsloth.FastLanguageModel.get_peft_model(
+        model, r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0, target_modules=TARGETS,
+        use_gradient_checkpointing="unsloth", random_state=0,
+    )
+    config = settings(options, outputs, use_vllm=True, four_bit=True)
+    for name in ("vllm_enable_sleep_mode", "vllm_max_model_length", "shuffle_dataset"):
+        config.pop(name)  # the engine is made above, and its GRPOConfig may be of an older TRL
+    found = train(options, watch, model, tokenizer, config)
+    found["config"]["weights"] = "nf4"
     return found
