@@ -27,7 +27,7 @@ LARGE = ("linear_logprobs", "nf4_linear")  # of these: many providers, or many s
 
 @dataclass(frozen=True)
 class Piece:
-    """One command in a process of its own. Without the facts (environment.py) in `needs` it is skipped, and says why."""
+    """One command in a process of its own. Without the facts (environment.py) in `needs` it is skipped, and says so."""
 
     name: str
     command: tuple[str, ...]  # what follows the interpreter
