@@ -1,4 +1,4 @@
-"""What `FastLanguageModel` hands out: a model that can also sample, and save and load its adapter."""
+"""What `FastLanguageModel` returns: a model that can also sample, and save and load its adapter."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,14 +30,14 @@ MERGED_16BIT, LORA = "merged_16bit", "lora"
 
 @dataclass(frozen=True)
 class LoraRequest:
-    """Which adapter `fast_generate` uses: a saved one by its folder, or (path None) the one in the model."""
+    """Which adapter `fast_generate` uses: a saved one by its folder, or the one in the model (path None)."""
 
     path: Path | None
 
 
 @dataclass
 class Loaded:
-    """What was loaded beside the weights."""
+    """What was loaded together with the weights."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -103,7 +103,7 @@ class FastGeneration:
         return self.loaded.keeper.engine(policy or Policy(self.inner), tokenizer or self.loaded.tokenizer)
 
     def close_engine(self) -> None:
-        """Free what the rollout engine holds beside the weights; whatever samples next makes a new one."""
+        """Free what the rollout engine holds beside the weights. The next sampling makes a new engine."""
         self.loaded.keeper.close()
 
     @property
@@ -125,11 +125,11 @@ class FastGeneration:
         self, save_directory: str | Path, tokenizer: Any = None, save_method: str = MERGED_16BIT,
         dtype: str | None = None, overwrite: bool = False,
     ) -> Path:
-        """Write the model with its adapter merged ("merged_16bit": rounded once to `dtype`, "bfloat16" or "float16",
-        that of the model where it is None), or the adapter alone ("lora"); the folder.
+        """Write the model with its adapter merged ("merged_16bit"), or only the adapter ("lora"); returns the folder.
 
-        One tensor is on its way at a time, and what was written is read back and compared. The model in memory stays
-        as it is. Raises ExportError for a folder that is not empty (unless `overwrite` and an earlier export), and
+        Merged weights are rounded once to `dtype`: "bfloat16", "float16", or that of the model (None). Only one tensor
+        is in memory at a time, and each file is read back and compared. The model in memory stays as it is. Raises
+        ExportError for a folder that is not empty (unless it is an earlier export and `overwrite` is True), and
         UnsupportedError for other methods and for a `dtype` with "lora", which keeps the adapter's own.
         """
         if save_method not in (MERGED_16BIT, LORA):
@@ -157,11 +157,11 @@ class FastGeneration:
 
 
 class UnsupportedError(RuntimeError):
-    """Something that people know from elsewhere and that is not here; the message says what to use instead."""
+    """Other libraries have this and we do not; the message says what to use instead."""
 
 
 class FastModel(FastGeneration, nn.Module):
-    """A loaded model before `get_peft_model`; whatever it lacks is the transformers model's own."""
+    """A loaded model before `get_peft_model`. All other attributes are those of the transformers model."""
 
     def __init__(self, model: PreTrainedModel, loaded: Loaded) -> None:
         super().__init__()
@@ -188,14 +188,14 @@ class FastModel(FastGeneration, nn.Module):
 
 
 class FastPeftModel(FastGeneration, PeftModelForCausalLM):
-    """A PEFT model (plain peft's own methods all work) that can sample with its live adapter."""
+    """A PEFT model that can sample with its live adapter. All methods of PEFT work."""
 
     def save_lora(self, path: str | Path) -> None:
         """Write the adapter to a folder, in PEFT format."""
         self.save_pretrained(str(path))
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """PEFT's own, and beside the adapter a note of the base model: an export needs to know how it was held."""
+        """PEFT's own method, and a record of the base model: an export needs to know how the weights were stored."""
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held = next(linears_in_4bit(base), None)
@@ -205,18 +205,18 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         ).write(Path(save_directory))
 
     def load_lora(self, path: str | Path) -> LoraRequest:
-        """A saved adapter for `fast_generate(lora_request=...)`; the one in the model stays as it is."""
+        """A saved adapter for `fast_generate(lora_request=...)`. The adapter in the model does not change."""
         check_adapter_folder(Path(path))
         return LoraRequest(Path(path))
 
     def current_lora(self) -> LoraRequest:
-        """The adapter in the model, as it is when `fast_generate` runs."""
+        """The adapter in the model, as it is when `fast_generate` is called."""
         return LoraRequest(None)
 
 
 @contextmanager
 def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
-    """The model computes with the requested adapter inside, and is as before afterwards."""
+    """Inside, the model computes with the requested adapter; afterwards it is as before."""
     if request is None:
         with Policy(model).base_model():
             yield
@@ -240,8 +240,8 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
 
 
 def check_layers(model: PeftModelForCausalLM, folder: Path) -> None:
-    """Raise ValueError where a saved adapter has layers that the one in the model lacks: peft would wrap them now, and
-    an engine that samples with the model would find them replaced."""
+    """Raise ValueError if a saved adapter has layers that the one in the model lacks: peft would wrap these now, and an
+    engine that samples with the model would find them replaced."""
     check_adapter_folder(folder)
     with safe_open(folder / ADAPTER_FILE, "pt") as file:
         saved = {name.partition(".lora_")[0] for name in file.keys()}  # noqa: SIM118 - it is no dict

@@ -1,4 +1,4 @@
-"""`FastLanguageModel`: loading a model with its tokenizer and its rollout engine, and LoRA through peft."""
+"""`FastLanguageModel` loads a model with its tokenizer and its rollout engine, and puts LoRA on it through peft."""
 
 import difflib
 import inspect
@@ -24,7 +24,7 @@ from lowmem_grpo.units import size_text
 logger = logging.getLogger(__name__)
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-OFF = (False, None)  # values of a refused option that ask for nothing
+OFF = (False, None)  # values of a refused option that request nothing
 
 REFUSED = {
     "load_in_8bit": "use load_in_4bit=True, or False for 16 bit",
@@ -43,7 +43,7 @@ REFUSED = {
 
 
 class FastLanguageModel:
-    """The loader, with the names that people know from Unsloth."""
+    """The loader, with the same names as in Unsloth."""
 
     @staticmethod
     def from_pretrained(
@@ -56,25 +56,25 @@ class FastLanguageModel:
     ) -> tuple[FastModel, Any]:
         """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer.
 
-        `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, on the CPU too, one tensor at a
-        time; a checkpoint that is in 4 bit already loads as it is. dtype None is bfloat16 or float16 by the card, and
-        float32 on the CPU.
+        `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, one tensor at a time, on the CPU
+        too. A checkpoint that is already in 4 bit loads as it is. dtype None means bfloat16 or float16, depending on
+        the card, and float32 on the CPU.
 
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
-        "transformers", True for vLLM where it is installed in a version that was checked, False for transformers.
-        `model.engine_choice` says which one it is and why. vLLM's takes `gpu_memory_utilization` of the card, or
-        `kv_cache_bytes` for its key-value cache, decodes up to `max_num_seqs` sequences together (None: what a run
-        samples at once, as far as the cache has room), and uses no CUDA graphs with `enforce_eager=True`; the
-        transformers engine reserves nothing and has no use for these four. `sampling_weights="16bit"` lets vLLM
-        dequantize 4-bit weights once for each phase of sampling, which is faster where many sequences are decoded
-        together, and takes 2 bytes a weight until training begins; "4bit" never does. None does so on a card where the
-        key-value cache of the sequences that are decoded together still fits beside them, and not on the CPU.
+        "transformers", True for vLLM if a checked version is installed, or False for transformers.
+        `model.engine_choice` says which one it is and why. vLLM takes `gpu_memory_utilization` of the card, or
+        `kv_cache_bytes` for its key-value cache. It decodes up to `max_num_seqs` sequences together (None: what a run
+        samples at once, as far as the cache has room), and `enforce_eager=True` turns CUDA graphs off. The transformers
+        engine reserves no memory and ignores these four. `sampling_weights="16bit"` lets vLLM dequantize 4-bit weights
+        once for each phase of sampling. That is faster when many sequences are decoded together, and takes 2 bytes a
+        weight until training begins; "4bit" never does it. None does it on a card if the key-value cache of the
+        sequences that are decoded together still fits beside the weights, and never on the CPU.
 
-        `offload_embedding` keeps an input embedding that is not tied to the head in host memory, and looks it up there;
-        vLLM needs it on the device.
+        `offload_embedding` keeps an input embedding that is not tied to the head in host memory, and looks tokens up
+        there. vLLM needs it on the device.
 
-        Raises ValueError for what is not supported, EngineUnavailableError where "vllm" cannot be used, and OSError
-        where no such model can be found.
+        Raises ValueError for what is not supported, EngineUnavailableError if "vllm" cannot be used, and OSError if
+        there is no such model.
         """
         refuse(options, "from_pretrained")
         device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -93,7 +93,7 @@ class FastLanguageModel:
         if offload_embedding:
             logger.info("input embedding on the host: %s less on the device", size_text(embed_on_host(model)))
         if keeper.choice.name == VLLM or any(linears_in_4bit(model)):
-            fuse_weights(model)  # for one product in place of three, or one dequantization
+            fuse_weights(model)  # so that one product serves for three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
         loaded = Loaded(model_name, tokenizer, max_seq_length, max_lora_rank, keeper, revision=revision)
         return FastModel(model, loaded), tokenizer
@@ -105,10 +105,11 @@ class FastLanguageModel:
         random_state: int = 3407, use_rslora: bool = False, max_seq_length: int | None = None,
         mlp_tile: int | None = None, **options: Any,
     ) -> FastPeftModel:
-        """Put LoRA of rank r on `target_modules` (all linear layers when None), initialised from `random_state`.
+        """Put LoRA of rank r on `target_modules` (None: all linear layers), initialised from `random_state`.
 
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host; alias
-        "unsloth") or False. With it, MLPs run in tiles of `mlp_tile` tokens (None is 4096), without it in one piece.
+        "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096), otherwise in one
+        piece.
         Raises ValueError for what is not supported.
         """
         refuse(options, "get_peft_model")
@@ -152,7 +153,7 @@ class FastLanguageModel:
 
 
 def refuse(options: dict[str, Any], method: str) -> None:
-    """Raise for every option of a FastLanguageModel method that asks for something we do not do."""
+    """Raise for every option of a FastLanguageModel method that requests something we do not support."""
     call = f"FastLanguageModel.{method}"
     for name, value in options.items():
         if name not in REFUSED:
@@ -165,14 +166,14 @@ def refuse(options: dict[str, Any], method: str) -> None:
 
 
 def check_context(model: PreTrainedModel, max_seq_length: int) -> None:
-    """The wanted context fits the model's."""
+    """Raise ValueError if the requested context is longer than the model's."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and max_seq_length > longest:
         raise ValueError(f"max_seq_length is {max_seq_length}; this model's context is {longest}")
 
 
 def check_sampling_weights(asked: str | None, fast_inference: bool | str, four_bit: bool) -> None:
-    """Raise ValueError where the option has nothing to act on."""
+    """Raise ValueError if the option has nothing to act on."""
     if asked is not None and not four_bit:
         raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits, so there is nothing to "
                          "dequantize. Leave it out, or load with load_in_4bit=True")
@@ -182,19 +183,19 @@ def check_sampling_weights(asked: str | None, fast_inference: bool | str, four_b
 
 
 def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:
-    """Tokens of a tile of the MLP; None for one piece."""
+    """The tokens in a tile of the MLP; None for one piece."""
     if mlp_tile is None:
         return MLP_TILE if checkpointing else None
     if mlp_tile < 1:
         raise ValueError(f"mlp_tile is {mlp_tile}; it must be at least 1")
     if not checkpointing:
-        raise ValueError(f"mlp_tile is {mlp_tile} and use_gradient_checkpointing=False: tiles are made again in "
-                         "backward, which is what checkpointing is. Leave one of them out")
+        raise ValueError(f"mlp_tile is {mlp_tile} and use_gradient_checkpointing=False: tiles are computed again in "
+                         "backward, and that is checkpointing. Leave one of them out")
     return mlp_tile
 
 
 def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:
-    """Names that exist in the model, the frozen head not among them."""
+    """The names, if they exist in the model and the frozen head is not among them."""
     if isinstance(targets, str):
         if targets != "all-linear":
             raise ValueError(f'target_modules is {targets!r}; allowed are a list of names and "all-linear"')

@@ -1,4 +1,4 @@
-"""Which engine samples for a loaded model, and why; and the one engine of vLLM that a process has."""
+"""Which engine samples for a loaded model, and why; and the one vLLM engine that a process can have."""
 
 import gc
 import logging
@@ -28,7 +28,7 @@ from lowmem_grpo.models.policy import Policy
 logger = logging.getLogger(__name__)
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
-OLD_CARD = "vLLM was not seen to run on compute capability {}.{}, where the transformers engine is the checked one"
+OLD_CARD = "vLLM was not tested on compute capability {}.{}, where the transformers engine is the checked one"
 ALLOWED = (True, False, TRANSFORMERS, VLLM)
 
 
@@ -38,15 +38,15 @@ class EngineChoice:
 
     name: str
     why: str
-    forced: bool = False  # asked for by name: where it cannot be had, that is an error
+    forced: bool = False  # the user named it: if it cannot be used, that is an error
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What vLLM's engine is made with; the transformers engine reserves nothing and has no use for them."""
+    """What vLLM's engine is made with. The transformers engine reserves no memory and ignores them."""
 
-    gpu_memory_utilization: float = 0.5  # the part of the card that may be in use, the key-value cache included
-    kv_cache_bytes: int | None = None  # of the key-value cache, in place of gpu_memory_utilization
+    gpu_memory_utilization: float = 0.5  # the share of the card that may be in use, the key-value cache included
+    kv_cache_bytes: int | None = None  # of the key-value cache, instead of gpu_memory_utilization
     max_num_seqs: int | None = None  # sequences that are decoded together; None: what a run samples at once
     enforce_eager: bool | None = None  # True: no CUDA graphs. None: graphs on a card
     sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: where there is room
@@ -69,9 +69,9 @@ def is_count(value: object) -> bool:
 
 
 def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
-    """The engine for `fast_inference` and a model on `device`, from what is installed: nothing is imported.
+    """The engine for `fast_inference` and a model on `device`, judged by what is installed, without importing it.
 
-    Raises EngineUnavailableError where "vllm" was asked for by name and cannot be had.
+    Raises EngineUnavailableError where the user named "vllm" and it cannot be used.
     """
     if fast_inference not in ALLOWED:
         raise ValueError(f'fast_inference is {fast_inference!r}; allowed are True, False, "transformers" and "vllm"')
@@ -89,7 +89,7 @@ def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
 
 
 def why_not_here(device: str) -> str | None:
-    """Why what is installed cannot sample with a model on `device`; None where it can, seen from outside."""
+    """Why the installed vLLM cannot sample with a model on `device`; None where it can, as far as its package says."""
     found = installed()
     if found is None:
         return why_unavailable(None)
@@ -99,7 +99,7 @@ def why_not_here(device: str) -> str | None:
 
 
 def old_card(device: str) -> str | None:
-    """What to know of vLLM on a card before compute capability 8.0 (a T4 has 7.5); None on others."""
+    """What to know of vLLM on a card below compute capability 8.0 (a T4 has 7.5); None on other cards."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -107,7 +107,7 @@ def old_card(device: str) -> str | None:
 
 
 def why_other_device(name: str, number: str, device: str) -> str | None:
-    """Why this build of vLLM does not compute on that kind of device; None where it does."""
+    """Why this build of vLLM cannot compute on that kind of device; None where it can."""
     for_cpus = name.endswith("-cpu") or "cpu" in number.partition("+")[2]
     if for_cpus == device.startswith("cpu"):
         return None
@@ -116,19 +116,19 @@ def why_other_device(name: str, number: str, device: str) -> str | None:
 
 @dataclass(eq=False)
 class EngineKeeper:
-    """Gives out the engine of one loaded model. vLLM's is made once and kept: a process has room for one."""
+    """Provides the engine of one loaded model. vLLM's is made once and kept, because a process has room for one."""
 
     max_seq_length: int
     choice: EngineChoice = field(default_factory=lambda: choose_engine(False, "cpu"))
     settings: EngineSettings = field(default_factory=EngineSettings)
     label: str = "the model"  # its name, for messages
     kept: VLLMEngine | None = None
-    bound: RolloutBound | None = None  # what memory had room for, by the last engine
-    sampled: int | None = None  # completions that a run samples in each call; None while there is no run
-    holder: ClassVar["weakref.ref[EngineKeeper] | None"] = None  # the last one that made an engine of vLLM
+    bound: RolloutBound | None = None  # what memory had room for when the last engine was used
+    sampled: int | None = None  # completions that a run samples in each call; None before a run
+    holder: ClassVar["weakref.ref[EngineKeeper] | None"] = None  # the last keeper that made a vLLM engine
 
     def engine(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
-        """The engine that samples with the policy's weights as they are; the same one again where it still fits."""
+        """The engine that samples with the policy's weights as they are: the kept one while it still fits."""
         if self.choice.name != VLLM:
             return TransformersEngine(policy, tokenizer, self.max_seq_length)
         if self.kept is not None and self.fits(self.kept, policy, tokenizer):
@@ -144,45 +144,41 @@ class EngineKeeper:
         return self.engine(policy, tokenizer)
 
     def expect(self, sampled: int) -> None:
-        """A run is about to sample so many completions in each call."""
+        """A run is about to sample this many completions in each call."""
         self.sampled = sampled
         if self.kept is not None:
             self.kept.expect(sampled)
 
     def fits(self, kept: VLLMEngine, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether the kept engine lives and is of this model, as it is wrapped now, and of this tokenizer."""
+        """Whether the kept engine is open and has this model, as it is wrapped now, and this tokenizer."""
         return living() is kept and kept.policy.model is policy.model and kept.tokenizer is tokenizer
 
     def make_room(self) -> None:
-        """Close the engine of whichever loaded model has one; one that was made by hand stays, and is an error."""
+        """Close the engine of whichever loaded model has one. One that was made by hand stays, and is an error."""
         if living() is None:
             return
-        gc.collect()  # its model may be out of reach already, and the engine with it
+        gc.collect()  # its model may be unreachable already, and the engine with it
         holder = None if EngineKeeper.holder is None else EngineKeeper.holder()
         if holder is not None and living() is holder.kept is not None:
             if holder is not self:
-                logger.warning("closing the vLLM engine of %s, for that of %s: a process has one. To sample with both "
-                               'in turn, load one with fast_inference="transformers"', holder.label, self.label)
+                logger.warning("closing the vLLM engine of %s to make one for %s: a process can have only one. To "
+                               'sample with both in turn, load one with fast_inference="transformers"',
+                               holder.label, self.label)
             holder.close()
         if living() is not None:
-            raise EngineUnavailableError("a vLLM engine that was made by hand lives in this process; close() it first")
+            raise EngineUnavailableError("an engine of vLLM that was made by hand is open here; close() it first")
 
     def start(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
         """Make vLLM's engine and keep it."""
-        settings = self.settings
         import_from_a_thread()
         with collectable():
-            self.kept = VLLMEngine(
-                policy, tokenizer, self.max_seq_length, gpu_memory_utilization=settings.gpu_memory_utilization,
-                kv_cache_bytes=settings.kv_cache_bytes, max_num_seqs=settings.max_num_seqs,
-                enforce_eager=settings.enforce_eager, sampling_weights=settings.sampling_weights, bound=self.bound,
-                sampled=self.sampled,
-            )
+            self.kept = VLLMEngine(policy, tokenizer, self.max_seq_length, bound=self.bound, sampled=self.sampled,
+                                   **vars(self.settings))
         EngineKeeper.holder = weakref.ref(self)
         return self.kept
 
     def close(self) -> None:
-        """Close the kept engine, if it lives; the next call of `engine` makes a new one, in the memory there was."""
+        """Close the kept engine. The next call of `engine` makes a new one, as large as memory allowed."""
         if self.kept is not None:
             self.kept.close()
             self.bound = self.kept.bound

@@ -1,4 +1,4 @@
-"""A key-value cache that grows in place, as layers of transformers' public `Cache`."""
+"""A key-value cache that grows in place, built from the public cache classes of transformers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 class GrowingLayer(DynamicLayer):
     """Keys and values (B, H_kv, L, K) as views of storage with room to grow, so that a new token copies only itself.
 
-    `DynamicLayer` concatenates: each new token copies the whole cache. Here storage grows by half when it is full.
+    `DynamicLayer` concatenates, so each new token copies the whole cache. Here full storage grows by half.
     """
 
     storage: Tensor  # (2, B, H_kv, capacity, K)
@@ -56,7 +56,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class GrowingCache(Cache):
-    """A cache of `GrowingLayer`s, one for each decoder layer, made when first used."""
+    """A cache of `GrowingLayer`s, one for each decoder layer, made at first use."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=GrowingLayer)
@@ -69,7 +69,7 @@ class GrowingCache(Cache):
 
 
 def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids (P, L) and whether each place holds a real token (P, L), prompts ending at the right edge."""
+    """Token ids (P, L), and whether each place holds a real token (P, L); prompts end at the right edge."""
     width = max(len(prompt) for prompt in prompts)
     input_ids = torch.full((len(prompts), width), pad_id)
     real = torch.zeros(len(prompts), width, dtype=torch.bool)

@@ -1,8 +1,8 @@
 """Rollouts by the trainer's own model through transformers: no second copy, nothing to sync, any device.
 
-All prompts of a call run in one batch. Each prompt is prefilled once and its cache repeated for its n completions;
-rows that have finished leave the batch. Where memory runs out, fewer rows run at once: those that were under way keep
-the tokens they have (to draw them anew would favour short completions) and go on from there.
+All prompts of a call are decoded in one batch. Each prompt is prefilled once, and its cache is repeated for its n
+completions; finished rows leave the batch. If memory runs out, fewer rows are decoded at once. Unfinished rows keep the
+tokens they have and go on from there, because drawing them anew would favour short completions.
 """
 
 import random
@@ -25,13 +25,13 @@ from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
-COMPACT_BELOW = 0.9  # finished rows leave the batch when fewer than this share of it is alive
-REPLAYED = 256  # tokens fed at once to rows that are taken up again
+COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
+REPLAYED = 256  # tokens fed at once to rows that are resumed
 
 
 @dataclass
 class Decode:
-    """The rows still in the batch, B of them; `real` marks cache places that hold a token (left padding does not)."""
+    """The B rows still in the batch. `real` marks the cache places that hold a token, not left padding."""
 
     cache: GrowingCache
     rows: Tensor  # (B,) which output row
@@ -50,7 +50,7 @@ class Decode:
 
 @dataclass
 class Drawn:
-    """What a call has drawn so far, R = prompts * n rows of at most C tokens."""
+    """What a call has drawn so far: R = prompts * n rows of at most C tokens."""
 
     prompts: list[list[int]]
     params: SamplingParams
@@ -58,10 +58,10 @@ class Drawn:
     ids: Tensor  # (R, C)
     logprobs: Tensor  # (R, C)
     budgets: Tensor  # (R,)
-    lengths: Tensor  # (R,) of the completion, or its budget while it is not finished
+    lengths: Tensor  # (R,) of the completion, or its budget until it is finished
     stopped: Tensor  # (R,) bool
     finished: FinishedPrompts
-    unfinished: list[int]  # rows of each prompt
+    unfinished: list[int]  # number of rows, for each prompt
 
     @classmethod
     def nothing(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int],
@@ -76,25 +76,25 @@ class Drawn:
         )
 
     def prompts_of(self, rows: list[int]) -> tuple[list[list[int]], list[int]]:
-        """The prompts of some rows, and how many of the rows each serves."""
+        """The prompts of some rows, and how many of the rows belong to each."""
         shared = [(owner, len(list(same))) for owner, same in groupby(row // self.params.n for row in rows)]
         return [self.prompts[owner] for owner, _ in shared], [count for _, count in shared]
 
     def finish(self, rows: set[int]) -> list[int]:
-        """Take account of rows that came to their end; the prompts whose last ones they were."""
+        """Count rows as finished; returns the prompts that have no unfinished rows left."""
         for row in rows:
             self.unfinished[row // self.params.n] -= 1
         return sorted({row // self.params.n for row in rows if not self.unfinished[row // self.params.n]})
 
     def reopen(self, rows: Tensor) -> None:
-        """Undo what a step that broke off may have written about rows that are not finished."""
+        """Undo what an interrupted step may have written about unfinished rows."""
         self.lengths[rows], self.stopped[rows] = self.budgets[rows], False
 
 
 @dataclass
 class Part:
-    """Rows that are decoded together, all with `start` tokens drawn. It shrinks as rows finish, and grows in tokens,
-    so that what is left of it can be taken up again."""
+    """Rows that are decoded together, all with `start` tokens drawn. While decoding, finished rows leave it and `start`
+    grows, so that the rest can be resumed."""
 
     rows: list[int]
     start: int = 0
@@ -104,7 +104,7 @@ class Part:
         return [Part(self.rows[i : i + size], self.start) for i in range(0, len(self.rows), size)]
 
     def generator(self, seed: int, device: torch.device) -> torch.Generator:
-        """Random numbers of this part: of the call's own seed for its very beginning, else of one derived from it."""
+        """Random numbers of this part, from the call's seed for its very beginning, otherwise from a derived one."""
         if self.rows[0] or self.start:
             seed = random.Random(f"{seed}-{self.rows[0]}-{self.start}").getrandbits(62)
         return torch.Generator(device).manual_seed(seed)
@@ -135,7 +135,7 @@ class TransformersEngine:
         """Nothing to do: the cache is made anew in each call."""
 
     def close(self) -> None:
-        """Nothing to free: the weights are the trainer's, and the cache ends with its call."""
+        """Nothing to free: the weights are the trainer's, and each call frees its cache."""
 
     @torch.no_grad()
     def generate(
@@ -155,7 +155,7 @@ class TransformersEngine:
         return finished.result()
 
     def report(self, drawn: Drawn, prompts: list[int]) -> None:
-        """Bring the rows of finished prompts to the host, and tell of each."""
+        """Copy the rows of finished prompts to the host, and report each prompt."""
         if not prompts:
             return
         n = drawn.params.n
@@ -169,7 +169,7 @@ class TransformersEngine:
             drawn.finished.add(prompt, rollouts[place * n : place * n + n])
 
     def decode(self, drawn: Drawn) -> Drawn:
-        """Draw every row to its end: all together, or in parts of as many rows as there is memory for."""
+        """Draw every row to its end: all together, or in parts of as many rows as memory has room for."""
         self.kv_bytes = 0
         parts = deque([Part(list(range(len(drawn.ids))))])
         while parts:
@@ -185,7 +185,7 @@ class TransformersEngine:
         return drawn
 
     def decode_part(self, drawn: Drawn, part: Part) -> None:
-        """Draw the rows of a part to their ends. `part` follows: after an error it holds what is left to do."""
+        """Draw the rows of a part to their ends. `part` keeps up with them: after an error it holds what is left."""
         params = drawn.params
         rows = torch.tensor(part.rows, device=self.policy.device)
         generator = part.generator(drawn.seed, self.policy.device)
@@ -215,11 +215,11 @@ class TransformersEngine:
             self.kv_bytes = max(self.kv_bytes, state.cache.nbytes)
 
     def prefill(self, prompts: list[list[int]], counts: list[int]) -> tuple[Decode, Tensor]:
-        """The state after the prompts, each repeated by its count to B rows, and the logits (B, V) of what follows."""
+        """The state after the prompts, each repeated by its count to B rows, and the next tokens' logits (B, V)."""
         input_ids, real = left_padded(prompts, self.tokenizer.pad_token_id or 0, self.policy.device)
         width = input_ids.shape[1]
         causal = torch.ones(width, width, dtype=torch.bool, device=input_ids.device).tril()
-        itself = torch.eye(width, dtype=torch.bool, device=input_ids.device)  # a padding place must attend somewhere
+        itself = torch.eye(width, dtype=torch.bool, device=input_ids.device)  # a padding place must attend to something
         positions = real.long().cumsum(-1).sub(1).clamp(min=0)
         cache = GrowingCache()
         logits = self.forward(input_ids, positions, (causal & real[:, None, :] | itself)[:, None], cache)
@@ -230,7 +230,7 @@ class TransformersEngine:
         return state, logits[rows]
 
     def replay(self, state: Decode, tokens: Tensor) -> Tensor:
-        """Feed tokens (B, S) that were drawn before; logits (B, V) of what follows them."""
+        """Feed tokens (B, S) that were drawn before; returns the logits (B, V) of the next ones."""
         for chunk in tokens.split(REPLAYED, dim=1):
             rows, width = chunk.shape
             causal = torch.ones(width, width, dtype=torch.bool, device=chunk.device).tril()
@@ -243,7 +243,7 @@ class TransformersEngine:
         return logits
 
     def extend(self, state: Decode) -> Tensor:
-        """Feed the tokens last drawn; logits (B, V) of the next ones."""
+        """Feed the tokens last drawn; returns the logits (B, V) of the next ones."""
         state.positions = state.positions + 1
         state.real = torch.cat([state.real, state.alive[:, None]], dim=1)
         state.real[:, -1] = True

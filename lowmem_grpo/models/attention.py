@@ -1,12 +1,12 @@
 """Attention over packed sequences and over a growing cache, through transformers' registry of attention functions.
 
-    packed   one row of T tokens holds S sequences, which may share prompts; each attends to itself alone, and no
+    packed   one row of T tokens holds S sequences, which may share prompts. Each attends only to itself, and no
              (T, T) mask is ever made (`packed_attention`).
-    cached   one new token a row against the cache; the query heads that share a key head are folded into its query
-             axis, so that keys and values are read where they lie instead of being repeated.
+    cached   one new token in each row against the cache. The query heads that share a key head are folded into its
+             query axis, so that keys and values are read in place instead of being repeated.
     other    transformers' own "sdpa".
 
-Models are loaded with `attn_implementation=NAME`. Sliding windows are honoured in all three.
+Models are loaded with `attn_implementation=NAME`. All three forms respect sliding windows.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from lowmem_grpo.models.packed_attention import PackedLayout, packed_attention, window_mask
 
 NAME = "lowmem_grpo"
-CHANGES = {  # what a model may hand over that changes the result, and that is not in any of the three forms
+CHANGES = {  # what a model may ask for that changes the result and that none of the three forms computes
     "softcap": "logit soft-capping", "s_aux": "sinks", "sinks": "sinks", "position_bias": "a position bias",
     "alibi": "ALiBi", "head_mask": "a head mask",
 }
@@ -53,9 +53,9 @@ def attention(
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Inside, torch's attention takes its flash form in the place of cuDNN's, which it prefers on sm_90. cuDNN makes
-    a plan for each new shape, and here nearly every call has one; and importing vLLM turns it off for the process, so
-    that the kernels of a run would depend on its engine."""
+    """Inside, torch's attention uses its flash form instead of cuDNN's, which it prefers on sm_90. cuDNN makes a plan
+    for each new shape, and here nearly every call has a new shape. Also, importing vLLM turns cuDNN's form off for the
+    process, so the kernels of a run would depend on its engine."""
     was = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -67,7 +67,7 @@ def without_cudnn() -> Iterator[None]:
 def cached_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """One query a row: (B, H, 1, K) against (B, H_kv, L, K); rows are right-aligned, so a window is the last keys."""
+    """One query a row: (B, H, 1, K) against (B, H_kv, L, K). Rows are right-aligned, so a window is the last keys."""
     rows, heads, _, size = query.shape
     if sliding_window is not None and sliding_window < key.shape[2]:
         key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
@@ -78,8 +78,8 @@ def cached_attention(
 
 
 def uses_registry(model: Any) -> bool:
-    """Whether a transformers model takes its attention from the registry. The flag has an underscore, though every
-    model sets it: checked on transformers 5.17 to 5.19, and a test fails where it goes away."""
+    """Whether a transformers model takes its attention from the registry. Every model sets this flag, despite the
+    underscore: checked on transformers 5.17 to 5.19, and a test fails if it goes away."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 

@@ -1,10 +1,10 @@
-"""In which dtype a model computes on this machine."""
+"""The dtype that a model computes in on this machine."""
 
 import torch
 
 
 def compute_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
-    """The dtype to load in: the given one, else bfloat16 or float16 by the card, float32 on the CPU."""
+    """The dtype to load in: the given one, otherwise bfloat16 or float16 depending on the card, float32 on the CPU."""
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype, dtype)
     if isinstance(dtype, torch.dtype):
@@ -19,8 +19,8 @@ def compute_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
 
 
 def is_bfloat16_supported() -> bool:
-    """Whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype runs.
+    """Whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype works.
 
-    Older cards hold it and emulate some operations, which is slow, and Triton does not compile for it there.
+    Older cards can store it, but they emulate some operations slowly, and Triton does not compile for it there.
     """
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True

@@ -1,7 +1,7 @@
-"""Attention modules of the families that we know, on our kernels: q, k, v as one autograd node, one launch for RoPE.
+"""Attention modules of known model families on our kernels: q, k, v as one autograd node, and one launch for RoPE.
 
-A module is put in the place of transformers' own, with the same children and the same attributes. Attention itself is
-what the model's config names, out of transformers' registry.
+Our module replaces transformers' own and has the same children and attributes. The attention function itself is the one
+in transformers' registry that the model's config names.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ class LeanAttention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """hidden_states (B, T, D) -> ((B, T, D), what the attention function gives beside its result)."""
+        """hidden_states (B, T, D) -> ((B, T, D), what the attention function returns beside its result)."""
         assert position_embeddings is not None
         cos, sin = position_embeddings
         q, k, v = self.heads(hidden_states)
@@ -60,7 +60,7 @@ class LeanAttention(nn.Module):
 
     @property
     def window(self) -> int | None:
-        """The tokens that this layer looks back: its own number where it has one, else the model's."""
+        """How many tokens this layer looks back: its own number where it has one, otherwise the model's."""
         own: int | None = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
         return own
 
@@ -75,7 +75,7 @@ class LeanAttention(nn.Module):
         return [part.view(*x.shape[:-1], -1, self.head_dim) for part in parts]
 
     def normed(self, name: str, heads: Tensor) -> Tensor:
-        """q or k through its norm, in families that have one."""
+        """q or k after its norm, in families that have one."""
         norm: Any = getattr(self, name, None)
         return heads if norm is None else norm(heads)
 

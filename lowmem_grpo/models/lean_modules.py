@@ -1,7 +1,7 @@
-"""MLPs, norms and attention of the families that we know, on our kernels: the same parameters under the same names.
+"""MLPs, norms and attention of known model families on our kernels: the same parameters under the same names.
 
-A module is put in the place of transformers' own, with the same children; nothing of transformers is changed, and what
-we do not know stays as it is.
+Our module replaces transformers' own and has the same children. We change nothing of transformers, and modules that we
+do not know stay as they are.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ NAMES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}  # tr
 
 
 class LeanMLP(nn.Module):
-    """A gated MLP with the children of `mlp`; with `tile_rows` nothing but its input is kept for backward."""
+    """A gated MLP with the children of `mlp`. With `tile_rows`, only its input is kept for backward."""
 
     def __init__(self, mlp: nn.Module, inner: tuple[str, ...], activation: str, tile_rows: int | None) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class LeanMLP(nn.Module):
         )
 
     def plain(self, x: Tensor, layers: list[Any]) -> Tensor:
-        """The same by the layers themselves, for what the kernel does not cover."""
+        """The same, computed by the layers themselves, for what the kernel does not cover."""
         outputs = [layer(x) for layer in layers]
         gate, up = outputs if len(outputs) > 1 else outputs[0].chunk(2, dim=-1)
         result: Tensor = self.get_submodule("down_proj")(ACTIVATIONS[self.activation](gate) * up)
@@ -61,7 +61,7 @@ class LeanMLP(nn.Module):
 
 
 class LeanRMSNorm(nn.Module):
-    """x / rms(x) * (offset + weight), with the weight of transformers' module; keeps its input alone for backward."""
+    """x / rms(x) * (offset + weight), with the weight of transformers' module. Only its input is kept for backward."""
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class LeanRMSNorm(nn.Module):
 
 
 def make_lean(model: Any, tile_rows: int | None) -> list[str]:
-    """Put our modules in the place of a transformers model's; the paths of what was replaced."""
+    """Replace modules of a transformers model with ours; returns the paths of those that were replaced."""
     config = model.config.get_text_config()
     activation = NAMES.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", None))))
     replaced = []
@@ -89,7 +89,7 @@ def make_lean(model: Any, tile_rows: int | None) -> list[str]:
 
 
 def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Module | None:
-    """Our module for one of transformers'; None for what we do not know."""
+    """Our module for one of transformers'; None where we do not know it."""
     kind = type(module).__name__
     if not type(module).__module__.startswith("transformers."):
         return None

@@ -1,8 +1,8 @@
-"""PEFT's LoRA layers on our kernel: one autograd node that keeps x alone, where PEFT's own keep several tensors.
+"""PEFT's LoRA layers on our kernel: one autograd node that keeps only x, where PEFT's own keep several tensors.
 
-PEFT makes them itself, through its mapping of custom modules; all that it does with adapters (switching, loading,
-saving, merging) is inherited. What the kernel does not cover goes PEFT's own way: mixed precision, dropout in training,
-several active adapters, variants of LoRA, merged weights.
+PEFT itself makes these layers, through its mapping of custom modules, and they inherit all that it does with adapters
+(switching, loading, saving, merging). PEFT's own forward pass still computes what the kernel does not cover: mixed
+precision, dropout in training, several active adapters, variants of LoRA, merged weights.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def use_kernel_layers(config: LoraConfig, model: nn.Module) -> None:
     """Let PEFT make our layers for the model's linear ones, plain and in NF4."""
     four_bit = {type(module) for module in model.modules() if is_nf4(module)}
     kinds = {kind: kernel_linear_4bit() for kind in four_bit} | {nn.Linear: KernelLinear}
-    # PEFT's guide to custom models describes the call; a test fails where it goes away. Exact types: the first match
-    # counts, and the layers of bitsandbytes are kinds of nn.Linear.
+    # PEFT's guide to custom models describes this call, and a test fails if it goes away. We name exact types because
+    # the first match counts and the layers of bitsandbytes are subclasses of nn.Linear.
     config._register_custom_module(kinds)
 
 
 class OneNode:
-    """The forward pass of a LoRA layer of which all else is PEFT's."""
+    """The forward pass of a LoRA layer; everything else is PEFT's."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., in) -> (..., out)."""
@@ -46,16 +46,16 @@ class KernelLinear(OneNode, Linear):
 
 @cache
 def kernel_linear_4bit() -> type[nn.Module]:
-    """The same on weights in 4 bits; PEFT has the class where bitsandbytes is installed."""
+    """The same on weights in 4 bits. PEFT has its class only where bitsandbytes is installed."""
     from peft.tuners.lora import Linear4bit
 
     return type("KernelLinear4bit", (OneNode, Linear4bit), {"__doc__": "On weights in NF4."})
 
 
 class JoinedWeights:
-    """The frozen weights of layers on one input as the kernels take them: 4-bit ones as one where they lie adjacent.
+    """The frozen weights of layers on one input, as the kernels take them: adjacent 4-bit weights as one.
 
-    What was found is kept for as long as the layers have the same tensors.
+    The result is kept for as long as the layers have the same tensors.
     """
 
     def __init__(self) -> None:
@@ -73,17 +73,17 @@ class JoinedWeights:
         return self.found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedWeights":
-        return JoinedWeights()  # of other layers
+        return JoinedWeights()  # the copy belongs to other layers
 
 
 def parts_of(weight: Any) -> tuple[Any, ...]:
-    """What is another object once a weight was moved, replaced or quantized."""
+    """The objects that change when a weight is moved, replaced or quantized."""
     state = getattr(weight, "quant_state", None)
     return (weight,) if state is None else (weight, state, state.absmax, state.dtype)
 
 
 def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequence[Tensor]:
-    """What each layer gives for x: by one autograd node that keeps x once, where our kernel covers all of them."""
+    """The output of each layer for x: by one autograd node that keeps x once, if our kernel covers all of them."""
     if not all(computes(layer, x) for layer in layers):
         return [layer(x) for layer in layers]
     loras, biases = [active_lora(layer) for layer in layers], [base_of(layer).bias for layer in layers]
@@ -102,7 +102,7 @@ def is_nf4(module: Any) -> bool:
 
 
 def computes(layer: nn.Module, x: Tensor) -> bool:
-    """Whether our kernel gives what the layer gives for x: a plain linear layer, or one under a `OneNode`."""
+    """Whether our kernel computes what the layer would for x: a plain linear layer, or one under a `OneNode`."""
     base = base_of(layer)
     dtype = base.weight.quant_state.dtype if is_nf4(base) else base.weight.dtype
     if dtype != x.dtype or getattr(base, "compute_dtype", dtype) not in (None, dtype):
@@ -113,7 +113,7 @@ def computes(layer: nn.Module, x: Tensor) -> bool:
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether what the layer computes now is at most one LoRA without dropout, bias or variants."""
+    """Whether the layer now computes at most one LoRA, without dropout, bias or variants."""
     if layer.disable_adapters:
         return not layer.merged
     active = [name for name in layer.active_adapters if name in layer.lora_A]

@@ -1,8 +1,8 @@
 """Causal attention over packed sequences: side by side in one call, or each prompt once and then its completions.
 
-No mask of tokens by tokens is ever made. What is right of a sequence's end is never attended to by the sequence, so
-sequences side by side need none. A sliding window takes blocks of queries against the keys within their reach; the mask
-of a block serves all blocks and all layers. `token_rows` says when prompts are computed once, and how large blocks are.
+No (T, T) mask is ever made. A sequence never attends to what lies right of its end, so sequences side by side need no
+mask. A sliding window takes blocks of queries against the keys within their reach, and the mask of one block serves all
+blocks and all layers. `token_rows` decides when prompts are computed once, and how large the blocks are.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ Masks = dict[tuple[Any, ...], Tensor]
 
 @dataclass
 class PackedLayout:
-    """Where packed tokens lie when S sequences are laid side by side in width W = max_seqlen, and if they are."""
+    """Where packed tokens lie if S sequences are laid side by side in width W = max_seqlen, and whether they are."""
 
     sources: Tensor  # (S * W,) int64, index into T
     places: Tensor  # (T,) int64, index into S * W
     copies: Tensor  # (T,) int64, sequences that share the place
-    prompts: tuple[tuple[int, ...], ...]  # places of each prompt's own, and of each of its completions
+    prompts: tuple[tuple[int, ...], ...]  # for each prompt, its own places and those of each completion
     num_sequences: int
     width: int
     once: bool  # each prompt is computed once
-    calls: int = 0  # of attention with this layout, as many as there are layers after a forward pass
+    calls: int = 0  # of attention with this layout: after a forward pass, the number of layers
     masks: Masks = field(default_factory=dict)  # of windows, for all layers
 
     @classmethod
@@ -43,8 +43,8 @@ class PackedLayout:
         return cls(batch.sources, batch.places, batch.copies, batch.prompts, sequences, batch.max_seqlen, once)
 
     def spread(self, *packed: Tensor) -> tuple[Tensor, ...]:
-        """Each (1, H, T, K) as (S, H, W, K); right of a sequence's end stands any of its tokens."""
-        if self.num_sequences == 1:  # it lies as it should
+        """Each (1, H, T, K) as (S, H, W, K); right of a sequence's end lies any of its tokens."""
+        if self.num_sequences == 1:  # nothing to move
             return packed
         rows = [one[0].transpose(0, 1) for one in packed]
         alike = [rows] if len({one.shape[2] for one in rows}) == 1 else [[one] for one in rows]
@@ -70,7 +70,7 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class Causal:
-    """Causal attention of the last Q of L tokens, within a window where there is one."""
+    """Causal attention of the last Q of L tokens, within a window if there is one."""
 
     scaling: float | None
     dropout: float
@@ -80,7 +80,7 @@ class Causal:
 
     @property
     def reach(self) -> int:
-        """Keys before a query, at most, that it may have to be shown."""
+        """The most keys before a query that it may attend to."""
         return self.width if self.window is None else window_reach(self.window, self.width)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Causal:
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:
             return self.windowed(query, key, value)
-        if queries in (1, keys):  # the last token sees all
+        if queries in (1, keys):  # the last token attends to all
             return self.fused(query, key, value, None, is_causal=queries > 1)
         query, key, value = as_autocast(query, key, value)
         return self.fused(query, key, value, lower_right(queries, keys, query), is_causal=False)
@@ -107,13 +107,13 @@ class Causal:
         return tokens_cat(found)
 
     def window_bias(self, queries: int, keys: int, like: Tensor) -> Tensor:
-        """(Q, L) in the dtype of `like`, what is added to the scores: cut out of the one mask for all blocks."""
+        """(Q, L) in the dtype of `like`, added to the scores: a part of the one mask for all blocks."""
         shift = self.reach - (keys - queries)
         cut = self.window_mask(like)[:queries, shift : shift + keys]
         return cut if shift % ALIGNED == 0 else F.pad(cut, (0, -keys % ALIGNED))[:, :keys]
 
     def window_mask(self, like: Tensor) -> Tensor:
-        """Of a whole block and all keys before it within its reach; made once for all layers."""
+        """The mask of a whole block and all keys within its reach; made once for all layers."""
         name = (self.window, like.dtype)
         if name not in self.masks:
             block = window_block(self.width)
@@ -136,7 +136,7 @@ class Causal:
 def each_prompt_once(
     query: Tensor, key: Tensor, value: Tensor, prompts: Sequence[Sequence[int]], causal: Causal
 ) -> Tensor:
-    """A call for each prompt, and one for each of its completions, whose keys are the prompt's and its own."""
+    """One call for each prompt, and one for each completion, whose keys are the prompt's and its own."""
     families = [(0, own + others[0]) if len(others) == 1 else (own, *others) for own, *others in prompts]
     sizes = [length for lengths in families for length in lengths if length]
     pieces = zip(*(tokens_split(one, sizes) for one in (query, key, value)), strict=True)
@@ -158,18 +158,18 @@ def each_prompt_once(
 
 
 def tokens_split(heads: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
-    """Parts of (S, H, T, K) along T; their gradients are put together as tokens lie, (S, T, H, K)."""
+    """Parts of (S, H, T, K) along T; their gradients are joined in the order of memory, (S, T, H, K)."""
     pieces = heads.transpose(1, 2).split(sizes if isinstance(sizes, int) else list(sizes), 1)
     return [one.transpose(1, 2) for one in pieces]
 
 
 def tokens_cat(heads: Sequence[Tensor]) -> Tensor:
-    """(S, H, T, K) from its parts along T, in memory as tokens lie, (S, T, H, K)."""
+    """(S, H, T, K) from its parts along T; in memory it is (S, T, H, K)."""
     return heads[0] if len(heads) == 1 else torch.cat([one.transpose(1, 2) for one in heads], 1).transpose(1, 2)
 
 
 class PartsFunction(torch.autograd.Function):
-    """Ranges of (S, H, T, K) along T, which may overlap: views, whose gradients are added up in float32 in order."""
+    """Ranges of (S, H, T, K) along T, which may overlap: views whose gradients are summed in float32, in order."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
@@ -200,21 +200,21 @@ def parts(whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
 
 
 def lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
-    """The mask of the last Q of L tokens: on a card none in memory, its fused forms know it; on the CPU (Q, L)."""
+    """The causal mask of the last Q of L tokens: (Q, L) on the CPU; on a card the fused forms need none in memory."""
     if like.device.type == "cuda":
         return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """(Q, L) bool, what each of the last Q of L tokens sees: at most `window` tokens back, oneself included."""
+    """(Q, L) bool: which tokens each of the last Q of L attends to, at most `window` with itself."""
     seen = torch.arange(keys, device=device, dtype=torch.int32)
     behind = seen[keys - queries :, None]
     return (seen <= behind) & (seen > behind - window)
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype of mixed precision where that is on, as torch's attention would make them."""
+    """The tensors in the dtype of mixed precision where that is on, as torch's attention would convert them."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -223,7 +223,7 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
     """Whether a fused form of torch's attention takes fewer key heads than query heads. The flash form does; on a card
-    it needs sm_80, 16 bits and no mask. The other fused form does not: torch would make the (T, T) scores instead."""
+    it needs sm_80, 16 bits and no mask. The other fused form does not, and torch would make the (T, T) scores."""
     if device.type != "cuda":
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0) and dtype != torch.float32 and not masked

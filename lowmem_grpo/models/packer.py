@@ -1,7 +1,7 @@
-"""Work on micro-batches that survives a shortage of memory: the same sequences again, in smaller micro-batches.
+"""Work on micro-batches that survives running out of memory: it starts again with smaller micro-batches.
 
-The gradient is that of a run which had the smaller micro-batches from the start: bit for bit on the CPU. On a card it
-is so to rounding only, as torch's fused attention adds up the gradients of queries in no fixed order.
+The gradient is that of a run that had the smaller micro-batches from the start: bit for bit on the CPU. On a card it is
+the same only up to rounding, because torch's fused attention sums the gradients of queries in no fixed order.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,10 +28,11 @@ class Packer:
         self, what: str, groups: list[RolloutGroup], limits: Limits, work: Callable[[Iterator[MicroBatch]], T],
         undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None,
     ) -> T:
-        """What `work` makes of all micro-batches of the groups; `what` names it in messages.
+        """What `work` returns for all micro-batches of the groups; `what` names it in messages.
 
-        Where memory runs out, `undo` takes back what the attempt did, the bound is lowered, `again` prepares and all
-        is packed anew. Raises MemoryExhaustedError where each micro-batch is a single sequence already.
+        If memory runs out, `undo` takes back what the attempt did, the bound is lowered, `again` prepares the next
+        attempt, and everything is packed anew. Raises MemoryExhaustedError where each micro-batch is already a single
+        sequence.
         """
         while True:
             tokens = self.bound.under(limits.tokens)

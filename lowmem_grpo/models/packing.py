@@ -1,8 +1,8 @@
-"""Packing: completions of a step into micro-batches of whole sequences, without padding, each prompt held once.
+"""Packing: the completions of a step as micro-batches of whole sequences, without padding and with each prompt once.
 
-The completions of one prompt share its places: a group of G takes P - 1 + G C places instead of G (P - 1 + C). What is
-shared ends before the prompt's last token, which predicts the first token of each completion and therefore leads each
-of them. Attention finds a sequence's tokens through `sources`, and so needs no mask for what is shared.
+The completions of one prompt share its places: a group of G takes P - 1 + G C places instead of G (P - 1 + C). The
+shared part ends before the prompt's last token: that token predicts the first one of each completion, so each
+completion begins with it. Attention finds a sequence's tokens through `sources`, and so needs no mask.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,8 +24,8 @@ def pack(
     """Pack every completion, group by group, longest first, into micro-batches.
 
     A micro-batch holds at most `max_tokens` places and `max_sequences` sequences; a sequence longer than `max_tokens`
-    runs alone. Attention lays sequences side by side, each with its prompt and as wide as the longest: that is bounded
-    too, by `spread` times `max_tokens`. `cutting.cut` is the rule.
+    gets one to itself. Attention lays sequences side by side, each with its prompt and as wide as the longest, which
+    may take at most `spread` times `max_tokens`. `cutting.cut` has the rule.
     """
     given = list(groups)
     lengths = [(len(group.prompt_ids), [len(one.completion_ids) for one in group.rollouts]) for group in given]
@@ -34,7 +34,7 @@ def pack(
 
 
 def sequence_length(sequence: Sequence) -> int:
-    """Tokens of prompt and completion but the last, which is a target only."""
+    """Tokens of prompt and completion except the last, which is only a target."""
     group, rollout = sequence
     return len(group.prompt_ids) + len(rollout.completion_ids) - 1
 
@@ -67,7 +67,7 @@ def pieces(sequences: list[Sequence]) -> Iterator[Piece]:
 
 
 def collate(sequences: list[Sequence]) -> MicroBatch:
-    """The packed tensors of some sequences, in their order; neighbours of one group share their prompt."""
+    """The packed tensors of some sequences, in their order. Neighbours of one group share their prompt."""
     packed = list(pieces(sequences))
     prompts = prompt_lengths(packed)
     rollouts = [rollout for _, rollout in sequences]
@@ -75,7 +75,6 @@ def collate(sequences: list[Sequence]) -> MicroBatch:
     width = int(lengths.max())
     position_ids = torch.cat([torch.arange(p.position, p.position + len(p.ids)) for p in packed])
     sequence_ids = torch.cat([torch.full((len(p.ids),), p.sequence) for p in packed])
-
     loss_mask = torch.cat([torch.full((len(p.ids),), p.rollout is not None) for p in packed])
 
     def aligned(field: str) -> Tensor:
@@ -120,7 +119,7 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
 
 
 def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
-    """Of each prompt its own places, and those of each of its completions."""
+    """For each prompt, the number of its own places and of those of each completion."""
     found: list[list[int]] = []
     for piece in packed:
         if piece.rollout is None:
@@ -130,13 +129,13 @@ def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
 
 
 def count_copies(prompts: list[tuple[int, ...]]) -> Tensor:
-    """(T,): of how many sequences each place is; a prompt's own places are of all its completions."""
+    """(T,): how many sequences share each place; all completions of a prompt share its own places."""
     counts = [count for own, *others in prompts for count in (len(others), *[1] * len(others))]
     return torch.tensor(counts).repeat_interleave(torch.tensor([length for lengths in prompts for length in lengths]))
 
 
 def all_or_none(rollouts: list[Rollout], name: str) -> bool:
-    """Whether the rollouts have the field; ValueError where only some have it."""
+    """Whether the rollouts have the field; ValueError where only some of them do."""
     present = [getattr(rollout, name) is not None for rollout in rollouts]
     if any(present) and not all(present):
         raise ValueError(f"{sum(present)} of {len(present)} rollouts have {name}; give it to all of them, or to none")

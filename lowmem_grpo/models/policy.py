@@ -17,14 +17,14 @@ from lowmem_grpo.offload.activations import drops, enable_checkpointing
 from lowmem_grpo.offload.embedding import HostEmbedding
 from lowmem_grpo.types import MicroBatch
 
-LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has counts
+LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # we take the first that a config has
 KNOWN = ("Take a model with plain attention in all layers: Llama, Qwen2, Qwen2.5, Qwen3, Mistral, Gemma 3 (text), "
          "Phi-3, Phi-4")
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The frozen output head and what the model's config does to its logits."""
+    """The frozen output head, and what the model's config does to its logits."""
 
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
@@ -55,7 +55,7 @@ def logit_shape(config: Any) -> dict[str, Any]:
 
 
 def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> torch.dtype | None:
-    """The dtype of mixed precision; None where none is asked for, or the model already has it."""
+    """The dtype of mixed precision; None if the user asks for none, or the model already has it."""
     own: torch.dtype = model.get_input_embeddings().weight.dtype
     wanted = torch.bfloat16 if bf16 else torch.float16 if fp16 else own
     if wanted == own:
@@ -68,8 +68,8 @@ def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> torch.dtype
 class Policy:
     """A causal language model with a frozen head (under PEFT, or bare), computing on packed micro-batches.
 
-    `autocast_dtype` is the dtype of mixed precision, or None to compute in the model's own dtype. `logits_chunk` tokens
-    have logits at a time; None chooses by the device's memory.
+    `autocast_dtype` is the dtype of mixed precision; None computes in the model's own dtype. `logits_chunk` is the
+    number of tokens whose logits exist at a time; None chooses it by the device's memory.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Policy:
         self.backbone = getattr(base, base.base_model_prefix)
         self.head = OutputHead.of(base)
         self.autocast_dtype = autocast_dtype
-        self.dropped: bool | None = None  # whether something did in the last pass
+        self.dropped: bool | None = None  # whether the last pass had dropout
 
     @property
     def device(self) -> torch.device:
@@ -101,11 +101,11 @@ class Policy:
 
     @property
     def drops(self) -> bool:
-        """Whether training has dropout, LoRA's or the model's own."""
+        """Whether training has dropout, of LoRA or of the model itself."""
         return drops(self.base)
 
     def follow_dropout(self) -> None:
-        """Checkpointed layers keep random states for as long as something drops, which may change at any time."""
+        """Checkpointed layers must keep random states while there is dropout, which may change at any time."""
         now = self.drops
         if now != self.dropped and getattr(self.base, "is_gradient_checkpointing", False):
             enable_checkpointing(self.base, True)
@@ -121,7 +121,7 @@ class Policy:
         """The backbone's last hidden states (T, D) of a packed batch."""
         self.follow_dropout()
         layout = PackedLayout.of(batch)
-        unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers does not build a (T, T) one
+        unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers builds no (T, T) mask
         embedding = self.base.get_input_embeddings()
         told = embedding.knowing(batch.host_ids) if isinstance(embedding, HostEmbedding) else nullcontext()
         with self.autocast(), told:
@@ -133,7 +133,7 @@ class Policy:
         return out.last_hidden_state[0]
 
     def check_packed(self, calls: int) -> None:
-        """Raise ValueError where layers did not keep packed sequences apart: they have another kind of attention."""
+        """Raise ValueError if some layers have another kind of attention, which would mix packed sequences."""
         layers = self.base.config.get_text_config().num_hidden_layers
         if calls != layers:
             raise ValueError(
@@ -144,7 +144,7 @@ class Policy:
     def logprobs(
         self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(logprobs (N,), entropy (N,)) of the batch's N completion tokens; the entropy takes a gradient on demand."""
+        """(logprobs (N,), entropy (N,)) of the batch's N completion tokens; the entropy has a gradient on demand."""
         hidden = batch.at_trained(self.hidden(batch)).to(self.head.weight.dtype)
         head = self.head
         result = linear_logprobs(
@@ -162,6 +162,6 @@ class Policy:
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """The adapter is off inside: the reference policy, with no second model."""
+        """Inside, the adapter is off: the reference policy, without a second model."""
         with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
             yield

@@ -1,7 +1,7 @@
 """A stored model: its weights in 16 bit or in 4-bit NF4, and its tokenizer.
 
-transformers reads a tensor, quantizes it and lets go of it before the next one, so that a 70B checkpoint needs its
-4-bit size and one tensor, on host and device. (Files are mapped: their pages are the system's to drop.)
+transformers reads a tensor, quantizes it and frees it before the next one, so a 70B checkpoint needs memory for its
+4-bit size and one tensor, on host and device. (Files are mapped, so the system may drop their pages at any time.)
 """
 
 import logging
@@ -32,17 +32,17 @@ class Pretrained:
     options: dict[str, Any]  # revision and token
 
     def load(self, dtype: torch.dtype, device: str, load_in_4bit: bool) -> tuple[PreTrainedModel, Any]:
-        """The frozen model on its device, and its tokenizer. What is stored in 4 bit stays as it is."""
+        """The frozen model on its device, and its tokenizer. A checkpoint in 4 bit stays as it is."""
         with self.naming_the_model(), freed_memory_returned():
             stored_in_4bit = self.is_stored_in_4bit()
             tokenizer = AutoTokenizer.from_pretrained(self.path, **self.options)
-            quantize = load_in_4bit and not stored_in_4bit  # None would overrule what the checkpoint says of itself
+            quantize = load_in_4bit and not stored_in_4bit  # passing None would overrule the checkpoint's own config
             model = AutoModelForCausalLM.from_pretrained(
                 self.path, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME, **self.options,
                 **{"quantization_config": nf4(dtype)} if quantize else {},
             )
         if stored_in_4bit:
-            logger.info("%s is stored in 4 bit: its weights are taken as they are", self.name)
+            logger.info("%s is stored in 4 bit: its weights are used as they are", self.name)
             compute_in(model, dtype)
         keep_layout(model)
         return model.requires_grad_(False), tokenizer
@@ -64,7 +64,7 @@ class Pretrained:
 
     @contextmanager
     def naming_the_model(self) -> Iterator[None]:
-        """Inside, an OSError says which model is not there, in one line."""
+        """Inside, an OSError says in one line which model could not be found."""
         try:
             yield
         except OSError as error:
@@ -87,14 +87,14 @@ def linears_in_4bit(model: PreTrainedModel) -> Iterator[Any]:
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make weights that were quantized in another dtype compute in `dtype`: what was stored is not touched."""
+    """Make weights that were quantized in another dtype compute in `dtype`; the stored numbers do not change."""
     for module in linears_in_4bit(model):
         module.compute_dtype = module.weight.quant_state.dtype = dtype
 
 
 def keep_layout(model: PreTrainedModel) -> None:
-    """Keep 4-bit weights as they are: on CPUs with AVX512-BF16, bitsandbytes would repack them in the first forward
-    pass in evaluation mode, and no gradient flows through repacked ones."""
+    """Keep 4-bit weights as they are. On CPUs with AVX512-BF16, bitsandbytes would repack them in the first forward
+    pass in evaluation mode, and no gradient flows through repacked weights."""
     for module in linears_in_4bit(model):
         module.support_avx512bf16_for_cpu = False
 
@@ -105,7 +105,7 @@ def first_line(error: BaseException) -> str:
 
 
 def resolve(model_name: str) -> str:
-    """A folder for "tiny", the name itself otherwise; OSError for what is clearly a path to nothing."""
+    """The folder of "tiny" or of a path, otherwise the name itself; OSError for a path that leads to no model."""
     if model_name == TINY:
         return str(files("lowmem_grpo") / "assets" / TINY)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1

@@ -23,7 +23,7 @@ def load(device: torch.device, name: str = "tiny", **options: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_weight_has_other_bits_than_bitsandbytes_gives_it_or_is_read_otherwise(
+def test_a_weight_has_the_bits_that_bitsandbytes_gives_it_and_is_read_alike(
     device: torch.device, dtype: torch.dtype
 ) -> None:
     model, stored = load(device, dtype=dtype), load_file(TINY / "model.safetensors")
@@ -51,7 +51,7 @@ def test_a_weight_has_other_bits_than_bitsandbytes_gives_it_or_is_read_otherwise
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_16_bit_weights_are_not_the_stored_ones_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
+def test_16_bit_weights_are_the_stored_ones_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
     model, stored = load(device, dtype=dtype, load_in_4bit=False), load_file(TINY / "model.safetensors")
     for name, parameter in model.inner.named_parameters():
         assert parameter.device == device and not parameter.requires_grad
@@ -60,7 +60,7 @@ def test_16_bit_weights_are_not_the_stored_ones_rounded_once(device: torch.devic
 
 @gpu
 @pytest.mark.parametrize("four_bit", [True, False])
-def test_loading_takes_much_more_of_the_card_than_the_model_does(four_bit: bool, tmp_path: Path) -> None:
+def test_loading_takes_little_more_of_the_card_than_the_model_does(four_bit: bool, tmp_path: Path) -> None:
     stored, largest = save_large(tmp_path)
     load(CARD)  # what is made once is made
     torch.cuda.synchronize()
@@ -77,7 +77,7 @@ def test_loading_takes_much_more_of_the_card_than_the_model_does(four_bit: bool,
 
 
 @gpu
-def test_the_default_dtype_is_one_that_the_card_only_emulates() -> None:
+def test_the_default_dtype_is_one_that_the_card_computes_in() -> None:
     in_hardware = torch.cuda.get_device_capability() >= (8, 0)
     assert is_bfloat16_supported() == in_hardware
     assert compute_dtype(None) == (torch.bfloat16 if in_hardware else torch.float16)
@@ -87,7 +87,7 @@ def test_the_default_dtype_is_one_that_the_card_only_emulates() -> None:
 
 
 @pytest.mark.parametrize(("in_hardware", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
-def test_a_card_that_only_emulates_bfloat16_is_given_it(
+def test_a_card_that_only_emulates_bfloat16_gets_float16(
     in_hardware: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

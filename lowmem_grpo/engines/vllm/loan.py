@@ -1,4 +1,4 @@
-"""What one engine borrows of the trainer's model, from its start to its end."""
+"""What one engine borrows from the trainer's model, from its start to its end."""
 
 import logging
 from collections.abc import Hashable
@@ -22,8 +22,8 @@ class Loan:
     """The trainer's frozen tensors under the engine's names, and a copy of the adapter that is sampled with.
 
     base: the trainer's transformers model, with peft's layers in place. adapter: the name of the one to sample with;
-    None takes the active one. copy: the slots to sample from, if they shall outlive this; None makes one slot. room:
-    where 4-bit weights lie dequantized while the engine samples; None computes with the 4-bit ones.
+    None takes the active one. copy: the slots to sample from, if they should outlive this object; None makes one slot.
+    room: where dequantized 4-bit weights lie while the engine samples; None computes with the 4-bit ones.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Loan:
     # While the engine starts.
 
     def linear(self, prefix: str, parts: dict[str, list[str]]) -> BorrowedLinear:
-        """The trainer's modules behind the engine's linear layer `prefix`, by the parts that its model class names."""
+        """The trainer's modules behind the engine's linear layer `prefix`, whose `parts` its model class names."""
         parent, _, name = prefix.rpartition(".")
         modules = {path: self.module(path, prefix) for path in (f"{parent}.{part}" for part in parts.get(name, [name]))}
         loras = [lora_of(path, module, self.adapter) for path, module in modules.items()]
@@ -78,7 +78,7 @@ class Loan:
         return self.others[name]
 
     def check_complete(self) -> None:
-        """Raise BorrowError where the trainer has weights that the engine does not ask for."""
+        """Raise BorrowError if the trainer has weights that the engine does not ask for."""
         linears = tuple(f"{path}." for linear in self.linears.values() for path in linear.modules)
         left = [name for name, _ in self.base.named_parameters()
                 if name not in self.others and not name.startswith(linears)]
@@ -87,7 +87,7 @@ class Loan:
                               f"{left[:5]}. {OTHER_ENGINE}")
 
     def widen(self) -> None:
-        """Dequantize 4-bit weights once for all layers, which are known now, where there is room for that."""
+        """Dequantize the 4-bit weights of all layers once, now that they are known, where memory has room for it."""
         if self.room is not None:
             products = [product for linear in self.linears.values() for product in linear.products]
             self.wide = SamplingWeights(products, self.dtype, self.device, self.room)
@@ -103,7 +103,7 @@ class Loan:
     # While it lives.
 
     def check(self) -> None:
-        """Raise BorrowError where the trainer's tensors are not those that were borrowed."""
+        """Raise BorrowError if the trainer's tensors are not those that were borrowed."""
         for linear in self.linears.values():
             for path, module in linear.modules.items():
                 if self.module(path, linear.name) is not module:
@@ -116,7 +116,7 @@ class Loan:
             adapters.check_same(self.copy.sampled, self.loras(self.adapter), str(self.adapter))
 
     def publish(self, version: int) -> None:
-        """Give a copy with two slots the adapter as it is now."""
+        """Copy the adapter as it is now into the second slot, if there is one."""
         if self.copy.is_published:
             live = self.loras(self.adapter)
             adapters.check_same(self.copy.sampled, live, str(self.adapter))
@@ -128,7 +128,7 @@ class Loan:
             self.wide.fill()
 
     def drop_weights(self) -> None:
-        """Let go of dequantized weights, before training or sleep."""
+        """Release dequantized weights, before training or sleep."""
         if self.wide is not None:
             self.wide.drop()
 
@@ -138,7 +138,7 @@ class Loan:
                 for prefix, linear in self.linears.items()}
 
     def take(self, base_model: bool) -> Hashable:
-        """From now on compute what the trainer would now, or the base model; gives what identifies that."""
+        """From now on compute what the trainer would compute now, or the base model; returns what identifies it."""
         active = adapters.active_in(self.modules())
         if base_model or active.off or active.name is None:
             self.copy.clear()
@@ -146,14 +146,14 @@ class Loan:
         if active.name == self.adapter:
             return self.copy.take(self.loras(active.name))
         self.copy.substitute(self.loras(active.name), active.name)
-        return object()  # equal to nothing else: what these values are is not known
+        return object()  # equal to nothing else, because we do not track these values
 
     def modules(self) -> dict[str, nn.Module]:
         """Every borrowed linear module, by its path."""
         return {path: module for linear in self.linears.values() for path, module in linear.modules.items()}
 
     def close(self) -> None:
-        """Let go of the trainer's tensors, and of the room for dequantized ones."""
+        """Release the trainer's tensors, and the room for dequantized ones."""
         self.drop_weights()
         self.wide = self.room = None
         for linear in self.linears.values():
@@ -163,7 +163,7 @@ class Loan:
 
 
 def adapted(base: nn.Module) -> dict[str, Any]:
-    """The modules that have adapters, by their path; BorrowError where one is no LoRA."""
+    """The modules that have adapters, by their path; BorrowError if one is not LoRA."""
     found = {path: module for path, module in base.named_modules() if hasattr(module, "base_layer")}
     for path, module in found.items():
         adapters.check_kind(path, module, None)
@@ -171,7 +171,7 @@ def adapted(base: nn.Module) -> dict[str, Any]:
 
 
 def active_adapter(base: nn.Module) -> str | None:
-    """The name of the adapter that is active in a model, also while it is turned off."""
+    """The name of the adapter that is active in a model, even while it is turned off."""
     return adapters.active_in(adapted(base)).name
 
 
@@ -188,7 +188,7 @@ def copy_to_publish(policy: Policy, adapter: str | None) -> AdapterCopy:
 
 
 def tensor_at(base: nn.Module, name: str) -> list[Tensor]:
-    """The parameter of that name, also one that is tied to another; empty where there is none."""
+    """The parameter of that name, which may be tied to another; empty if there is none."""
     try:
         return [base.get_parameter(name)]
     except AttributeError:

@@ -1,9 +1,9 @@
 """How vLLM is made to compute with the trainer's tensors: a quantization method and a model loader, both registered.
 
 vLLM asks the quantization config for a method for each linear layer, embedding and head; ours makes no weights and
-computes with the trainer's. Then it asks the loader for the rest; ours points each remaining parameter (norms) at the
-trainer's storage. No weight is copied and nothing of vLLM is changed. Both registries are public and are the same in
-the versions of `installed.py`.
+computes with the trainer's. Then vLLM asks the loader for the rest; ours points each remaining parameter (the norms) at
+the trainer's storage. We copy no weight and change nothing of vLLM. Both registries are public and the same in all
+versions that `installed.py` allows.
 """
 
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ from lowmem_grpo.kernels.matmul import matmul_fp32
 
 __all__ = ["LLM", "NAME", "SamplingParams", "check_architecture", "cleanup_dist_env_and_memory", "envs", "lending"]
 NAME = "lowmem_grpo"  # of the quantization method and of the load format
-LENT: list[Loan] = []  # the loan that vLLM's registries serve now: vLLM makes its objects by name
+LENT: list[Loan] = []  # the loan that vLLM's registries serve now, because vLLM makes our objects by name
 
 
 @contextmanager
 def lending(loan: Loan) -> Iterator[None]:
-    """Inside, what vLLM loads in this format is lent by `loan`."""
+    """Inside, `loan` provides what vLLM loads in this format."""
     LENT.append(loan)
     try:
         yield
@@ -54,16 +54,16 @@ def check_architecture(name: str) -> None:
 
 
 class BorrowedLinearMethod(LinearMethodBase):
-    """A linear layer that has no weights and computes with the trainer's, LoRA and bias included."""
+    """A linear layer without weights, which computes with the trainer's, LoRA and bias included."""
 
     def __init__(self, linear: BorrowedLinear) -> None:
         self.name, self.out_features = linear.name, linear.out_features
 
     def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
-        """None: they are the trainer's."""
+        """Nothing to create: they are the trainer's."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return borrowed_linear(x, self.out_features, self.name)  # the trainer's bias is in it
+        return borrowed_linear(x, self.out_features, self.name)  # the trainer's bias is included
 
 
 class BorrowedEmbeddingMethod(QuantizeMethodBase):
@@ -90,7 +90,7 @@ class BorrowedEmbeddingMethod(QuantizeMethodBase):
 
 @register_quantization_config(NAME)
 class BorrowedConfig(QuantizationConfig):
-    """Asked by vLLM for the method of every layer."""
+    """vLLM asks it for the method of every layer."""
 
     def get_name(self) -> str:
         return NAME
@@ -112,7 +112,7 @@ class BorrowedConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         loan = current()
-        if isinstance(layer, VocabParallelEmbedding):  # a head is one as well
+        if isinstance(layer, VocabParallelEmbedding):  # an output head is one as well
             module = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))
             check_vocabulary(prefix, module, layer)
             return BorrowedEmbeddingMethod(module)
@@ -145,7 +145,7 @@ class BorrowedLoader(BaseModelLoader):
     """Points vLLM's remaining parameters at the trainer's."""
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        if model_config.using_transformers_backend():  # it would change the classes that the trainer's model is of
+        if model_config.using_transformers_backend():  # it would change the classes of the trainer's model
             raise BorrowError(f"this vLLM has no {model_config.architectures[0]} of its own, only transformers' model "
                               f"in its place. {OTHER_ENGINE}")
         return super().load_model(vllm_config, model_config, prefix)

@@ -1,12 +1,13 @@
-"""vLLM's memory pool, which sleep unmaps and waking maps at the same addresses: a shortage in it, and room of our own.
+"""vLLM's memory pool, which sleep unmaps and waking maps again at the same addresses: what to do when it runs out of
+memory, and a buffer of our own in it.
 
-The pool (CUDA's virtual memory, `csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping
-what is not mapped sets it, and the allocations that follow give nothing, or leak: so after a shortage all of the pool
-is mapped, or none, and its error is forgotten. What it holds are tagged segments. `sleep(level=1)` copies those tagged
-"weights" to the host and throws the rest away: a buffer under a tag of ours costs nothing while it sleeps.
+The pool (CUDA's virtual memory, `csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping what
+is not mapped sets it, and later allocations then return nothing, or leak. So after a shortage we leave all of the pool
+mapped, or none of it, and clear its error. The pool holds tagged segments. `sleep(level=1)` copies those tagged
+"weights" to the host and drops the rest, so a buffer under a tag of ours costs nothing while it sleeps.
 
-None of this is public, so all use of it is in this file. It is so in vLLM 0.26 to 0.32, as read in the source; nothing
-of it has run on a card. tests/engines/vllm/test_pool.py fails where it moves.
+None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.32; it has not been tested
+on a card. tests/engines/vllm/test_pool.py fails if it changes.
 """
 
 import ctypes
@@ -30,33 +31,33 @@ logger = logging.getLogger(__name__)
 ALLOCATOR = "vllm.device_allocator.cumem"
 EXTENSION = "vllm.cumem_allocator"  # in C; builds for CPUs have none
 CHECKED = ((0, 26), (0, 32))  # first and last version
-TAG = "sampling_weights"  # of segments whose contents may be thrown away
-SEGMENT = 32 << 20  # bytes: torch gives a segment of its own to 10 MiB or more, in steps of 2 MiB, with nothing left
+TAG = "sampling_weights"  # of segments whose contents may be dropped
+SEGMENT = 32 << 20  # bytes: torch gives 10 MiB or more a segment of its own, in steps of 2 MiB, with nothing left over
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'
 MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported",
-           "one instance per process")  # the last: a start that broke off has left something in it
+           "one instance per process")  # the last: a start that failed has left something in it
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether vLLM did not start for want of its pool: a build without it, a driver without virtual memory, or a pool
-    that is still in use."""
+    """Whether vLLM did not start because it lacks its pool: the build has none, the driver has no virtual memory, or
+    the pool is still in use."""
     return any(words in str(error) for words in MISSING)
 
 
 def unmap(llm: Any) -> None:
-    """Put to sleep again what a `wake_up` that broke off has mapped: vLLM's worker falls asleep, though its executor
-    believes that it sleeps already. Older pools stop at the first part that is not mapped, after those that are."""
+    """Unmap what a failed `wake_up` has mapped: we put vLLM's worker to sleep, though its executor believes that it
+    sleeps already. Older pools stop at the first part that is not mapped, which comes after those that are."""
     with suppress(Exception):
         llm.collective_rpc("sleep", kwargs={"level": 1})
 
 
 def woken(llm: Any) -> bool:
-    """Wake an engine that is to end, if memory has room for it; whether it is awake."""
+    """Wake an engine before it ends, if memory has room for it; returns whether it is awake."""
     if not llm.llm_engine.is_sleeping():
         return True
     try:
         llm.wake_up()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the engine has to end
+    except Exception as error:  # noqa: BLE001 - the engine has to end in any case
         logger.debug("vLLM's engine ends asleep (%s: %s)", type(error).__name__, error)
         unmap(llm)
         return False
@@ -64,8 +65,8 @@ def woken(llm: Any) -> bool:
 
 
 def reset() -> None:
-    """Drop the pools that an ended engine or a start that broke off has left, with the errors before and of doing so:
-    memory that is given back while there is one is lost."""
+    """Drop the pools that an ended engine or a failed start has left. Clear the pool's error before and after: memory
+    that is freed while an error is set is lost."""
     with suppress(ImportError):
         extension, held = import_module(EXTENSION), import_module(ALLOCATOR).CuMemAllocator.instance
         forget(extension)
@@ -75,26 +76,26 @@ def reset() -> None:
 
 
 def forget(extension: Any) -> None:
-    """Clear the extension's error, which its own calls do in raising it: unmapping nothing is a call that fails. A
-    driver that takes it for done goes on to release the handle, so there is one, of nothing."""
+    """Clear the extension's error. Its own calls clear it when they raise it, so we make one that fails: unmapping
+    nothing. A driver that accepts it goes on to release the handle, so we pass one that refers to nothing."""
     handle = ctypes.c_ulonglong(0)
     with suppress(RuntimeError):
         extension.python_unmap_and_release(0, 0, 0, ctypes.addressof(handle))
 
 
 def pool() -> Any:
-    """The module of vLLM that has the pool."""
+    """The module of vLLM that holds the pool."""
     return import_module(ALLOCATOR)
 
 
 def vllm_version() -> str:
-    """Of the vLLM that is installed, under whichever name."""
+    """The version of the installed vLLM, under either name."""
     found = installed()
     return "0" if found is None else found[1]
 
 
 def why_not() -> str | None:
-    """Why there is no such room here; None where there is."""
+    """Why we cannot put a buffer into the pool here; None where we can."""
     version = vllm_version()
     if not CHECKED[0] <= Version(version).release[:2] <= CHECKED[1]:
         first, last = (".".join(map(str, numbers)) for numbers in CHECKED)
@@ -105,13 +106,13 @@ def why_not() -> str | None:
 
 
 class SleepingRoom:
-    """One buffer in vLLM's pool, for as long as an engine lives; made while vLLM loads the model."""
+    """One buffer in vLLM's pool, which lives as long as the engine; made while vLLM loads the model."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None  # bytes
 
     def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(numbers,), always at the same address. BorrowError where the pool is not as it was when it was read."""
+        """(numbers,), always at the same address. Raises BorrowError if the pool is not as we read it in the source."""
         size = numbers * dtype.itemsize
         if self.buffer is None:
             self.buffer = made_in_pool(-(-size // SEGMENT) * SEGMENT, device)
@@ -119,7 +120,7 @@ class SleepingRoom:
 
 
 def made_in_pool(size: int, device: torch.device) -> Tensor:
-    """(size,) bytes in a segment of their own, under our tag: nothing of vLLM's can lie in it and be thrown away."""
+    """(size,) bytes in a segment of their own, under our tag, so that nothing of vLLM's is dropped with it."""
     if why := why_not():
         raise BorrowError(f"{why}. {ADVICE}")
     allocator = pool().CuMemAllocator.get_instance()

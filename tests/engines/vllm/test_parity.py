@@ -29,7 +29,9 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = {"bfloat16": (BF16, False), "nf4 in bfloat16": (BF16, True), "float32": (FP32, False)}
 BOUND = {BF16: 0.003, FP32: 1e-5}  # of the mean |difference| of log-probabilities
-CASES = [(family, kind) for family in ALL for kind in KINDS]
+# What a family changes is how its layers map onto vLLM's, which float32 shows best; what a kind of weight changes is
+# the same for all families but for biases (Qwen2) and other norms, windows and a soft cap (Gemma 3).
+CASES = [(family, kind) for family in ALL for kind in KINDS if kind == "float32" or family in ("Qwen2", "Gemma3")]
 
 
 def sample(engine: VLLMEngine, tokens: int = 64, n: int = 8) -> list[list[Rollout]]:
@@ -54,21 +56,8 @@ def test_the_sampler_agrees_with_the_trainer_before_and_after_the_adapter_moves(
         assert_borrowed(engine, policy)
 
 
-@pytest.mark.parametrize("four_bit", [False, True])
-def test_the_sampler_agrees_with_the_trainer_on_a_trained_model(four_bit: bool, tmp_path: Path) -> None:
-    policy = policy_of("tiny", FP32, four_bit, tmp_path)
-    with engine_on(policy) as engine:
-        for version, size in enumerate((0.0, 0.05)):
-            move_adapter(policy, size)
-            engine.on_policy_update(version)
-            assert differences(policy, PROMPTS, sample(engine)).abs().mean() <= 1e-5
-
-
-@pytest.mark.parametrize("four_bit", [False, True])
-def test_vllm_allocates_under_a_hundredth_of_the_model_and_keeps_nothing_of_a_call(
-    four_bit: bool, tmp_path: Path
-) -> None:
-    policy = policy_of("Llama", BF16, four_bit, tmp_path, **REAL)
+def test_vllm_allocates_under_a_hundredth_of_the_model_and_keeps_nothing_of_a_call(tmp_path: Path) -> None:
+    policy = policy_of("Llama", BF16, True, tmp_path, **REAL)
     move_adapter(policy, 0.05)
     model = sum(storages([tensor for _, tensor in held_by(policy.base)]).values())
     with engine_on(policy) as engine:

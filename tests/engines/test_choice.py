@@ -267,33 +267,6 @@ def test_base_live_and_saved_adapters_give_on_vllm_what_they_give_on_transformer
 
 
 @needs_vllm
-def test_sampling_with_a_saved_adapter_on_vllm_leaves_the_live_one_alone(sampled: FastPeftModel, saved: Path) -> None:
-    sampled.train()
-    before = {name: (p.data_ptr(), p.requires_grad, p.detach().clone()) for name, p in sampled.named_parameters()}
-    sampled.fast_generate(PROMPTS, GREEDY, sampled.load_lora(saved))
-    after = dict(sampled.named_parameters())
-    assert list(after) == list(before)
-    for name, (address, trains, value) in before.items():
-        assert (after[name].data_ptr(), after[name].requires_grad) == (address, trains), name
-        assert torch.equal(after[name], value), name
-    assert sampled.training
-    assert sampled.active_adapter == "default"
-
-
-@needs_vllm
-def test_outputs_on_vllm_have_every_field_and_n_completions(sampled: FastPeftModel) -> None:
-    (output,) = sampled.fast_generate(CHAT, SamplingParams(n=3, max_tokens=10, seed=0), sampled.current_lora())
-    tokenizer = sampled.loaded.tokenizer
-    assert output.prompt == tokenizer.decode(output.prompt_token_ids)
-    assert [completion.index for completion in output.outputs] == [0, 1, 2]
-    for completion in output.outputs:
-        assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        assert len(completion.logprobs) == len(completion.token_ids) <= 10
-        assert all(logprob <= 0 for logprob in completion.logprobs)
-        assert completion.finish_reason in ("stop", "length")
-
-
-@needs_vllm
 def test_vllms_own_sampling_params_mean_what_ours_mean(sampled: FastPeftModel, plain: FastPeftModel) -> None:
     sampled.engine()  # sets up vLLM's environment before it is imported here
     import vllm
@@ -331,20 +304,6 @@ def test_a_field_of_vllms_sampling_params_that_we_do_not_honour_is_refused_by_na
 
 
 @needs_vllm
-def test_one_engine_is_made_and_given_to_everyone_who_asks(sampled: FastPeftModel, tmp_path: Path) -> None:
-    engine = sampled.engine()
-    assert isinstance(engine, VLLMEngine)
-    sampled.fast_generate("Start", GREEDY, sampled.current_lora())
-    trainer = GRPOTrainer(
-        model=sampled, reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=GRPOConfig(output_dir=str(tmp_path), max_completion_length=8, num_generations=2,
-                        per_device_train_batch_size=2),
-        train_dataset=[{"prompt": "Start with 1."}],
-    )
-    assert trainer.engine is engine is sampled.engine() is living()
-
-
-@needs_vllm
 def test_rollouts_of_the_trainer_come_from_vllm_with_the_live_adapter_and_training_goes_on(tmp_path: Path) -> None:
     model = adapt(load(True))
     trainer = GRPOTrainer(
@@ -353,7 +312,9 @@ def test_rollouts_of_the_trainer_come_from_vllm_with_the_live_adapter_and_traini
                         max_completion_length=8, learning_rate=1e-2, save_strategy="no", report_to="none"),
         train_dataset=[{"prompt": "Start with 1."}, {"prompt": "Start with 2."}],
     )
-    assert trainer.engine.name == "vllm"
+    engine = model.engine()
+    assert isinstance(engine, VLLMEngine)
+    assert trainer.engine is engine is living()  # one engine for everyone who asks
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     assert trainer.train().finished
     assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
@@ -363,7 +324,11 @@ def test_rollouts_of_the_trainer_come_from_vllm_with_the_live_adapter_and_traini
         logprobs, _ = Policy(model).logprobs(batch.to(DEVICE), 1.0)
     sampled_by_vllm = batch.rollout_logprobs[batch.loss_mask]
     assert (logprobs.cpu() - sampled_by_vllm).abs().max() < 1e-3
-    assert trainer.engine is model.engine()
+    model.close_engine()
+    model.close_engine()  # a second call does nothing
+    assert living() is None
+    trainer.rollout()
+    assert trainer.engine is living() is not engine  # the next call makes a new one
 
 
 @needs_vllm
@@ -383,39 +348,20 @@ def test_putting_lora_on_a_model_that_sampled_already_closes_its_engine_first() 
 
 
 @needs_vllm
-def test_a_closed_engine_is_made_anew_by_the_next_call(sampled: FastPeftModel) -> None:
-    live = texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora()))
-    old = sampled.engine()
-    sampled.close_engine()
-    sampled.close_engine()  # twice is once
-    assert living() is None
-    assert texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora())) == live
-    assert sampled.engine() is not old
-
-
-@needs_vllm
-def test_a_second_model_takes_the_engine_over_with_a_warning_and_the_first_can_take_it_back(
-    sampled: FastPeftModel, caplog: pytest.LogCaptureFixture
+def test_a_second_model_takes_the_engine_over_with_a_warning_and_a_run_of_the_first_takes_it_back(
+    sampled: FastPeftModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora()))
-    first, other = sampled.engine(), load("vllm", load_in_4bit=True)
-    with caplog.at_level("WARNING", logger="lowmem_grpo"):
-        other.fast_generate("Start", GREEDY)
-    assert "closing the vLLM engine of tiny" in caplog.text
-    assert (first.llm, living()) == (None, other.engine())
-    assert texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora())) == live
-
-
-@needs_vllm
-def test_a_run_goes_on_after_another_model_took_the_engine(sampled: FastPeftModel, tmp_path: Path) -> None:
     trainer = GRPOTrainer(
         model=sampled, reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
         args=GRPOConfig(output_dir=str(tmp_path), max_completion_length=8, num_generations=2,
                         per_device_train_batch_size=2, max_steps=3),
         train_dataset=[{"prompt": "Start with 1."}, {"prompt": "Start with 2."}],
     )
-    groups = trainer.rollout()
-    load("vllm", load_in_4bit=True).fast_generate("Start", GREEDY)
+    groups, first, other = trainer.rollout(), sampled.engine(), load("vllm", load_in_4bit=True)
+    with caplog.at_level("WARNING", logger="lowmem_grpo"):
+        other.fast_generate("Start", GREEDY)
+    assert "closing the vLLM engine of tiny" in caplog.text
+    assert (first.llm, living()) == (None, other.engine())  # type: ignore[attr-defined]
     trainer.update(groups)
     (group,) = trainer.rollout()
     assert [rollout.policy_version for rollout in group.rollouts] == [1, 1]

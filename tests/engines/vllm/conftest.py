@@ -1,0 +1,62 @@
+"""One vLLM engine for most tests of a file: it is made anew only where a test closed it or needed another."""
+
+from collections.abc import Iterator
+
+import pytest
+from small_models import load_model, with_adapter
+from transformers import PreTrainedTokenizerBase
+from vllm_models import CONTEXT, KV_BYTES, move_adapter
+
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.models.policy import Policy
+
+QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
+
+
+class Shared:
+    """One engine for most tests of this file: it is made anew where a test closed it or needed another."""
+
+    engine: VLLMEngine | None = None
+    policy: Policy
+
+
+def close_shared() -> None:
+    if Shared.engine is not None:
+        Shared.engine.close()
+        Shared.engine = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_at_the_end() -> Iterator[None]:
+    yield
+    close_shared()
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """The embedded model in float32, under an adapter with dropout, which must never act."""
+    return Policy(with_adapter(load_model("tiny"), lora_dropout=0.5).eval())
+
+
+@pytest.fixture
+def engine(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> VLLMEngine:
+    """The shared engine; the adapter is as at the start of each test."""
+    if Shared.engine is None or Shared.engine.llm is None:
+        Shared.engine = VLLMEngine(policy, tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES)
+    move_adapter(policy, 0.05)
+    Shared.engine.on_policy_update(0)
+    return Shared.engine
+
+
+@pytest.fixture
+def alone() -> None:
+    """No engine lives."""
+    close_shared()
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of different lengths, a single token among them."""
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
+    question = chat["input_ids"] if not isinstance(chat, list) else chat
+    return [question, tokenizer("Start with 5.")["input_ids"], [100]]

@@ -1,0 +1,186 @@
+"""Completions of vLLM's engine: settings, seeds, log-probabilities, and where each completion ends."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from vllm_models import (
+    CONTEXT,
+    LONG,
+    NEEDS_VLLM,
+    SAME,
+    distance,
+    ids_of,
+    states,
+)
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.decoding import truncate
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.lent_layers import LAYERS
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.types import Rollout
+
+pytestmark = NEEDS_VLLM
+
+
+@pytest.fixture
+def other(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    """transformers' engine on the same model."""
+    return TransformersEngine(policy, tokenizer, CONTEXT)
+
+
+def full_logits(policy: Policy, prompt: list[int], completion: list[int]) -> Tensor:
+    """(C, V) the trainer's logits of each sampled token."""
+    ids = torch.tensor([prompt + completion])
+    base = policy.model.get_base_model()
+    base.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            return policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+    finally:
+        base.set_attn_implementation("lowmem_grpo")
+
+
+def test_completions_of_a_prompt_share_its_prefill(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    layer = next(iter(LAYERS.values()))
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda x: rows.append(len(x)) or forward(x))
+    (group,) = engine.generate([LONG], SamplingParams(n=8, max_tokens=1, seed=1))
+    assert len(group) == 8
+    remainder = len(LONG) % 128  # whole blocks are shared
+    assert sum(rows) <= len(LONG) + 7 * remainder
+    assert sum(rows) >= len(LONG)
+
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "plain": {}, "ignore_eos": {"ignore_eos": True}, "one token": {"max_tokens": 1}, "cut": {"max_tokens": 7},
+    "stop tokens": {"stop_token_ids": [31, 287]}, "stop string": {"stop": "= "}, "stop strings": {"stop": ["qq", "="]},
+    "stop string kept": {"stop": "= ", "include_stop_str_in_output": True},
+    "stop string that is a special token": {"stop": "<|im_end|>", "ignore_eos": True},
+    "special tokens in the text": {"skip_special_tokens": False}, "longer than the context": {"max_tokens": 10_000},
+    "stop string that never comes": {"stop": "never", "max_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_greedy_completions_end_and_read_as_with_transformers_engine(
+    engine: VLLMEngine, other: TransformersEngine, prompts: list[list[int]], name: str
+) -> None:
+    params = replace(SamplingParams(temperature=0, max_tokens=60), **PARAMS[name])
+    for (got,), (expected,) in zip(engine.generate(prompts, params), other.generate(prompts, params), strict=True):
+        assert got.completion_ids == expected.completion_ids
+        assert (got.finish_reason, got.text) == (expected.finish_reason, expected.text)
+        difference = torch.tensor(got.rollout_logprobs) - torch.tensor(expected.rollout_logprobs)
+        assert difference.abs().mean() < SAME
+
+
+def test_a_completion_fills_the_context_and_no_more(engine: VLLMEngine) -> None:
+    params = SamplingParams(max_tokens=50, ignore_eos=True, seed=1)
+    lengths = [CONTEXT - 1, CONTEXT - 2, CONTEXT - 50, CONTEXT - 51, 4]
+    groups = engine.generate([[5 + number % 9 for number in range(length)] for length in lengths], params)
+    assert [len(rollout.completion_ids) for (rollout,) in groups] == [1, 2, 50, 50, 50]
+    assert {rollout.finish_reason for (rollout,) in groups} == {"length"}
+    with pytest.raises(ValueError, match=f"a prompt of {CONTEXT} tokens leaves no room in a context of {CONTEXT}"):
+        engine.generate([[5] * 4, [5] * CONTEXT], params)
+    assert len(engine.generate([[5] * 4], params)) == 1
+
+
+def test_the_same_seed_draws_the_same_tokens(engine: VLLMEngine, prompts: list[list[int]]) -> None:
+    assert engine.generate([], SamplingParams()) == []
+    params = SamplingParams(n=4, max_tokens=16, seed=7, ignore_eos=True)
+    first = ids_of(engine.generate(prompts, params))
+    assert ids_of(engine.generate(prompts, params)) == first
+    assert ids_of(engine.generate(prompts, replace(params, seed=8))) != first
+    assert ids_of(engine.generate(prompts, replace(params, seed=None))) != ids_of(
+        engine.generate(prompts, replace(params, seed=None))
+    )
+
+
+def test_no_two_completions_share_their_random_numbers(engine: VLLMEngine, prompts: list[list[int]]) -> None:
+    params = SamplingParams(n=8, max_tokens=24, ignore_eos=True, temperature=2.0)
+    drawn = [completion for seed in (7, 8) for group in
+             ids_of(engine.generate([prompts[0], prompts[0]], replace(params, seed=seed))) for completion in group]
+    assert len({tuple(completion) for completion in drawn}) == 32
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"temperature": 0.6}, {"temperature": 1.7}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.8}, {"top_k": 8, "min_p": 0.05}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
+], ids=str)
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
+    engine: VLLMEngine, policy: Policy, prompts: list[list[int]], options: dict[str, Any]
+) -> None:
+    params = SamplingParams(n=8, max_tokens=16, seed=3, ignore_eos=True, **options)
+    found = []
+    for prompt, group in zip(prompts, engine.generate(prompts, params), strict=True):
+        for rollout in group:
+            logits = full_logits(policy, prompt, rollout.completion_ids) / params.temperature
+            logprobs = truncate(logits, params).log_softmax(-1)
+            expected = logprobs.gather(1, torch.tensor(rollout.completion_ids)[:, None]).squeeze(1)
+            found.append(expected - torch.tensor(rollout.rollout_logprobs))
+    assert torch.cat(found).abs().max() < 1e-3
+    assert torch.cat(found).abs().mean() < SAME
+
+
+def test_tokens_are_drawn_with_their_probabilities(engine: VLLMEngine, policy: Policy) -> None:
+    prompt, count = [100], 4000
+    groups = engine.generate([prompt] * 4, SamplingParams(n=count // 4, max_tokens=1, seed=5, top_k=6))
+    logits = truncate(full_logits(policy, prompt, [0]), SamplingParams(top_k=6))
+    expected = logits.softmax(-1)[0] * count
+    counts = torch.bincount(torch.tensor([r.completion_ids[0] for g in groups for r in g]), minlength=len(expected))
+    kept = expected > 0
+    assert counts[~kept].sum() == 0
+    assert ((counts - expected).square() / expected)[kept].sum() < 25  # 5 degrees of freedom: once in 7,000 seeds
+
+
+def test_thousands_of_prompts_come_back_in_order(engine: VLLMEngine) -> None:
+    prompts = [[number % 300 + 3, 7, number % 11 + 3] for number in range(3000)]
+    groups = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=1))
+    assert len(groups) == 3000
+    few = [0, 299, 300, 1234, 2999]
+    assert [ids_of(groups)[number] for number in few] == ids_of(engine.generate([prompts[number] for number in few],
+                                                                 SamplingParams(temperature=0, max_tokens=1)))
+
+
+def test_a_seed_works_with_more_prompt_tokens_than_one_pass_reads(
+    engine: VLLMEngine, policy: Policy
+) -> None:
+    llm, prompts = engine.llm, [[(number * 31 + place * 7) % 300 + 3 for place in range(400)] for number in range(30)]
+    groups = engine.generate(prompts, SamplingParams(max_tokens=3, seed=2, ignore_eos=True))
+    assert distance(policy, prompts, groups) < SAME
+    assert engine.llm is llm
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_sampling_leaves_the_processs_random_numbers_alone(
+    engine: VLLMEngine, prompts: list[list[int]], seed: int | None
+) -> None:
+    before = states()
+    engine.generate(prompts, SamplingParams(n=2, max_tokens=4, seed=seed))
+    assert states() == before
+
+
+def test_each_prompt_is_reported_when_it_is_finished_with_the_rollouts_that_are_returned(
+    engine: VLLMEngine, prompts: list[list[int]]
+) -> None:
+    told: list[tuple[int, list[Rollout]]] = []
+    unfinished: list[bool] = []
+
+    def listen(prompt: int, rollouts: list[Rollout]) -> None:
+        told.append((prompt, rollouts))
+        unfinished.append(engine.unfinished)
+
+    params = SamplingParams(n=3, max_tokens=40, seed=4)
+    expected = engine.generate(prompts, params)
+    groups = engine.generate(prompts, params, listen)
+    assert ids_of(groups) == ids_of(expected)
+    assert sorted(prompt for prompt, _ in told) == [0, 1, 2] and unfinished == [True, True, False]
+    assert all(rollouts is groups[prompt] for prompt, rollouts in told)
+    longest = [max(len(rollout.completion_ids) for rollout in group) for group in groups]
+    assert [longest[prompt] for prompt, _ in told] == sorted(longest)

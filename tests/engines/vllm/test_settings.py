@@ -1,0 +1,32 @@
+"""What vLLM is told when it starts."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowmem_grpo.engines.vllm import settings as vllm_settings
+from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.model_shape import ModelShape, named_config
+from lowmem_grpo.memory.plan import RunSettings
+from lowmem_grpo.memory.rows import engine_workspace
+
+
+@pytest.mark.parametrize(("gib", "sequences", "tokens"), [
+    (15, 64, 2048), (16, 64, 2048), (22.5, 64, 4096), (24, 64, 4096), (32, 64, 8192), (141, 64, 8192), (15, 3000, 3000),
+])
+def test_the_plan_counts_the_prefills_that_the_engine_makes(
+    gib: float, sequences: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = int(gib * 2**30)
+    monkeypatch.setattr(vllm_settings.torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(total_memory=total))
+    card = SimpleNamespace(device=torch.device("cuda:0"))
+    assert vllm_settings.prefill(card, 512, sequences) == {"max_num_batched_tokens": tokens}  # type: ignore[arg-type]
+    shape, settings = ModelShape.of(named_config("qwen2.5-3b")), RunSettings(30_000, sequences=sequences)
+    of_token = engine_workspace(shape, replace(settings, context=2), Device("", total, total)) - engine_workspace(
+        shape, replace(settings, context=1), Device("", total, total))
+    found = engine_workspace(shape, settings, Device("", total, total))
+    assert found == engine_workspace(shape, replace(settings, context=1), Device("", total, total)) + of_token * (
+        tokens - 1)
