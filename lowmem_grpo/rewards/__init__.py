@@ -1,6 +1,6 @@
-"""Reward functions: verifiers, which say right or wrong, rewards, which pay, and what calls and checks them.
+"""Reward functions: verifiers say right or wrong, rewards pay, and the rest calls and checks them.
 
-Names load when they are first used. docs/rewards.md shows each ready-made one with an example.
+A name is loaded when it is first used. docs/rewards.md shows each ready-made one with an example.
 """
 
 from importlib import import_module

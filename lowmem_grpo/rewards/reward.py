@@ -11,41 +11,41 @@ CONTRACT = ("prompts", "completions", "completion_ids", "trainer_state", "log_ex
 
 
 class MeanOf(float):
-    """The mean of `count` values, for `log_metric`: a number like any other, for TRL too.
+    """The mean of `count` values, for `log_metric`. TRL takes it as any other number.
 
-    A plain number counts as a mean over all completions of its call. A share of some of them alone says how many these
-    are, so that a batch scored in several calls logs what a single call would. Raises ValueError for a count that is
-    not positive.
+    A plain number counts as a mean over all completions of its call. For a mean over only some of them, say how many
+    they are: a batch that is scored in several calls then logs what a single call would. Raises ValueError for a count
+    that is not positive.
     """
 
     count: float
 
     def __new__(cls, value: float, count: float) -> "MeanOf":
         if not count > 0:
-            raise ValueError(f"a mean of {count} values cannot be; log nothing where there is none")
+            raise ValueError(f"a mean of {count} values cannot be logged; if there are no values, log nothing")
         mean = super().__new__(cls, value)
         mean.count = count
         return mean
 
 
 class Reward(ABC):
-    """A reward function with a name of its own and the dataset columns that it reads; it can be pickled.
+    """A reward function that has a name and knows which dataset columns it reads. It can be pickled.
 
-    Called by keyword with `completions`, a list of N texts or chats, and a list of length N for each of its columns;
-    what else the contract passes is taken, and ignored where it is not used. Returns N floats, or None for "does not
-    apply". Raises TypeError for a column that is missing.
+    It is called by keyword with `completions`, a list of N texts or chats, and with a list of length N for each of its
+    columns; it ignores whatever else the contract passes. It returns N floats; None stands for "does not apply". Raises
+    TypeError if a column is missing.
     """
 
-    by_group = True  # looks at no completion beyond its prompt's group: may be called while other groups decode
-    after_sampling = False  # uses the rollout engine itself: is called when nothing decodes any more
-    time_limit: float | None = None  # seconds that it keeps to by itself, in place of GRPOConfig.reward_timeout
-    required = False  # None from it takes the whole group out of the step, whatever other functions pay
+    by_group = True  # looks only at one prompt's group at a time: may be called while other groups decode
+    after_sampling = False  # uses the rollout engine itself: is called after sampling
+    time_limit: float | None = None  # in seconds, in place of GRPOConfig.reward_timeout
+    required = False  # None from it leaves the whole group out of the step, whatever other functions pay
 
     def __init__(self, name: str, columns: tuple[str, ...] = ()) -> None:
         clashing = sorted({*columns} & {*CONTRACT, "prompt", "completion"})
         if clashing:
-            raise ValueError(f"{name} cannot read a column named {clashing[0]}: reward functions get that as something "
-                             "else; rename the column")
+            raise ValueError(f"{name} cannot read a column named {clashing[0]}: reward functions get something else "
+                             "under that name; rename the column")
         self.__name__, self.columns = name, columns
         keyword = inspect.Parameter.KEYWORD_ONLY
         named = [inspect.Parameter(argument, keyword) for argument in ("completions", *dict.fromkeys(columns))]
@@ -61,7 +61,7 @@ class Reward(ABC):
 
     @abstractmethod
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        """N rewards of N texts; `columns` are those that it reads, `call` is everything that was passed."""
+        """The rewards of N texts. `columns` holds the columns that it reads, `call` everything that was passed."""
 
     def __repr__(self) -> str:
         reads = f" (reads {', '.join(self.columns)})" if self.columns else ""
@@ -69,7 +69,7 @@ class Reward(ABC):
 
 
 class TextReward(Reward):
-    """A reward of each text by itself, with no column."""
+    """A reward that looks at each text by itself and reads no column."""
 
     def __init__(self, name: str, rule: Callable[[str], float | None]) -> None:
         super().__init__(name)
@@ -80,7 +80,7 @@ class TextReward(Reward):
 
 
 class LabelReward(Reward):
-    """A reward of each text by its row's value of one column; None where the row has none."""
+    """A reward of each text and its row's value in one column; None if the row has no value."""
 
     def __init__(self, name: str, rule: Callable[[str, Any], float | None], column: str) -> None:
         super().__init__(name, (column,))
@@ -92,7 +92,7 @@ class LabelReward(Reward):
 
 
 class TokenReward(Reward):
-    """A reward of each completion's token ids, which no chat template and no decoding has touched."""
+    """A reward of each completion's token ids, as they were sampled: before decoding and without a chat template."""
 
     def __init__(self, name: str, rule: Callable[[list[int]], float]) -> None:
         super().__init__(name)

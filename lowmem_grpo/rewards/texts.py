@@ -9,7 +9,7 @@ def completion_texts(completions: list[Any]) -> list[str]:
 
 
 def completion_text(completion: Any) -> str:
-    """A string as it is, of chat messages the last one's content, empty where it has none."""
+    """A string as it is; of chat messages the content of the last one, which may be empty."""
     if isinstance(completion, str):
         return completion
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):

@@ -1,4 +1,4 @@
-"""A verifier says of a completion whether it is right; it pays nothing. `Verifier.reward` makes a reward of it."""
+"""A verifier says whether a completion is right, and pays nothing. `Verifier.reward` makes a reward from it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -6,33 +6,33 @@ from typing import Any
 
 from lowmem_grpo.rewards.reward import MeanOf, Reward
 
-Verdict = bool | None  # None: it cannot be said, for example because the label is no number
+Verdict = bool | None  # None: it cannot tell, for example because the label is not a number
 
 
 class Verifier(ABC):
-    """Right, wrong, or None where that cannot be said. It is no reward function: `.reward(right, wrong)` makes one."""
+    """Says right, wrong, or None if it cannot tell. It is not a reward function: `.reward(right, wrong)` makes one."""
 
     name: str
-    columns: tuple[str, ...] = ()  # of the dataset, that it reads
+    columns: tuple[str, ...] = ()  # of the dataset: those that it reads
 
     @abstractmethod
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
-        """One verdict for each of N texts; `columns` has a list of length N for each of `self.columns`."""
+        """A verdict on each of N texts. `columns` has a list of length N for each of `self.columns`."""
 
     def verify(self, completion: str, **columns: Any) -> Verdict:
-        """The verdict on one text, its columns' values given by name."""
+        """The verdict on one text, with the values of its columns by name."""
         return self.verdicts([completion], **{name: [value] for name, value in columns.items()})[0]
 
     def reward(self, right: float = 1.0, wrong: float = 0.0, name: str | None = None) -> "VerifiedReward":
-        """A reward function that pays `right` or `wrong`, and None where there is no verdict."""
+        """A reward function that pays `right` or `wrong`, and None if there is no verdict."""
         return VerifiedReward(self, right, wrong, name or self.name)
 
 
 class LabelVerifier(Verifier):
-    """A verifier that compares each text with its row's value of one column."""
+    """A verifier that compares each text with its row's value in one column."""
 
     def __init__(self, name: str, judge: Callable[[str, Any], Verdict], column: str) -> None:
-        """`judge` gets a completion's text and the label; where the row has no label (None), it is not asked."""
+        """`judge` gets a completion's text and the label. It is not asked if the row has no label (None)."""
         self.name, self.judge, self.columns = name, judge, (column,)
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
@@ -42,7 +42,7 @@ class LabelVerifier(Verifier):
 
 
 class TextVerifier(Verifier):
-    """A verifier that needs nothing but the text."""
+    """A verifier that needs only the text."""
 
     def __init__(self, name: str, judge: Callable[[str], Verdict]) -> None:
         self.name, self.judge = name, judge
@@ -52,8 +52,8 @@ class TextVerifier(Verifier):
 
 
 class VerifiedReward(Reward):
-    """What a verifier's verdicts pay. Their share of right ones is logged as `verdicts/NAME`, apart from what they
-    pay, so that it reads the same whatever the amounts are."""
+    """A reward that pays for a verifier's verdicts. It logs the share of right ones as `verdicts/NAME`, which does not
+    depend on the amounts."""
 
     def __init__(self, verifier: Verifier, right: float, wrong: float, name: str) -> None:
         super().__init__(name, verifier.columns)

@@ -34,7 +34,7 @@ def pays(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("groups", "said"), [
-    (groups_of([0, 0]), r"^0 of 1 groups carry signal, the completions of each prompt all earn the same"),
+    (groups_of([0, 0]), r"^0 of 1 groups carry signal, in each group all completions earn the same"),
     (groups_of(*[[1, 1]] * 4), r"^0 of 4 groups carry signal"),
     (groups_of([1, 0], *[[1, 1]] * 5), r"^1 of 6 groups carry signal, in the others all completions earn the same"),
     (groups_of([1, 0], finish="length"), r"^100% of the completions were cut off at max_completion_length"),
@@ -50,7 +50,7 @@ def test_the_first_step_reports_what_rewards_and_lengths_show(groups: list[Rollo
 @pytest.mark.parametrize("count", [1, 6])
 def test_labels_that_no_function_can_read_are_reported(count: int) -> None:
     lines = [str(one) for one in about_rewards(groups_of(*[[None] * 4] * count), RewardScorer(pays))]
-    assert f"pays: None for all {4 * count} completions. What to do: see that its column holds labels" in "".join(lines)
+    assert f"pays: None for all {4 * count} completions. What to do: check that its column holds" in "".join(lines)
 
 
 def test_pay_that_all_earn_is_a_note_and_no_pay_for_all_a_warning() -> None:
@@ -77,7 +77,7 @@ def test_a_run_that_learns_nothing_is_told_so_once(
 ) -> None:
     make(tmp_path, reward=nothing_right, max_steps=2, disable_tqdm=True).train()
     (said,) = [record.getMessage() for record in caplog.records if "first step" in record.getMessage()]
-    assert said.startswith("first step: 0 of 2 groups carry signal, the completions of each prompt all earn the same")
+    assert said.startswith("first step: 0 of 2 groups carry signal, in each group all completions earn the same")
     assert "easier" in said or "sometimes solved" in said
 
 

@@ -1,4 +1,4 @@
-"""One call of a reward function: its arguments, its thread or task, its time limit, and what came of it."""
+"""One call of a reward function: its arguments, its thread or task, its time limit and its result."""
 
 import asyncio
 import contextvars
@@ -22,7 +22,7 @@ from lowmem_grpo.rewards.calling.contract import (
 )
 from lowmem_grpo.rewards.reward import MeanOf
 
-POLL_SECONDS = 0.1  # between looks for failures, and for Ctrl-C, which some systems deliver only between waits
+POLL_SECONDS = 0.1  # between checks for failures, and for Ctrl-C, which some systems deliver only between waits
 
 Lists = dict[str, list[Any]]  # arguments of a call that have an entry for each completion
 
@@ -43,24 +43,24 @@ class Recorder:
         self.extras[column] = values
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Keep one number towards the mean of `name`."""
+        """Add one number to the mean of `name`."""
         if (number := as_number(value)) is None:
             raise RewardError(f"log_metric({name!r}) got None, expected a number")
         self.values[name].append(MeanOf(number, value.count) if isinstance(value, MeanOf) else number)
 
     def weighted(self, name: str) -> list[tuple[float, float]]:
-        """(value, weight) of all that was logged under a name: the number of values that each is the mean of. Plain
-        numbers share all completions between them: one is a mean over these, and as many are one for each."""
+        """(value, weight) of all that was logged under a name; the weight is how many values it is the mean of. Plain
+        numbers share the completions of the call between them: a single one is a mean over all of these."""
         values = self.values[name]
         return [(value, value.count if isinstance(value, MeanOf) else (self.num_completions or 1) / len(values))
                 for value in values]
 
 
 class Call:
-    """A function under a name, with the lists of N completions; begun by one of the methods that begin with "run"."""
+    """A named function with its lists of N completions. One of the methods `run...` begins the call."""
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float) -> None:
-        """MissingColumnError where the function needs an argument that is not there."""
+        """Raises MissingColumnError if the function needs an argument that is not there."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
@@ -69,11 +69,11 @@ class Call:
                   "log_metric": self.recorder.log_metric}
         self.bound = bind(name, func, {**lists, **shared})
         self.future: Future[Any] = Future()
-        self.groups: list[int] = []  # of the batch, which its completions are of; left empty for a whole batch
+        self.groups: list[int] = []  # of the batch, to which its completions belong; empty for the whole batch
         self.began = self.ended = 0.0
 
     def run(self) -> None:
-        """Here and now, unless it was stopped before; what it returns, or whatever it raises, is in `future`."""
+        """Run here and now, unless it was stopped before. `future` gets what it returns or raises."""
         if not self.future.set_running_or_notify_cancel():
             return
         self.begin()
@@ -87,12 +87,12 @@ class Call:
             self.future.set_result(result)
 
     def run_in_thread(self) -> None:
-        """In a daemon thread of its own, under the caller's context variables."""
+        """Run in a daemon thread of its own, with the caller's context variables."""
         self.begin()
         start_thread(f"reward {self.name}", self.run)
 
     def run_in_loop(self, loop: "EventLoop") -> None:
-        """Beside other async functions."""
+        """Run in the event loop, next to other async functions."""
         self.begin()
         self.future = loop.submit(self.bound)
         self.future.add_done_callback(lambda _: self.end())
@@ -105,22 +105,22 @@ class Call:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """From when to when it has run so far, on the monotonic clock."""
+        """When it began and when it ended, or now if it still runs; on the monotonic clock."""
         return self.began, self.ended or time.monotonic()
 
     @property
     def late(self) -> bool:
-        """Whether it took longer than its time limit, or has by now."""
+        """Whether it has passed its time limit, finished or not."""
         began, ended = self.interval
         return bool(began) and ended - began >= self.limit
 
     @property
     def seconds_left(self) -> float:
-        """Before its time limit; negative beyond it."""
+        """Until its time limit; negative when it has passed."""
         return self.began + self.limit - time.monotonic()
 
     def raise_failure(self) -> None:
-        """Raises RewardError from what the call raised, if it is over and did."""
+        """Raise RewardError if the call has ended with an error."""
         if self.future.done() and (error := failure(self.future)) is not None:
             raise RewardError(
                 f"reward function {self.name} raised {type(error).__name__}: {error}; "
@@ -129,7 +129,7 @@ class Call:
 
 
 class EventLoop:
-    """Where async functions run: it lives as long as this object, so that a client kept between steps stays usable."""
+    """Where async functions run. It lives as long as this object, so a client kept between steps stays usable."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -141,13 +141,13 @@ class EventLoop:
 
 
 def start_thread(name: str, work: Callable[[], None]) -> None:
-    """Run `work` in a daemon thread, under the caller's context variables."""
+    """Run `work` in a daemon thread, with the caller's context variables."""
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(work,), name=name, daemon=True).start()
 
 
 async def run_async(bound: Callable[[], Any]) -> Any:
-    """Await the call. SystemExit would end the event loop for everyone, so it leaves as RewardError."""
+    """Await the call. SystemExit would end the event loop for all, so it becomes a RewardError."""
     try:
         return await bound()
     except SystemExit as error:
@@ -161,8 +161,8 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def wait_for(calls: list[Call]) -> None:
-    """Return when calls that run side by side are over. RewardError for the first that fails, TooLateError for those
-    beyond their time limits; what still awaits something is then stopped, and nothing can stop a thread."""
+    """Wait until calls that run side by side have ended. Raises RewardError for the first that fails and TooLateError
+    for those that pass their time limits. Async calls are then stopped; nothing can stop a thread."""
     try:
         while True:
             check(calls)
@@ -174,20 +174,19 @@ def wait_for(calls: list[Call]) -> None:
 
 
 def check(calls: list[Call]) -> None:
-    """Raises RewardError where one of them failed or has no time left."""
+    """Raise RewardError if one of them has failed or passed its time limit."""
     for call in calls:
         call.raise_failure()
     raise_late(calls)
 
 
 def pause(calls: list[Call]) -> float:
-    """Seconds to wait for a change: up to the first time limit of those that are not over, and no longer than
-    POLL_SECONDS."""
+    """Seconds to wait for a change: until the next time limit, and at most POLL_SECONDS."""
     return max(0.0, min([POLL_SECONDS, *(call.seconds_left for call in calls if not call.future.done())]))
 
 
 def raise_late(calls: list[Call]) -> None:
-    """Raises TooLateError where calls took longer than their time limits, whether anyone waited for them or not."""
+    """Raise TooLateError if calls have passed their time limits, whether anyone waited for them or not."""
     late = [call for call in calls if call.late]
     for own in (True, False):
         if names := list(dict.fromkeys(call.name for call in late if (call.own_limit is not None) == own)):
@@ -204,5 +203,5 @@ def stop(calls: list[Call]) -> None:
 
 
 def failure(future: Future[Any]) -> BaseException | None:
-    """What a finished call raised; a coroutine that cancelled itself counts too."""
+    """What a finished call raised. A coroutine that cancelled itself counts as an error too."""
     return asyncio.CancelledError() if future.cancelled() else future.exception()

@@ -1,6 +1,6 @@
 """The contract of reward functions: how they are named and called, what they return, and how they fail.
 
-Every failure leaves as RewardError, in the thread that asked.
+Every failure becomes a RewardError, raised in the thread that asked for the rewards.
 """
 
 import functools
@@ -14,11 +14,11 @@ from lowmem_grpo.rewards.verifier import Verifier
 RewardFunction = Callable[..., Any]
 
 RESERVED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # no column may have these names
-NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns left out, as in TRL: the arguments carry them
+NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns left out, as in TRL: other arguments hold them
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, took too long, lacked an argument or returned what is not a list of rewards."""
+    """A reward function raised an error, took too long, lacked an argument or did not return a list of rewards."""
 
 
 class MissingColumnError(RewardError):
@@ -33,11 +33,11 @@ class TooLateError(RewardError):
 
 
 def check_function(func: Any) -> None:
-    """Raises TypeError for a model or a model's name, a verifier, and anything else that cannot be called."""
+    """Raises TypeError for a verifier, a model or its name, and anything else that cannot be called."""
     if isinstance(func, Verifier):
         raise TypeError(
             f"reward_funcs holds the verifier {func.name}, which says right or wrong and pays nothing; make a reward "
-            "function of it with .reward(right=1.0, wrong=0.0)"
+            "function from it with .reward(right=1.0, wrong=0.0)"
         )
     if isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__):
         what = repr(func) if isinstance(func, str) else f"a {type(func).__name__}"
@@ -54,13 +54,13 @@ def unwrap(func: Any) -> Any:
 
 
 def function_name(func: RewardFunction) -> str:
-    """`__name__`, or the class's name for an object that is callable."""
+    """`__name__`, or the name of its class for a callable object."""
     func = unwrap(func)
     return getattr(func, "__name__", type(func).__name__)
 
 
 def unique_names(names: list[str]) -> list[str]:
-    """The same names, where a repeated one gets the first free suffix of _2, _3, ..."""
+    """The same names; a repeated one gets the first free suffix of _2, _3, ..."""
     unique: list[str] = []
     for name in names:
         candidates = [name, *(f"{name}_{number}" for number in range(2, len(names) + 1))]
@@ -69,7 +69,7 @@ def unique_names(names: list[str]) -> list[str]:
 
 
 def is_async(func: RewardFunction) -> bool:
-    """Whether a call gives a coroutine; for an object that is callable, its `__call__` decides."""
+    """Whether a call returns a coroutine; for a callable object, its `__call__` decides."""
     func = unwrap(func)
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
 
@@ -78,8 +78,8 @@ def is_async(func: RewardFunction) -> bool:
 
 
 def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
-    """Whether it may be called while other groups decode: `chosen` is GRPOConfig.score_while_sampling, which speaks
-    for those that say nothing themselves, and False for all."""
+    """Whether it may be called while other groups decode. `chosen` is GRPOConfig.score_while_sampling: False turns
+    early calls off for all functions, other values decide for functions that say nothing themselves."""
     func = unwrap(func)
     if getattr(func, "after_sampling", False) or chosen is False:
         return False
@@ -87,12 +87,12 @@ def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
 
 
 def own_limit(func: RewardFunction) -> float | None:
-    """The seconds that it keeps to by itself, where it says so."""
+    """Its own time limit in seconds, if it has one."""
     return getattr(unwrap(func), "time_limit", None)
 
 
 def is_required(func: RewardFunction) -> bool:
-    """Whether None from it takes the whole group out of the step."""
+    """Whether None from it leaves the whole group out of the step."""
     return bool(getattr(unwrap(func), "required", False))
 
 
@@ -100,7 +100,7 @@ def is_required(func: RewardFunction) -> bool:
 
 
 def passed_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The columns that functions get. Raises RewardError for one that has an argument's name."""
+    """The columns that functions get. Raises RewardError for a column with the name of an argument."""
     clashes = [name for name in columns if name in RESERVED]
     if clashes:
         raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them")
@@ -115,7 +115,7 @@ def check_lengths(lists: dict[str, list[Any]], expected: int) -> None:
 
 
 def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functools.partial[Any]:
-    """`func` with the arguments that it takes. MissingColumnError where one that it requires is not there."""
+    """`func` with the arguments that it takes. Raises MissingColumnError if one that it requires is not there."""
     parameters = inspect.signature(func).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in available]
@@ -144,7 +144,7 @@ def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
 
 
 def foreign_types(result: Any) -> set[str]:
-    """Names of the types in a function's result that are no float, int or None, but could be made into floats."""
+    """Names of the types in a function's result that are not float, int or None and could be made into floats."""
     kinds = set() if isinstance(result, (list, tuple)) else {type(result).__name__}
     values = as_list(result)
     return kinds | {

@@ -1,10 +1,10 @@
 """Rewards of groups that are finished, while other groups are still sampled.
 
-Groups come in from the thread that samples. Plain functions have one worker thread between them: whenever it is free
-it takes all groups that wait and calls one function after the other on them, so that, as in scoring a whole batch, no
-two plain functions run side by side, and functions that share state stay right. That holds within a batch: nothing can
-stop a thread, so a call of a batch that failed may still run while the next one is scored. Async functions are called
-for each group at once. Nothing is raised before `wait`; after a failure and after `close` no further call begins.
+The thread that samples hands in the groups. All plain functions share one worker thread. Whenever it is free, it takes
+all groups that wait and calls one function after the other on them. So no two plain functions run side by side, as when
+a whole batch is scored, and functions that share state stay right. This holds within a batch: nothing can stop a
+thread, so a call of a batch that failed may still run while the next batch is scored. Async functions are called for
+each group at once. Nothing is raised before `wait`, and no call begins after a failure or after `close`.
 """
 
 import copy
@@ -16,26 +16,26 @@ from lowmem_grpo.rewards.calling.calls import Call, Lists, check, failure, pause
 from lowmem_grpo.rewards.calling.contract import RewardError, bind, is_async
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 
-LINGER = 0.02  # seconds that the worker leaves to groups that finish together, to take them in one call
+LINGER = 0.02  # seconds that the worker waits, so that groups that finish together go into one call
 
 
 class EarlyCalls:
-    """The calls of a batch that are made before all of it is there; a context, at whose end none is begun any more."""
+    """The calls of a batch that begin before all of it is sampled. A context manager: after its end no call begins."""
 
     def __init__(self, scorer: RewardScorer, arguments: list[str], state: Any) -> None:
-        """`arguments` names the lists that calls will have. MissingColumnError where any function, early or not, needs
-        something else. `state` is seen as it is now: sampling counts tokens on it."""
+        """`arguments` names the lists that calls will get. Raises MissingColumnError if any function, early or not,
+        needs something else. Functions see `state` as it is now, because sampling counts tokens in it."""
         for name, func in scorer.by_name.items():
             bind(name, func, dict.fromkeys([*arguments, "trainer_state", "log_extra", "log_metric"]))
         self.scorer, self.state = scorer, copy.copy(state)
         self.names = scorer.early
         self.plain = [name for name in self.names if not is_async(scorer.by_name[name])]
         self.calls: list[Call] = []
-        self.known: set[int] = set()  # groups that came in
+        self.known: set[int] = set()  # groups that were handed in
         self.waiting: list[tuple[int, Lists]] = []  # for the worker
         self.working = self.hurry = self.closed = False
-        self.failed: Call | None = None  # the first one; others were stopped because of it
-        self.broken: BaseException | None = None  # what ended the worker, beside what functions raise
+        self.failed: Call | None = None  # the first that failed; it stopped the others
+        self.broken: BaseException | None = None  # what ended the worker, other than an error of a function
         self.changed = threading.Condition()  # guards all of the above
 
     def __enter__(self) -> Self:
@@ -46,7 +46,7 @@ class EarlyCalls:
         self.close()
 
     def add(self, group: int, lists: Lists) -> None:
-        """A group is finished: have it scored, where it was not given before."""
+        """A group is finished: have it scored, unless it was handed in before."""
         if not self.names or group in self.known:
             return
         self.known.add(group)
@@ -76,7 +76,7 @@ class EarlyCalls:
             start_thread("early rewards", self.work)
 
     def over(self, call: Call) -> None:
-        """A call is over: wake whoever waits for that. After the first failure no call begins."""
+        """A call has ended: wake whoever waits for it. After the first failure no call begins."""
         with self.changed:
             first = failure(call.future) is not None and not self.closed
             if first:
@@ -99,18 +99,18 @@ class EarlyCalls:
                 self.changed.notify_all()
 
     def run(self, call: Call) -> None:
-        """One call, where none failed before."""
+        """Run one call, unless one has failed before."""
         if not self.closed:
             call.run()
             self.over(call)
 
     def take(self) -> list[Call]:
-        """The next calls, on all groups that wait; none where there is nothing to do, and the worker ends."""
+        """The next calls, on all groups that wait. None if there is nothing to do; the worker then ends."""
         with self.changed:
             self.changed.wait_for(lambda: self.hurry or self.closed, LINGER)
             taken, self.waiting = self.waiting, []
             if not taken or self.closed:
-                self.working = False  # under the lock: what comes in from now on starts another worker
+                self.working = False  # under the lock: a group that comes in from now on starts another worker
                 self.changed.notify_all()
                 return []
             lists = {name: [value for _, lists in taken for value in lists[name]] for name in taken[0][1]}
@@ -123,9 +123,9 @@ class EarlyCalls:
     # The thread that samples, afterwards
 
     def wait(self) -> float:
-        """Return when every group that came in is scored: the seconds in which calls ran before anyone waited for them,
-        which are those that others decoded in; those of calls side by side count once. RewardError where a call failed,
-        or took longer than its time limit."""
+        """Wait until every group that was handed in is scored. Returns the seconds in which calls ran before this wait,
+        while other groups decoded; calls that ran side by side count once. Raises RewardError if a call failed or
+        passed its time limit."""
         with self.changed:
             hidden = covered([call.interval for call in self.calls if call.began])
             self.hurry = True
@@ -140,7 +140,7 @@ class EarlyCalls:
                 self.changed.wait(pause(begun))
 
     def close(self) -> None:
-        """Begin no further call; what awaits something is stopped, and nothing can stop a thread."""
+        """Begin no further call. Async calls are stopped; nothing can stop a thread."""
         with self.changed:
             self.closed, self.waiting = True, []
             self.changed.notify_all()

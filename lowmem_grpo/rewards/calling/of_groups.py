@@ -1,4 +1,4 @@
-"""The one place that makes Scores: of a batch's groups, some while others are still sampled, and of rows."""
+"""The one place that makes Scores: of the groups of a batch, some while others are still sampled, and of rows."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -33,11 +33,11 @@ class EarlyScoring(EarlyCalls):
 
     @property
     def on_group(self) -> OnGroup | None:
-        """What an engine is to call; None where no function is early."""
+        """What the engine is to call for each finished group; None if no function is early."""
         return self.take_in if self.names else None
 
     def take_in(self, index: int, rollouts: list[Rollout]) -> None:
-        """All rollouts of a prompt are there."""
+        """Take in the rollouts of a prompt when all of them are there."""
         if self.names and index not in self.known:
             self.add(index, lists_of(self.scorer, [self.rows[index]] * len(rollouts), self.columns, rollouts))
 
@@ -48,14 +48,14 @@ class EarlyScoring(EarlyCalls):
             return self.scores(groups)
 
     def finish(self, groups: list[RolloutGroup]) -> float:
-        """Return when the early functions have scored all groups: the seconds of their calls that others decoded in.
-        RewardError where one failed."""
+        """Wait until the early functions have scored all groups. Returns the seconds of their calls in which others
+        still decoded. Raises RewardError if one failed."""
         for index, group in enumerate(groups):
-            self.take_in(index, group.rollouts)  # whatever the engine has not told of
+            self.take_in(index, group.rollouts)  # those that the engine has not told of
         return self.wait()
 
     def scores(self, groups: list[RolloutGroup]) -> Scores:
-        """What all functions say of finished groups; those that are not early are called now, each once."""
+        """The scores of finished groups. Functions that are not early are called now, each once."""
         rest = [name for name in self.scorer.names if name not in self.names]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rows = [group.row for group in groups for _ in group.rollouts]
@@ -66,7 +66,7 @@ class EarlyScoring(EarlyCalls):
 
 
 def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Scores:
-    """What the functions say of each rollout."""
+    """The scores of each rollout."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rows = [group.row for group in groups for _ in group.rollouts]
     texts, ids = [rollout.text for rollout in rollouts], [rollout.completion_ids for rollout in rollouts]
@@ -77,7 +77,7 @@ def score_rows(
     scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
     state: TrainerState | None,
 ) -> Scores:
-    """What the functions say of one completion to each row, which they get in its prompt's form: text, or a chat."""
+    """The scores of one completion for each row. Functions get it in the form of its prompt: a text or a chat."""
     columns = {name: [row.get(name) for row in rows] for name in columns_of(rows)}
     return scorer.score([row["prompt"] for row in rows], in_form(rows, texts), ids, columns, state)
 
@@ -85,18 +85,18 @@ def score_rows(
 def lists_of(
     scorer: RewardScorer, rows: list[dict[str, Any]], columns: list[str], rollouts: list[Rollout]
 ) -> Lists:
-    """What functions get of one rollout to each row."""
+    """What functions get: the rows and one rollout for each."""
     texts, ids = [rollout.text for rollout in rollouts], [rollout.completion_ids for rollout in rollouts]
     values = {name: [row.get(name) for row in rows] for name in columns}
     return scorer.lists([row["prompt"] for row in rows], in_form(rows, texts), ids, values)
 
 
 def in_form(rows: list[dict[str, Any]], texts: list[str]) -> list[Any]:
-    """Completions as text, or as a chat where the row's prompt is one."""
+    """Completions as texts, or as chats if the row's prompt is a chat."""
     return [[{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
             for row, text in zip(rows, texts, strict=True)]
 
 
 def columns_of(rows: list[dict[str, Any]]) -> list[str]:
-    """The dataset columns that functions get; a row that lacks one has None in it."""
+    """The dataset columns that functions get; a row without one has None there."""
     return sorted({name for row in rows for name in row} - {"prompt", "completion"})

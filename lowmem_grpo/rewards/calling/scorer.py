@@ -1,13 +1,13 @@
 """Calls reward functions under TRL's contract, each within a time limit, and checks what they return.
 
 A function is called by keyword with `prompts`, `completions` and `completion_ids`, a list for every dataset column,
-`trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. It returns one number or None per
-completion; booleans, tensors and arrays are taken as numbers, which a warning says once, anything else is refused.
-Without **kwargs it gets only the arguments that it names.
+`trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. A function without **kwargs gets only the
+arguments that it names. It returns one number or None for each completion. Booleans, tensors and arrays are taken as
+numbers, and a warning says so once; anything else is refused.
 
-Plain functions run one after another, each in a daemon thread; async ones together, in one event loop that lives as
-long as the scorer. A notebook's running loop is no obstacle, and a function that never returns holds up nothing. Not
-available in these threads: signal.alarm, and what is built on it. `rewards.early` calls functions sooner.
+Plain functions run one after another, each in a daemon thread. Async functions run together in one event loop, which
+lives as long as the scorer. This also works inside a notebook's running loop, and a function that never returns holds
+up nothing. signal.alarm, and what is built on it, does not work in these threads. `early.py` calls functions sooner.
 """
 
 import logging
@@ -40,8 +40,8 @@ class RewardScorer:
         self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
         weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
     ) -> None:
-        """`timeout` is in seconds, for functions without a `time_limit` of their own; `while_sampling` is
-        GRPOConfig.score_while_sampling, and says nothing to `score`.
+        """`timeout` is in seconds, for functions without a `time_limit` of their own. `while_sampling` is
+        GRPOConfig.score_while_sampling; `score` does not use it.
 
         Raises TypeError for what is not a function, ValueError for no functions or a wrong number of weights."""
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
@@ -57,7 +57,7 @@ class RewardScorer:
         if not any(self.weights):
             raise ValueError(f"reward_weights is {self.weights}: nothing pays; weight 0 only logs a function's rewards")
         self.timeout, self.while_sampling = timeout, while_sampling
-        self.said: set[str] = set()  # functions whose conversions have been told of
+        self.said: set[str] = set()  # functions of whose conversions a warning has told
         self._loop: EventLoop | None = None
 
     @property
@@ -67,7 +67,7 @@ class RewardScorer:
 
     @property
     def required(self) -> list[str]:
-        """The functions whose None takes a group out of the step; one of weight 0 is a metric and requires nothing."""
+        """The functions whose None leaves a group out of the step. One of weight 0 is a metric and requires nothing."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
         return [name for name, func, weight in named if weight and is_required(func)]
 
@@ -77,7 +77,7 @@ class RewardScorer:
 
     @property
     def loop(self) -> EventLoop:
-        """Of the async functions, set up when it is first needed."""
+        """The event loop of the async functions, made when it is first needed."""
         if self._loop is None:
             self._loop = EventLoop()
         return self._loop
@@ -86,7 +86,7 @@ class RewardScorer:
         self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
         columns: dict[str, list[Any]], trainer_state: Any,
     ) -> Scores:
-        """Rewards of N completions; every list has length N. All failures leave as RewardError, in this thread."""
+        """Rewards of N completions; every list has length N. Every failure is raised as RewardError in this thread."""
         lists = self.lists(prompts, completions, completion_ids, columns)
         calls = self.call_whole(self.names, lists, trainer_state)
         return self.scores(calls, [], [range(len(completions))])
@@ -95,14 +95,14 @@ class RewardScorer:
         self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
     ) -> Lists:
-        """The arguments that have an entry for each completion. RewardError where they have not, or clash."""
+        """The arguments that have one entry for each completion. Raises RewardError if one has not, or names clash."""
         lists = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         lists |= passed_columns(columns)
         check_lengths(lists, len(completions))
         return lists
 
     def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
-        """One call of each of these functions, over: plain ones first. Arguments of all are checked before."""
+        """Call each of these functions, plain ones first, and wait. The arguments of all are checked before."""
         calls = [self.call(name, lists, state) for name in names]
         together = [call for call in calls if is_async(self.by_name[call.name])]
         alone = [call for call in calls if call not in together]
@@ -115,17 +115,17 @@ class RewardScorer:
         return [*alone, *together]
 
     def call(self, name: str, lists: Lists, state: Any) -> Call:
-        """A call to be run. MissingColumnError where the function needs an argument that is not there."""
+        """A call that has not begun. Raises MissingColumnError if the function needs an argument that is not there."""
         return Call(name, self.by_name[name], lists, state, self.timeout)
 
     def scores(self, whole: list[Call], early: list[Call], spans: list[range]) -> Scores:
-        """What calls of the whole batch and of some of its groups came to; see `put_together`."""
+        """The results of calls of the whole batch and of calls of some of its groups; see `put_together`."""
         scores = put_together(whole, early, self.names, spans)
         self.tell(scores.converted)
         return scores
 
     def tell(self, converted: dict[str, list[str]]) -> None:
-        """Say once of each function what was made into floats."""
+        """Warn once of each function whose results had to be made into floats."""
         for name in converted.keys() - self.said:
             logger.warning(
                 "reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of floats",

@@ -1,4 +1,4 @@
-"""What reward functions made of a batch of completions, put together from their calls in the order of the batch."""
+"""The results of all reward functions on a batch, put together from their calls in the order of the batch."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -8,24 +8,24 @@ from typing import Any
 from lowmem_grpo.rewards.calling.calls import Call
 from lowmem_grpo.rewards.calling.contract import as_rewards, foreign_types, is_invalid
 
-DIGITS = 12  # of a mean over several calls: how a batch was cut into calls depends on time, what is logged must not
+DIGITS = 12  # of a mean over several calls: how a batch was cut into calls depends on time, but the log must not
 
 
 @dataclass
 class Scores:
-    """What the functions made of N completions."""
+    """The results of the functions on N completions."""
 
-    rewards: dict[str, list[float | None]]  # (N,) of each function; None: does not apply, or was not finite
+    rewards: dict[str, list[float | None]]  # (N,) for each function; None if it does not apply or was not finite
     invalid: dict[str, int]  # how many NaN and infinite values of each function became None
-    extras: dict[str, list[Any]]  # (N,) of each column passed to log_extra
-    metrics: dict[str, float]  # means over the calls of log_metric
-    returned: dict[str, list[float | None]] = field(default_factory=dict)  # with NaN and infinity
-    converted: dict[str, list[str]] = field(default_factory=dict)  # types that each function returned beside numbers
+    extras: dict[str, list[Any]]  # (N,) for each column passed to log_extra
+    metrics: dict[str, float]  # means of what log_metric got
+    returned: dict[str, list[float | None]] = field(default_factory=dict)  # as `rewards`, but with NaN and infinity
+    converted: dict[str, list[str]] = field(default_factory=dict)  # what each function returned beside numbers
 
 
 @dataclass
 class Part:
-    """A call that is over, the places of its completions in the batch, and what it returned for them."""
+    """A finished call, the places of its completions in the batch, and what it returned for them."""
 
     call: Call
     places: list[int]
@@ -33,17 +33,17 @@ class Part:
 
     @classmethod
     def of(cls, call: Call, spans: list[range] | None) -> "Part":
-        """`spans` has the places of each group; None where the call was of the whole batch. RewardError for a result
-        that is no list of rewards."""
+        """`spans` has the places of each group; None if the call was of the whole batch. Raises RewardError for a
+        result that is not a list of rewards."""
         count = len(call.completions)
         places = list(range(count)) if spans is None else [place for group in call.groups for place in spans[group]]
         return cls(call, places, as_rewards(call.name, call.future.result(), count))
 
 
 def put_together(whole: list[Call], early: list[Call], names: list[str], spans: list[range]) -> Scores:
-    """Scores of a batch with groups at the places `spans`: calls of the whole of it, and of some of its groups.
+    """Scores of a batch, whose groups are at the places `spans`, from calls of all of it and of some of its groups.
 
-    Raises RewardError for a result that is no list of rewards.
+    Raises RewardError for a result that is not a list of rewards.
     """
     parts: dict[str, list[Part]] = {name: [] for name in names}
     for calls, cut in ((early, spans), (whole, None)):
@@ -70,7 +70,7 @@ def in_order(parts: list[Part], count: int) -> list[float | None]:
 
 
 def extras_of(parts: list[Part], count: int) -> dict[str, list[Any]]:
-    """The columns passed to log_extra; a later function replaces what an earlier one gave."""
+    """The columns passed to log_extra; a later function replaces a column of an earlier one."""
     extras: dict[str, list[Any]] = {}
     for part in parts:
         for column, given in part.call.recorder.extras.items():
@@ -81,8 +81,8 @@ def extras_of(parts: list[Part], count: int) -> dict[str, list[Any]]:
 
 
 def means_of(functions: list[list[Part]]) -> dict[str, float]:
-    """Means of the values passed to log_metric. Those of a function's calls are weighed so that together they give what
-    a single call on the whole batch would."""
+    """Means of the values passed to log_metric. The values of a function's calls are weighted so that together they
+    give what a single call on the whole batch would."""
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     cut = set()
     for parts in functions:
@@ -95,8 +95,8 @@ def means_of(functions: list[list[Part]]) -> dict[str, float]:
 
 
 def weighed(parts: list[Part]) -> Iterator[tuple[str, float, float]]:
-    """(metric, value, weight) of all that one function logged. What a single call logged counts as one value each, as
-    in TRL; what several logged, as one value together."""
+    """(metric, value, weight) of all that one function logged. Each value of a single call counts as one, as in TRL;
+    the values of several calls count as one together."""
     recorders = [part.call.recorder for part in parts]
     for name in dict.fromkeys(name for recorder in recorders for name in recorder.values):
         logged = [pair for recorder in recorders if name in recorder.values for pair in recorder.weighted(name)]
@@ -106,5 +106,5 @@ def weighed(parts: list[Part]) -> Iterator[tuple[str, float, float]]:
 
 
 def kinds_of(parts: list[Part]) -> set[str]:
-    """The types that a function returned beside numbers."""
+    """The types other than numbers that a function returned."""
     return {kind for part in parts for kind in foreign_types(part.call.future.result())}

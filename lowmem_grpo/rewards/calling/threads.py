@@ -1,4 +1,4 @@
-"""Work shared by a few daemon threads. Those of an executor would keep a program from ending until all work is done."""
+"""Work shared by a few daemon threads. The threads of an executor would keep a program from ending before the work."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,9 +9,9 @@ Result = TypeVar("Result")
 
 
 def run_side_by_side(run: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
-    """`run` of each of N items in order, `workers` at a time.
+    """`run` of each of N items, in the order of the items, with `workers` at a time.
 
-    Raises what the first one raised, after those that have begun; no other is begun then, nor after an interrupt.
+    After an error or an interrupt no further item begins; the first error is raised when those that have begun end.
     """
     waiting = list(enumerate(items))[::-1]
     found: dict[int, Result] = {}

@@ -1,1 +1,1 @@
-"""A try of rewards before a run."""
+"""`rewards.check`: tries reward functions before a run."""

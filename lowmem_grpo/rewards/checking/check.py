@@ -1,4 +1,4 @@
-"""`rewards.check`: what reward functions make of a model's samples, before a run is spent on them."""
+"""`rewards.check`: tries reward functions on a model's samples before a run is spent on them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from lowmem_grpo.fast_model import FastGeneration
 
-SECONDS = 10.0  # that one function may take here, unless the run allows it less
+SECONDS = 10.0  # that one function may take here, unless the run allows less
 
 
 def check(
@@ -37,16 +37,16 @@ def check(
     args: GRPOConfig | None = None, *, groups: int = 8, timeout: float | None = None, tokenizer: Any = None,
     console: "Console | None" = None, show: bool = True,
 ) -> RewardCheck:
-    """Sample `groups` prompts of the dataset as a run with `args` would, score them, and say what is wrong.
+    """Sample `groups` prompts of the dataset as a run with `args` would, score the samples, and say what is wrong.
 
-    Finds functions that fail, take too long, return what is no list of numbers, need a column that is missing, pay
-    all completions alike, pay what another pays, or pay the empty answer; and estimates the share of groups that will
-    carry signal. `model` is what FastLanguageModel returned, with LoRA or without; its weights, the dataset and the
-    random state of torch stay as they are. Prints tables unless `show` is False. `timeout` is what each function may
-    take here, in seconds: by default `args.reward_timeout`, 10 at most.
+    It finds functions that fail, take too long, do not return a list of numbers, need a column that is missing, pay the
+    same for all completions, pay the same as another function, or pay for the empty answer. It also estimates the share
+    of groups that will carry signal. `model` is what FastLanguageModel returned, with LoRA or without. Its weights, the
+    dataset and torch's random state do not change. Tables are printed unless `show` is False. `timeout` is the seconds
+    that each function may take here: by default `args.reward_timeout`, but at most 10.
 
-    Raises what a trainer would raise at once: TypeError for what is no function, ValueError for a wrong number of
-    weights or `groups` below 1, DataError for a dataset that cannot be trained on.
+    Raises what a trainer would raise at once: TypeError for what is not a function, ValueError for a wrong number of
+    weights or for `groups` below 1, DataError for a dataset that cannot be trained on.
     """
     started = time.monotonic()
     if groups < 1:
@@ -81,7 +81,7 @@ def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, token
 
 
 def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tokenizer: Any) -> list[RolloutGroup]:
-    """A group of each prompt, by the model as it is."""
+    """A group for each prompt, sampled by the model as it is."""
     engine = model.engine(None, tokenizer)
     try:
         completions = engine.generate([prompt.ids for prompt in prompts], args.draws.of(step=0))
@@ -91,12 +91,12 @@ def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tok
 
 
 def about_samples(groups: list[RolloutGroup], source: PromptSource) -> list[Finding]:
-    """Rows that were skipped, and completions that were cut off: both decide what rewards get to see."""
+    """Findings about skipped rows and about completions that were cut off: rewards do not get to see these."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     found = []
     if source.skipped:
-        found.append(Finding("warning", "", f"rows were skipped: {source.skip_summary()}", "mend or remove such rows"))
+        found.append(Finding("warning", "", f"rows were skipped: {source.skip_summary()}", "correct or remove them"))
     return found + about_length(cut)
 
 
@@ -104,8 +104,8 @@ def summed_up(
     trials: list[Trial], findings: list[Finding], prompts: list[Prompt], groups: list[RolloutGroup],
     required: list[str],
 ) -> RewardCheck:
-    """Weighted sums of what the functions paid, and the share of groups in which they differ; a group in which one of
-    those `required` paid None has no signal."""
+    """The result: weighted sums of what the functions paid, and the share of groups in which these differ. A group in
+    which a `required` function paid None has no signal."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     size, worked = len(groups[0].rollouts), [trial for trial in trials if trial.error is None]
     totals = weighted_sums(worked, len(rollouts))
@@ -124,7 +124,7 @@ def summed_up(
 
 
 def weighted_sums(trials: list[Trial], count: int) -> list[float | None]:
-    """(N,) as the run adds them up; None where no function that pays has an opinion."""
+    """(N,) as the run adds them up; None if no function with a weight has an opinion."""
     if not trials:
         return [None] * count
     columns = [[torch.nan if pay is None else pay for pay in trial.pays] for trial in trials]

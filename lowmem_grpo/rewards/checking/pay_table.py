@@ -1,4 +1,4 @@
-"""A check of reward functions on the terminal. What a model wrote is shown as text: it cannot style the terminal."""
+"""Shows a check of reward functions on the terminal. What a model wrote is shown as text and cannot style it."""
 
 from statistics import fmean
 
@@ -13,12 +13,12 @@ from lowmem_grpo.views.live import plain, shortened
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 PROMPTS = 2  # whose best and worst completions are shown
 AMOUNTS = ("weight", "mean", "lowest", "highest", "none", "empty", "right", "seconds")
-DROPPED = ("seconds", "kind", "none", "empty", "lowest", "weight")  # columns that a narrow terminal goes without
-LONGEST = 300  # characters of a prompt or completion, its beginning and its end
+DROPPED = ("seconds", "kind", "none", "empty", "lowest", "weight")  # in this order, on a narrow terminal
+LONGEST = 300  # characters of a prompt or completion: its beginning and its end
 
 
 def print_check(result: RewardCheck, console: Console | None = None) -> None:
-    """What each function paid, a few completions with their pay, the signal, and the findings with their fixes."""
+    """Print what each function paid, a few completions with their pay, the signal, and the findings."""
     console = console or Console()
     console.print(fitting_table(result, console))
     console.print(samples_table(result, console.width))
@@ -31,11 +31,11 @@ def print_check(result: RewardCheck, console: Console | None = None) -> None:
         severity = (finding.severity, COLORS[finding.severity])
         console.print(Text.assemble(severity, " ", plain(str(finding))), soft_wrap=True)
     if not result.findings:
-        console.print(Text("nothing to complain about"))
+        console.print(Text("no problems found"))
 
 
 def fitting_table(result: RewardCheck, console: Console) -> Table:
-    """The table of functions, without columns for which the terminal has no room beside the whole names."""
+    """The table of functions, without the columns for which the terminal has no room next to the whole names."""
     tables = (functions_table(result, DROPPED[:count]) for count in range(len(DROPPED)))
     fits = (table for table in tables if console.measure(table).maximum < console.width)
     return next(fits, functions_table(result, DROPPED))
@@ -71,8 +71,8 @@ def number(value: float | None) -> str:
 
 
 def samples_table(result: RewardCheck, width: int) -> Table:
-    """The best and the worst completion of the first prompts, with what each function paid for them; names of functions
-    are whole where half of `width` characters has room for them."""
+    """The best and the worst completion of the first prompts, with what each function paid for them. Names of functions
+    are not broken if they fit into half of `width` characters."""
     table = Table(title="What they pay for what", title_justify="left", box=SIMPLE, show_lines=True)
     for name in ("prompt", "completion"):
         table.add_column(name, ratio=1, overflow="fold")

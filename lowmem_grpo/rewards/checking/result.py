@@ -1,4 +1,4 @@
-"""What a check of reward functions found: findings, what each function paid, and how many groups would teach."""
+"""The result of a check of reward functions: findings, what each function paid, how many groups carry signal."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,18 +11,18 @@ class Trial:
     """One reward function on N sampled completions, and on an empty completion of each prompt."""
 
     name: str
-    kind: str  # "verifier": it pays a verdict; "reward": it makes up the number itself
+    kind: str  # "verifier": it pays for a verdict; "reward": it computes the number itself
     weight: float
     pays: list[float | None] = field(default_factory=list)  # (N,); empty where it failed
     empty: list[float | None] = field(default_factory=list)  # one per prompt
     invalid: int = 0  # NaN and infinite values among `pays`, where they are None
-    converted: list[str] = field(default_factory=list)  # types that it returned beside numbers
+    converted: list[str] = field(default_factory=list)  # types other than numbers that it returned
     verdicts: float | None = None  # the share of right verdicts, of a verifier
-    seconds: float = 0.0  # that the N completions took
+    seconds: float = 0.0  # for the N completions
     error: Exception | None = None  # why it failed on the samples
-    empty_error: Exception | None = None  # why it failed on empty completions alone
-    own_limit: float | None = None  # seconds that it keeps to by itself, whatever the run allows
-    trouble: Finding | None = None  # why it paid None where it could not judge
+    empty_error: Exception | None = None  # why it failed on empty completions only
+    own_limit: float | None = None  # its own time limit in seconds, whatever the run allows
+    trouble: Finding | None = None  # why it paid None when it could not judge
 
     @property
     def paid(self) -> list[float]:
@@ -41,14 +41,14 @@ class RewardCheck:
     totals: list[float | None]  # (P * G,) weighted sums
     groups: int
     groups_with_signal: int
-    signal_share: float  # groups whose completions differ in their sum, of all groups sampled
+    signal_share: float  # share of groups whose completions differ in their sum
     signal_interval: tuple[float, float]  # 95% Wilson interval of that share
-    seconds: float  # that the whole check took
+    seconds: float  # for the whole check
     columns: list[str] = field(default_factory=list)  # of the dataset
 
     @property
     def ok(self) -> bool:
-        """Whether nothing found is an error."""
+        """Whether no finding is an error."""
         return all(finding.severity != "error" for finding in self.findings)
 
     def of(self, function: str) -> list[Finding]:
@@ -56,7 +56,7 @@ class RewardCheck:
         return [finding for finding in self.findings if finding.about == function]
 
     def to_dict(self) -> dict[str, Any]:
-        """Findings and shares in plain values, for a record of the run."""
+        """Findings and shares as plain values, for a record of the run."""
         return {
             "findings": [vars(finding) for finding in self.findings], "signal_share": self.signal_share,
             "signal_interval": list(self.signal_interval), "groups": self.groups, "seconds": self.seconds,

@@ -1,4 +1,4 @@
-"""Reward functions tried one by one, so that the failure of one hides nothing about the others."""
+"""Tries reward functions one by one, so that the failure of one does not hide what the others do."""
 
 import time
 from dataclasses import replace
@@ -14,7 +14,7 @@ from lowmem_grpo.types import RolloutGroup
 
 
 def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState, limit: float) -> list[Trial]:
-    """A trial of each function of the scorer on all rollouts; each may take `limit` seconds."""
+    """A trial of each function of the scorer on all rollouts. Each may take `limit` seconds."""
     named = zip(scorer.names, scorer.funcs, scorer.weights, strict=True)
     return [try_one(Trial(name, kind_of(func), weight), func, groups, state, limit) for name, func, weight in named]
 
@@ -24,7 +24,7 @@ def kind_of(func: Any) -> str:
 
 
 def try_one(trial: Trial, func: Any, groups: list[RolloutGroup], state: TrainerState, limit: float) -> Trial:
-    """Fill in what the function says of the rollouts, and of an empty completion of each prompt."""
+    """Fill in what the function pays for the rollouts, and for an empty completion of each prompt."""
     scorer = RewardScorer(func, None, limit)
     scorer.names = [trial.name]
     scorer.said.add(trial.name)  # conversions become findings here
@@ -48,6 +48,6 @@ def try_one(trial: Trial, func: Any, groups: list[RolloutGroup], state: TrainerS
 
 
 def without_text(group: RolloutGroup) -> RolloutGroup:
-    """The group with one rollout, which ended at once."""
+    """The group with a single rollout, which ended at once and is empty."""
     rollout = replace(group.rollouts[0], completion_ids=[], rollout_logprobs=[], text="", rewards={}, extras={})
     return replace(group, rollouts=[rollout])
