@@ -1,20 +1,11 @@
-"""Which groups an update is made of: dynamic sampling, replay, baselines, and runs with them that stop and go on."""
+"""Which groups an update is made of, without a model: dynamic sampling, replay and baselines."""
 
-import inspect
-import sys
-from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 import torch
 from prompt_rows import CharTokenizer
-from resumed_runs import StopAt, digit_sum, make, records
-from safetensors.torch import load_file
-from trainer_runs import make as make_plain
-from trainer_runs import naive_logprobs, plain_peft, relative
 
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
@@ -117,7 +108,9 @@ def ones(completions: list[str], **_: Any) -> list[float]:
     {"advantage_estimator": "reinforce++"}, {"advantage_estimator": "reinforce++_baseline"},
     {"multi_objective_aggregation": "normalize_then_sum"}, {"advantage_estimator": "remax"},
 ])
-def test_a_group_that_a_required_function_cannot_judge_moves_itself_or_others(settings: dict[str, Any]) -> None:
+def test_a_group_that_a_required_function_cannot_judge_has_no_advantage_and_changes_no_other(
+    settings: dict[str, Any],
+) -> None:
     loop = judged_loop("mixed", "mute", "rare", **settings)
     groups = loop.step()
     without = judged_loop("mixed", "rare", **settings)
@@ -133,21 +126,21 @@ def test_a_group_that_a_required_function_cannot_judge_moves_itself_or_others(se
     assert (measured["groups/with_signal"], measured["reward"]) == (2, without.collector.metrics(expected, 1)["reward"])
 
 
-def test_a_required_function_of_weight_0_takes_groups_out() -> None:
+def test_a_required_function_of_weight_0_takes_no_group_out() -> None:
     loop = judged_loop("mute", weights=[0.0, 1.0])
     groups = loop.step()
     assert not groups[0].unjudged and [rollout.reward for rollout in groups[0].rollouts] == [1.0] * 4
     assert "rewards/judge/unjudged" not in loop.collector.metrics(groups, 1.0)
 
 
-def test_dynamic_sampling_keeps_an_unjudged_group_and_counts_of_rounds_are_averaged() -> None:
+def test_dynamic_sampling_replaces_unjudged_groups_and_adds_up_the_counts_of_its_rounds() -> None:
     loop = judged_loop("mixed", "mute", "mute", "mixed", "mixed", "rare", "mixed", "mixed", dynamic_sampling_rounds=2)
     groups = loop.step()
     assert rows_of(groups) == [0, 4, 5, 3]
     assert loop.collector.metrics(groups, 1.0)["rewards/judge/unjudged"] == 2
 
 
-def test_a_baseline_that_the_required_function_has_no_part_in_is_used() -> None:
+def test_there_is_no_baseline_where_the_required_function_has_no_opinion() -> None:
     class Silent(Judge):
         def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
             return [None if int(text) == GREEDY else float(text) for text in texts]
@@ -162,7 +155,7 @@ def test_a_baseline_that_the_required_function_has_no_part_in_is_used() -> None:
 # Dynamic sampling
 
 
-def test_without_a_strategy_anything_but_the_next_prompts_is_trained_on() -> None:
+def test_without_a_strategy_the_next_prompts_are_trained_on() -> None:
     loop = Loop("mixed", "solved", "failed", "mixed", "mixed")
     groups = loop.step()
     assert (rows_of(groups), len(loop.calls), loop.source.position) == ([0, 1, 2, 3], 1, 4)
@@ -172,7 +165,7 @@ def test_without_a_strategy_anything_but_the_next_prompts_is_trained_on() -> Non
     assert (loop.state.num_tokens, measured["num_tokens"], measured["tokens_per_second"]) == (128, 128, 24)
 
 
-def test_groups_without_signal_are_trained_on_or_others_lose_their_places() -> None:
+def test_groups_without_signal_are_replaced_and_the_others_keep_their_places() -> None:
     loop = Loop("mixed", "solved", "mixed", "silent", "mixed", "failed", "rare", "mixed", dynamic_sampling_rounds=3)
     assert rows_of(loop.step()) == [0, 4, 2, 6]
     assert [count for count, _ in loop.calls] == [4, 4]  # half of the groups had signal: twice as many as are missing
@@ -181,13 +174,13 @@ def test_groups_without_signal_are_trained_on_or_others_lose_their_places() -> N
     assert loop.watched == [[0, 1, 2, 3]]
 
 
-def test_sampling_goes_on_although_every_place_has_signal() -> None:
+def test_sampling_ends_once_every_place_has_signal() -> None:
     loop = Loop(*["mixed"] * 4, *["failed"] * 4, dynamic_sampling_rounds=3)
     loop.step()
     assert (len(loop.calls), loop.counts("rounds", "dropped_groups")) == (1, [0, 0])
 
 
-def test_rounds_do_not_end_or_the_number_of_groups_changes() -> None:
+def test_rounds_come_to_an_end_and_the_number_of_groups_stays() -> None:
     loop = Loop(*["failed"] * 5, "mixed", *["solved"] * 6, dynamic_sampling_rounds=2)
     groups = loop.step()
     assert (rows_of(groups), len(loop.calls)) == ([5, 1, 2, 3], 3)
@@ -195,13 +188,13 @@ def test_rounds_do_not_end_or_the_number_of_groups_changes() -> None:
     assert loop.collector.metrics(groups, 1.0)["groups/with_signal"] == 1
 
 
-def test_fewer_prompts_are_sampled_than_the_share_of_signal_asks_for_or_more_than_a_generation() -> None:
+def test_as_many_prompts_are_sampled_as_the_share_of_signal_asks_for_but_no_more_than_a_generation() -> None:
     loop = Loop("mixed", "mixed", "mixed", "failed", *["failed"] * 20, dynamic_sampling_rounds=3)
     loop.step()
     assert [count for count, _ in loop.calls] == [4, 2, 2, 3]  # ceil(1 * 4 / 3), 6 / 3, 8 / 3
 
 
-def test_rounds_share_a_seed_or_steps_do_or_a_run_is_not_repeatable() -> None:
+def test_each_step_and_each_round_has_its_own_seed_and_a_run_can_be_repeated() -> None:
     def seeds() -> list[int]:
         loop = Loop(*["failed"] * 4, dynamic_sampling_rounds=2)
         loop.step()
@@ -213,7 +206,7 @@ def test_rounds_share_a_seed_or_steps_do_or_a_run_is_not_repeatable() -> None:
     assert seeds()[::3] == [GRPOConfig().draws.of(step).seed for step in range(2)]  # as without extra rounds
 
 
-def test_what_was_sampled_and_dropped_is_missing_from_rewards_or_tokens() -> None:
+def test_what_was_sampled_and_dropped_counts_in_rewards_and_tokens() -> None:
     loop = Loop("mixed", "solved", "solved", "solved", "mixed", "wide", "mixed", "failed", dynamic_sampling_rounds=1)
     groups = loop.step()
     measured = loop.collector.metrics(groups, 1.0)
@@ -225,7 +218,7 @@ def test_what_was_sampled_and_dropped_is_missing_from_rewards_or_tokens() -> Non
     assert measured["rewards/table/invalid"] == 0
 
 
-def test_counts_of_several_rounds_are_averaged() -> None:
+def test_counts_of_several_rounds_are_added_up() -> None:
     loop = Loop(*["failed"] * 4, dynamic_sampling_rounds=1)
     infinite = RewardScorer(lambda completions, **_: [float("inf")] * len(completions))
     loop.scoring.scorer = infinite
@@ -237,7 +230,7 @@ def test_counts_of_several_rounds_are_averaged() -> None:
 @pytest.mark.parametrize(("settings", "divisor"), [
     ({"scale_rewards": "batch"}, "rewards"), ({"advantage_estimator": "reinforce++_baseline"}, "centered"),
 ])
-def test_advantages_are_those_of_groups_that_were_dropped(settings: dict[str, Any], divisor: str) -> None:
+def test_advantages_are_those_within_the_groups_that_are_trained_on(settings: dict[str, Any], divisor: str) -> None:
     loop = Loop("mixed", "solved", "wide", "failed", "failed", "rare", "rare", "solved",
                 dynamic_sampling_rounds=1, **settings)
     groups = loop.step()
@@ -249,7 +242,7 @@ def test_advantages_are_those_of_groups_that_were_dropped(settings: dict[str, An
     torch.testing.assert_close(torch.tensor(advantages(groups)), torch.tensor(expected))
 
 
-def test_groups_that_differ_from_the_batch_alone_count_as_without_signal() -> None:
+def test_a_group_that_differs_only_from_the_batch_has_signal() -> None:
     """REINFORCE++ learns from a group without spread too, where others did better or worse."""
     loop = Loop("failed", "failed", "failed", "failed", "solved", "mixed", "failed", "failed",
                 advantage_estimator="reinforce++", dynamic_sampling_rounds=5)
@@ -260,7 +253,7 @@ def test_groups_that_differ_from_the_batch_alone_count_as_without_signal() -> No
     assert len(loop.calls) == 2
 
 
-def test_a_group_whose_signal_is_all_in_masked_completions_is_trained_on() -> None:
+def test_a_group_whose_signal_is_all_in_masked_completions_is_replaced() -> None:
     settings = {"mask_truncated_completions": True, "advantage_estimator": "remax", "dynamic_sampling_rounds": 1}
     loop = Loop("rare", "solved", "mixed", "mixed", *["mixed"] * 4, **settings)
     REWARDS["only truncated"] = [1, 0, 1, 0, 1]
@@ -272,7 +265,7 @@ def test_a_group_whose_signal_is_all_in_masked_completions_is_trained_on() -> No
 # Replay
 
 
-def test_a_group_without_signal_is_trained_on_although_one_was_kept() -> None:
+def test_kept_groups_replace_groups_without_signal_and_each_is_used_once() -> None:
     loop = Loop("mixed", "wide", "rare", "failed", "failed", "mixed", "failed", "solved", "failed", "failed", "failed",
                 "mixed", replay_buffer_size=8)
     first = loop.step()
@@ -289,7 +282,7 @@ def test_a_group_without_signal_is_trained_on_although_one_was_kept() -> None:
     assert (measured["reward"], measured["groups/with_signal"]) == (0.125, 2)  # of what was sampled; of what is used
 
 
-def test_replay_comes_before_dynamic_sampling_or_its_surplus_is_lost() -> None:
+def test_replay_comes_after_dynamic_sampling_and_keeps_its_surplus() -> None:
     loop = Loop("mixed", "mixed", "failed", "failed", "wide", "wide", "mixed", "rare",
                 "mixed", "failed", "failed", "failed", "failed", "failed", "mixed", "failed",
                 dynamic_sampling_rounds=1, replay_buffer_size=8)
@@ -300,7 +293,7 @@ def test_replay_comes_before_dynamic_sampling_or_its_surplus_is_lost() -> None:
     assert loop.counts("rounds", "resampled_groups", "replayed_groups", "dropped_groups") == [1, 4, 2, 6]
 
 
-def test_old_groups_are_replayed_beyond_their_age() -> None:
+def test_groups_beyond_the_greatest_age_are_not_replayed() -> None:
     loop = Loop(*["wide"] * 4, *["mixed"] * 4, *["failed"] * 4, replay_buffer_size=16, replay_max_age=1)
     groups = [loop.step() for _ in range(3)]
     assert rows_of(groups[2]) == [7, 6, 5, 4]
@@ -318,7 +311,7 @@ def test_advantages_of_a_replayed_group_are_those_of_its_first_batch() -> None:
 # ReMax
 
 
-def test_the_baseline_is_not_the_greedy_completions_reward() -> None:
+def test_the_baseline_is_the_reward_of_the_greedy_completion() -> None:
     loop = Loop("mixed", "rare", "silent", "all but greedy", advantage_estimator="remax")
     groups = loop.step()
     assert [group.baseline for group in groups] == [0.25, 1, None, None]
@@ -328,7 +321,7 @@ def test_the_baseline_is_not_the_greedy_completions_reward() -> None:
     assert (count, params.n, params.temperature, params.max_tokens) == (4, 1, 0, sampled.max_tokens)
 
 
-def test_the_greedy_completion_is_recorded_or_disturbs_metrics() -> None:
+def test_the_greedy_completion_counts_only_as_tokens() -> None:
     loop, plain = (Loop("mixed", "rare", "solved", "failed", **settings) for settings in (
         {"advantage_estimator": "remax"}, {}))
     groups, others = loop.step(), plain.step()
@@ -341,13 +334,13 @@ def test_the_greedy_completion_is_recorded_or_disturbs_metrics() -> None:
     assert [r.extras for group in groups for r in group.rollouts] == [{"number": str(n)} for n in range(4)] * 4
 
 
-def test_a_weight_is_left_out_of_the_baseline() -> None:
+def test_the_baseline_is_weighted_as_rewards_are() -> None:
     loop = Loop("mixed", "rare", "wide", "failed", advantage_estimator="remax", reward_weights=[3.0])
     loop.scoring.scorer = RewardScorer(table, [3.0])
     assert [group.baseline for group in loop.step()] == [0.75, 3, 3, 0]
 
 
-def test_a_replayed_group_loses_its_baseline_or_is_sampled_for_again() -> None:
+def test_a_replayed_group_keeps_its_baseline_and_is_not_sampled_for_again() -> None:
     loop = Loop("mixed", "failed", "failed", "failed", *["failed"] * 4, advantage_estimator="remax",
                 replay_buffer_size=4)
     loop.step()
@@ -370,197 +363,6 @@ def test_a_replayed_group_loses_its_baseline_or_is_sampled_for_again() -> None:
     ({"difficulty_pools": 2}, "difficulty_pools is 2; it must be True or False"),
     ({"replay_buffer_size": 4, "vllm_importance_sampling_correction": False}, "replayed completions are of an older"),
 ])
-def test_settings_that_make_no_sense_are_accepted(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GRPOConfig(**settings)
-
-
-# With the embedded model
-
-
-def sevens(completions: list[str], **_: Any) -> list[float]:
-    """Rare enough that many groups have no spread."""
-    return [float("7" in text) for text in completions]
-
-
-def shifted(completions: list[str], **_: Any) -> list[float]:
-    return [float("7" in text) + 0.01 * ("1" in text) for text in completions]
-
-
-STRATEGIES: dict[str, tuple[dict[str, Any], str]] = {  # settings, and a metric that shows that they are at work
-    "dynamic sampling": ({"dynamic_sampling_rounds": 1}, "sampling/rounds"),
-    "pools": ({"difficulty_pools": True}, "data/pool_hard"),
-    "replay": ({"replay_buffer_size": 3}, "sampling/replayed_groups"),
-    "remax": ({"advantage_estimator": "remax"}, "groups/with_signal"),
-    "all": ({"dynamic_sampling_rounds": 1, "difficulty_pools": True, "replay_buffer_size": 3, "replay_max_age": 4,
-             "scale_rewards": "batch", "steps_per_generation": 2}, "sampling/replay_size"),
-}
-
-
-def check_same(parts: Path, whole: Path) -> None:
-    adapters = [load_file(path / "adapter" / "adapter_model.safetensors") for path in (whole, parts)]
-    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
-    assert records(parts) == records(whole)
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_resumed_run_differs_with(tmp_path: Path, name: str) -> None:
-    settings, metric = STRATEGIES[name]
-    settings = {"max_steps": 6, "max_completion_length": 16, **settings}
-    reward = digit_sum if name == "remax" else sevens
-    make(tmp_path / "whole", reward, **settings).train()
-    make(tmp_path / "parts", reward, callbacks=[StopAt(3)], **settings).train()
-    assert make(tmp_path / "parts", reward, **settings).train(resume_from_checkpoint=True).finished
-    lines = records(tmp_path / "whole")[0]
-    assert any(line[metric] for line in lines if line["step"] > 3), [line[metric] for line in lines]
-    check_same(tmp_path / "parts", tmp_path / "whole")
-
-
-class FailingOnce:
-    """The reward, but for one call, which raises."""
-
-    def __init__(self, call: int) -> None:
-        self.left = call
-
-    def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("the judge is away")
-        return sevens(completions)
-
-
-def test_a_step_that_fails_in_an_extra_round_has_used_up_prompts_or_kept_groups(tmp_path: Path) -> None:
-    settings = STRATEGIES["all"][0] | {"max_steps": 8, "dynamic_sampling_rounds": 3, "beta": 0.0}
-    counted = FailingOnce(-1)
-    make(tmp_path / "whole", counted, **settings).train()
-    lines = records(tmp_path / "whole")[0]
-    calls = [1 + line["sampling/rounds"] for line in lines]
-    failing = next(n for n, made in enumerate(calls) if n and made > 1)  # an update with an extra round
-    assert counted.left == -1 - sum(calls)
-    second_call = int(sum(calls[:failing])) + 2
-    with pytest.raises(Exception, match="the judge is away"):
-        make(tmp_path / "parts", FailingOnce(second_call), **settings).train()
-    assert make(tmp_path / "parts", FailingOnce(-1), **settings).train(resume_from_checkpoint=True).finished
-    check_same(tmp_path / "parts", tmp_path / "whole")
-
-
-def test_dynamic_sampling_finds_no_signal_in_a_run(tmp_path: Path) -> None:
-    shares = []
-    for rounds in (0, 3):
-        run = make(tmp_path / str(rounds), sevens, max_steps=3, beta=0.0, dynamic_sampling_rounds=rounds)
-        run.train()
-        lines, completions = records(tmp_path / str(rounds))
-        assert [line["groups/total"] for line in lines] == [2] * 3
-        assert len(completions) == 3 * 8  # those that are trained on
-        shares.append(sum(line["groups/with_signal"] for line in lines))
-    assert shares[1] > shares[0]
-
-
-def test_replayed_completions_are_not_marked_in_the_records(tmp_path: Path) -> None:
-    make(tmp_path, sevens, max_steps=6, beta=0.0, replay_buffer_size=4).train()
-    lines, completions = records(tmp_path)
-    marked = [line for line in completions if "replayed_from" in line]
-    assert len(marked) == 4 * sum(line["sampling/replayed_groups"] for line in lines) > 0
-    assert all(line["replayed_from"] < line["step"] - 1 for line in marked)
-
-
-def switched(outcomes: Iterator[bool]) -> Any:
-    """Rewards that differ within a group while `outcomes` say so, and else do not."""
-
-    def reward(completions: list[Any], **_: Any) -> list[float]:
-        differ = next(outcomes)
-        return [float(differ and index % 4 == 0) for index, _ in enumerate(completions)]
-
-    return reward
-
-
-def test_a_replayed_rollout_is_trained_on_as_if_it_were_of_this_policy(tmp_path: Path) -> None:
-    """Gradient of one step on stale completions, against the formula with every completion alone."""
-    trainer = make_plain(tmp_path / "run", switched(iter([True, True, False])), replay_buffer_size=4, learning_rate=0.1)
-    for _ in range(2):
-        trainer.update(trainer.rollout())
-    groups = trainer.rollout()
-    assert [(group.replayed, {r.policy_version for r in group.rollouts}) for group in groups] == [(True, {1})] * 2
-    plain = plain_peft(trainer.model, tmp_path / "adapter")
-    sums, weights = [], []
-    for group in groups:
-        for rollout in group.rollouts:
-            logprobs = naive_logprobs(plain, group.prompt_ids, rollout.completion_ids)
-            ratio = (logprobs.detach() - torch.tensor(rollout.rollout_logprobs)).exp()
-            weights.append(ratio)
-            sums.append(-(ratio.clamp(max=2.0) * rollout.advantage * (logprobs - logprobs.detach()).exp()).sum())
-    ratios = torch.cat(weights)
-    assert ratios.max() > 2
-    assert ratios.min() < 0.5
-    (torch.stack(sums).sum() / len(ratios)).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
-    metrics = trainer.forward_backward(groups)
-    found = {name: p.grad for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert metrics["mismatch/corrected"] == 1
-    assert relative(found, expected) < 1e-4
-
-
-def test_an_update_that_is_given_up_has_used_up_kept_groups(tmp_path: Path) -> None:
-    """Memory or NaN may end a run in its update; the saved step is the one before the rollout."""
-    trainer = make_plain(tmp_path, switched(iter([True, False, False])), replay_buffer_size=4, difficulty_pools=True)
-    trainer.update(trainer.rollout())
-    trainer.saver.mark()
-    before = trainer.saver.snapshot()
-    first = trainer.rollout()
-    trainer.learner.prepare(first, 2, trainer.state.policy_version)  # fills in old log-probabilities
-    trainer.saver.go_back()
-    assert trainer.saver.snapshot() == before
-    again = trainer.rollout()
-    assert [group.replayed for group in again] == [True, True]
-    assert all(rollout.old_logprobs is None for group in again for rollout in group.rollouts)
-    ids = [[[rollout.completion_ids for rollout in group.rollouts] for group in groups] for groups in (first, again)]
-    assert ids[0] == ids[1]
-
-
-def test_remax_compares_with_something_else_than_the_most_likely_completion(tmp_path: Path) -> None:
-    trainer = make_plain(tmp_path / "run", shifted_chat, advantage_estimator="remax", temperature=2.0)
-    groups = trainer.rollout()
-    plain = plain_peft(trainer.model, tmp_path / "adapter")
-    for group in groups:
-        tokens = islice(greedy_tokens(plain, group.prompt_ids, trainer.tokenizer.eos_token_id), 24)
-        text = trainer.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        assert group.baseline == shifted([text])[0]
-        for rollout in group.rollouts:
-            assert rollout.advantage == pytest.approx(rollout.reward - group.baseline)
-    assert trainer.update(groups)["optimizer/skipped"] == 0
-
-
-@pytest.mark.parametrize("name", ["remax", "all"])
-def test_rollout_comes_back_to_the_trainer(tmp_path: Path, name: str) -> None:
-    """A prompt's walk goes straight down: trainer and collector are each entered once, from above."""
-    trainer = make_plain(tmp_path, shifted_chat, **STRATEGIES[name][0])
-    files = {inspect.getsourcefile(kind): "trainer" for kind in type(trainer).__mro__[:-1]}
-    files[inspect.getsourcefile(Collector)] = "collector"
-    entered = []
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        part = files.get(frame.f_code.co_filename)
-        if event == "call" and part and part != files.get(frame.f_back.f_code.co_filename):
-            entered.append(part)
-
-    sys.setprofile(note)
-    try:
-        trainer.rollout()
-    finally:
-        sys.setprofile(None)
-    assert entered == ["trainer", "collector"]
-
-
-def shifted_chat(completions: list[Any], **_: Any) -> list[float]:
-    return shifted([completion[0]["content"] for completion in completions])
-
-
-def greedy_tokens(model: Any, prompt: list[int], end: int) -> Iterator[int]:
-    """The most likely token each time, the whole sequence computed anew."""
-    ids = list(prompt)
-    while True:
-        with torch.no_grad():
-            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-        yield ids[-1]
-        if ids[-1] == end:
-            return
