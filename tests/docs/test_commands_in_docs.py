@@ -1,4 +1,4 @@
-"""Every `lowmem-grpo` line in README and docs is one that the command line takes, with options that there are."""
+"""Every `lowmem-grpo` line in README and docs is a command that exists, with options that exist."""
 
 import re
 import shlex
@@ -22,16 +22,16 @@ PLACEHOLDERS = {"RECIPE", "RUN", "...", "[key=value", "...]"}
 
 
 def words_of(line: str) -> list[str]:
-    """The arguments, without a comment behind them."""
+    """The arguments, without the comment at the end of the line."""
     return shlex.split(line, comments=True)[1:]
 
 
-def test_there_are_commands_to_hold() -> None:
+def test_the_pages_have_commands() -> None:
     assert len(COMMANDS) > 30
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: value[:70])
-def test_a_command_on_a_page_is_not_one(page: str, line: str) -> None:
+def test_every_command_on_a_page_exists_and_takes_its_options(page: str, line: str) -> None:
     words = words_of(line)
     if not words or words[0].isupper() or words[0].startswith("-"):
         return

@@ -1,4 +1,4 @@
-"""Pages that are generated are as their source says, and name everything there is."""
+"""Generated pages are up to date, and name everything there is."""
 
 import re
 from importlib import import_module
@@ -20,13 +20,13 @@ PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["algorithms", "metrics"])
-def test_a_page_is_not_that_of_the_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_what_its_script_makes_of_the_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     page = import_module(f"make_{name}").page()
     assert page == (DOCS / f"{name}.md").read_text(encoding="utf-8"), f"run python docs/make_{name}.py"
 
 
-def test_a_metric_of_a_run_is_not_on_the_page(tmp_path: Path) -> None:
+def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
     page = (DOCS / "metrics.md").read_text(encoding="utf-8")
     known = [re.escape(name).replace("NAME", r"\w+").replace("MODULE", r"\w+")
              for name in re.findall(r"`([^`]+)`", page.partition("## Alarms")[0])]
@@ -48,7 +48,7 @@ def test_a_metric_of_a_run_is_not_on_the_page(tmp_path: Path) -> None:
     ("Loss types", LOSS_TYPES), ("Advantages", ESTIMATORS), ("Off-policy corrections", CORRECTIONS),
     ("Which groups are trained on", STRATEGIES),
 ])
-def test_an_algorithm_is_missing_or_has_not_its_three_lines(heading: str, names: dict[str, object]) -> None:
+def test_every_algorithm_is_on_the_page_with_its_three_lines(heading: str, names: dict[str, object]) -> None:
     (section,) = [part for part in PAGE.split("\n## ") if part.startswith(heading)]
     for name in names:
         (found,) = re.findall(rf"### `{re.escape(name)}`\n\n((?:- .+\n)+)", section)
@@ -56,7 +56,7 @@ def test_an_algorithm_is_missing_or_has_not_its_three_lines(heading: str, names:
 
 
 @pytest.mark.parametrize("line", re.findall(r"^    GRPOConfig\((.*)\)\s+# ", PAGE, flags=re.MULTILINE))
-def test_a_setting_on_the_page_is_refused(line: str) -> None:
+def test_every_setting_on_the_page_is_accepted(line: str) -> None:
     settings = dict(re.findall(r"(\w+)=([^,]+)(?:, |$)", line))
     GRPOConfig(**{name: plain(value) for name, value in settings.items()})
 

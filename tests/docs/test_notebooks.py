@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, as a user would run it, shows what it promises, and stores no outputs."""
+"""Every notebook runs from top to bottom, shows what it promises, and stores no outputs."""
 
 import ast
 import re
@@ -72,7 +72,7 @@ def cells(path: Path, kind: str = "code") -> list[str]:
     return [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == kind]
 
 
-def test_the_notebooks_are_those_that_promise_something() -> None:
+def test_every_notebook_is_checked_and_listed() -> None:
     assert [path.stem for path in NOTEBOOKS] == sorted(PROMISED)
     listed = (FOLDER / "README.md").read_text()
     assert [path.name for path in NOTEBOOKS if path.name not in listed] == []
@@ -103,7 +103,7 @@ def test_a_notebook_installs_the_package_only_where_it_is_missing(path: Path) ->
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_hides_nothing_and_writes_beside_itself_alone(path: Path) -> None:
+def test_a_notebook_hides_nothing_and_writes_only_beside_itself(path: Path) -> None:
     for source in cells(path)[1:]:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -141,7 +141,7 @@ def test_a_notebook_runs_from_top_to_bottom_and_shows_what_it_promises(
 
 
 def titles(figure: dict[str, Any]) -> set[str]:
-    """Of a figure, or of the charts in it; not empty pictures: each has a trace with points."""
+    """The title of a figure, or those of the charts in it. No picture may be empty: each has a trace with points."""
     assert all(len(trace["y"]) for trace in figure["data"]) and figure["data"]
     layout = figure["layout"]
     if "text" in layout.get("title", {}):
@@ -150,13 +150,13 @@ def titles(figure: dict[str, Any]) -> set[str]:
 
 
 def said(outputs: list[Any]) -> str:
-    """What was printed, and the plain form of what was shown, in order."""
+    """What was printed, and what was shown in its plain form, in order."""
     texts = [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs]
     return ESCAPES.sub("", "\n".join(texts))
 
 
 def check_order(text: str, patterns: list[str]) -> None:
-    """Each pattern is found, behind the one before it."""
+    """Each pattern is found after the one before it."""
     at = 0
     for pattern in patterns:
         found = re.compile(pattern).search(text, at)

@@ -1,4 +1,4 @@
-"""The recipes' pages and table are what their sources say, and the bench behind them measures what a user would see."""
+"""The recipes' pages and table are up to date, and the bench behind them measures what a user would see."""
 
 import json
 from pathlib import Path
@@ -22,22 +22,22 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_page_is_not_that_of_its_recipe(name: str, source: Any) -> None:
+def test_a_page_is_what_its_script_makes_of_the_recipe(name: str, source: Any) -> None:
     assert source.page(name) == (source.PAGES / f"{name}.md").read_text(encoding="utf-8"), "run docs/make_recipes.py"
     assert all(source.WORDS[name][part] for part in ("teaches", "about", "commands", "rewards", "expect"))
 
 
-def test_the_table_is_not_that_of_the_rows(source: Any) -> None:
+def test_the_table_is_what_its_script_makes_of_the_rows(source: Any) -> None:
     assert source.table() == source.TABLE.read_text(encoding="utf-8"), "run python docs/make_recipes.py"
 
 
-def test_a_recipe_has_no_measured_row_and_no_picture(source: Any) -> None:
+def test_every_recipe_has_a_measured_row_and_a_picture(source: Any) -> None:
     measured = {name for (name, _), row in source.read_rows().items() if "missing" not in row}
     assert measured == set(RECIPES)
     assert [name for name in RECIPES if not (source.PAGES / f"{name}.svg").is_file()] == []
 
 
-def test_an_option_of_a_recipe_has_no_explanation(source: Any) -> None:
+def test_every_option_of_a_recipe_is_explained(source: Any) -> None:
     for name in RECIPES:
         lines = source.options(source.module_of(name).OPTIONS)
         assert [line for line in lines[2:] if line.endswith("|  |")] == [], name
@@ -47,7 +47,7 @@ def bench(*words: str) -> Result:
     return CliRunner().invoke(main, list(words))
 
 
-def test_the_row_of_a_run_does_not_say_what_the_run_wrote(tmp_path: Path) -> None:
+def test_the_row_of_a_run_says_what_the_run_wrote(tmp_path: Path) -> None:
     small = ["train_size=16", "eval_problems=8", "num_generations=2", "per_device_train_batch_size=4",
              "gradient_accumulation_steps=1"]
     done = bench("--recipes", "arithmetic", "--steps", "2", "--seed", "3", "--runs", str(tmp_path), "--output",
