@@ -48,7 +48,8 @@ class GRPOTrainer(Trainer):
         self.scorer = RewardScorer(functions, config.reward_weights, config.reward_timeout, config.score_while_sampling)
         first = self.first_engine(engine)
         longest = longest_prompt(config.max_prompt_length, config.max_completion_length, model.loaded.max_seq_length)
-        memory, peaks = plan_memory(model, config, self.policy, first, longest + config.max_completion_length)
+        context = longest + config.max_completion_length
+        memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", first)
         self.planned_time = PlannedTime(peaks.plan, model.config)
         encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs)
         pools = DifficultyPools() if config.difficulty_pools else None

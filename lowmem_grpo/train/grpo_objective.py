@@ -1,8 +1,4 @@
-"""What a learner minimises: which rollouts and tokens count, and the loss of a micro-batch.
-
-`Learner` knows nothing of an algorithm but `Objective`. Another objective on the same frozen base (supervised
-fine-tuning in `sft.py` is one) is another small class.
-"""
+"""What GRPO minimises: which rollouts and tokens count, and the loss of a micro-batch."""
 
 import logging
 from dataclasses import replace
@@ -24,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class GRPOObjective(Objective):
-    """GRPO and its relatives, by the settings of a run.
+    """GRPO and its relatives, as the settings of a run say.
 
-    `exact` says that a training pass computes the policy itself. Under dropout it does not, and what it differs from
-    the sampler by is no measure of their mismatch; the parity check, which runs without, is.
+    `exact` says that a training pass computes the policy itself. With dropout it does not, so its difference from the
+    sampler does not measure their mismatch; the parity check, which works without dropout, does.
     """
 
     def __init__(self, config: GRPOConfig, exact: bool = True) -> None:
@@ -49,7 +45,7 @@ class GRPOObjective(Objective):
         return self.entropy.applied != 0
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """Nothing at all on-policy without KL term and token masks: old log-probabilities are the step's own."""
+        """Nothing on-policy without a KL term and token masks, because old log-probabilities are the step's own."""
         wanted = {
             "old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
             "entropy": self.config.top_entropy_quantile < 1,
@@ -57,7 +53,7 @@ class GRPOObjective(Objective):
         return tuple(name for name, needed in wanted.items() if needed)
 
     def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
-        """Decide on a correction: for stale rollouts, and where sampler and trainer were seen to differ."""
+        """Decide whether to correct tokens: for stale rollouts, and if sampler and trainer were seen to differ."""
         chosen = self.config.vllm_importance_sampling_correction
         self.stale = any(rollout.policy_version < policy_version for rollout in rollouts)
         self.correct_mismatch = self.mismatch.due(self.stale) if chosen is None else chosen
@@ -71,7 +67,7 @@ class GRPOObjective(Objective):
             )
 
     def prepared(self, rollouts: list[Rollout]) -> None:
-        """Choose the tokens of the highest entropy, and take the KL term into the advantages, where asked to."""
+        """Choose the tokens of the highest entropy, and put the KL term into the advantages, if the settings say so."""
         if self.config.top_entropy_quantile < 1:
             entropies = [rollout.entropy for rollout in rollouts if rollout.entropy is not None]
             mask = top_entropy_mask(torch.cat(entropies or [torch.empty(0)]), self.config.top_entropy_quantile)
@@ -81,18 +77,18 @@ class GRPOObjective(Objective):
             put_kl_in_reward(rollouts, self.config.beta)
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """All but the truncated ones, where those are masked."""
+        """All rollouts, without truncated ones if those are masked."""
         masked = self.config.mask_truncated_completions
         return [rollout for rollout in rollouts if not (masked and rollout.finish_reason == "length")]
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Those that count and have an advantage; all that count where a KL term or an entropy bonus moves them too."""
+        """Rollouts that count and have an advantage; with a KL term or an entropy bonus, all that count."""
         kept = self.counted(rollouts)
         everything = self.config.beta or self.entropy.enabled
         return kept if everything else [rollout for rollout in kept if rollout.advantage]
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        """`grpo_loss` of the batch; a KL term that is in the reward is not in the loss."""
+        """`grpo_loss` of the batch. A KL term that is in the reward is not in the loss as well."""
         settings = replace(self.config, beta=0.0, kl_estimator=None) if self.config.kl_in_reward else self.config
         out = grpo_loss(
             logprobs, batch.at_trained(batch.advantages), batch.at_trained(batch.sequence_ids), settings=settings,
@@ -112,7 +108,7 @@ class GRPOObjective(Objective):
         return out
 
     def measured(self, reducer: Reducer) -> dict[str, float]:
-        """Adds percentiles over the step's tokens, and what the sampler's mismatch leaves of the samples."""
+        """Adds percentiles over the step's tokens, and the share of samples that the sampler's mismatch leaves."""
         metrics = reducer.result()
         for name in ("ratio", "mismatch"):
             values = reducer.sampled(name)
@@ -140,5 +136,5 @@ class GRPOObjective(Objective):
 
 
 def at(batch: MicroBatch, values: Tensor | None) -> Tensor | None:
-    """Values (T,) at the batch's completion tokens, (N,); None stays None."""
+    """Values (T,) at the completion tokens of the batch, (N,); None stays None."""
     return None if values is None else batch.at_trained(values)

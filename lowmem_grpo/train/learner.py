@@ -28,9 +28,9 @@ from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 
 class Learner:
-    """Owns optimizer and schedule; turns groups with advantages into gradients, and gradients into a step.
+    """Owns the optimizer and the schedule; turns groups with advantages into gradients, and gradients into a step.
 
-    Where memory runs out, the work is undone and done again in smaller micro-batches, with the same result.
+    If memory runs out, the work is undone and repeated in smaller micro-batches, with the same result.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Learner:
 
     @property
     def limits(self) -> Limits:
-        """What a micro-batch may hold. Where there is a plan, it alone cuts, by tokens, of which the user may have set
-        the number; without a plan `per_device_train_batch_size` bounds the sequences."""
+        """What a micro-batch may hold. With a plan, only tokens bound it, and the user may have set their number.
+        Without a plan, `per_device_train_batch_size` bounds the sequences too."""
         tokens = self.config.max_tokens_per_micro_batch
         if self.bound.spread is None:
             return Limits(tokens, self.config.per_device_train_batch_size)
@@ -79,9 +79,9 @@ class Learner:
         return found
 
     def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0) -> None:
-        """Fill what this update needs beside the rollouts: nothing at all on-policy without a KL term.
+        """Fill in what this update needs beside the rollouts; on-policy without a KL term that is nothing.
 
-        `policy_version` is the policy's: rollouts of an older one are stale.
+        Rollouts of an older version than `policy_version`, the policy's own, are stale.
         """
         self.objective.begin([rollout for group in groups for rollout in group.rollouts], policy_version)
         fields = self.objective.needed_before(optimizer_steps)
@@ -98,7 +98,7 @@ class Learner:
                 with self.policy.base_model():
                     self.fill_logprobs(rollouts, "ref_logprobs")
             if self.bound.lowered != limit:
-                fill()  # all of it in micro-batches of one size, as a run would that began with this bound
+                fill()  # all of it in micro-batches of one size, as in a run that began with this bound
             else:
                 self.objective.prepared([rollout for group in rollouts for rollout in group.rollouts])
 
@@ -106,21 +106,21 @@ class Learner:
         self.prepare_again = fill if fields else None
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups with those rollouts alone that can move the policy; of an unjudged group, none."""
+        """The groups with only the rollouts that can move the policy; an unjudged group keeps none."""
         return [replace(group, rollouts=[] if group.unjudged else self.objective.with_gradient(group.rollouts))
                 for group in groups]
 
     def counted_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups with those rollouts alone whose tokens count."""
+        """The groups with only the rollouts whose tokens count."""
         return [replace(group, rollouts=self.objective.counted(group.rollouts)) for group in groups]
 
     def num_tokens(self, groups: list[RolloutGroup]) -> int:
-        """Completion tokens that count in the loss; those of masked, truncated completions do not."""
+        """How many completion tokens count in the loss; those of masked, truncated completions do not."""
         counted = (rollout for group in self.counted_groups(groups) for rollout in group.rollouts)
         return sum(len(rollout.completion_ids) for rollout in counted)
 
     def totals(self, groups: list[RolloutGroup], num_tokens: float | None) -> StepTotals:
-        """What the step's means are over."""
+        """The counts that the step's means are taken over."""
         counted = [rollout for group in self.counted_groups(groups) for rollout in group.rollouts]
         tokens = sum(len(rollout.completion_ids) for rollout in counted) if num_tokens is None else num_tokens
         sequences = sum(len(group.rollouts) for group in groups)
@@ -129,8 +129,8 @@ class Learner:
     def forward_backward(self, groups: list[RolloutGroup], num_tokens: float | None = None) -> dict[str, float]:
         """Add the gradient of the step's loss to the adapter; returns loss metrics over the trained tokens.
 
-        Counts of tokens (unless given) and of sequences are those of all `groups`, so the gradient depends neither on
-        how they are split into micro-batches nor on whether those without gradient were left out.
+        Tokens (unless their number is given) and sequences are counted over all `groups`. So the gradient depends
+        neither on the split into micro-batches nor on whether rollouts without gradient were left out.
         """
         trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
         before = self.objective.state()
@@ -157,7 +157,7 @@ class Learner:
         return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
 
     def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals) -> dict[str, float]:
-        """Add the gradient of each micro-batch; the loss and its metrics over all of them, and how many they were."""
+        """Add the gradient of each micro-batch; returns the loss, its metrics over all of them, and their number."""
         self.policy.model.train()
         reducer, self.flags, count = Reducer(), Flags(), 0
         sums = {"loss": torch.zeros((), device=self.policy.device)}
@@ -182,9 +182,9 @@ class Learner:
         return out
 
     def optim_step(self) -> dict[str, float]:
-        """Clip, step and clear the gradients; a step without gradient, or that met NaN or infinity, is skipped.
+        """Clip, step and clear the gradients. A step without gradient, or with NaN or infinity, is skipped.
 
-        Raises NonFiniteError, before the schedule goes on, where `nonfinite_steps` in a row met such values.
+        Raises NonFiniteError, before the schedule goes on, if `nonfinite_steps` steps in a row met such values.
         """
         named = self.policy.model.named_parameters()
         parameters = {name: p for name, p in named if p.requires_grad and p.grad is not None}
@@ -197,7 +197,7 @@ class Learner:
             metrics |= norms
             if not math.isfinite(norms["grad_norm"]):
                 broken = broken_gradients(parameters)
-            elif not self.guard.findings:
+            elif not self.guard.bad:
                 torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.config.max_grad_norm, norm)
                 self.apply(list(parameters.values()))
                 metrics["optimizer/skipped"] = 0.0
@@ -206,15 +206,15 @@ class Learner:
         self.prepare_again = None
         metrics |= self.guard.judge(broken, bool(broken) and self.scaler.is_enabled() and self.scaler.get_scale() > 1)
         with warnings.catch_warnings():
-            # a step may be skipped, the first one too; the schedule goes on, so that the run keeps its length
+            # any step may be skipped, even the first; the schedule goes on, so that the run keeps its length
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
         return metrics
 
     def apply(self, parameters: list[torch.nn.Parameter]) -> None:
-        """The optimizer's own step. Out of memory, it is undone and made once more with all caches empty; a second
-        time raises MemoryExhaustedError, with parameters, state and gradients as they were. A step that allocates
-        nothing cannot run out of memory, and pays for no copy."""
+        """Make the optimizer's own step. If memory runs out, it is undone and repeated once with all caches empty; the
+        second time raises MemoryExhaustedError, with parameters, state and gradients as they were. A step that
+        allocates nothing cannot run out of memory, so it needs no copy."""
         what, step = "the optimizer step", partial(self.scaler.step, self.optimizer)
         if not self.before.take(parameters):
             step()

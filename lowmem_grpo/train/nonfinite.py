@@ -1,8 +1,8 @@
 """The guard against NaN and infinity in rewards, log-probabilities and gradients.
 
-A step that meets one is skipped: adapter and optimizer stay as they are, bit for bit, while the schedule and the count
-of steps go on. It is counted, and the rollouts concerned are written to `nonfinite.jsonl`. So many skipped steps in a
-row (`GRPOConfig.nonfinite_steps`) stop the run.
+A step that meets such a value is skipped: the adapter and the optimizer stay as they are, bit for bit, while the
+schedule and the count of steps go on. The step is counted, and its bad rollouts are written to `nonfinite.jsonl`. The
+run stops after `nonfinite_steps` skipped steps in a row.
 """
 
 import logging
@@ -21,30 +21,30 @@ from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 logger = logging.getLogger(__name__)
 
 FILE = "nonfinite.jsonl"
-WRITTEN = 16  # rollouts of a step at most; a line more says how many were left out
+WRITTEN = 16  # at most so many rollouts of a step; one more line says how many were left out
 NAMED = 5  # parameters whose gradients are not finite
 FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
 CAUSES = ("logprobs", *FIELDS, "loss")
 ADVICE = {
-    "reward": "a division by zero, a logarithm of 0 or an overflow in the reward function, which returns None for a "
-              "completion that has no reward",
+    "reward": "a division by zero, a logarithm of 0 or an overflow in the reward function; for a completion without a "
+              "reward it should return None",
     "rollout_logprobs": 'the sampler: dtype=torch.bfloat16 in place of fp16, or fast_inference="transformers"',
     **dict.fromkeys(("logprobs", "old_logprobs"), "the policy itself: dtype=torch.bfloat16 in place of fp16, a lower "
                     "learning_rate, an earlier checkpoint whose adapter is sound"),
     "ref_logprobs": "the base model's weights and dtype: the reference is the model without its adapter",
-    "advantages": "the rewards and their weights: they overflow, or advantages were set by hand",
+    "advantages": "the rewards and their weights, which overflow, or advantages that were set by hand",
     "loss": "ratios that overflow: a lower learning_rate, fewer num_iterations, delta as a bound",
     "gradient": "the parameters that the file names: a lower learning_rate, dtype=torch.bfloat16 in place of fp16",
 }
 
 
 class NonFiniteError(RuntimeError):
-    """So many steps in a row were skipped for values that are not finite; the last of them is taken back."""
+    """Too many steps in a row were skipped because of NaN or infinity. The last of them counts as not made."""
 
 
 @dataclass
-class Finding:
-    """A rollout, and where it met a value that is not finite: "reward NAME", one of CAUSES, or "gradient"."""
+class BadRollout:
+    """A rollout that met NaN or infinity, and where: in "reward NAME", one of CAUSES, or the "gradient"."""
 
     group: RolloutGroup
     rollout: Rollout
@@ -52,7 +52,7 @@ class Finding:
 
 
 class Flags:
-    """Which rollouts of a training pass met a value that is not finite; on the device until they are read, once."""
+    """Which rollouts of a training pass met NaN or infinity. They stay on the device until they are read, once."""
 
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
@@ -60,8 +60,8 @@ class Flags:
 
     @torch.no_grad()
     def look(self, batch: MicroBatch, logprobs: Tensor, loss: Tensor) -> None:
-        """Take a micro-batch, the policy's log-probabilities (N,) of it and its loss, which where nothing else
-        explains it is that of all its rollouts."""
+        """Look at a micro-batch, the policy's log-probabilities (N,) and the loss. If nothing else explains a loss
+        that is not finite, it is blamed on all rollouts of the micro-batch."""
         none = torch.zeros_like(batch.loss_mask)
         rows = [none.masked_scatter(batch.loss_mask, logprobs.isfinite().logical_not())]
         for values in (getattr(batch, name) for name in FIELDS):
@@ -73,7 +73,7 @@ class Flags:
         self.rollouts += batch.rollouts
 
     def read(self) -> list[tuple[Rollout, list[str]]]:
-        """The rollouts concerned, each with its CAUSES; the one synchronisation with the device."""
+        """The bad rollouts, each with its CAUSES. Only this waits for the device."""
         if not self.tables:
             return []
         columns = torch.cat(self.tables, 1).gt(0).T.tolist()
@@ -82,68 +82,68 @@ class Flags:
 
 
 class Guard:
-    """Collects what a step met that is not finite, and when the step ends counts it, writes it down, or stops the run.
+    """Collects the bad rollouts of a step. When the step ends, it counts them, writes them down, or stops the run.
 
-    With fp16, gradients overflow until the scale of the loss has come down to what they bear: at the start of a run
-    that is normal. While the scale is above 1, a step skipped for its gradients alone counts for nothing here and is
-    not written; `optimizer/skipped` shows it.
+    With fp16, gradients overflow until the scale of the loss is small enough, which is normal at the start of a run.
+    While the scale is above 1, a step that was skipped only for its gradients is neither counted nor written here;
+    `optimizer/skipped` shows it.
 
-    The file is only ever added to, so a step that a resumed run makes again may be in it twice.
+    Lines are only added to the file, so a step that a resumed run makes again may be in it twice.
     """
 
     def __init__(self, limit: int, state: TrainerState, records: RunRecords | None = None) -> None:
-        """`limit` skipped steps in a row stop the run; without `records` nothing is written."""
+        """The run stops after `limit` skipped steps in a row. Without `records` nothing is written."""
         self.limit, self.state, self.records = limit, state, records
-        self.findings: list[Finding] = []  # of the step in progress
+        self.bad: list[BadRollout] = []  # of the step in progress
         self.groups: list[RolloutGroup] = []  # trained on in the step in progress
         self.causes: list[str] = []  # of the steps skipped in a row
 
     def begin(self, overwrite: bool) -> None:
-        """A new run: the file of the one that it overwrites goes."""
+        """Begin a new run; the file of the run that it overwrites is deleted."""
         if overwrite and self.records is not None:
             (self.records.run_dir / FILE).unlink(missing_ok=True)
 
     def rewards(self, groups: list[RolloutGroup]) -> bool:
-        """Whether a reward of these groups was NaN or infinite: then the step needs no pass over them."""
-        found = [Finding(group, rollout, [f"reward {name}" for name in rollout.invalid_rewards])
+        """Whether a reward of these groups was NaN or infinite; the step then needs no pass over them."""
+        found = [BadRollout(group, rollout, [f"reward {name}" for name in rollout.invalid_rewards])
                  for group in groups for rollout in group.rollouts if rollout.invalid_rewards]
-        self.findings += found
+        self.bad += found
         return bool(found)
 
     def passed(self, groups: list[RolloutGroup], flags: Flags) -> bool:
-        """Take a pass over these groups; whether it met a value that is not finite."""
+        """Note what a pass over these groups met; returns whether there was NaN or infinity."""
         self.groups += groups
         home = {id(rollout): group for group in groups for rollout in group.rollouts}
-        found = [Finding(home[id(rollout)], rollout, what) for rollout, what in flags.read()]
-        self.findings += found
+        found = [BadRollout(home[id(rollout)], rollout, what) for rollout, what in flags.read()]
+        self.bad += found
         return bool(found)
 
     def judge(self, parameters: list[str], handled: bool = False) -> dict[str, float]:
-        """The step is over, with the gradients of these parameters not finite; its metrics.
+        """Judge a finished step, in which the gradients of these parameters were not finite; returns its metrics.
 
-        `handled`: the scale of the loss was lowered for it. Raises NonFiniteError where this is the last step allowed,
-        which then counts as not made.
+        `handled` says that the scale of the loss was lowered for it. Raises NonFiniteError if this was one skipped
+        step too many.
         """
-        findings, groups = self.findings, self.groups
-        self.findings, self.groups = [], []
-        causes = sorted({what for finding in findings for what in finding.what})
+        bad, groups = self.bad, self.groups
+        self.bad, self.groups = [], []
+        causes = sorted({what for one in bad for what in one.what})
         if parameters and not causes and not handled:
             causes = ["gradient"]
-            findings = [Finding(group, rollout, causes) for group in groups for rollout in group.rollouts]
+            bad = [BadRollout(group, rollout, causes) for group in groups for rollout in group.rollouts]
         if causes:
-            self.skip(causes, findings, parameters)
+            self.skip(causes, bad, parameters)
         elif not parameters:
             self.state.nonfinite_in_a_row, self.causes = 0, []
-        return {"nonfinite/rollouts": float(len(findings)), "nonfinite/steps": float(self.state.nonfinite_steps)}
+        return {"nonfinite/rollouts": float(len(bad)), "nonfinite/steps": float(self.state.nonfinite_steps)}
 
     def over(self, steps: list[dict[str, float]]) -> dict[str, float]:
         """The metrics of several optimizer steps together."""
         rollouts = sum(step["nonfinite/rollouts"] for step in steps)
         return {"nonfinite/rollouts": rollouts, "nonfinite/steps": float(self.state.nonfinite_steps)}
 
-    def skip(self, causes: list[str], findings: list[Finding], parameters: list[str]) -> None:
-        """Write the rollouts, say so and count the step; or raise NonFiniteError."""
-        step, where = self.state.global_step + 1, self.write(findings, parameters)
+    def skip(self, causes: list[str], bad: list[BadRollout], parameters: list[str]) -> None:
+        """Write the rollouts, warn and count the step, or raise NonFiniteError."""
+        step, where = self.state.global_step + 1, self.write(bad, parameters)
         self.causes += [cause for cause in causes if cause not in self.causes]
         if self.state.nonfinite_in_a_row + 1 >= self.limit:
             said, self.causes, self.state.nonfinite_in_a_row = self.causes, [], 0
@@ -156,17 +156,17 @@ class Guard:
         self.state.nonfinite_steps += 1
         logger.warning(
             "step %d is skipped, nothing is trained: NaN or infinity (%s) in %d of its rollouts; %s. %d of %d in a row",
-            step, ", ".join(causes), len(findings), where, self.state.nonfinite_in_a_row, self.limit,
+            step, ", ".join(causes), len(bad), where, self.state.nonfinite_in_a_row, self.limit,
         )
 
-    def write(self, findings: list[Finding], parameters: list[str]) -> str:
-        """Add the rollouts to the file; where they are, in words. A failure to write is told, and no more."""
+    def write(self, bad: list[BadRollout], parameters: list[str]) -> str:
+        """Add the rollouts to the file; returns in words where they are. A failure to write does not stop the run."""
         if self.records is None:
             return "they are not written anywhere"
         path = self.records.run_dir / FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.records.append(FILE, lines(self.state.global_step + 1, findings, parameters))
+            self.records.append(FILE, lines(self.state.global_step + 1, bad, parameters))
         except (RecordError, OSError) as error:
             return f"the rollouts could not be written ({error})"
         return f"the rollouts are in {path}"
@@ -177,19 +177,19 @@ def advice(causes: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(ADVICE[cause.partition(" ")[0]] for cause in causes))
 
 
-def lines(step: int, findings: list[Finding], parameters: list[str]) -> Iterator[dict[str, Any]]:
-    """The records of a step: its first WRITTEN rollouts, and how many there are beside them."""
-    for finding in findings[:WRITTEN]:
-        group, rollout = finding.group, finding.rollout
+def lines(step: int, bad: list[BadRollout], parameters: list[str]) -> Iterator[dict[str, Any]]:
+    """The records of a step: its first WRITTEN rollouts, and how many more there are."""
+    for one in bad[:WRITTEN]:
+        group, rollout = one.group, one.rollout
         yield {
-            "step": step, "what": ", ".join(finding.what), "prompt": prompt_text(group.row.get("prompt")),
+            "step": step, "what": ", ".join(one.what), "prompt": prompt_text(group.row.get("prompt")),
             "completion": rollout.text, "prompt_ids": group.prompt_ids, "completion_ids": rollout.completion_ids,
             "rewards": {name: spelled(value) for name, value in (rollout.rewards | rollout.invalid_rewards).items()},
             "reward": spelled(rollout.reward), "advantage": spelled(rollout.advantage),
-            **({"parameters": parameters[:NAMED]} if "gradient" in finding.what else {}),
+            **({"parameters": parameters[:NAMED]} if "gradient" in one.what else {}),
         }
-    if len(findings) > WRITTEN:
-        yield {"step": step, "what": "rollouts that are not listed", "left_out": len(findings) - WRITTEN}
+    if len(bad) > WRITTEN:
+        yield {"step": step, "what": "rollouts that are not listed", "left_out": len(bad) - WRITTEN}
 
 
 def spelled(value: float | None) -> float | str | None:
@@ -198,6 +198,6 @@ def spelled(value: float | None) -> float | str | None:
 
 
 def broken_gradients(parameters: dict[str, nn.Parameter]) -> list[str]:
-    """The names of those whose gradient holds NaN or infinity, or (only their norm overflowed) of all."""
+    """The names of those whose gradient holds NaN or infinity; all names if only their norm overflowed."""
     found = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     return found or list(parameters)

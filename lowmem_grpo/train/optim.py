@@ -31,8 +31,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) ->
 
 
 def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether a step with all states there still takes memory. torch's fused AdamW works in place, its other forms make
-    temporaries of the parameters' size; bitsandbytes works in place on a card, and by torch's operations on the CPU."""
+    """Whether a step takes memory even after all states exist. torch's fused AdamW works in place, its other forms make
+    temporaries of the parameters' size. bitsandbytes works in place on a card, with torch's operations on the CPU."""
     if type(optimizer) is torch.optim.AdamW:
         return not optimizer.defaults["fused"]
     return device.type != "cuda" or not type(optimizer).__module__.startswith("bitsandbytes.")
@@ -48,10 +48,10 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, tota
 
 
 def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:
-    """(norm of all gradients, on their device; the same and each adapter group's for the log).
+    """(the norm of all gradients, on their device; that norm and the norm of each group, for the log).
 
-    A group is an adapted projection in all layers (`grad_norm/q_proj`); what is no adapter's is "other". One
-    synchronisation for all of them.
+    A group is one adapted projection in all layers (`grad_norm/q_proj`); parameters that are no adapter's are "other".
+    All norms are read from the device at once.
     """
     groups: dict[str, list[Tensor]] = {"other": []}
     for name, parameter in parameters.items():

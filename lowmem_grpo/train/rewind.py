@@ -1,4 +1,4 @@
-"""Going back: random states, gradients and an optimizer as they were, so that an attempt can be made again."""
+"""Random states, gradients and an optimizer put back as they were, so that an attempt can be repeated."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 ALIGNED = 64  # bytes: any dtype may begin there
+
 
 class RandomStates:
     """Torch's random states, of the CPU and of one device, at the moment this is made."""
@@ -28,7 +29,7 @@ class RandomStates:
 
 
 class Gradients:
-    """The parameters' gradients at the moment this is made. Those that are there are copied to the host: backward
+    """The parameters' gradients at the moment this is made. Existing gradients are copied to the host, because backward
     adds to them in place. At the start of a step there are none, and nothing is copied."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -43,11 +44,11 @@ class Gradients:
 
 
 class OptimizerCopy:
-    """Parameters and their optimizer state on the host, in one buffer that is used again: a step that breaks off may
-    have updated some of them. It is made for one optimizer and taken before its steps."""
+    """Copies of the parameters and their optimizer state on the host: a step that breaks off may have updated some of
+    them. It is made for one optimizer, taken before its steps, and uses one buffer again and again."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, each_step: bool) -> None:
-        """`each_step`: whether the optimizer's every step can run out of memory; else only one that makes states."""
+        """`each_step` says that every step of the optimizer can run out of memory, not only one that makes states."""
         self.optimizer, self.each_step = optimizer, each_step
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.copied: list[tuple[Tensor, Tensor]] = []  # what may change, and its place in the buffer
@@ -55,7 +56,7 @@ class OptimizerCopy:
 
     @torch.no_grad()
     def take(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Keep all as it is now; False, and nothing is kept, where the coming step allocates nothing."""
+        """Keep everything as it is now. Returns False, and keeps nothing, if the next step allocates nothing."""
         if not self.each_step and all(self.optimizer.state.get(parameter) for parameter in parameters):
             self.buffer, self.copied, self.states = self.buffer.new_empty(0), [], []
             return False
@@ -68,7 +69,7 @@ class OptimizerCopy:
         return True
 
     def lay_out(self, tensors: list[Tensor]) -> None:
-        """A place for each tensor; the places of the last step, where the tensors are the same."""
+        """Give each tensor a place in the buffer; the same tensors as in the last step keep their places."""
         if list(map(id, tensors)) == [id(tensor) for tensor, _ in self.copied]:  # held, so no id is another's
             return
         starts = list(accumulate((-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors), initial=0))
@@ -80,7 +81,7 @@ class OptimizerCopy:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """In place, since others (a rollout engine) use the same tensors; state that was not there goes."""
+        """Restore in place, since a rollout engine may use the same tensors; state that was not there is removed."""
         tensors = [tensor for tensor, _ in self.copied]
         wait_for_paged(tensors, tensors)
         for tensor, copy in self.copied:
@@ -92,8 +93,8 @@ class OptimizerCopy:
 
 
 def wait_for_paged(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Paged states are the host's and the card's alike: kernels that use them must end before the host does. On WSL a
-    host that does not wait is ended by the system."""
+    """Wait for the kernels that use paged states, which both the host and the card can reach, before the host uses
+    them. On WSL the system ends a process that does not wait."""
     if any(getattr(tensor, "is_paged", False) for tensor in tensors):
         for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
             torch.cuda.synchronize(device)

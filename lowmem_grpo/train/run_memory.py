@@ -1,10 +1,9 @@
-"""Planned beside measured: the plan of a run on its own card, and the peaks of its phases."""
+"""The memory plan of a run on its own card, and what helps where memory runs out."""
 
 import logging
 from dataclasses import replace
 from typing import Any
 
-from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.fast_model import FastPeftModel
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
-    """What the planner needs to know of a run; all that the user or a default has set already is left as it is."""
+    """What the planner needs to know of a run. Values that the user or a default has already set stay."""
     base: Any = model.get_base_model()
     tiles = [module.tile_rows for module in base.modules() if isinstance(module, LeanMLP)]
     checkpointing = bool(base.is_gradient_checkpointing)
@@ -51,47 +50,42 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
 
 
 def host_bytes_to_fill() -> int | None:
-    """What a run may take of the host's memory; None where it cannot be told."""
+    """Bytes of the host's memory that a run may take; None if that is unknown."""
     available = available_host_bytes()
     return None if available is None else max(0, available - SPARE)
 
 
 def plan_memory(
-    model: FastPeftModel, config: GRPOConfig, policy: Policy, engine: Engine, context: int
+    model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, engine: Engine | None = None
 ) -> tuple[RunMemory, PhasePeaks]:
-    """A run's bounds and what is said when memory runs out; on a card its plan, which bounds micro-batches in the place
-    of `per_device_train_batch_size`. MemoryError where the host has no room for the layer inputs."""
+    """A run's bounds, with the advice for when memory runs out, and its peaks. On a card the run's plan bounds
+    micro-batches, in place of `per_device_train_batch_size`. MemoryError if the host has no room for layer inputs.
+
+    `length` names the setting that makes sequences shorter; `engine` is None for a trainer that does not sample.
+    """
     four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
-    memory = RunMemory(MemoryAdvice(helpful_settings(config, model.loaded, four_bit, engine.name)))
-    memory.watch(engine)
+    shorter = f"a lower {length} (now {getattr(config, length) or context})"
+    name = "transformers" if engine is None else engine.name
+    memory = RunMemory(MemoryAdvice(helpful_settings(shorter, config.optim, model.loaded, four_bit, name)))
+    own: dict[str, Any] = {}
+    if engine is not None:
+        memory.watch(engine)
+        own = {  # vLLM's
+            "sleeps": getattr(engine, "sleeps", True), "sequences": getattr(engine, "max_num_seqs", None),
+            "sampling_weights": getattr(engine, "sampling_weights", "4bit"),  # as it samples already
+        }
     if policy.device.type != "cuda":
         return memory, PhasePeaks(policy.device)
-    own: dict[str, Any] = {  # vLLM's
-        "sleeps": getattr(engine, "sleeps", True), "sequences": getattr(engine, "max_num_seqs", None),
-        "sampling_weights": getattr(engine, "sampling_weights", "4bit"),  # as it samples already
-    }
-    found = plan_training(memory, model, config, policy, engine.name, context, **own)
-    return memory, PhasePeaks(policy.device, found)
-
-
-def training_memory(
-    model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, shorter: str
-) -> tuple[RunMemory, PhasePeaks]:
-    """`plan_memory` for a trainer that does not sample; `shorter` is the setting that makes its rows shorter."""
-    offload = [] if model.loaded.offload else ['use_gradient_checkpointing="offload"']
-    memory = RunMemory(MemoryAdvice({"train": [shorter, *offload, "a smaller LoRA rank (r)"]}))
-    if policy.device.type != "cuda":
-        return memory, PhasePeaks(policy.device)
-    return memory, PhasePeaks(policy.device, plan_training(memory, model, config, policy, "transformers", context))
+    return memory, PhasePeaks(policy.device, plan_training(memory, model, config, policy, name, context, **own))
 
 
 def plan_training(
     memory: RunMemory, model: FastPeftModel, config: TrainSettings, policy: Policy, engine: str, context: int,
     **own: Any,
 ) -> MemoryPlan | None:
-    """The plan of a run on its card, which from then on bounds its micro-batches; None where none can be made.
+    """Plan a run on its card; the plan then bounds its micro-batches. None if no plan can be made.
 
-    `own` are settings that the living engine has.
+    `own` are settings of the engine that is already there.
     """
     settings = replace(settings_of(model, config, engine, context), **own)
     if on_wsl():
@@ -104,7 +98,7 @@ def plan_training(
 
 
 def bind(bound: Bound, found: MemoryPlan, config: TrainSettings) -> None:
-    """Let the plan alone cut micro-batches, and say so where `per_device_train_batch_size` would have cut them."""
+    """Let only the plan cut micro-batches, and warn where `per_device_train_batch_size` would have cut them."""
     bound.planned, bound.spread = found.settings.max_tokens, found.limits.spread
     size = config.per_device_train_batch_size
     if size < config.completions_per_step:
@@ -116,7 +110,7 @@ def bind(bound: Bound, found: MemoryPlan, config: TrainSettings) -> None:
 
 
 def check_room(policy: Policy, found: MemoryPlan) -> None:
-    """The host has room for what is offloaded to it."""
+    """Raise MemoryError if the host has no room for what is offloaded to it."""
     if found.settings.checkpointing == "offload":
         shape, dtype = policy.base.config.get_text_config(), policy.head.weight.dtype
         tokens = found.settings.max_tokens or found.settings.context
@@ -124,9 +118,9 @@ def check_room(policy: Policy, found: MemoryPlan) -> None:
 
 
 def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> MemoryPlan | None:
-    """The run's plan, logged; None for a model that plans cannot be made for, which is logged as well.
+    """Make and log the run's plan; None, also logged, for a model that no plan can be made for.
 
-    Where it does not fit the card, preflight says so.
+    A plan that does not fit the card is reported by preflight.
     """
     try:
         found = plan(model.config, settings, device, model.loaded.name)
@@ -145,15 +139,12 @@ def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> Mem
     return found
 
 
-def helpful_settings(config: GRPOConfig, loaded: Any, four_bit: bool, engine: str) -> dict[str, list[str]]:
-    """For each phase, what is not on already and would help, the best first; `loaded` is the model's `Loaded`."""
-    shorter = (
-        f"a lower max_completion_length (now {config.max_completion_length}) or max_seq_length "
-        f"(now {loaded.max_seq_length})"
-    )
+def helpful_settings(shorter: str, optim: str, loaded: Any, four_bit: bool, engine: str) -> dict[str, list[str]]:
+    """For each phase, the settings that would help and are not in use, the best first. `loaded` is the model's."""
+    shorter = f"{shorter} or max_seq_length (now {loaded.max_seq_length})"
     weights = [] if four_bit else ["load_in_4bit=True"]
     offload = [] if loaded.offload else ['use_gradient_checkpointing="offload"']
-    eight_bit = [] if "8bit" in config.optim else ['optim="paged_adamw_8bit"']
+    eight_bit = [] if "8bit" in optim else ['optim="paged_adamw_8bit"']
     share = ["a lower gpu_memory_utilization"] if engine == "vllm" else []
     last = ["a smaller LoRA rank (r)", "nothing else on the card beside this run"]
     return {

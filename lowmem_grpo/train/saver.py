@@ -1,4 +1,4 @@
-"""When and what a run saves: checkpoints, the best one, and going on from one of them."""
+"""What a run saves and when: checkpoints, which of them is the best, and how to go on from one."""
 
 import logging
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Saver:
         self.mark()
 
     def save(self) -> Path:
-        """Write a checkpoint; then delete the oldest beyond `save_total_limit`, but never the best."""
+        """Write a checkpoint, then delete the oldest ones beyond `save_total_limit`, but never the best."""
         self.note_best(self.run_dir / f"checkpoint-{self.state.global_step}")
         folder = checkpoint.save_checkpoint(
             self.run_dir, self.state.global_step, self.model, self.learner.optimizer, self.learner.scheduler,
@@ -46,13 +46,13 @@ class Saver:
         return folder
 
     def mark(self) -> None:
-        """Remember where a step begins: prompts drawn, groups kept, tokens seen, random states."""
+        """Remember where a step begins: the prompts drawn, groups kept, tokens seen and random states."""
         self.random.take()
         self.marked = self.source.state(), self.replay.entries, self.state.num_tokens, self.state.epoch
         self.measured = self.learner.objective.state()
 
     def go_back(self) -> None:
-        """Be where the last `mark` was, after a step that came to nothing."""
+        """Go back to the last `mark`, after a step that failed."""
         self.random.restore()
         drawn, self.replay.entries, self.state.num_tokens, self.state.epoch = self.marked
         self.source.restore(drawn)
@@ -68,7 +68,7 @@ class Saver:
             self.state.best_model_checkpoint = str(folder)
 
     def resume(self, wanted: bool | str) -> bool:
-        """Restore from a folder, or (True) from the newest good checkpoint; False where there is none yet."""
+        """Restore from a folder, or (True) from the newest good checkpoint. Returns False if there is none yet."""
         checkpoint.clean_leftovers(self.run_dir)
         folder = self.find(wanted)
         if folder is None:
@@ -78,7 +78,7 @@ class Saver:
         return True
 
     def find(self, wanted: bool | str) -> Path | None:
-        """The folder to resume from; an explicit one must be good, a broken newest one is named and passed over."""
+        """The folder to resume from. A folder given by name must be good; broken newest ones are named and skipped."""
         if wanted is not True:
             checkpoint.verify(Path(str(wanted)))
             return Path(str(wanted))
@@ -97,7 +97,7 @@ class Saver:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Undo `snapshot`; settings that differ from the saved run's are named."""
+        """Undo `snapshot`, and warn of settings that differ from those of the saved run."""
         now = self.config.to_dict()
         changed = [f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)]
         if changed:

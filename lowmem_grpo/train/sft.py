@@ -20,7 +20,7 @@ from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.train.loop import Trainer
-from lowmem_grpo.train.run_memory import training_memory
+from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.views.live import SFTView
 
@@ -53,7 +53,7 @@ class SFTTrainer(Trainer):
         encoder = ExampleEncoder(self.tokenizer, longest, ends, self.args.chat_template_kwargs)
         source = PromptSource(as_examples(train_dataset), encoder, self.args.seed, self.args.shuffle_dataset)
         self.eval_groups = self.encode_all(eval_dataset, encoder)
-        memory, peaks = training_memory(model, self.args, self.policy, longest, "a lower max_length")
+        memory, peaks = plan_memory(model, self.args, self.policy, longest, "max_length")
         self.learn(source, SFTObjective(), memory, peaks)
         self.write(callbacks)
 

@@ -18,7 +18,7 @@ from lowmem_grpo.models.packing import pack
 from lowmem_grpo.runs.records import RunRecords, read_lines
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.train import learner as step
-from lowmem_grpo.train.nonfinite import FILE, WRITTEN, Finding, Flags, Guard, NonFiniteError, lines
+from lowmem_grpo.train.nonfinite import FILE, WRITTEN, BadRollout, Flags, Guard, NonFiniteError, lines
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NAN, INF = math.nan, math.inf
@@ -410,11 +410,11 @@ def test_an_overflow_ends_or_prolongs_a_row() -> None:
 def test_the_file_grows_without_bound_or_does_not_say_what_it_leaves_out() -> None:
     rollouts = [Rollout([n], [0.0], "stop", rewards={"a": 1.0}) for n in range(WRITTEN + 3)]
     group = RolloutGroup({"prompt": "p"}, [1], rollouts)
-    records = list(lines(7, [Finding(group, rollout, ["logprobs", "loss"]) for rollout in rollouts], []))
+    records = list(lines(7, [BadRollout(group, rollout, ["logprobs", "loss"]) for rollout in rollouts], []))
     assert [record.get("completion_ids") for record in records] == [*[[n] for n in range(WRITTEN)], None]
     assert records[-1] == {"step": 7, "what": "rollouts that are not listed", "left_out": 3}
     assert records[0]["what"] == "logprobs, loss"
-    assert len(list(lines(7, [Finding(group, rollout, ["loss"]) for rollout in rollouts[:WRITTEN]], []))) == WRITTEN
+    assert len(list(lines(7, [BadRollout(group, rollout, ["loss"]) for rollout in rollouts[:WRITTEN]], []))) == WRITTEN
 
 
 def full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
