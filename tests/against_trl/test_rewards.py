@@ -21,7 +21,7 @@ READY = [
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_ready_made_reward_cannot_be_trained_on_by_trl(tmp_path: Path, chat: bool) -> None:
+def test_trl_can_train_on_a_ready_made_reward(tmp_path: Path, chat: bool) -> None:
     question = [{"role": "user", "content": "9 + 1"}] if chat else "9 + 1"
     rows = Dataset.from_list([{"prompt": question, "answer": "10", "keyword": "ten"}] * 4)
     settings = PLAIN | {"output_dir": str(tmp_path), "per_device_train_batch_size": 4, "num_generations": 4,
@@ -37,7 +37,7 @@ def test_a_ready_made_reward_cannot_be_trained_on_by_trl(tmp_path: Path, chat: b
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_trls_reward_path_and_our_scorer_pay_differently(tmp_path: Path, chat: bool) -> None:
+def test_trls_reward_path_and_our_scorer_pay_the_same(tmp_path: Path, chat: bool) -> None:
     texts = ["it is 10", "9", "ten", "<start_working_out>1<end_working_out><SOLUTION>10</SOLUTION>"]
     completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
     prompts: list[Any] = [[{"role": "user", "content": "9 + 1"}]] * 4 if chat else ["9 + 1"] * 4
@@ -58,7 +58,7 @@ def test_trls_reward_path_and_our_scorer_pay_differently(tmp_path: Path, chat: b
     assert found[0] == [3.0, -3.0, None, 3.0]
 
 
-def test_a_reward_of_trl_cannot_be_scored_here() -> None:
+def test_a_reward_of_trl_can_be_scored_here() -> None:
     texts = ["<think>9 + 1</think>10", "10"]
     ids = [[1, 2, 1, 2, 1], [3] * 11]
     funcs = [think_format_reward, get_repetition_penalty_reward(2, -1.0), get_soft_overlong_punishment(12, 4)]
@@ -67,7 +67,7 @@ def test_a_reward_of_trl_cannot_be_scored_here() -> None:
     assert list(scores.rewards.values()) == [[1.0, 0.0], [-0.5, -0.9], [0.0, -0.75]] and not scores.converted
 
 
-def test_trls_accuracy_reward_cannot_be_scored_here() -> None:
+def test_trls_accuracy_reward_can_be_scored_here() -> None:
     pytest.importorskip("math_verify")
     from trl.rewards import accuracy_reward
 

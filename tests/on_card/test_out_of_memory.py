@@ -114,7 +114,7 @@ def short(trainer: GRPOTrainer, smaller: int, larger: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_memory_that_runs_out_ends_a_step_or_changes_its_gradient(
+def test_a_step_survives_a_shortage_of_memory_with_the_same_gradient(
     tmp_path: Path, device: torch.device, stored: dict[str, Path]
 ) -> None:
     tokens, groups, needed = SHAPES[device.type]["tokens"], groups_for(device), [0, 0]
@@ -143,7 +143,7 @@ def test_memory_that_runs_out_ends_a_step_or_changes_its_gradient(
 
 
 @gpu
-def test_a_step_that_fits_in_no_way_says_so_and_the_card_is_free_again(
+def test_a_step_that_cannot_fit_says_so_and_frees_the_card(
     tmp_path: Path, stored: dict[str, Path]
 ) -> None:
     trainer, groups = make(stored, tmp_path, CARD, 16384), groups_for(CARD)

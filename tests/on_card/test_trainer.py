@@ -1,5 +1,4 @@
-"""A GRPO step of the embedded model on a card as on the CPU: gradients, scales, optimizers, memory. Names say what
-breaks."""
+"""A GRPO step of the embedded model on a card as on the CPU: gradients, scales, optimizers, memory."""
 
 import copy
 import gc
@@ -65,7 +64,7 @@ def deterministic() -> Iterator[None]:
     (torch.float32, False, False), (torch.bfloat16, False, "offload"), (torch.float16, False, False),
     (torch.bfloat16, True, False), (torch.float16, True, "offload"),
 ])
-def test_the_gradient_is_further_from_float64_than_plain_transformers_is(
+def test_the_gradient_is_as_near_to_float64_as_that_of_plain_transformers(
     tmp_path: Path, device: torch.device, dtype: torch.dtype, four_bit: bool, checkpointing: Any,
     sampled: list[RolloutGroup],
 ) -> None:
@@ -80,7 +79,7 @@ def test_the_gradient_is_further_from_float64_than_plain_transformers_is(
 
 @on_both
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_log_probabilities_are_further_from_float64_than_plain_transformers_ones_are(
+def test_log_probabilities_are_as_near_to_float64_as_those_of_plain_transformers(
     tmp_path: Path, device: torch.device, dtype: torch.dtype, sampled: list[RolloutGroup]
 ) -> None:
     trainer, groups = make(tmp_path, device, dtype, max_tokens_per_micro_batch=TOKENS), copy.deepcopy(sampled)
@@ -99,7 +98,7 @@ def test_log_probabilities_are_further_from_float64_than_plain_transformers_ones
 
 @on_both
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_the_same_rollouts_give_other_bits_or_depend_on_how_they_are_packed(
+def test_the_same_rollouts_give_the_same_bits_however_they_are_packed(
     tmp_path: Path, device: torch.device, dtype: torch.dtype, sampled: list[RolloutGroup]
 ) -> None:
     trainer = make(tmp_path, device, dtype)
@@ -132,7 +131,7 @@ def settle(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> None:
 
 @on_both
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_an_overflow_in_float16_is_trained_on_or_counted_or_keeps_its_scale(
+def test_an_overflow_in_float16_lowers_the_scale_and_is_neither_trained_on_nor_counted(
     tmp_path: Path, device: torch.device, sampled: list[RolloutGroup], value: float
 ) -> None:
     trainer = make(tmp_path, device, torch.float16, max_steps=40)
@@ -152,7 +151,7 @@ def test_an_overflow_in_float16_is_trained_on_or_counted_or_keeps_its_scale(
 
 @on_both
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_a_gradient_that_is_no_number_is_trained_on_or_not_named(
+def test_a_gradient_that_is_no_number_is_named_and_not_trained_on(
     tmp_path: Path, device: torch.device, dtype: torch.dtype, sampled: list[RolloutGroup]
 ) -> None:
     trainer = make(tmp_path, device, dtype)
@@ -172,7 +171,7 @@ def test_a_gradient_that_is_no_number_is_trained_on_or_not_named(
 @pytest.mark.parametrize("optim", [
     "adamw_torch_fused", "adamw_8bit", pytest.param("paged_adamw_8bit", id="paged"),
 ])
-def test_an_optimizer_goes_elsewhere_than_adam_in_32_bits(
+def test_every_optimizer_goes_where_adam_in_32_bits_goes(
     tmp_path: Path, device: torch.device, optim: str, sampled: list[RolloutGroup]
 ) -> None:
     if optim == "paged_adamw_8bit" and device == CPU:
@@ -207,7 +206,7 @@ class StopAt:
     (torch.float32, "adamw_torch"), (torch.bfloat16, "adamw_8bit"), (torch.float16, "adamw_torch"),
     pytest.param(torch.bfloat16, "paged_adamw_8bit", id="paged"),
 ])
-def test_a_resumed_run_differs_from_an_undisturbed_one(
+def test_a_resumed_run_is_the_undisturbed_one(
     tmp_path: Path, device: torch.device, dtype: torch.dtype, optim: str
 ) -> None:
     if optim == "paged_adamw_8bit" and device == CPU:
@@ -240,7 +239,7 @@ def bytes_held(device: torch.device) -> int:
 
 @on_both
 @pytest.mark.parametrize("checkpointing", [False, True, "offload"])
-def test_a_step_leaves_memory_behind(
+def test_a_step_leaves_no_memory_behind(
     tmp_path: Path, device: torch.device, sampled: list[RolloutGroup], checkpointing: Any
 ) -> None:
     lora = {"use_gradient_checkpointing": checkpointing}
@@ -260,7 +259,7 @@ def test_a_step_leaves_memory_behind(
 
 
 @gpu
-def test_a_later_step_or_more_micro_batches_take_more_memory(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
+def test_later_steps_and_more_micro_batches_take_no_more_memory(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     trainer = make(tmp_path, CARD, half(), max_steps=100, max_tokens_per_micro_batch=TOKENS)
     settle(trainer, sampled)
     peaks = []
@@ -281,7 +280,7 @@ def test_a_later_step_or_more_micro_batches_take_more_memory(tmp_path: Path, sam
 
 @on_both
 @pytest.mark.parametrize(("dtype", "four_bit"), [(torch.bfloat16, True), (torch.float16, False)])
-def test_a_run_does_not_sample_score_train_save_and_tell_what_it_measured(
+def test_a_run_samples_scores_trains_saves_and_tells_what_it_measured(
     tmp_path: Path, device: torch.device, dtype: torch.dtype, four_bit: bool
 ) -> None:
     lora = {"four_bit": four_bit, "use_gradient_checkpointing": "offload"}

@@ -51,7 +51,9 @@ def test_every_completion_of_a_step_has_a_line_with_its_rewards(records: RunReco
     assert lines[2]["prompt"] == "3 + 3?"
 
 
-@pytest.mark.parametrize("text", ["two\nlines", "\u2028\u2029\x85\x0b\x0c", "漢字 é", '"quoted" \\', "\x00\x1b[31m"])
+@pytest.mark.parametrize(
+    "text", ["two\nlines", "\u2028\u2029\x85\x0b\x0c\r\x1e", "漢字 é", '"quoted" \\', "\x00\x1b[31m"]
+)
 def test_any_text_stays_on_one_line_and_comes_back_as_it_was(records: RunRecords, text: str) -> None:
     records.completions(1, [group(text)])
     records.completions(2, [group("after")])
@@ -78,6 +80,11 @@ def test_rewinding_drops_later_steps_and_a_half_written_line(records: RunRecords
     assert steps(records, "completions.jsonl") == [1, 1, 2, 2]
     records.metrics({"step": 3})
     assert steps(records) == [1, 2, 3]
+
+
+def test_a_line_cut_inside_a_character_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "text": "\xe2\x82')
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
 
 
 def test_rewinding_to_the_start_or_without_files_is_fine(records: RunRecords) -> None:

@@ -29,21 +29,21 @@ def step(objective: GRPOObjective, versions: tuple[int, ...], now: int, ratios: 
     return objective.measured(reducer)
 
 
-def test_what_a_stale_step_shows_is_taken_for_a_mismatch_of_the_sampler() -> None:
+def test_what_a_stale_step_shows_is_not_taken_for_a_mismatch_of_the_sampler() -> None:
     objective = GRPOObjective(GRPOConfig())
     metrics = step(objective, (3, 4), 4, FAR)
     assert metrics["mismatch/corrected"] == 1 and metrics["staleness/k3"] > 1e-3 and "mismatch/k3" not in metrics
     assert step(objective, (5, 5), 5, torch.ones(2))["mismatch/corrected"] == 0
 
 
-def test_a_mismatch_is_not_corrected_from_the_step_after_or_not_for_as_long_as_it_lasts() -> None:
+def test_a_mismatch_is_corrected_from_the_step_after_it_for_as_long_as_it_lasts() -> None:
     objective = GRPOObjective(GRPOConfig())
     ratios = [FAR, FAR, torch.ones(2), FAR]
     found = [step(objective, (number,), number, ratio)["mismatch/corrected"] for number, ratio in enumerate(ratios)]
     assert found == [0, 1, 1, 0]
 
 
-def test_dropout_is_taken_for_a_mismatch_of_the_sampler() -> None:
+def test_dropout_is_not_taken_for_a_mismatch_of_the_sampler() -> None:
     objective = GRPOObjective(GRPOConfig(), exact=False)
     metrics = [step(objective, (number,), number, FAR) for number in range(3)]
     assert not any(line["mismatch/corrected"] or "mismatch/k3" in line for line in metrics)
@@ -52,13 +52,13 @@ def test_dropout_is_taken_for_a_mismatch_of_the_sampler() -> None:
 
 
 @pytest.mark.parametrize(("choice", "corrected"), [(True, 1.0), (False, 0.0)])
-def test_a_choice_of_the_user_is_overruled(choice: bool, corrected: float) -> None:
+def test_a_choice_of_the_user_holds(choice: bool, corrected: float) -> None:
     objective = GRPOObjective(GRPOConfig(vllm_importance_sampling_correction=choice))
     assert step(objective, (0,), 0, torch.ones(2))["mismatch/corrected"] == corrected
     assert step(objective, (0,), 5, FAR)["mismatch/corrected"] == corrected
 
 
-def test_a_correction_begins_without_a_word_or_with_one_each_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_correction_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
     objective = GRPOObjective(GRPOConfig())
     with caplog.at_level(logging.WARNING):
         for number in range(1, 5):
@@ -69,7 +69,7 @@ def test_a_correction_begins_without_a_word_or_with_one_each_step(caplog: pytest
     assert all("token_truncate" in line for line in said)
 
 
-def test_what_was_measured_is_lost_when_a_run_is_resumed() -> None:
+def test_what_was_measured_is_kept_when_a_run_is_resumed() -> None:
     config = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=1.0)
     objective, resumed = GRPOObjective(config), GRPOObjective(config)
     step(objective, (0,), 0, FAR)

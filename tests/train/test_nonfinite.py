@@ -1,4 +1,4 @@
-"""NaN and infinity: the step is skipped, counted and written down, and three in a row stop. Names say what breaks."""
+"""NaN and infinity: the step is skipped, counted and written down, and three in a row stop."""
 
 import copy
 import json
@@ -146,7 +146,7 @@ def started(folder: Path, groups: list[RolloutGroup], **settings: Any) -> GRPOTr
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_reward_that_is_no_number_is_trained_on_not_counted_or_not_written(
+def test_a_reward_that_is_no_number_is_counted_written_and_not_trained_on(
     tmp_path: Path, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     adapters = Adapters()
@@ -173,7 +173,7 @@ def test_a_reward_that_is_no_number_is_trained_on_not_counted_or_not_written(
 
 
 @pytest.mark.parametrize("field", ["rollout_logprobs", "advantages"])
-def test_a_nan_that_came_with_a_rollout_is_trained_on(
+def test_a_nan_that_came_with_a_rollout_is_not_trained_on(
     tmp_path: Path, sampled: list[RolloutGroup], field: str
 ) -> None:
     trainer, groups = started(tmp_path, sampled), broken(sampled, field)
@@ -183,7 +183,7 @@ def test_a_nan_that_came_with_a_rollout_is_trained_on(
 @pytest.mark.parametrize(
     ("field", "settings"), [("old_logprobs", {"num_iterations": 2}), ("ref_logprobs", {"beta": 0.1})]
 )
-def test_a_nan_in_recomputed_log_probabilities_is_trained_on(
+def test_a_nan_in_recomputed_log_probabilities_is_not_trained_on(
     tmp_path: Path, sampled: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch, field: str, settings: Any
 ) -> None:
     trainer, groups = started(tmp_path, sampled, **settings), copy.deepcopy(sampled)
@@ -204,7 +204,7 @@ def test_a_nan_in_recomputed_log_probabilities_is_trained_on(
         (field, groups[2].rollouts[0].completion_ids)] * passes
 
 
-def test_a_nan_in_the_policys_own_log_probabilities_is_laid_on_other_rollouts(
+def test_a_nan_in_the_policys_own_log_probabilities_names_only_its_rollouts(
     tmp_path: Path, sampled: list[RolloutGroup]
 ) -> None:
     trainer, groups = started(tmp_path, sampled), copy.deepcopy(sampled)
@@ -225,7 +225,7 @@ def test_a_nan_in_the_policys_own_log_probabilities_is_laid_on_other_rollouts(
     assert calls == [len(batch.input_ids) for batch in batches]
 
 
-def test_a_loss_that_overflows_is_trained_on_or_nobody_learns_with_which_rollouts(
+def test_a_loss_that_overflows_is_not_trained_on_and_its_rollouts_are_written(
     tmp_path: Path, sampled: list[RolloutGroup]
 ) -> None:
     trainer, groups = started(tmp_path, sampled), copy.deepcopy(sampled)
@@ -241,7 +241,7 @@ def test_a_loss_that_overflows_is_trained_on_or_nobody_learns_with_which_rollout
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_gradient_that_is_no_number_is_applied_or_not_named(
+def test_a_gradient_that_is_no_number_is_named_and_not_applied(
     tmp_path: Path, sampled: list[RolloutGroup], value: float
 ) -> None:
     trainer, groups = started(tmp_path, sampled), copy.deepcopy(sampled)
@@ -252,7 +252,7 @@ def test_a_gradient_that_is_no_number_is_applied_or_not_named(
     assert all(line["parameters"] == [name] for line in written(tmp_path))
 
 
-def test_a_rollout_is_written_twice_where_memory_ran_out_in_between(
+def test_a_rollout_is_written_once_where_memory_ran_out_in_between(
     tmp_path: Path, sampled: list[RolloutGroup]
 ) -> None:
     trainer, groups, calls = started(tmp_path, sampled), broken(sampled, "rollout_logprobs"), []
@@ -267,7 +267,7 @@ def test_a_rollout_is_written_twice_where_memory_ran_out_in_between(
     assert trainer.memory.train.failures == 1
 
 
-def test_looking_waits_for_the_device_at_every_micro_batch(
+def test_looking_at_a_micro_batch_does_not_wait_for_the_device(
     tmp_path: Path, sampled: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[int] = []
@@ -285,7 +285,7 @@ def test_looking_waits_for_the_device_at_every_micro_batch(
 # What is skipped
 
 
-def test_a_bad_group_costs_the_other_optimizer_steps_of_its_update(
+def test_a_bad_group_leaves_the_other_optimizer_steps_of_its_update(
     tmp_path: Path, sampled: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make(tmp_path, per_device_train_batch_size=4, steps_per_generation=4)
@@ -301,7 +301,7 @@ def test_a_bad_group_costs_the_other_optimizer_steps_of_its_update(
         (2, "rollout_logprobs"), (4, "reward digit_sum")]
 
 
-def test_a_nan_in_a_group_that_is_not_trained_is_missed_or_a_good_step_is_skipped(
+def test_a_nan_in_a_group_that_is_not_trained_skips_only_its_step(
     tmp_path: Path, sampled: list[RolloutGroup]
 ) -> None:
     trainer, groups = make(tmp_path), broken(sampled, "reward")
@@ -313,7 +313,7 @@ def test_a_nan_in_a_group_that_is_not_trained_is_missed_or_a_good_step_is_skippe
     assert trainer.update(groups)["optimizer/skipped"] == 0
 
 
-def test_gradients_from_before_a_bad_pass_are_applied(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
+def test_gradients_from_before_a_bad_pass_are_not_applied(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     trainer = make(tmp_path)
     before = weights(trainer)
     trainer.forward_backward(copy.deepcopy(sampled[:2]))
@@ -327,7 +327,7 @@ def test_gradients_from_before_a_bad_pass_are_applied(tmp_path: Path, sampled: l
 # Three in a row
 
 
-def test_three_in_a_row_do_not_stop_the_run_or_cost_what_came_before(tmp_path: Path) -> None:
+def test_three_in_a_row_stop_the_run_and_leave_what_came_before(tmp_path: Path) -> None:
     expected = make(tmp_path / "steady", DigitSum(NAN, (2, 3)))
     expected.train()
     run = tmp_path / "run"
@@ -348,7 +348,7 @@ def test_three_in_a_row_do_not_stop_the_run_or_cost_what_came_before(tmp_path: P
     assert [line["step"] for line in kept[0]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_count_in_a_row_is_lost_on_resume_or_not_ended_by_a_good_step(tmp_path: Path) -> None:
+def test_the_count_in_a_row_outlives_a_resume_and_ends_with_a_good_step(tmp_path: Path) -> None:
     class Stop:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == 4
@@ -358,7 +358,7 @@ def test_the_count_in_a_row_is_lost_on_resume_or_not_ended_by_a_good_step(tmp_pa
         make(tmp_path, DigitSum(NAN, (5,))).train(resume_from_checkpoint=True)
 
 
-def test_the_loop_of_ones_own_goes_on_for_ever(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
+def test_a_loop_of_ones_own_is_stopped_too(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     trainer = make(tmp_path)
     before = weights(trainer)
     for field in ("rollout_logprobs", "advantages"):
@@ -370,14 +370,14 @@ def test_the_loop_of_ones_own_goes_on_for_ever(tmp_path: Path, sampled: list[Rol
     assert trainer.update(copy.deepcopy(sampled))["optimizer/skipped"] == 0  # who caught it can go on
 
 
-def test_nonfinite_steps_has_no_effect(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
+def test_nonfinite_steps_sets_the_limit(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     with pytest.raises(NonFiniteError, match="in 1 steps in a row"):
         make(tmp_path, nonfinite_steps=1).update(broken(sampled, "reward"))
     with pytest.raises(ValueError, match="nonfinite_steps is 0; it must be a whole number, at least 1"):
         GRPOConfig(nonfinite_steps=0)
 
 
-def test_overflows_that_fp16_is_to_find_its_scale_by_stop_the_run(
+def test_overflows_by_which_fp16_finds_its_scale_do_not_stop_the_run(
     tmp_path: Path, sampled: list[RolloutGroup]
 ) -> None:
     trainer = make(tmp_path, nonfinite_steps=2)
@@ -395,7 +395,7 @@ def test_overflows_that_fp16_is_to_find_its_scale_by_stop_the_run(
     assert same(weights(trainer), before)
 
 
-def test_an_overflow_ends_or_prolongs_a_row() -> None:
+def test_an_overflow_neither_ends_nor_prolongs_a_row() -> None:
     state = TrainerState(nonfinite_in_a_row=1)
     guard = Guard(3, state)
     guard.judge(["a parameter"], handled=True)
@@ -407,7 +407,7 @@ def test_an_overflow_ends_or_prolongs_a_row() -> None:
 # The file
 
 
-def test_the_file_grows_without_bound_or_does_not_say_what_it_leaves_out() -> None:
+def test_the_file_holds_the_first_rollouts_of_a_step_and_how_many_more_there_are() -> None:
     rollouts = [Rollout([n], [0.0], "stop", rewards={"a": 1.0}) for n in range(WRITTEN + 3)]
     group = RolloutGroup({"prompt": "p"}, [1], rollouts)
     records = list(lines(7, [BadRollout(group, rollout, ["logprobs", "loss"]) for rollout in rollouts], []))
@@ -430,7 +430,7 @@ def no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("trouble", [full_disk, no_folder])
-def test_a_file_that_cannot_be_written_hides_what_went_wrong(
+def test_what_went_wrong_is_said_even_if_the_file_cannot_be_written(
     tmp_path: Path, sampled: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     trouble: Callable[..., None],
 ) -> None:
@@ -445,7 +445,7 @@ def test_a_file_that_cannot_be_written_hides_what_went_wrong(
     assert "step 1 is skipped" in caplog.text and "could not be written" in caplog.text
 
 
-def test_the_file_of_an_overwritten_run_stays(tmp_path: Path) -> None:
+def test_the_file_of_an_overwritten_run_is_deleted(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{}\n")
     guard = Guard(3, TrainerState(), RunRecords(tmp_path))
     guard.begin(overwrite=False)
@@ -457,7 +457,7 @@ def test_the_file_of_an_overwritten_run_stays(tmp_path: Path) -> None:
 # Gradient norms
 
 
-def test_the_norms_of_adapter_groups_are_of_clipped_or_scaled_gradients_or_do_not_add_up(
+def test_the_norms_of_adapter_groups_are_those_before_clipping_and_add_up(
     tmp_path: Path, sampled: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make(tmp_path, max_grad_norm=1e-3)
@@ -480,7 +480,7 @@ def test_the_norms_of_adapter_groups_are_of_clipped_or_scaled_gradients_or_do_no
     assert metrics["grad_norm"] > 1e-3 and calls == [len(trainer.policy.trainable)]
 
 
-def test_clipping_leaves_another_norm_than_was_asked_for(
+def test_clipping_leaves_the_norm_that_was_asked_for(
     tmp_path: Path, sampled: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, seen = make(tmp_path, max_grad_norm=0.25), []
@@ -491,7 +491,7 @@ def test_clipping_leaves_another_norm_than_was_asked_for(
     assert seen == [pytest.approx(0.25, rel=1e-4)]
 
 
-def test_a_trained_parameter_that_is_no_adapters_is_lost_from_the_norms() -> None:
+def test_a_trained_parameter_that_is_no_adapters_is_in_the_norms() -> None:
     parameters = {name: torch.nn.Parameter(torch.zeros(3)) for name in (
         "layers.0.q_proj.lora_A.default.weight", "layers.1.q_proj.lora_B.default.weight", "norm.weight", "unused")}
     for number, parameter in enumerate(list(parameters.values())[:3]):

@@ -1,4 +1,4 @@
-"""Checkpointed layers and random states: kept for as long as something drops. Names say what breaks."""
+"""Checkpointed layers and random states: kept for as long as something drops."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_random_states_are_saved_though_nothing_drops_or_the_gradient_changes(saved: list[int]) -> None:
+def test_random_states_are_saved_only_where_something_drops_and_the_gradient_is_the_same(saved: list[int]) -> None:
     made = policy(0.0, True)
     found = gradients(made)
     assert saved == []
@@ -65,7 +65,7 @@ def test_random_states_are_saved_though_nothing_drops_or_the_gradient_changes(sa
     assert same(found, gradients(policy(0.0, False)))
 
 
-def test_dropout_that_is_turned_on_later_is_recomputed_with_other_numbers(saved: list[int]) -> None:
+def test_dropout_that_is_turned_on_later_is_recomputed_with_the_same_numbers(saved: list[int]) -> None:
     kept, made = policy(0.3, False), policy(0.3, True)
     for rate in (0.3, 0.0, 0.5, 0.0, 0.2):
         for each in (kept, made):
@@ -80,14 +80,14 @@ def test_dropout_that_is_turned_on_later_is_recomputed_with_other_numbers(saved:
     ("attention_dropout", 0.1, True), ("attention_dropout", 0.0, False), ("resid_pdrop", 0.2, True),
     ("hidden_size", 32, False),
 ])
-def test_a_rate_of_the_config_is_overlooked(name: str, value: Any, expected: bool) -> None:
+def test_every_rate_of_the_config_is_seen(name: str, value: Any, expected: bool) -> None:
     model = random_model("Llama")
     assert not drops(model)
     setattr(model.config, name, value)
     assert drops(model) == expected
 
 
-def test_a_model_without_checkpointing_gets_it(saved: list[int]) -> None:
+def test_a_model_without_checkpointing_stays_without(saved: list[int]) -> None:
     made = policy(0.2, False)
     gradients(made)
     assert not made.base.is_gradient_checkpointing

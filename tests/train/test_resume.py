@@ -1,4 +1,4 @@
-"""Runs that stop and go on: by a callback, Ctrl-C, SIGKILL or a damaged disk. Each name says what fails the user."""
+"""Runs that stop and go on: by a callback, Ctrl-C, SIGKILL or a damaged disk."""
 
 import json
 import logging
@@ -64,7 +64,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Stops that were asked for
 
 
-def test_a_resumed_run_differs_from_an_undisturbed_one(tmp_path: Path, straight: Path) -> None:
+def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path, straight: Path) -> None:
     first = make(tmp_path, callbacks=[StopAt(3)])
     assert not first.train().finished
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["checkpoint-3"]
@@ -80,7 +80,7 @@ def test_a_resumed_run_differs_from_an_undisturbed_one(tmp_path: Path, straight:
     {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 8}, {"optim": "adamw_8bit"},
     {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ROWS[:2]}, {"logging_steps": 2},
 ], ids=["old log-probabilities", "8-bit optimizer", "evaluation", "a log line half done"])
-def test_a_resumed_run_differs_with(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_resumed_run_is_the_undisturbed_one_with(tmp_path: Path, settings: dict[str, Any]) -> None:
     make(tmp_path / "whole", **settings).train()
     make(tmp_path / "parts", callbacks=[StopAt(3)], **settings).train()
     assert make(tmp_path / "parts", **settings).train(resume_from_checkpoint=True).finished
@@ -89,7 +89,7 @@ def test_a_resumed_run_differs_with(tmp_path: Path, settings: dict[str, Any]) ->
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
 
-def test_resuming_makes_steps_again_that_were_recorded_after_the_checkpoint(tmp_path: Path, straight: Path) -> None:
+def test_steps_recorded_after_the_checkpoint_are_made_again_and_recorded_once(tmp_path: Path, straight: Path) -> None:
     first = make(tmp_path, save_steps=2, callbacks=[StopAt(5)])
     first.train()
     shutil.rmtree(tmp_path / "checkpoint-5")  # as if the process had died in step 6, between two saves
@@ -98,7 +98,7 @@ def test_resuming_makes_steps_again_that_were_recorded_after_the_checkpoint(tmp_
     check_same_run(tmp_path, straight)
 
 
-def test_resuming_a_run_without_a_checkpoint_fails_or_keeps_its_lines(
+def test_resuming_a_run_without_a_checkpoint_starts_anew_and_drops_its_lines(
     tmp_path: Path, straight: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copy(straight / "metrics.jsonl", tmp_path)
@@ -108,14 +108,14 @@ def test_resuming_a_run_without_a_checkpoint_fails_or_keeps_its_lines(
     check_same_run(tmp_path, straight)
 
 
-def test_a_finished_run_is_trained_again_on_resume(tmp_path: Path, straight: Path) -> None:
+def test_resuming_a_finished_run_trains_nothing(tmp_path: Path, straight: Path) -> None:
     folder = shutil.copytree(straight, tmp_path / "run")
     output = make(folder).train(resume_from_checkpoint=True)
     assert (output.global_step, output.finished) == (6, True)
     check_same_run(folder, straight)
 
 
-def test_resuming_with_other_settings_or_data_goes_unnoticed(
+def test_other_settings_are_named_on_resume_and_other_data_refused(
     tmp_path: Path, straight: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = shutil.copytree(straight, tmp_path / "run")
@@ -141,7 +141,7 @@ def fine_tune(folder: Path, stop: int | None = None, resume: bool = False, **set
     return trainer
 
 
-def test_resumed_fine_tuning_differs_from_an_undisturbed_one(tmp_path: Path) -> None:
+def test_resumed_fine_tuning_is_the_undisturbed_one(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     fine_tune(whole)
     fine_tune(parts, stop=3)
@@ -163,7 +163,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
-def test_ctrl_c_loses_the_step_or_does_not_say_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [
         sys.executable, "-c", "from lowmem_grpo.cli import main; main()", "run", "arithmetic", f"output_dir={run}",
@@ -192,7 +192,7 @@ def test_ctrl_c_loses_the_step_or_does_not_say_how_to_go_on(tmp_path: Path) -> N
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
 
 
-def test_a_second_ctrl_c_waits_for_the_step(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     def impatient(completions: list[str], **kwargs: Any) -> list[float]:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
@@ -233,7 +233,7 @@ def steps_saved(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_loses_or_repeats_something(tmp_path: Path) -> None:
+def test_a_run_killed_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     waiting: deque[subprocess.Popen[str]] = deque()
     rng, alive = random.Random(0), 0
@@ -272,7 +272,7 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def test_a_truncated_checkpoint_is_used_or_passed_over_in_silence(
+def test_a_truncated_checkpoint_is_named_and_passed_over(
     tmp_path: Path, straight: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tmp_path, save_steps=2, callbacks=[StopAt(5)]).train()
@@ -282,7 +282,7 @@ def test_a_truncated_checkpoint_is_used_or_passed_over_in_silence(
     check_same_run(tmp_path, straight)
 
 
-def test_a_damaged_checkpoint_asked_for_by_name_is_replaced_by_another(tmp_path: Path, straight: Path) -> None:
+def test_a_damaged_checkpoint_asked_for_by_name_is_refused(tmp_path: Path, straight: Path) -> None:
     folder = shutil.copytree(straight, tmp_path / "run")
     before = (folder / "metrics.jsonl").read_bytes()
     truncate(folder / "checkpoint-6" / "adapter_model.safetensors")
@@ -299,7 +299,7 @@ def by_step(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[f
     return [mean + 0.1 * (index % 2) for index in range(len(completions))]
 
 
-def test_the_best_checkpoint_or_one_of_the_last_is_pruned(tmp_path: Path) -> None:
+def test_the_best_checkpoint_and_the_last_ones_are_kept(tmp_path: Path) -> None:
     trainer = make(tmp_path, by_step, save_steps=1, save_total_limit=2)
     trainer.train()
     names = [path.name for path in checkpoint.list_checkpoints(tmp_path)]
@@ -308,27 +308,27 @@ def test_the_best_checkpoint_or_one_of_the_last_is_pruned(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "summary.json").read_text())["best_checkpoint"] == str(tmp_path / "checkpoint-2")
 
 
-def test_the_best_checkpoint_is_forgotten_by_a_resumed_run(tmp_path: Path) -> None:
+def test_a_resumed_run_remembers_the_best_checkpoint(tmp_path: Path) -> None:
     make(tmp_path, by_step, save_steps=1, save_total_limit=1, callbacks=[StopAt(3)]).train()
     make(tmp_path, by_step, save_steps=1, save_total_limit=1).train(resume_from_checkpoint=True)
     names = [path.name for path in checkpoint.list_checkpoints(tmp_path)]
     assert names == ["checkpoint-2", "checkpoint-6"]
 
 
-def test_the_best_checkpoint_is_chosen_by_steps_before_the_last_save(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_chosen_by_the_steps_since_the_last_save(tmp_path: Path) -> None:
     """With several optimizer steps a rollout, one line of metrics stands for all of them."""
     trainer = make(tmp_path, by_step, save_steps=2, num_iterations=2, save_total_limit=1, max_steps=8)
     trainer.train()
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-8"]
 
 
-def test_the_best_checkpoint_is_pruned_after_its_run_was_moved(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_after_its_run_was_moved(tmp_path: Path) -> None:
     make(tmp_path / "here", by_step, save_steps=1, save_total_limit=1, callbacks=[StopAt(3)]).train()
     there = shutil.move(tmp_path / "here", tmp_path / "there")
     make(there, by_step, save_steps=1, save_total_limit=1).train(resume_from_checkpoint=True)
     assert [path.name for path in checkpoint.list_checkpoints(there)] == ["checkpoint-2", "checkpoint-6"]
 
 
-def test_all_checkpoints_are_pruned_although_none_was_to_be(tmp_path: Path) -> None:
+def test_without_a_limit_all_checkpoints_are_kept(tmp_path: Path) -> None:
     make(tmp_path, save_steps=1, save_total_limit=None, max_steps=5).train()
     assert len(checkpoint.list_checkpoints(tmp_path)) == 5

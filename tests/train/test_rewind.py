@@ -1,4 +1,4 @@
-"""Optimizer steps that can be undone: what is copied, when, and what it costs. Names say what breaks."""
+"""Optimizer steps that can be undone: what is copied, when, and what it costs."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def same(first: Any, second: Any) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_step_that_is_undone_leaves_something_changed(name: str, steps: int) -> None:
+def test_a_step_that_is_undone_leaves_nothing_changed(name: str, steps: int) -> None:
     held = parameters()
     optimizer = make(name, held)
     copy = OptimizerCopy(optimizer, each_step=True)
@@ -74,7 +74,7 @@ def test_a_step_that_is_undone_leaves_something_changed(name: str, steps: int) -
     assert same(everything(optimizer, held), before)
 
 
-def test_a_parameter_that_is_new_to_the_optimizer_is_left_out() -> None:
+def test_a_parameter_that_is_new_to_the_optimizer_is_restored_too() -> None:
     held = parameters()
     optimizer = make("adamw_fused", held)
     copy = OptimizerCopy(optimizer, each_step=False)
@@ -110,7 +110,7 @@ def flat(value: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_optimizer_that_is_said_to_work_in_place_allocates(name: str) -> None:
+def test_an_optimizer_that_is_said_to_work_in_place_allocates_nothing(name: str) -> None:
     held = parameters()
     optimizer = make(name, held)
     optimizer.step()
@@ -123,7 +123,7 @@ def test_an_optimizer_that_is_said_to_work_in_place_allocates(name: str) -> None
 
 @gpu
 @pytest.mark.parametrize("name", NAMES)
-def test_an_optimizer_that_is_said_to_work_in_place_allocates_on_a_card(name: str) -> None:
+def test_an_optimizer_that_is_said_to_work_in_place_allocates_nothing_on_a_card(name: str) -> None:
     held = parameters(device=CARD)
     optimizer = make(name, held)
     for _ in range(2):
@@ -135,7 +135,7 @@ def test_an_optimizer_that_is_said_to_work_in_place_allocates_on_a_card(name: st
     assert allocates_each_step(optimizer, CARD) or not allocated
 
 
-def test_each_step_takes_new_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_uses_the_same_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     held = parameters(40)
     optimizer = make("adamw", held)
     optimizer.step()
@@ -156,7 +156,7 @@ def test_each_step_takes_new_memory_of_the_host(monkeypatch: pytest.MonkeyPatch)
     assert fresh.bytes == 0
 
 
-def test_paged_states_are_read_while_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_states_are_read_only_after_kernels_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
     monkeypatch.setattr(rewind.torch.cuda, "synchronize", waited.append)
     paged = torch.zeros(3)

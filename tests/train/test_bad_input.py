@@ -1,0 +1,194 @@
+"""The loop with data, models and reward functions that are wrong."""
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import (
+    QUESTIONS,
+    ROWS,
+    adapter,
+    digit_sum,
+    load,
+    make,
+    same,
+)
+
+from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.rewards.calling.scorer import RewardError
+from lowmem_grpo.runs.records import read_lines
+
+# Data that cannot be used
+
+
+def test_what_is_no_dataset_is_refused_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no column 'prompt'.*question.*rename_column"):
+        make(tmp_path, rows=[{"question": "?"}])
+    with pytest.raises(DataError, match="no rows"):
+        make(tmp_path, rows=None)
+    with pytest.raises(DataError, match="from_list"):
+        make(tmp_path, rows=iter(ROWS))
+
+
+def test_bad_rows_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = [{"prompt": question} for question in QUESTIONS[:2]]
+    bad: list[Any] = ["", " \n", None, 7, [], [{"role": "user", "content": ""}], [{"content": "?"}], ["?"], "1+1 " * 99]
+    trainer = make(tmp_path, rows=[*good, *({"prompt": prompt} for prompt in bad)], max_prompt_length=60, max_steps=3)
+    trainer.train()
+    # rows are drawn in a seeded order: three steps of two good rows are three whole passes, but for a tail of bad rows
+    counted = sum(trainer.source.skipped.values())
+    assert 2 * len(bad) <= counted <= 3 * len(bad)
+    assert "prompt longer than 60 tokens" in trainer.source.skipped
+    assert "prompt is int, not text or chat" in trainer.source.skipped
+    assert read_lines(tmp_path / "metrics.jsonl")[-1]["data/skipped_rows"] == counted
+    assert sum(json.loads((tmp_path / "summary.json").read_text())["skipped_rows"].values()) == counted
+    assert "row 2 skipped: empty prompt" in caplog.text
+    assert {line["prompt"] for line in read_lines(tmp_path / "completions.jsonl")} <= set(QUESTIONS)
+
+
+def test_a_dataset_of_only_bad_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no row of the dataset can be used.*empty prompt \(2\)"):
+        make(tmp_path, rows=[{"prompt": ""}, {"prompt": None}]).train()
+
+
+def test_rows_with_different_columns_keep_their_values(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def reward(completions: list[Any], answer: list[Any], source: list[Any], **kwargs: Any) -> list[float]:
+        seen.extend(zip(answer, source, strict=True))
+        return digit_sum(completions)
+
+    rows = [{"prompt": QUESTIONS[0], "answer": "1"}, {"prompt": QUESTIONS[1], "source": "x"}]
+    make(tmp_path, reward=reward, rows=rows, max_steps=1, shuffle_dataset=False).train()
+    assert seen == [("1", None)] * 4 + [(None, "x")] * 4
+
+
+def test_chat_rows_without_a_chat_template_are_refused_with_advice(tmp_path: Path) -> None:
+    model = load()
+    model.loaded.tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"no chat template: set tokenizer\.chat_template"):
+        make(tmp_path, model=model).train()
+
+
+def test_training_does_not_depend_on_the_pad_token(tmp_path: Path) -> None:
+    """With None a padding token may be asked for; with the end token, ends of completions may be taken for padding."""
+    ends = []
+    for name, pad in (("usual", "usual"), ("none", None), ("end", "<|im_end|>")):
+        model = load()
+        if pad != "usual":
+            model.loaded.tokenizer.pad_token = pad
+        trainer = make(tmp_path / name, model=model)
+        trainer.train()
+        ends.append((adapter(trainer), (tmp_path / name / "completions.jsonl").read_text()))
+    assert all(same(end[0], ends[0][0]) and end[1] == ends[0][1] for end in ends)
+
+
+def test_a_completion_longer_than_the_context_is_refused_by_the_constructor(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_completion_length \(128\).*context of 128"):
+        make(tmp_path, max_completion_length=128)
+    with pytest.raises(ValueError, match=r"prompt of 120 tokens.*max_seq_length"):
+        make(tmp_path, max_prompt_length=120)
+
+
+def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    with pytest.raises(TypeError, match="get_peft_model"):
+        make(tmp_path, model=bare)
+
+
+# Reward functions that misbehave
+
+
+def raises(completions: list[Any], **kwargs: Any) -> list[float]:
+    raise ZeroDivisionError("no units")
+
+
+FAILED = r"raises raised ZeroDivisionError: no units"  # tests/rewards/calling/test_scorer.py has every other failure
+
+
+def test_a_failing_reward_leaves_a_checkpoint_of_the_steps_before_it(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        calls.append(1)
+        return (raises if len(calls) > 1 else digit_sum)(completions)
+
+    reward.__name__ = "raises"
+    straight = make(tmp_path / "straight", max_steps=3)
+    straight.train()
+    settings = {"max_steps": 3, "save_strategy": "steps"}
+    with pytest.raises(RewardError, match=FAILED) as caught:
+        make(tmp_path / "run", reward=reward, **settings).train()
+    assert f"Saved {tmp_path / 'run' / 'checkpoint-1'}" in "\n".join(caught.value.__notes__)
+    resumed = make(tmp_path / "run", **settings)
+    assert resumed.train(resume_from_checkpoint=True).finished
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert same(adapter(resumed), adapter(straight))
+
+
+def test_a_reward_that_fails_in_the_first_step_is_named_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=FAILED):
+        make(tmp_path, reward=raises).train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def equal(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def not_a_number(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [math.nan, *digit_sum(completions)[1:]]
+
+
+def test_a_nan_reward_is_counted_and_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(tmp_path, reward=not_a_number)
+    trainer.train()
+    for line in read_lines(tmp_path / "metrics.jsonl"):
+        assert line["rewards/not_a_number/invalid"] == 1
+        assert line["optimizer/skipped"] == 1
+    assert "not_a_number gave NaN or infinity for 1 completions" in caplog.text
+    first = read_lines(tmp_path / "completions.jsonl")[0]
+    assert (first["reward"], first["advantage"]) == (None, 0.0)
+    assert all(value.isfinite().all() for value in adapter(trainer).values())
+
+
+def no_opinion(completions: list[Any], **kwargs: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+@pytest.mark.filterwarnings("error:.*lr_scheduler")
+def test_none_for_all_completions_trains_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
+    trainer = make(tmp_path, reward=no_opinion)
+    before = adapter(trainer)
+    trainer.train()
+    assert same(adapter(trainer), before)
+    for line in read_lines(tmp_path / "metrics.jsonl"):
+        assert (line["groups/with_signal"], line["optimizer/skipped"], line["completions/trained"]) == (0, 1, 0)
+        assert "reward" not in line
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_function_without_an_opinion_leaves_the_rewards_of_others(tmp_path: Path) -> None:
+    trainer = make(tmp_path, reward=[digit_sum, no_opinion], reward_weights=[2.0, 1.0], max_steps=1)
+    trainer.train()
+    for line in read_lines(tmp_path / "completions.jsonl"):
+        assert line["rewards"]["no_opinion"] is None
+        assert line["reward"] == 2 * line["rewards"]["digit_sum"]
+
+
+def test_a_warning_says_that_there_is_nothing_to_learn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    trainer = make(tmp_path, reward=equal, nothing_to_learn_steps=2, max_steps=5)
+    before = adapter(trainer)
+    trainer.train()
+    told = [record.getMessage() for record in caplog.records if "nothing to learn" in record.getMessage()]
+    assert [text.split(":")[0] for text in told] == ["nothing to learn for 2 steps", "nothing to learn for 4 steps"]
+    assert "mean 0.5" in told[0]
+    assert "easier problems" in told[0]
+    assert same(adapter(trainer), before)
+    assert all(line["frac_reward_zero_std"] == 1 for line in read_lines(tmp_path / "metrics.jsonl"))
