@@ -1,8 +1,7 @@
 """The loop of every trainer: its parts, one step after another, records, checkpoints and listeners.
 
-A trainer is a subclass of `Trainer`. Its constructor calls `learn`, with where its rows come from and what it
-minimises, and then `write`. It defines `next_groups`, which gives the groups of the next update, and `measured`, which
-gives what it logs beside what every trainer logs. `train/sft.py` is the shortest example.
+A trainer is a subclass of `Trainer`. Its constructor calls `learn`, with its rows and what it minimises, and then
+`write`. `next_groups` gives the groups of the next update, and `measured` what it logs beside what every trainer logs.
 """
 
 import logging
@@ -71,8 +70,7 @@ class Trainer:
         if args.gradient_checkpointing is not None:
             enable_checkpointing(self.policy.base, args.gradient_checkpointing)
         self.run_dir = Path(args.output_dir)
-        self.records = RunRecords(self.run_dir)
-        self.control, self.interrupt = TrainerControl(), Interrupt()
+        self.records, self.control, self.interrupt = RunRecords(self.run_dir), TrainerControl(), Interrupt()
 
     def learn(self, source: PromptSource, objective: Objective, memory: RunMemory, peaks: PhasePeaks) -> None:
         """Make what this trainer learns with; `peaks` count the memory of each phase."""
@@ -97,8 +95,8 @@ class Trainer:
     ) -> None:
         """Make what this trainer writes and shows: records, checkpoints, the live view and other listeners."""
         self.view = None if self.args.disable_tqdm else self.view_class()
-        first = FirstSteps(self.records, self.view.say if self.view else None, self.scorer)
-        views = [] if self.view is None else [self.view]
+        views, say = ([self.view], self.view.say) if self.view else ([], None)
+        first = FirstSteps(self.records, say, self.scorer)
         self.callbacks = Callbacks([*views, first, *make_sinks(self.args.report_to), *(callbacks or [])])
         self.journal = Journal(self.state, self.records, self.args.logging_steps, alarms, log_completions)
         self.saver = Saver(
@@ -187,8 +185,7 @@ class Trainer:
         finally:
             self.notify("on_train_end")
         self.end(status)
-        last = self.state.log_history[-1] if self.state.log_history else {}
-        return TrainOutput(self.state.global_step, last, status == "finished")
+        return TrainOutput(self.state.global_step, (self.state.log_history or [{}])[-1], status == "finished")
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -256,8 +253,8 @@ class Trainer:
         self.state.elapsed += timing["step_time"]
         line = {
             "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
-            **metrics, **self.measured(before, groups, timing),
-            **peak_memory(self.policy.device), **self.peaks.metrics(),
+            **metrics, **self.measured(before, groups, timing), **peak_memory(self.policy.device),
+            **self.peaks.metrics(),
         }
         logged = self.journal.write(before, line, groups if self.samples else [])
         if logged is not None:

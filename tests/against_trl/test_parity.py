@@ -3,7 +3,9 @@
 Where TRL differs, by design or by mistake, see test_differences.py.
 """
 
+import functools
 import itertools
+import operator
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -87,16 +89,30 @@ def whole_sequences(case: Case) -> bool:
     return case.get("importance_sampling_level") == "sequence" or case["loss_type"] in ("gspo", "gmpo")
 
 
-def product() -> Iterator[Case]:
-    """Loss type x beta x level x delta x correction, in full; the scale of rewards goes round."""
-    for loss_type, own in OPTIONS.items():
-        scales = itertools.cycle(SCALES)
-        for chosen in itertools.product(*axes(loss_type)):
-            case = {"loss_type": loss_type} | own
-            for settings in chosen:
-                case |= settings
-            if not (whole_sequences(case) and case.get("vllm_importance_sampling_mode") == "token_mask"):
-                yield from (case | scale for scale in (SCALES if loss_type == "gmpo" else [next(scales)]))
+def product(loss_type: str) -> list[Case]:
+    """Scale of rewards x beta x level x delta x correction, in full."""
+    chosen = (functools.reduce(operator.or_, some, {"loss_type": loss_type} | OPTIONS[loss_type])
+              for some in itertools.product(SCALES, *axes(loss_type)))
+    return [case for case in chosen
+            if not (whole_sequences(case) and case.get("vllm_importance_sampling_mode") == "token_mask")]
+
+
+def pairs(case: Case) -> set[Any]:
+    """Every two settings of a case, of those that change within a loss type; one that is left out is None."""
+    names = ("scale_rewards", "multi_objective_aggregation", "beta", "use_bias_correction_kl", "delta",
+             "importance_sampling_level", "vllm_importance_sampling_mode")
+    return set(itertools.combinations([(name, case.get(name)) for name in names], 2))
+
+
+def covering() -> Iterator[Case]:
+    """Of each loss type few cases in which every pair of settings occurs."""
+    for loss_type in OPTIONS:
+        cases = product(loss_type)
+        left = set().union(*map(pairs, cases))
+        while left:
+            best = max(cases, key=lambda case: len(pairs(case) & left))
+            left -= pairs(best)
+            yield best
 
 
 EXTRAS: dict[str, Case] = {
@@ -146,7 +162,7 @@ def stale_rollouts() -> tuple[Rollouts, list[list[float]]]:
     return stale(ROLLOUTS)
 
 
-@pytest.mark.parametrize("case", product(), ids=named)
+@pytest.mark.parametrize("case", covering(), ids=named)
 def test_loss_gradients_and_metrics_are_trls(case: Case) -> None:
     rollouts, old = stale_rollouts()
     expected, result = both(rollouts, old_logprobs=old, **case)
@@ -174,7 +190,7 @@ def test_with_masks_bonus_missing_rewards_and_temperature_they_are_trls_too(
 
 
 def test_every_scale_of_rewards_meets_every_loss_type_and_every_other_setting() -> None:
-    cases = list(product())
+    cases = list(covering())
     settings = [{"loss_type": loss_type} for loss_type in OPTIONS] + [*BETAS, *LEVELS, *DELTAS, *CORRECTED]
     for setting, scale in itertools.product(settings, SCALES):
         assert any((scale | setting).items() <= case.items() for case in cases), (setting, scale)

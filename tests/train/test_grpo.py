@@ -134,11 +134,10 @@ def test_the_gradient_depends_neither_on_micro_batches_nor_on_the_order_of_group
     trainer, _, groups = sampled
     with settings_of(trainer, loss_type=loss_type, beta=beta):
         whole = gradients(trainer, groups)
-        assert relative(gradients(trainer, groups[::-1]), whole) < 1e-5
-        for split in ({"per_device_train_batch_size": 1}, {"per_device_train_batch_size": 3},
-                      {"max_tokens_per_micro_batch": 130}):
-            with settings_of(trainer, **split):
-                assert relative(gradients(trainer, groups), whole) < 1e-5, split
+        with settings_of(trainer, per_device_train_batch_size=3):  # of groups of four
+            assert relative(gradients(trainer, groups[::-1]), whole) < 1e-5
+        with settings_of(trainer, max_tokens_per_micro_batch=130):
+            assert relative(gradients(trainer, groups), whole) < 1e-5
 
 
 @pytest.mark.parametrize(("tokens", "spread"), [(10_000, 4.0), (300, 4.0), (300, 1.0), (10_000, 0.0)])

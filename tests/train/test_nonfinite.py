@@ -145,7 +145,7 @@ def started(folder: Path, groups: list[RolloutGroup], **settings: Any) -> GRPOTr
 # Where a value may be
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("value", [NAN, -INF])
 def test_a_reward_that_is_no_number_is_counted_written_and_not_trained_on(
     tmp_path: Path, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
