@@ -1,4 +1,4 @@
-"""Difficulty pools: rows that taught nothing rest for a while, and come back."""
+"""Difficulty pools: rows from which nothing was learned rest for some epochs, then come back."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -9,19 +9,19 @@ LONGEST_REST = 8  # epochs
 
 @dataclass(frozen=True)
 class Visit:
-    """What the last visit of a row came to."""
+    """The outcome of a row's last visit."""
 
-    reward: float | None = None  # of all completions, where they earned the same
-    fruitless: int = 0  # visits without a spread of rewards, since the last one with
+    reward: float | None = None  # of all completions, if they earned the same
+    fruitless: int = 0  # visits without a spread of rewards, since the last one with a spread
     back: int = 0  # the epoch in which the row is sampled again
 
 
 class DifficultyPools:
-    """Remembers rows by their last visit. After the first visit in a row without a spread of rewards a row is left out
-    for 1 epoch, then for 2, 4 and 8; a visit with a spread ends that.
+    """Remembers the last visit of each row. A row whose completions all earn the same is left out for 1 epoch; if that
+    happens again, for 2, 4 and then 8. A visit with a spread of rewards starts this anew.
 
-    "easy" are resting rows that earned the best reward seen in the run, "hard" those that earned less, or where
-    nothing better than the worst was seen yet; "learning" are rows with a spread.
+    "learning" are rows with a spread. Of the others, "easy" are those that earned the best reward seen in the run, and
+    "hard" those that earned less. Until two different rewards have been seen, they are all "hard".
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class DifficultyPools:
         return index in self.rows and epoch < self.rows[index].back
 
     def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
-        """Take a visit of a row in an epoch; completions without a reward are left out, and so is a visit of such."""
+        """Note a visit of a row. Completions without a reward do not count, nor does a visit with no reward at all."""
         scored = [reward for reward in rewards if reward is not None]
         if not scored:
             return
@@ -46,11 +46,11 @@ class DifficultyPools:
         self.rows[index] = Visit() if low < high else Visit(low, before.fruitless + 1, epoch + 1 + rest)
 
     def wake(self) -> None:
-        """All rows come back at once; how often they were fruitless stays known."""
+        """All rows come back at once; their counts of fruitless visits stay."""
         self.rows = {index: replace(visit, back=0) for index, visit in self.rows.items()}
 
     def metrics(self) -> dict[str, float]:
-        """How many of the rows visited so far are in each pool, by their last visit."""
+        """Number of visited rows in each pool, by their last visit."""
         same = [visit.reward for visit in self.rows.values() if visit.reward is not None]
         told = self.best is not None and self.worst is not None and self.worst < self.best
         easy = sum(told and reward == self.best for reward in same)
@@ -65,6 +65,6 @@ class DifficultyPools:
         return {"rows": rows, "worst": self.worst, "best": self.best}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Undo `state`."""
+        """Take over a `state`."""
         self.rows = {index: Visit(*rest) for index, *rest in state["rows"]}
         self.worst, self.best = state["worst"], state["best"]

@@ -1,7 +1,7 @@
-"""Rows for supervised fine-tuning: the ids of a prompt as it is sampled from, and of the completion that follows it.
+"""Rows for supervised fine-tuning: the token ids of a prompt, and of the completion that follows it.
 
-Prompt and completion are tokenised apart, exactly as a rollout has them: first the prompt that the template renders for
-the assistant's turn, then what the model is to say, up to and with the token that ends it.
+Prompt and completion are tokenised separately, exactly as in a rollout: first the prompt as the template renders it for
+the assistant's turn, then what the model should say, including the token that ends it.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ SHOWN = 60  # characters of a text in a message
 
 @dataclass
 class Example(Prompt):
-    """A usable row: its prompt, and the ids (C,) that are trained, the end token included."""
+    """A usable row: its prompt, and the ids (C,) that are trained, with the end token."""
 
     completion_ids: list[int] = field(default_factory=list)
 
 
 class ExampleEncoder(PromptEncoder):
-    """From a row's `prompt` and `completion` (strings or chat messages) to an Example; says why a row cannot be used.
+    """Turns a row's `prompt` and `completion` (strings or chat messages) into an Example, or says why it cannot.
 
     `end_ids` are the tokens that end a sampled completion.
     """
@@ -52,21 +52,21 @@ class ExampleEncoder(PromptEncoder):
         return Example(row, prompt.ids, prompt.text, completion_ids=ids)
 
     def chat_text(self, prompt: list[dict[str, str]], completion: Any, rendered: str) -> str:
-        """What the template puts after the rendered prompt; DataError where it renders the prompt differently then."""
+        """What the template puts after the rendered prompt; DataError if it then renders the prompt differently."""
         answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         whole: Any = self.tokenizer.apply_chat_template([*prompt, *answer], tokenize=False, **self.template_kwargs)
         if not whole.startswith(rendered):
             at = next((i for i, (a, b) in enumerate(zip(whole, rendered, strict=False)) if a != b), len(whole))
             raise DataError(
                 "the chat template renders a prompt differently once its answer follows: "
-                f"{rendered[at : at + SHOWN]!r} alone, {whole[at : at + SHOWN]!r} with it. What is trained would not "
-                "be what is sampled: change tokenizer.chat_template or chat_template_kwargs, or make prompt and "
-                "completion plain strings"
+                f"{rendered[at : at + SHOWN]!r} without it, {whole[at : at + SHOWN]!r} with it. "
+                "The model would be trained on other text than it samples from: change tokenizer.chat_template or "
+                "chat_template_kwargs, or make prompt and completion plain strings"
             )
         return str(whole[len(rendered) :])
 
     def ended(self, text: str) -> list[int] | None:
-        """The text's ids up to its end token, which is added where it has none; None where something follows it."""
+        """The text's ids up to its end token, which is added if it has none; None if text follows the end token."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         ends = [place for place, token in enumerate(ids) if token in self.end_ids]
         if not ends:
@@ -76,7 +76,7 @@ class ExampleEncoder(PromptEncoder):
 
     @property
     def end_id(self) -> int:
-        """The tokenizer's end token; DataError where it has none."""
+        """The tokenizer's end token; DataError if it has none."""
         found: Any = self.tokenizer.eos_token_id
         if found is None:
             raise DataError("the tokenizer has no end token, so a model would never learn to stop; set "
@@ -85,7 +85,7 @@ class ExampleEncoder(PromptEncoder):
 
 
 def unusable(prompt: Any, completion: Any) -> str | None:
-    """Why a completion cannot follow such a prompt; None where it can."""
+    """Why a completion cannot follow this prompt; None if it can."""
     if completion in (None, [], "") or (isinstance(completion, str) and not completion.strip()):
         return "empty completion"
     if isinstance(completion, str):
@@ -101,7 +101,7 @@ def unusable(prompt: Any, completion: Any) -> str | None:
 
 @dataclass
 class Conversations:
-    """Rows with `messages`, seen as prompt (all but the last message) and completion (the last one)."""
+    """Rows with `messages`, read as a prompt (all but the last message) and a completion (the last one)."""
 
     dataset: Any
     column_names: Sequence[str] = ("prompt", "completion")
@@ -117,7 +117,7 @@ class Conversations:
 
 
 def as_examples(dataset: Any) -> Any:
-    """The dataset with columns `prompt` and `completion`; DataError where it has neither these nor `messages`."""
+    """The dataset with columns `prompt` and `completion`; DataError if it has neither these nor `messages`."""
     columns = getattr(dataset, "column_names", None)
     if columns is None and isinstance(dataset, Sequence) and len(dataset):
         columns = list(dataset[0])

@@ -1,4 +1,4 @@
-"""Datasets out of a user's files, or off the hub."""
+"""Datasets from a user's files or from the hub."""
 
 import codecs
 import json
@@ -16,12 +16,12 @@ from lowmem_grpo.hub import find_dataset
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 NAMED = 12  # columns that a message lists
-CHUNK = 1 << 20  # bytes of a file that are looked at together
+CHUNK = 1 << 20  # bytes of a file that are read at a time
 
 
 def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt") -> Any:
     """A dataset with a column `prompt` from a jsonl, json, csv or parquet file (all its rows), or a split of a dataset
-    on the hub. OSError for what is not there, ValueError for a missing column."""
+    on the hub. OSError if it is not there, ValueError for a missing column."""
     rows = read_rows(source, split)
     if prompt_column not in rows.column_names:
         raise ValueError(f"{source} has no column {prompt_column!r}; it has {listed(rows.column_names)}. Name the "
@@ -31,7 +31,7 @@ def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt"
 
 def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any:
     """A dataset from a jsonl, json, csv or parquet file (all its rows), or a split of a dataset on the hub, where
-    "OWNER/NAME:CONFIG" names one of several configurations. OSError for what is not there or cannot be read."""
+    "OWNER/NAME:CONFIG" names one of several configurations. OSError if it is not there or cannot be read."""
     path = Path(source)
     if is_file_name(source):
         check_file(path)
@@ -53,7 +53,7 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
 
 
 def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
-    """The first rows of a source; of a hub's dataset, more are not loaded. OSError as `read_rows`; ValueError for a
+    """The first rows of a source; from the hub, only these are loaded. OSError as in `read_rows`; ValueError for a
     dataset that the hub does not have."""
     if is_file_name(source):
         rows = read_rows(source)
@@ -70,12 +70,12 @@ def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
 
 
 def is_file_name(source: str) -> bool:
-    """Whether a file is meant, and not a dataset of the hub."""
+    """Whether the source is a file, and not a dataset on the hub."""
     return Path(source).suffix.lower() in KINDS or Path(source).exists()
 
 
 def check_rows(path: Path) -> None:
-    """OSError for a .json file that is one object with a list of rows in it: the library makes one row of it."""
+    """OSError for a .json file that is one object with a list of rows inside: the library would read it as one row."""
     with path.open(encoding="utf-8") as file:
         first, second = [*islice((line for line in file if line.strip()), 2), "", ""][:2]
         if not first.lstrip("\ufeff \t").startswith("{") or (second and first.rstrip().endswith("}")):
@@ -84,7 +84,7 @@ def check_rows(path: Path) -> None:
         try:
             found = json.loads(file.read().lstrip("\ufeff"))
         except ValueError:
-            return  # what is wrong with it, the library says
+            return  # the library says what is wrong with it
     for name, held in found.items():
         if isinstance(held, list) and held and isinstance(held[0], dict) and "role" not in held[0]:
             raise OSError(f"no rows from {str(path)!r}: the file is one object, and its rows are the list in {name!r}; "
@@ -92,7 +92,7 @@ def check_rows(path: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """OSError unless this is a file of a known kind and, where it is a text, in UTF-8."""
+    """OSError unless this is a file of a known kind and, if it is text, in UTF-8."""
     if path.suffix.lower() not in KINDS or not path.is_file():
         raise OSError(f"no file {str(path)!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
     if path.suffix.lower() == ".parquet":
@@ -120,19 +120,19 @@ def reason(path: Path, error: BaseException) -> str:
 
 
 def broken_line(path: Path) -> str:
-    """The first line that is no JSON object, and why; empty where each is one."""
+    """The first line that is not a JSON object, and why; empty if all are."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 if line.strip() and not isinstance(json.loads(line), dict):
-                    return f"line {number} is no JSON object: {line.strip():.60}"
+                    return f"line {number} is not a JSON object: {line.strip():.60}"
             except ValueError as error:
-                return f"line {number} is no JSON: {error}"
+                return f"line {number} is not JSON: {error}"
     return ""
 
 
 def cell_text(value: Any) -> str | None:
-    """A cell as text, None for an empty one: 5.0, which a table makes of 5 beside empty cells, is "5"."""
+    """A cell as text, None for an empty one. 5.0 becomes "5": tables turn 5 into 5.0 if other cells are empty."""
     if value is None or value != value:  # NaN is an empty cell
         return None
     if isinstance(value, float) and value.is_integer():
@@ -148,7 +148,7 @@ def listed(names: list[str]) -> str:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Neither bars nor log lines of the library, whose errors are raised as well."""
+    """Inside, the library shows no bars and no log lines; its errors are raised anyway."""
     logger, shown = logging.getLogger("datasets"), is_progress_bar_enabled()
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -37,7 +37,7 @@ def as_group(prompt: Prompt, rollouts: list[Rollout]) -> RolloutGroup:
 
 
 class PromptEncoder:
-    """From a row's `prompt` (a string or chat messages) to token ids; says why a row cannot be used."""
+    """Turns a row's `prompt` (a string or chat messages) into token ids, or says why a row cannot be used."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, template_kwargs: dict[str, Any] | None = None
@@ -85,8 +85,8 @@ def is_chat(prompt: Any) -> bool:
 
 
 def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
-    """Tokens that a prompt may have, where `prompt` bounds it or nothing but the context does; ValueError where prompt
-    and completion cannot fit the context."""
+    """The most tokens that a prompt may have: `prompt`, or what the completion leaves of the context if it is None.
+    ValueError if prompt and completion do not fit the context."""
     wanted = prompt or 1
     if wanted + completion > context:
         raise ValueError(
@@ -115,13 +115,13 @@ def check_dataset(dataset: Any) -> None:
 
 @dataclass
 class PromptSource:
-    """An endless stream of usable prompts: epoch after epoch, each in its own seeded order."""
+    """An endless stream of usable prompts, epoch after epoch, each in its own seeded order."""
 
     dataset: Any
     encoder: PromptEncoder
     seed: int
     shuffle: bool = True
-    pools: DifficultyPools | None = None  # rows that rest are passed over; when all do, they come back
+    pools: DifficultyPools | None = None  # resting rows are passed over; if all rest, all come back
     position: int = 0  # rows drawn so far, over all epochs
     skipped: Counter[str] = field(default_factory=Counter)  # by reason
     order: list[int] = field(default_factory=list, repr=False)
@@ -143,7 +143,7 @@ class PromptSource:
             self.pools.record(prompt.index, prompt.epoch, [rollout.reward for rollout in group.rollouts])
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` usable prompts. Unusable rows are skipped and counted; DataError if none is left."""
+        """The next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
         prompts: list[Prompt] = []
         fruitless: set[int] = set()  # rows met since the last usable one, which may lie in two epochs
         passed = 0  # places in the order since then

@@ -1,4 +1,4 @@
-"""What a model gets right on a set of prompts, and what its adapter changes: sampled, scored, counted."""
+"""How many answers a model gets right on a set of prompts: sampled, scored and counted."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +21,10 @@ def answer(
     model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams, adapter: Any = None,
     together: int = TOGETHER,
 ) -> Answers:
-    """Sample `params.n` answers to each row's prompt, by the base model or with an adapter. The first function says
-    what is right: a verifier, or a reward function that pays more than 0; the others are averaged. About `together`
-    completions are sampled at a time."""
+    """Sample `params.n` answers to the prompt of each row, with an adapter or with the base model.
+
+    The first function decides what is right: a verifier, or a reward function that pays more than 0. The values of the
+    others are averaged. About `together` completions are sampled at a time."""
     prompts = [row["prompt"] for row in rows]
     outputs = [output for part, seed in parts(prompts, params, together) for output in
                model.fast_generate(part, seeded(params, seed), adapter)]
@@ -39,13 +40,13 @@ def answer(
 
 
 def parts(prompts: list[Any], params: SamplingParams, together: int) -> Iterator[tuple[list[Any], int]]:
-    """Prompts that are sampled together, with a number that is another for each part."""
+    """Prompts that are sampled together, with a different number for each part."""
     size = max(1, together // params.n)
     return ((prompts[start : start + size], start) for start in range(0, len(prompts), size))
 
 
 def seeded(params: SamplingParams, number: int) -> SamplingParams:
-    """The same settings with a seed of their own."""
+    """The same settings with another seed."""
     return SamplingParams(**(vars(params) | {"seed": None if params.seed is None else params.seed + number}))
 
 
@@ -57,7 +58,7 @@ def in_rows(values: list[Any], width: int) -> list[list[Any]]:
 def judge(
     functions: list[Right], rows: list[dict[str, Any]], completions: list[Any]
 ) -> tuple[list[bool | None], dict[str, float]]:
-    """(N,) verdicts by the first function, None where it has no opinion, and the means of the others."""
+    """(N,) verdicts of the first function, None if it has no opinion, and the means of the others."""
     rewards = [function.reward() if isinstance(function, Verifier) else function for function in functions]
     scorer = RewardScorer(rewards)
     ids = [list(completion.token_ids) for completion in completions]
@@ -68,13 +69,13 @@ def judge(
 
 
 def mean(values: list[float | None]) -> float:
-    """Of what is there; NaN of nothing."""
+    """The mean of the values that are not None; NaN if there are none."""
     there = [value for value in values if value is not None]
     return sum(there) / len(there) if there else float("nan")
 
 
 def rows_of(dataset: Any, limit: int | None) -> list[dict[str, Any]]:
-    """Those of the first `limit` rows that have a prompt; ValueError where none has one. How many lack it is said."""
+    """The first `limit` rows, without those with an empty prompt, which a warning counts; ValueError without any."""
     check_dataset(dataset)
     rows = [dict(dataset[index]) for index in range(min(len(dataset), limit or len(dataset)))]
     usable = [row for row in rows if row["prompt"]]

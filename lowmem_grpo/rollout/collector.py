@@ -1,4 +1,4 @@
-"""The groups of an update: sampled, scored, and chosen among those that teach something."""
+"""The groups of an update: sampled, scored, and chosen among those that the model can learn from."""
 
 import math
 from statistics import fmean
@@ -20,16 +20,16 @@ COUNTS = ("/invalid", "/unjudged")
 
 
 class Collector:
-    """Fills the places of an update, `prompts_per_generation` of them, in this order:
+    """Fills the places of an update, one for each of its `draws.count` prompts:
 
-    1. As many prompts are sampled and scored.
-    2. Dynamic sampling: while places hold groups without signal, at most `dynamic_sampling_rounds` times, further
-       prompts are sampled, and those groups of them that have signal take these places.
-    3. Replay: kept groups of earlier steps take what places without signal are left.
-    4. Where that does not suffice, groups without signal stay, so that every step has the same number of groups.
+    1. It samples and scores that many prompts.
+    2. Dynamic sampling: while some groups have no signal, it samples more prompts, at most `dynamic_sampling_rounds`
+       times. New groups with signal replace groups without.
+    3. Replay: kept groups of earlier steps replace the groups that still have no signal.
+    4. Groups without signal that nothing replaces stay, so every step has the same number of groups.
 
-    A group has signal where a rollout that counts has an advantage other than 0. Advantages are those within the
-    places, which matters to estimators that look at the whole batch.
+    A group has signal if a rollout that counts has an advantage other than 0. Advantages are computed over all places,
+    since some estimators look at the whole batch.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Collector:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what the step before was made of."""
-        self.sampled: list[RolloutGroup] = []  # in this step, each group once, whether it is trained on or not
-        self.logs: list[dict[str, float]] = []  # what the reward functions logged, of each round
+        """Forget the step before."""
+        self.sampled: list[RolloutGroup] = []  # in this step, trained on or not
+        self.logs: list[dict[str, float]] = []  # by the reward functions, one for each round
         self.watched: dict[str, float] = {}
         self.counts: dict[str, float] = {}
-        self.tokens = 0  # of completions sampled in this step, greedy ones too
+        self.tokens = 0  # of the completions sampled in this step, with the greedy ones
 
     def collect(self) -> list[RolloutGroup]:
         """The groups of the next update, with rewards and advantages."""
@@ -97,7 +97,7 @@ class Collector:
             self.scoring.set_baselines(groups, greedy, calls.settle(greedy))
 
     def count(self, groups: list[RolloutGroup]) -> None:
-        """Take account of sampled tokens; those of a prompt once for each of its completions."""
+        """Count the sampled tokens; a prompt counts once for each of its completions."""
         completions = [len(rollout.completion_ids) for group in groups for rollout in group.rollouts]
         prompts = [len(group.prompt_ids) for group in groups for _ in group.rollouts]
         self.tokens += sum(completions)
@@ -109,17 +109,17 @@ class Collector:
         return any(rollout.advantage for rollout in self.objective.counted(group.rollouts))
 
     def empty(self, places: list[RolloutGroup]) -> list[int]:
-        """Which places hold a group without signal."""
+        """The places that hold a group without signal."""
         return [place for place, group in enumerate(places) if not self.has_signal(group)]
 
     def fill(self, places: list[RolloutGroup], empty: list[int], groups: list[RolloutGroup]) -> None:
-        """Put groups into empty places, in order, as far as they go."""
+        """Put groups into empty places, in order, until either runs out."""
         for place, group in zip(empty, groups, strict=False):
             places[place] = group
         self.scoring.assign(places)
 
     def resample(self, places: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Fill places with freshly sampled groups; returns those with signal for which there was none left."""
+        """Fill places with freshly sampled groups; returns those with signal for which no place was left."""
         rounds = 0
         surplus: list[RolloutGroup] = []
         while rounds < self.strategies.dynamic_sampling_rounds and (empty := self.empty(places)):
@@ -135,7 +135,8 @@ class Collector:
         return surplus
 
     def enough_for(self, missing: int) -> int:
-        """Prompts that will give so many groups with signal, going by this step's; a generation's at most."""
+        """How many prompts to sample for `missing` groups with signal, by the share seen in this step; at most as many
+        as a generation has."""
         useful = len(self.sampled) - len(self.empty(self.sampled))
         return min(math.ceil(missing * len(self.sampled) / max(useful, 1)), self.draws.count)
 
@@ -152,10 +153,10 @@ class Collector:
     # What is logged
 
     def metrics(self, groups: list[RolloutGroup], seconds: float) -> dict[str, float]:
-        """Of a step on `groups`, with so many seconds of sampling.
+        """Metrics of a step that trains on `groups`, after so many seconds of sampling.
 
-        Rewards and lengths are those of all that was sampled in this step: they measure the policy, and what is
-        trained on is a selection. Names that begin with `groups/` are of what is trained on.
+        Rewards and lengths are of everything sampled in this step, since they measure the policy. Only names that begin
+        with `groups/` are of the groups that are trained on.
         """
         trained = {name: value for name, value in rollout_metrics(groups, []).items() if name.startswith("groups/")}
         pools = {} if self.source.pools is None else self.source.pools.metrics()
@@ -167,7 +168,7 @@ class Collector:
 
 
 def merged(logs: list[dict[str, float]]) -> dict[str, float]:
-    """What several rounds logged: sums of counts (names that end in COUNTS), means of everything else."""
+    """The logs of several rounds as one: sums of counts (names that end in COUNTS), means of everything else."""
     names = sorted({name for log in logs for name in log})
     values = {name: [log[name] for log in logs if name in log] for name in names}
     return {name: sum(found) if name.endswith(COUNTS) else fmean(found) for name, found in values.items()}

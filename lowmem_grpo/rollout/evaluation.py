@@ -11,7 +11,7 @@ from lowmem_grpo.types import RolloutGroup
 
 
 class Evaluation:
-    """An evaluation dataset; refused when this is made rather than when it is first used."""
+    """An evaluation dataset; a bad one is refused here, before training starts."""
 
     def __init__(
         self, dataset: Any, config: GRPOConfig, encoder: PromptEncoder, sampler: Sampler, scoring: Scoring
@@ -24,7 +24,7 @@ class Evaluation:
         self.sampler, self.scoring = sampler, scoring
 
     def run(self) -> dict[str, float]:
-        """Mean rewards and lengths by the policy as it is, under names that begin with eval_."""
+        """Mean rewards and lengths of the current policy, under names that begin with eval_."""
         params = self.config.sampling(self.config.seed, n=self.config.num_generations_eval or 1)
         encoded = [self.encoder.encode(row) for row in self.dataset]
         prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]

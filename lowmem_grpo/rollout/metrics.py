@@ -1,4 +1,4 @@
-"""What a step measured: sums over micro-batches, statistics of rollouts, clocks and memory."""
+"""Statistics of rollouts: rewards, lengths, and groups with signal."""
 
 from statistics import fmean, stdev
 
@@ -31,7 +31,7 @@ def spread(group: RolloutGroup) -> bool:
 
 
 def mean_and_std(mean_name: str, std_name: str, values: list[float | None]) -> dict[str, float]:
-    """Mean and unbiased standard deviation of the values that are there; nothing where none is."""
+    """Mean and unbiased standard deviation of the values that are not None; empty if there are none."""
     present = [value for value in values if value is not None]
     if not present:
         return {}

@@ -1,7 +1,7 @@
-"""The parity gate: the sampler's log-probabilities against the trainer's, on the tokens that were sampled.
+"""The parity gate compares the sampler's log-probabilities with the trainer's, on sampled tokens.
 
-A sampler that computes something else than the trainer makes every ratio wrong, and training goes astray slowly and
-without an error. So the trainer recomputes some of the sampled tokens, at the start and every few steps.
+If the sampler computes something else than the trainer, every ratio is wrong, and training slowly fails without an
+error. So the trainer recomputes some of the sampled tokens, at the start and every few steps.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.001}  # of the mean difference, by weight dtype
-GROUPS = 4  # looked at in a check
+GROUPS = 4  # that a check looks at
 TOKENS_AT_ONCE = 4096
 CAUSES = (
     "the adapter or the base weights changed outside the trainer (merged, moved, quantized again, another adapter "
@@ -42,11 +42,11 @@ class ParityGate:
         self, policy: Policy, params: SamplingParams, every: int, bound: float | None, *, state: TrainerState,
         stride: int = 1, memory: Bound | None = None, mismatch: MismatchWatch | None = None, clock: Clock | None = None,
     ) -> None:
-        """Checks rollouts that were sampled with `params`, every so many optimizer steps; 0 is never.
+        """`params` are those of the rollouts. `every` counts optimizer steps between checks; 0 means no checks.
 
-        `bound` None is that of BOUNDS for the dtype of computation. Truncated sampling (top_p and the like)
-        renormalises what is left, so its difference is measured and not judged. `stride` is the number of optimizer
-        steps from one rollout to the next, `memory` the run's bound on the tokens of a micro-batch; `mismatch` is told
+        A `bound` of None takes the one of BOUNDS for the dtype of computation. Truncated sampling (top_p, top_k or
+        min_p) renormalises what is left, so its difference is measured but not judged. `stride` is the number of
+        optimizer steps from one rollout to the next, `memory` bounds the tokens of a micro-batch, and `mismatch` learns
         what was measured.
         """
         self.policy, self.temperature, self.every = policy, params.temperature, every
@@ -74,7 +74,7 @@ class ParityGate:
         return metrics
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Metrics over some groups; ParityError where the mean difference is above the bound, or not a number."""
+        """Metrics over some groups; ParityError if the mean difference is above the bound, or is NaN."""
         sampled, recomputed = self.recompute(list(islice(groups, GROUPS)))
         if sampled.numel() == 0:
             return {}

@@ -1,4 +1,4 @@
-"""Replay: groups with signal are kept, to stand in once for groups without."""
+"""Replay: groups with signal are kept, and each can replace a group without signal once."""
 
 import base64
 import logging
@@ -17,23 +17,23 @@ FLOATS, INTEGERS = "d", "i"  # of 8 and 4 bytes: every value comes back as it wa
 
 
 class ReplayBuffer:
-    """At most `size` groups as they were sampled and scored, the oldest first. Those of the largest spread of rewards
-    stay, and are taken first; of equal ones the newest. What is taken is gone, so no group is replayed twice.
+    """At most `size` groups as they were sampled and scored, oldest first.
 
-    A group keeps its `policy_version`: the objective sees that it is stale. What an update fills in
-    (log-probabilities, entropies, masks, advantages) is not kept, since it is of another policy. Neither are `extras`,
-    which were recorded when the group was sampled.
+    The groups with the largest spread of rewards stay and are taken first; among equal ones, the newest. `take` removes
+    what it returns, so no group is replayed twice. A group keeps its `policy_version`, so that the objective sees that
+    it is stale. What an update fills in (log-probabilities, entropies, masks, advantages) is dropped, since it belongs
+    to another policy. So are `extras`, which were recorded when the group was sampled.
     """
 
     def __init__(self, size: int, max_age: int | None = None) -> None:
         self.size, self.max_age = size, max_age
-        self.entries: tuple[RolloutGroup, ...] = ()  # never changed in place: who holds an earlier one can go back
+        self.entries: tuple[RolloutGroup, ...] = ()  # replaced, never changed: an older one can be put back
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def offer(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keep copies of freshly sampled groups, as far as there is room and they beat what is there."""
+        """Keep copies of freshly sampled groups that have more spread than what is kept, or for which there is room."""
         kept = [*self.entries, *map(as_sampled, filter(usable, groups))]
         order = sorted(range(len(kept)), key=lambda place: (spread_of(kept[place]), place), reverse=True)
         self.entries = tuple(kept[place] for place in sorted(order[: self.size]))
@@ -47,11 +47,11 @@ class ReplayBuffer:
         return [replace(as_sampled(young[place]), replayed=True) for place in order[:count]]
 
     def state(self) -> list[dict[str, Any]]:
-        """What `restore` needs, as JSON: 16 characters for each token, and the texts. A row is its index."""
+        """What `restore` needs, as JSON: 16 characters for each token, the texts, and of each row its index."""
         return [pack_group(group) for group in self.entries]
 
     def restore(self, state: list[dict[str, Any]], dataset: Any, names: Sequence[str], num_generations: int) -> None:
-        """Undo `state`. Groups of another size, or with other rewards than these `names`, are left out, and said so."""
+        """Take over a `state`. A warning counts groups of another size or with other rewards, which are left out."""
         fit = [packed for packed in state if len(packed["rollouts"]) == num_generations
                and all(set(rollout["rewards"]) == set(names) for rollout in packed["rollouts"])]
         if len(fit) < len(state):
@@ -60,7 +60,7 @@ class ReplayBuffer:
                 len(state) - len(fit), len(state),
             )
         self.entries = tuple(unpack_group(packed, dataset[packed["row"]]) for packed in fit)
-        self.offer([])  # where the buffer has become smaller
+        self.offer([])  # the buffer may have become smaller
 
 
 def age_of(group: RolloutGroup, policy_version: int) -> int:
@@ -69,13 +69,13 @@ def age_of(group: RolloutGroup, policy_version: int) -> int:
 
 
 def spread_of(group: RolloutGroup) -> float:
-    """Standard deviation of a group's rewards; 0 where there is none."""
+    """Standard deviation of a group's rewards; 0 without rewards."""
     rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
     return pstdev(rewards) if rewards else 0.0
 
 
 def as_sampled(group: RolloutGroup) -> RolloutGroup:
-    """A copy that shares no rollout with the group, without what updates fill in."""
+    """A copy with rollouts of its own, without what updates fill in."""
     return replace(group, rollouts=[
         Rollout(
             completion_ids=list(rollout.completion_ids), rollout_logprobs=list(rollout.rollout_logprobs),
@@ -87,7 +87,7 @@ def as_sampled(group: RolloutGroup) -> RolloutGroup:
 
 
 def usable(group: RolloutGroup) -> bool:
-    """Freshly sampled, with rewards and log-probabilities that are numbers."""
+    """Whether the group is freshly sampled, and its rewards and log-probabilities are finite."""
     valid = not any(rollout.invalid_rewards for rollout in group.rollouts)
     return not group.replayed and valid and all(math.isfinite(v) for r in group.rollouts for v in r.rollout_logprobs)
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Samples with an engine that was given, or with the model's own, which it takes anew before each call."""
+    """Samples with the caller's engine, or with the model's own, which it asks for again before each call."""
 
     def __init__(
         self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
@@ -31,10 +31,10 @@ class Sampler:
         self.model, self.policy, self.tokenizer = model, policy, tokenizer
         self.memory, self.state, self.clock = memory, state, clock
         self.engine, self.given = engine, given
-        self.said = False  # that the engine tells of no group
+        self.said = False  # that the engine reports no finished groups
 
     def renew(self) -> None:
-        """Take the model's engine again: another model may have sampled since, and a process has one of vLLM."""
+        """Ask for the model's engine again: a process has only one of vLLM, and another model may have used it."""
         if self.given or self.engine.name != "vllm":
             return
         engine = self.model.engine(self.policy, self.tokenizer)
@@ -56,13 +56,14 @@ class Sampler:
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
     def tells(self) -> bool:
-        """Whether the engine can tell of groups that are finished; where it cannot, says so once."""
+        """Whether the engine can report finished groups; if it cannot, one warning says so."""
         if not self.given or takes(self.engine.generate, "on_group"):
             return True
         if not self.said:
             logger.warning(
-                "the engine %s tells of no finished group (its generate takes no on_group), so all rewards are "
-                "computed after sampling; score_while_sampling=False does so without this word", self.engine.name,
+                "the engine %s does not report finished groups (its generate takes no on_group), so all "
+                "rewards are computed after sampling; score_while_sampling=False does so without this warning",
+                self.engine.name,
             )
             self.said = True
         return False

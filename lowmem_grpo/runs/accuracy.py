@@ -1,7 +1,7 @@
 """How sure a measured accuracy is: Wilson intervals, pass@k, and the difference of two models on the same prompts.
 
-P prompts with n answers each. Answers to one prompt are alike: a hundred answers to one prompt say little about the
-next prompt, so an interval counts prompts, and answers only as far as they differ from each other within a prompt.
+There are P prompts with n answers each. A hundred answers to one prompt say little about the next prompt. So an
+interval counts prompts, and further answers to a prompt only in so far as they differ from each other.
 """
 
 import math
@@ -13,7 +13,7 @@ Z_95 = 1.959964  # the normal distribution's 97.5% quantile
 
 
 def wilson_interval(accuracy: float, problems: float) -> tuple[float, float]:
-    """The 95% Wilson score interval of a share seen on so many problems (Wilson, 1927); 0 to 1 below one of them."""
+    """The 95% Wilson score interval of a share measured on so many problems (Wilson, 1927); 0 to 1 below one."""
     if problems < 1:
         return 0.0, 1.0
     spread = Z_95**2 / problems
@@ -30,8 +30,8 @@ def accuracy_interval(right: Sequence[int], samples: int) -> tuple[float, tuple[
 
 
 def independent_answers(shares: Sequence[float], samples: int) -> float:
-    """How many independent answers tell as much as these (Kish's effective size): from P, where all answers to a prompt
-    agree, to P * samples, where they differ as much as answers to other prompts."""
+    """How many independent answers would tell as much as these (Kish's effective size): P if all answers to a prompt
+    agree, up to P * samples if they differ as much as answers to different prompts."""
     prompts = len(shares)
     mean = sum(shares) / prompts
     if samples == 1 or prompts == 1:
@@ -42,7 +42,7 @@ def independent_answers(shares: Sequence[float], samples: int) -> float:
 
 
 def pass_at_k(right: Sequence[int], samples: int, k: int) -> float:
-    """Chance that one of k answers to a prompt is right, without bias: the mean over prompts of
+    """Unbiased estimate of the chance that one of k answers to a prompt is right: the mean over prompts of
     1 - C(n - c, k) / C(n, k) for c right answers of n (Chen et al. 2021, arXiv 2107.03374)."""
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs k from 1 to the {samples} answers of a prompt; take more of them")
@@ -55,8 +55,8 @@ def paired_difference(
 ) -> tuple[float, tuple[float, float]]:
     """Difference of the accuracies on the same prompts, and its 95% interval.
 
-    Two prompts' worth is added as half a success either way and one without a difference (Agresti and Min, 2005), so
-    that the interval keeps a width where all prompts agree.
+    Two prompts are added: half a success for each side, and one without a difference (Agresti and Min, 2005). This
+    keeps the interval from vanishing when all prompts agree.
     """
     differences = [(new - old) / samples for old, new in zip(before, after, strict=True)]
     count = len(differences) + 2
@@ -95,7 +95,7 @@ class Answers:
 
 
 def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
-    """One model's numbers."""
+    """The numbers of one model."""
     samples = len(answers.right[0])
     share, interval = accuracy_interval(answers.counts, samples)
     total = samples * len(answers.right)

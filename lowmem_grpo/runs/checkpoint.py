@@ -1,4 +1,4 @@
-"""Saved training state: safetensors and JSON alone, no pickle is read or written.
+"""Saved training state, only as safetensors and JSON: no pickle is read or written.
 
     checkpoint-{step}/
         adapter_model.safetensors, adapter_config.json    the adapter; plain peft loads the folder
@@ -7,8 +7,8 @@
         state.json               the caller's state, the remaining optimizer and scheduler state, other random states
         manifest.json            size and sha256 of each other file
 
-A checkpoint is written beside its final place, flushed to disk and renamed, so that a folder named checkpoint-{step}
-is whole whenever the process dies. Names that begin with `.checkpoint-` are work in progress.
+A checkpoint is written beside its final place, flushed to disk and renamed. So a folder named checkpoint-{step} is
+whole, whenever the process dies. Names that begin with `.checkpoint-` are unfinished.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `run_dir/checkpoint-{step}`, in place of one that is there already, and return it.
 
-    `state` must be plain JSON values. Raises CheckpointError where the disk refuses; older checkpoints stay.
+    `state` must be plain JSON values. Raises CheckpointError if the disk refuses; older checkpoints stay.
     """
     folder = run_dir / f"checkpoint-{step}"
     temp = run_dir / f".checkpoint-{step}.tmp-{os.getpid()}"
@@ -123,7 +123,7 @@ def check_adapter_folder(folder: Path) -> None:
 def check_fits(folder: Path, content: dict[str, Any], optimizer: Optimizer) -> None:
     """Raise CheckpointError unless this version and this optimizer can take over the saved state."""
     if content["format"] != FORMAT:
-        raise CheckpointError(f"{folder} has checkpoint format {content['format']}; this version reads {FORMAT} alone")
+        raise CheckpointError(f"{folder} has checkpoint format {content['format']}; this version reads only {FORMAT}")
     saved, mine = content["optimizer"], optimizer_shape(optimizer)
     if (saved["class"], saved["group_sizes"]) != mine:
         raise CheckpointError(
@@ -177,7 +177,7 @@ def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
 
 
 def clean_leftovers(run_dir: Path) -> list[Path]:
-    """Remove what a killed process left half written, and return it; call it before a run's first save.
+    """Remove and return what a killed process left half written; call it before a run's first save.
 
     A whole checkpoint that was just about to be replaced by a newer copy of itself is put back.
     """
@@ -197,7 +197,7 @@ def clean_leftovers(run_dir: Path) -> list[Path]:
 def write_files(temp: Path, model: PeftModel, tensors: dict[str, Tensor], text: str) -> None:
     """Fill the new folder `temp` and flush it to disk, the manifest last."""
     temp.mkdir(parents=True)
-    # "auto" would ask the model hub about the vocabulary at each save; the embeddings are frozen in any case
+    # "auto" would ask the model hub about the vocabulary at each save; the embeddings are frozen anyway
     model.save_pretrained(str(temp), selected_adapters=[ADAPTER], save_embedding_layers=False)
     save_file({name: saved_copy(tensor) for name, tensor in tensors.items()}, temp / "optimizer.safetensors")
     save_file(random_tensors(), temp / "rng.safetensors")
@@ -229,7 +229,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The expected size and sha256 of each file; raises CheckpointError where the manifest itself is unusable."""
+    """The expected size and sha256 of each file; raises CheckpointError if the manifest itself is unusable."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {folder} is not a whole checkpoint")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as tensors and plain JSON: the way there and back without pickle.
+"""Turns training state into tensors and plain JSON, and back, without pickle.
 
 Optimizer, scheduler and random states are nested dicts, lists and tuples with tensors among them. `encode` puts the
 tensors aside under their path (`state.3.exp_avg`) and leaves JSON; `decode` is its inverse.
@@ -59,7 +59,7 @@ def saved_copy(tensor: Tensor) -> Tensor:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, free of it: `load_file` alone may leave them mapped to a file that is deleted later."""
+    """Copies of the tensors in a file: `load_file` may map them to the file, which is deleted later."""
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
@@ -109,7 +109,7 @@ def optimizer_shape(optimizer: Optimizer) -> tuple[str, list[int]]:
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[str, Tensor]) -> None:
-    """Load the state with the very dtypes it was saved in; `load_state_dict` alone casts it to the parameters'."""
+    """Load the state in the dtypes in which it was saved; `load_state_dict` would cast it to the parameters'."""
     optimizer.load_state_dict(state)
     held: dict[str, Tensor] = {}
     encode(optimizer.state_dict(), "", held)

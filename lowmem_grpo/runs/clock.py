@@ -9,8 +9,8 @@ from lowmem_grpo.memory.peaks import PhasePeaks
 
 
 class Clock:
-    """Seconds spent in each phase since `restart`; what no phase claims is idle. Phases other than "reward" are told
-    to `peaks` too, which measures their memory."""
+    """Seconds spent in each phase since `restart`; all other time is idle. `peaks` measures the memory of each phase
+    other than "reward"."""
 
     def __init__(self, peaks: PhasePeaks | None = None) -> None:
         self.peaks = peaks
@@ -19,7 +19,7 @@ class Clock:
     def restart(self) -> None:
         self.started = time.perf_counter()
         self.seconds = {"generate": 0.0, "reward": 0.0, "train": 0.0}
-        self.reward_hidden = 0.0  # seconds of reward functions in which others decoded: they are of another phase
+        self.reward_hidden = 0.0  # seconds of rewards while other groups were sampled; they count as "generate"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -32,8 +32,7 @@ class Clock:
             self.seconds[name] += time.perf_counter() - began
 
     def metrics(self) -> dict[str, float]:
-        """Step time in seconds, and each phase's share of it; and the seconds of rewards in the shade of others, as a
-        share of it too."""
+        """Step time in seconds, the share of each phase, and the share of reward time that was hidden by sampling."""
         total = max(time.perf_counter() - self.started, 1e-9)
         shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
         return {"step_time": total, **shares, "time/idle": max(0.0, 1 - sum(shares.values())),

@@ -1,4 +1,4 @@
-"""What a run writes down after each step, and the warnings that follow from it."""
+"""What a run writes down after each step, and its alarms."""
 
 import logging
 from typing import Any
@@ -11,7 +11,7 @@ from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-# Of these a log line holds the last value; of everything else, the mean over the steps since the last line.
+# A log line holds the last value of these, and of everything else the mean over the steps since the last line.
 LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skipped_rows", "memory/peak_bytes",
         "memory/reserved_bytes", "memory/kv_bytes", "memory/oom_train", "memory/oom_generate", "learning_rate",
         "nonfinite/steps")
@@ -30,7 +30,7 @@ class Journal:
         self.alarms, self.show_samples = alarms, show_samples
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
-        """Take one step's line; the line that was logged, or None where none is due yet. `before` is the last step.
+        """Take one step's line; returns the logged line, or None if none is due yet. `before` is the step before.
 
         `groups` are those whose completions are recorded.
         """

@@ -64,7 +64,7 @@ class RunRecords:
         replace_text(path, json.dumps(finite(known | summary), indent=2) + "\n")
 
     def append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
-        """Append whole lines; where the disk is full, the file is cut back to the last whole line."""
+        """Append whole lines; if the disk is full, the file is cut back to its last whole line."""
         path = self.run_dir / name
         text = "".join(to_line(line) for line in lines).encode()
         length = path.stat().st_size if path.exists() else 0
@@ -80,7 +80,7 @@ class RunRecords:
 
 
 def full_disk(path: Path, needed: int, error: OSError) -> RecordError:
-    """What to say when `needed` bytes could not be written to `path`."""
+    """The error for `needed` bytes that could not be written to `path`."""
     free = shutil.disk_usage(path.parent).free
     return RecordError(
         f"cannot write {path}: {error.strerror} ({needed:,} bytes needed, {free:,} free). What was written before is "
@@ -114,7 +114,7 @@ def prompt_text(prompt: Any) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON lines file. A last line without its end is still being written, and left out."""
+    """The records of a JSON lines file. A last line without an end is still being written, so it is left out."""
     records = []
     *complete, last = path.read_bytes().split(b"\n")
     for number, line in enumerate([*complete, last], start=1):

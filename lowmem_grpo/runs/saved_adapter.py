@@ -13,7 +13,7 @@ BASE_FILE = "base_model.json"  # beside the adapter
 
 
 class RunError(ValueError):
-    """A path names nothing that can be used; the message says what is there, and what to do."""
+    """A path leads to nothing that can be used; the message says what is there, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def final_adapter(run_dir: Path, good: Path | None) -> RunAdapter:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json of a run; empty where there is none."""
+    """summary.json of a run; empty if there is none."""
     path = run_dir / SUMMARY
     if not path.is_file():
         return {}
@@ -86,7 +86,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """What `FastLanguageModel.from_pretrained` was given, as far as it decides the weights. None: not known."""
+    """The arguments of `FastLanguageModel.from_pretrained` that decide the weights. None means unknown."""
 
     model: str | None
     load_in_4bit: bool | None = None
@@ -101,7 +101,7 @@ class BaseRecord:
 
 
 def base_of_adapter(folder: Path) -> BaseRecord:
-    """What is known of the base: this package's record, or the name alone that PEFT keeps. ValueError for a broken
+    """What is known of the base: this package's record, or only the name that PEFT keeps. ValueError for a broken
     record."""
     own = folder / BASE_FILE
     if own.is_file():

@@ -1,4 +1,4 @@
-"""Who listens to a run: objects with the methods of transformers' TrainerCallback, which work here unchanged."""
+"""The state of a run and its listeners; callbacks written for transformers' Trainer work here unchanged."""
 
 import signal
 import threading
@@ -56,14 +56,14 @@ class Callbacks:
 
 
 class Interrupt:
-    """The first Ctrl-C asks the run to stop after its step; the second one stops it at once."""
+    """The first Ctrl-C stops the run after its step, the second one at once."""
 
     def __init__(self) -> None:
         self.requested = False
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Take over Ctrl-C inside; nothing happens outside of the main thread, where Python allows no handlers."""
+        """Handle Ctrl-C inside. Only the main thread can: Python allows no handlers in others."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,4 +1,4 @@
-"""A folder that is there whole or not at all: written aside, then swapped in."""
+"""A folder that is either whole or absent: it is written aside, then swapped in."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def swap_in(temp: Path, folder: Path) -> None:
-    """Give `temp` its final name. A checkpoint that has this name already is moved aside, and back on a failure."""
+    """Give `temp` its final name. A checkpoint that already has this name is moved aside, and back on a failure."""
     aside = aside_of(folder)
     remove(aside)
     if folder.exists():

@@ -8,7 +8,7 @@ from lowmem_grpo.units import GIB
 
 Record = dict[str, Any]
 
-MARKERS_BELOW = 30  # a line of fewer points shows each of them
+MARKERS_BELOW = 30  # a line with fewer points marks each of them
 BAND = "rgba(59, 130, 196, 0.16)"
 
 
@@ -35,13 +35,13 @@ CHARTS = (
           format=".1~%", from_zero=True),
     Chart("Entropy", "nats per token", {"entropy": "entropy"}),
     Chart("KL divergence", "policy from reference model, nats per token", {"kl": "KL"}),
-    Chart("Clip ratio", "share of tokens whose gradient the clipping took",
+    Chart("Clip ratio", "share of tokens whose gradient was clipped away",
           {"clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high", "clip_ratio/region_mean": "either"},
           from_zero=True),
     Chart("Where the time goes", "share of each step",
           {"time/generate": "generate", "time/reward": "reward", "time/train": "train", "time/idle": "idle"},
           format=".0%", stacked=True),
-    Chart("Seconds of a step", "beside the estimate from the card's data sheet, where there is one",
+    Chart("Seconds of a step", "and the estimate from the card's data sheet, if there is one",
           {"step_time": "measured", "time/planned_step_s": "estimated"}, from_zero=True),
     Chart("Tokens per second", "completion tokens, while generating", {"tokens_per_second": "tokens/s"},
           from_zero=True),

@@ -82,5 +82,5 @@ def samples_table(rows: list[dict[str, Any]], named: list[str]) -> Table:
 
 
 def shown_text(text: str) -> Text:
-    """What a model or a person wrote, as a cell of the table."""
+    """Text of a model or a person as a cell of the table."""
     return plain(shortened(text, LONGEST))

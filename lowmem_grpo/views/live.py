@@ -1,8 +1,8 @@
 """A run in the terminal: progress, rewards over time, where time and memory go.
 
-Where output is piped, each log is one plain line instead. The panel is redrawn at each log and never by a thread,
-whose lock a reward function that forks could inherit held. Model text is shown as text: it can neither style the
-terminal nor send it control characters.
+If the output is piped, each log is one plain line instead. The panel is redrawn at each log and never by a thread: a
+reward function that forks could inherit its lock. Text of the model is shown as text; it can neither style the terminal
+nor send it control characters.
 """
 
 import math
@@ -30,7 +30,7 @@ MAX_WIDTH = 100
 
 
 class Pace:
-    """Marks of steps that have been made. The first one warms up, so it counts only until there is another."""
+    """When steps were made. The first step warms up, so it counts only until there is a second one."""
 
     def __init__(self) -> None:
         self.begin(0)
@@ -40,14 +40,14 @@ class Pace:
         self.marks = [(step, time.monotonic())]
 
     def mark(self, step: int) -> None:
-        """So many steps have been made by now; telling it twice changes nothing."""
+        """So many steps have been made by now; calling it twice changes nothing."""
         if step == self.marks[-1][0]:
             return
         self.marks = [*self.marks[:2], (step, time.monotonic())]
 
     @property
     def per_step(self) -> float | None:
-        """Seconds a step; None before the first."""
+        """Seconds per step; None before the first."""
         if len(self.marks) < 2:
             return None
         (first, began), (last, now) = self.marks[-2:]
@@ -101,7 +101,7 @@ class LiveView:
             live.stop()
 
     def time_left(self) -> str:
-        """At the mean speed of the steps done here, the first left out where there are more; unknown before it."""
+        """Time left at the mean speed of the steps made here, without the first if there are more; or unknown."""
         left = self.pace.left(self.max_steps)
         return "unknown" if left is None else time_text(round(left))
 
@@ -139,7 +139,7 @@ class LiveView:
         return table
 
     def curves(self) -> list[tuple[str, str]]:
-        """(key, label) of what gets a sparkline, in order of interest; the caller skips what was never logged."""
+        """(key, label) of the sparklines, the most interesting first; the caller skips what was never logged."""
         functions = [(key, f"  {name}") for key in self.history if (name := reward_name(key))]
         return [
             ("reward", "reward"), *functions, ("eval_reward", "evaluation reward"),
@@ -160,7 +160,7 @@ class LiveView:
 
 
 class SFTView(LiveView):
-    """The live view with the loss in the place of rewards."""
+    """The live view with the loss instead of rewards."""
 
     def __init__(self) -> None:
         super().__init__(title="SFT")
@@ -197,19 +197,19 @@ def shown(key: str, value: float) -> str:
 
 
 def shares(logs: dict[str, float]) -> str:
-    """Where the step's time went, empty where it was not measured."""
+    """Where the step's time went; empty if it was not measured."""
     return " ".join(f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs)
 
 
 def beside_plan(logs: dict[str, float]) -> str:
-    """Measured seconds of a step beside the estimated ones, empty where there are none."""
+    """Measured and estimated seconds of a step; empty without an estimate."""
     if "step_time" not in logs or "time/planned_step_s" not in logs:
         return ""
     return f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
 
 
 def signal_share(logs: dict[str, float]) -> str:
-    """Groups whose completions differ in reward, of all groups; empty where they were not counted."""
+    """Groups whose completions differ in reward, of all groups; empty if they were not counted."""
     if "groups/with_signal" not in logs or "groups/total" not in logs:
         return ""
     return f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
@@ -227,7 +227,7 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
 
 
 def plain(value: Any) -> Text:
-    """Model text as it is: no markup, and control characters made visible instead of sent to the terminal."""
+    """Text of a model as it is: no markup, and control characters made visible instead of sent to the terminal."""
     unsafe = ("Cc", "Cs")  # control characters, halves of surrogate pairs
     kept = ("\ufffd" if unicodedata.category(c) in unsafe and c not in "\n\t" else c for c in str(value))
     return Text("".join(kept), overflow="fold")

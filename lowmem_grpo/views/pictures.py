@@ -1,7 +1,7 @@
 """Pictures for a notebook: a run's curves, accuracies with their intervals, answers side by side, the memory bar.
 
-Figures are plotly's: `.show()` draws them, in Colab and Kaggle too. What a model wrote reaches a page as escaped text
-alone.
+Figures are plotly's: `.show()` draws them, in Colab and Kaggle too. What a model wrote reaches a page only as escaped
+text.
 """
 
 import math
@@ -39,8 +39,8 @@ CELL = "padding:6px 10px;border:1px solid #8888;vertical-align:top;text-align:le
 def curves(run_dir: str | Path, *titles: str) -> Figure:
     """The curves of a run's report over its steps: those with these titles, or all of them.
 
-    Also while the run goes on. FileNotFoundError where the folder holds no metrics.jsonl; ValueError for a title that
-    this run has no curve of, which names those that there are.
+    It also works while the run goes on. FileNotFoundError if the folder holds no metrics.jsonl; ValueError for an
+    unknown title, with the titles that this run has.
     """
     path = Path(run_dir) / METRICS
     if not path.is_file():
@@ -52,7 +52,7 @@ def curves(run_dir: str | Path, *titles: str) -> Figure:
 
 
 def drawn(charts: list[dict[str, Any]]) -> Figure:
-    """Charts as `charts.figures` makes them, two beside each other, each with what its lines mean in its title."""
+    """The charts of `charts.figures`, two in a row, each with what its lines mean in its title."""
     rows, columns = max(1, math.ceil(len(charts) / COLUMNS)), min(COLUMNS, max(1, len(charts)))
     height = CHART_HEIGHT * rows + CHART_GAP * (rows - 1)
     figure = make_subplots(
@@ -76,7 +76,7 @@ def heading(chart: dict[str, Any]) -> str:
 
 
 def accuracies(found: Mapping[str, Answers]) -> Figure:
-    """A bar for each model's share of right answers, with its 95% interval; ValueError where there is none."""
+    """A bar for each model's share of right answers, with its 95% interval; ValueError without any model."""
     if not found:
         raise ValueError("no answers were given; accuracies({'before': ..., 'after': ...}) takes at least one")
     measured = [accuracy_interval(answers.counts, len(answers.right[0])) for answers in found.values()]
@@ -94,7 +94,7 @@ def accuracies(found: Mapping[str, Answers]) -> Figure:
 def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: str | None = None) -> Figure:
     """A bar for each plan, its components stacked, in GiB; `phase` is "train" or "rollout".
 
-    ValueError for another phase, and where there is no plan.
+    ValueError for another phase, or without a plan.
     """
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; allowed are {', '.join(PHASES)}")

@@ -13,8 +13,8 @@ BYTES = ("kv_bytes",)  # choices whose value is one
 def show(
     plan: MemoryPlan, longest: int | None = None, width: int | None = None, time: TimePlan | None = None
 ) -> None:
-    """Print rows, choices, a step's time and the verdict; `longest` is the longest context that fits, where it was
-    asked for."""
+    """Print rows, choices, a step's time and the verdict; `longest` is the longest context that fits, if it was asked
+    for."""
     console = Console(width=width, highlight=False)
     console.print(rows_table(plan))
     if plan.choices:
@@ -46,7 +46,7 @@ def rows_table(plan: MemoryPlan) -> Table:
 
 
 def choices_table(plan: MemoryPlan) -> Table:
-    """What was chosen, and what it bought."""
+    """What was chosen, and what it saves."""
     table = Table("chosen", "value", "saves", "which means", title="Choices", title_justify="left")
     for choice in plan.choices:
         table.add_row(choice.name, value_of(choice), size_text(choice.saved) if choice.saved else "", choice.why)
@@ -79,7 +79,7 @@ def told(part: str, time: TimePlan) -> str:
         "backward": "the same again, and what is recomputed" + waits.get("backward", ""),
         "optimizer": "one step on the adapters",
         "copies": "layer inputs to the host and back, where no computation hides them",
-        "engine": "it falls asleep and wakes, quick rewards (an assumption)",
+        "engine": "falling asleep and waking, and quick rewards (an assumption)",
     }[part]
 
 

@@ -1,6 +1,6 @@
 """The report of a run: one HTML file that opens offline, with its curves, samples and settings.
 
-Everything the page needs lies inside it, plotly.js included, and its content policy forbids it to load anything else.
+The page contains everything it needs, plotly.js included, and its content policy forbids it to load anything else.
 What a model wrote reaches the page only as escaped text: through `html.escape`, or as JSON that the page's script
 puts into `textContent`.
 """
@@ -23,9 +23,9 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into the folder of a run, finished or still going on, and return its path.
+    """Write `report.html` into the folder of a run, which may still be going on, and return its path.
 
-    Raises FileNotFoundError where there is no `metrics.jsonl`, and ValueError for a line in it that is not JSON.
+    Raises FileNotFoundError without a `metrics.jsonl`, and ValueError for a line in it that is not JSON.
     """
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
@@ -41,7 +41,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def merge_steps(lines: list[Record]) -> list[Record]:
-    """One row a step, in order. Evaluation lines join their step; a step repeated after a resume keeps the later."""
+    """One row per step, in order. Evaluation lines join their step; a step repeated after a resume keeps the later."""
     rows: dict[int, Record] = defaultdict(dict)
     for line in lines:
         rows[line["step"]].update(line)
@@ -49,7 +49,7 @@ def merge_steps(lines: list[Record]) -> list[Record]:
 
 
 def spread(samples: list[Record], limit: int = MAX_SAMPLES) -> list[Record]:
-    """At most `limit` samples, the first ones of evenly spaced steps; the first and the last step are among them."""
+    """At most `limit` samples: the first ones of evenly spaced steps, with the first and the last step."""
     if len(samples) <= limit:
         return samples
     by_step: dict[int, list[Record]] = defaultdict(list)
@@ -89,7 +89,7 @@ def render(name: str, rows: list[Record], completions: list[Record], summary: Re
 
 
 def headline(title: str, name: str, rows: list[Record], summary: Record) -> str:
-    """What was trained, how it stands, and the numbers to remember."""
+    """What was trained, its status, and the main numbers."""
     status = escape(str(summary.get("status") or "running"))
     last = rows[-1] if rows else {}
     seconds = summary.get("train_seconds", last.get("elapsed"))
@@ -107,7 +107,7 @@ def headline(title: str, name: str, rows: list[Record], summary: Record) -> str:
 
 
 def accuracy_tile(summary: Record) -> str:
-    """Accuracy before and after training, as far as it has been measured."""
+    """Accuracy before and after training, if it was measured."""
     before, after = (summary.get(key) for key in ("accuracy_before", "accuracy_after"))
     if before is None and after is None:
         return ""
@@ -148,7 +148,7 @@ def before_after_section(samples: list[Record]) -> str:
 
 
 def text(sample: Record, key: str) -> str:
-    """A field as escaped text, a dash where it is missing."""
+    """A field as escaped text, a dash if it is missing."""
     value = sample.get(key)
     return NOTHING if value is None else escape(str(value))
 

@@ -1,4 +1,4 @@
-"""What all commands share: errors for people, and quiet libraries."""
+"""What all commands share: readable errors, and quiet libraries."""
 
 import logging
 import sys
@@ -42,7 +42,7 @@ class CurrentStderr(logging.StreamHandler):
 
 
 def quiet() -> None:
-    """Our own notes on the terminal; libraries speak up for errors alone."""
+    """Show our own notes on the terminal, and only errors of libraries."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR, handlers=[CurrentStderr()])
     logging.getLogger("lowmem_grpo").setLevel(logging.INFO)
     from transformers.utils import logging as transformers_logging
