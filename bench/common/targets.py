@@ -1,4 +1,4 @@
-"""The numbers that are to be reached: each a `Goal`, judged by the recorded rows, and how it stands in tables."""
+"""Numbers to reach: each is a `Goal`, judged by the recorded rows; and tables of how the goals stand."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ ByProvider = dict[str, Row]  # the row of each provider, of one run of a benchma
 class Goal:
     """A number made of one run's rows, and its limit.
 
-    `value` may raise KeyError, or return None, where the run lacks a row or a measure: an earlier run is looked at.
+    `value` may raise KeyError, or return None, where the run lacks a row or a measure: then an earlier run is judged.
     """
 
     case: str  # what is measured, without the machine

@@ -1,14 +1,14 @@
 """The GPU gate: everything that needs a card, as one command, in pieces of at most ten minutes.
 
-    python -m bench.gate.bench                              on the card of this machine: numbers first, then tests
+    python -m bench.gate.bench                              on this machine's card: numbers first, then tests
     python -m bench.gate.bench --call 1                     the first of three calls of ten minutes; then 2 and 3
     python -m bench.gate.bench --stages memory,rollout      some of them, in this order
-    python -m bench.gate.bench --time-limit 560             as much as fits; the same command again goes on
+    python -m bench.gate.bench --time-limit 560             as much as fits; the same command again continues
     python -m bench.gate.bench --dry-run                    every stage on the CPU, tiny shapes: no card needed
 
-Each piece is a process of its own with a log; rows are written as they are measured; a piece that fails, or that this
-machine cannot run, never hides the others. The last page (gate.md) says what passed, what fell short of which target,
-and what did not run. What has passed on this commit is not run again unless --again says so.
+Each piece runs in a process of its own and has its own log. Rows are written as they are measured. Where a piece fails,
+or cannot run on this machine, the others run all the same. The last page (gate.md) says what passed, which targets were
+missed, and what did not run. What passed on this commit is not run again, unless --again is given.
 """
 
 import subprocess
@@ -36,26 +36,25 @@ console = Console(width=150)
 
 
 def card_name() -> str:
-    """The card's name, asked for in a process of its own, so that this one holds nothing of it; "" where there is
-    none."""
+    """The card's name, or "" where there is none. A process of its own asks, so that this one holds no card memory."""
     done = subprocess.run([sys.executable, "-c", DEVICE], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def form_of(dry_run: bool) -> str:
-    """What kind of run this machine allows; click.UsageError where there is no card."""
+    """Which kind of run this machine allows; click.UsageError where there is no card."""
     if dry_run:
         return CPU
     name = card_name()
     if not name:
-        raise click.UsageError("torch sees no card here; --dry-run walks every stage on the CPU")
+        raise click.UsageError("torch sees no card here; use --dry-run to walk every stage on the CPU")
     return PRETEND if is_pretend(name) else CARD
 
 
 def asked_for(stages: str | None, call: int | None) -> tuple[str, ...]:
-    """Names of pieces, or beginnings of these; click.UsageError for one of no stage, and for both options at once."""
+    """Names of pieces, or their beginnings; click.UsageError for an unknown stage, and where both options are given."""
     if stages is not None and call is not None:
-        raise click.UsageError("--call names its pieces itself; leave out --stages, or --call")
+        raise click.UsageError("--call chooses the pieces itself; leave out --stages, or --call")
     if stages is None:
         return DEFAULT if call is None else CALLS[call]
     asked = tuple(name.strip() for name in stages.split(","))
@@ -65,14 +64,14 @@ def asked_for(stages: str | None, call: int | None) -> tuple[str, ...]:
 
 
 def earlier(out: Path, form: str, code: str) -> list[dict[str, Any]]:
-    """What an earlier call on this commit left; nothing where the code has uncommitted changes."""
+    """The outcomes of earlier calls on this commit; none where the code has uncommitted changes."""
     if "+changes" in code or code == "unknown":
         return []
     return [row for row in read_rows(out / "gate.jsonl") if (row["form"], row["commit"]) == (form, code)]
 
 
 class Gate:
-    """One call: what is done already, what time is left, how each piece ended."""
+    """One call: what is already done, how much time is left, how each piece ended."""
 
     def __init__(self, setup: Setup, limit: float, before: list[dict[str, Any]], code: str) -> None:
         self.code, self.until = code, time.monotonic() + limit
@@ -83,7 +82,7 @@ class Gate:
         self.outcomes: list[Outcome] = []
 
     def run(self, asked: tuple[str, ...]) -> None:
-        """The environment, then the pieces that were asked for, one after the other."""
+        """Run the environment, then the pieces that were asked for, one after the other."""
         (first,) = STAGES["environment"](self.setup)
         self.settle(first)
         if self.outcomes[-1].status == PASSED:
@@ -93,15 +92,15 @@ class Gate:
                 self.settle(piece)
 
     def settle(self, piece: Piece) -> None:
-        """A piece's outcome: from an earlier call, or by running it."""
+        """Take a piece's outcome from an earlier call, or run it."""
         found = self.done.get(piece.name)
         if found is None:
             found = self.first_engine(piece) if piece.name == ENGINE else self.attempt(piece)
         self.outcomes.append(found)
-        last_page.write(self.setup, self.outcomes)  # now, in case this process is stopped from outside
+        last_page.write(self.setup, self.outcomes)  # at once, in case this process is killed
 
     def attempt(self, piece: Piece) -> Outcome:
-        """Run a piece, say how it ended and write it down."""
+        """Run a piece, print how it ended, and record it."""
         console.print(f"{piece.name} ...", style="dim")
         found = attempt(piece, self.setup, self.until - time.monotonic(), self.code)
         append_row(self.setup.out / "gate.jsonl", found.row())
@@ -110,9 +109,8 @@ class Gate:
         return found
 
     def first_engine(self, piece: Piece) -> Outcome:
-        """The first piece with vLLM. Where it fails by vLLM's own choice of a model runner it is tried with the older
-        one. The runner that works is written down and used from now on; where none does, the rest keeps vLLM's
-        choice."""
+        """Run the first piece with vLLM. Where it fails with the model runner that vLLM chooses, try the older one. The
+        runner that works is recorded and used from now on. Where neither works, the rest keeps vLLM's choice."""
         if self.setup.vllm_runner:
             return self.attempt(piece)
         before = self.setup
@@ -128,7 +126,7 @@ class Gate:
         return found
 
     def note_runner(self) -> None:
-        """A row of the machine that names the model runner, as those of later calls do."""
+        """Add a row of the machine that names the model runner, as the rows of later calls do."""
         if self.setup.facts:
             facts = self.setup.facts | {"vllm_runner": self.setup.vllm_runner}
             self.setup = replace(self.setup, facts=facts)
@@ -136,27 +134,27 @@ class Gate:
 
 
 @click.command()
-@click.option("--call", type=click.Choice([str(number) for number in CALLS]), help="One of three calls that fit into "
-              "ten minutes each and 25 together: the most valuable pieces, in order.")
-@click.option("--stages", help=f"With commas between them, of {', '.join(STAGES)}; or names of pieces or their "
-              "beginnings, such as memory/step. They run in this order.")
-@click.option("--time-limit", type=float, help="Seconds for this run of the gate, the next one goes on; "
+@click.option("--call", type=click.Choice([str(number) for number in CALLS]), help="One of three calls of ten "
+              "minutes each, 25 minutes together: the most valuable pieces, in order.")
+@click.option("--stages", help=f"Separated by commas: {', '.join(STAGES)}; or names of pieces or their beginnings, "
+              "such as memory/step. They run in this order.")
+@click.option("--time-limit", type=float, help="Seconds for this run; the next one continues; "
               f"{SECONDS_OF_A_CALL:g} with --call, else 7200.")
-@click.option("--dry-run", is_flag=True, help="On the CPU with tiny shapes; rows stay in --output.")
+@click.option("--dry-run", is_flag=True, help="Run on the CPU with tiny shapes; rows stay in --output.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True,
               help="cpu is the same as --dry-run.")
-@click.option("--again", is_flag=True, help="Run what has passed on this commit as well.")
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Logs, last page and state; "
-              "runs/gpu-gate, or runs/gpu-gate-dry where nothing is measured.")
-@click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Rows; bench/results from a card, "
-              "else a folder in --output.")
-@click.option("--weights", type=click.Path(file_okay=False, path_type=Path), help="Random weights are made here once "
-              "(16 GB on a card); in --output where left out.")
+@click.option("--again", is_flag=True, help="Also run what has passed on this commit.")
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for logs, last page "
+              "and state; runs/gpu-gate, or runs/gpu-gate-dry where nothing is measured.")
+@click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Folder for rows; bench/results on a "
+              "card, else a folder in --output.")
+@click.option("--weights", type=click.Path(file_okay=False, path_type=Path), help="Folder where random weights are "
+              "made once (16 GB on a card); by default in --output.")
 def main(
     call: str | None, stages: str | None, time_limit: float | None, dry_run: bool, device: str, again: bool,
     output: Path | None, results: Path | None, weights: Path | None,
 ) -> None:
-    """Run the stages, write rows and the last page; exit code 1 where a piece failed or was cut off."""
+    """Run the stages, write rows and the last page. The exit code is 1 where a piece failed or was cut off."""
     asked = asked_for(stages, int(call) if call else None)
     form, code = form_of(dry_run or device == "cpu"), commit()
     limit = time_limit if time_limit is not None else SECONDS_OF_A_CALL if call else 7200.0

@@ -1,9 +1,9 @@
-"""What this machine has, what of it works, and how fast it copies and multiplies; as one JSON object, and as a row.
+"""What this machine has, what works on it, and how fast it copies and multiplies: as one JSON object and as a row.
 
     python bench/gate/environment.py --device cuda --output bench/results/environment.jsonl
 
-A process of its own: a broken driver or library ends this one and not the gate. Every probe is tried, whatever the
-others gave.
+It is a process of its own, so that a broken driver or library cannot end the gate. Every probe is tried, whatever the
+others found.
 """
 
 import json
@@ -27,7 +27,7 @@ WORKS = "works"
 
 
 def triton_works(device: str) -> str:
-    """A kernel of ours, compiled for this card, against its reference."""
+    """One of our kernels, compiled for this card, agrees with its reference."""
     import torch
 
     from lowmem_grpo.kernels import rms_norm
@@ -50,7 +50,7 @@ def four_bit_works(device: str) -> str:
 
 
 def vllm_works(device: str) -> str:
-    """vLLM is a checked version beside the torch that it was built for; on a card, its own kernels run too."""
+    """vLLM has a version that was checked and the torch it was built for; on a card, its own kernels run too."""
     import torch
 
     from lowmem_grpo.engines.vllm.installed import import_plugin
@@ -69,22 +69,22 @@ def vllm_works(device: str) -> str:
 
 
 def imports(name: str) -> str:
-    """Whether an optional package can be imported; it is not, in case it changes others by that."""
+    """Whether an optional package is installed. It is not imported, because that may change other packages."""
     from importlib.util import find_spec
 
     return WORKS if find_spec(name) else "not installed"
 
 
 def tried(probe: Callable[..., str], *arguments: str) -> str:
-    """What a probe says, or how it failed."""
+    """What a probe says, or its error."""
     try:
         return probe(*arguments)
-    except Exception as error:  # noqa: BLE001 - a probe may fail in any way, which is what it is for
+    except Exception as error:  # noqa: BLE001 - a probe may fail in any way
         return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def card() -> dict[str, Any]:
-    """What torch says of the card."""
+    """What torch says about the card."""
     import torch
 
     if not torch.cuda.is_available():
@@ -99,14 +99,14 @@ def card() -> dict[str, Any]:
 
 
 def host_gib() -> float:
-    """Host memory that a program can have now."""
+    """GiB of host memory that a program can get now."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     found = [int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable")]
     return round(found[0], 2) if found else 0.0
 
 
 def speeds(device: str, small: bool) -> dict[str, float]:
-    """A large copy (bytes read and written) and a large product in bfloat16 on random data: the two ceilings."""
+    """The speed of a large copy (bytes read and written) and of a large bfloat16 product of random numbers."""
     import torch
 
     side = 256 if small else 8192
@@ -118,7 +118,7 @@ def speeds(device: str, small: bool) -> dict[str, float]:
 
 
 def seconds(call: Callable[[], Any], device: str, repeats: int = 10) -> float:
-    """Of one call, in the mean of several, after three that warm up."""
+    """Mean seconds of a call, over several calls after three that warm up."""
     import torch
 
     def wait() -> None:
@@ -136,7 +136,7 @@ def seconds(call: Callable[[], Any], device: str, repeats: int = 10) -> float:
 
 
 def environment(device: str, small: bool) -> dict[str, Any]:
-    """Everything that the report shows and that pieces ask for."""
+    """All facts that the last page shows and that pieces need."""
     probes = {"triton": triton_works, "bitsandbytes": four_bit_works, "vllm": vllm_works}
     works = {name: tried(imports, name) for name in OPTIONAL}
     works |= {name: tried(probe, device) for name, probe in probes.items()}
@@ -145,17 +145,17 @@ def environment(device: str, small: bool) -> dict[str, Any]:
               "disk_gib": round(shutil.disk_usage(".").free / GIB, 1), "works": works}
     try:
         return found | speeds(device, small)
-    except RuntimeError as error:  # too small a card, or a broken one
+    except RuntimeError as error:  # the card is too small, or broken
         return found | {"speeds_missing": str(error).splitlines()[0]}
 
 
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), required=True)
-@click.option("--small", is_flag=True, help="Speeds from small tensors, which say nothing.")
-@click.option("--vllm-runner", help="The model runner with which vLLM worked here before; recorded.")
+@click.option("--small", is_flag=True, help="Measure speeds with small tensors; they mean nothing.")
+@click.option("--vllm-runner", help="The model runner with which vLLM worked here before, to be recorded.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="A row is added here.")
 def main(device: str, small: bool, vllm_runner: str | None, output: Path | None) -> None:
-    """Look, and print what was found."""
+    """Print what was found."""
     found = environment(device, small) | ({"vllm_runner": vllm_runner} if vllm_runner else {})
     if output is not None:
         append_row(output, found)

@@ -1,4 +1,4 @@
-"""The gate's last page: what passed, what failed and why, what did not run, and how the targets stand."""
+"""The gate's last page: what passed, what failed and why, what did not run, and which targets are met."""
 
 from collections import Counter
 from pathlib import Path
@@ -19,23 +19,23 @@ from bench.rollout.goals import GOALS as ROLLOUTS
 COLORS = {PASSED: "green", FAILED: "red", SKIPPED: "yellow", NOT_RUN: "dim", CUT_OFF: "red"}
 MEANS = {
     CARD: "measured on this card",
-    PRETEND: "on a pretend card, whose kernels do nothing: no time and no value here means anything",
-    CPU: "a dry run on the CPU with tiny shapes: it shows that the commands run, and measures nothing",
+    PRETEND: "on a pretend card, whose kernels do nothing: times and values mean nothing here",
+    CPU: "a dry run on the CPU with tiny shapes: it shows that the commands work, and measures nothing",
 }
 GOALS = {"memory": MEMORY, "loop": LOOP, "rollout": ROLLOUTS, "kernels": KERNELS}  # by the name of their rows
 
 
 def targets(setup: Setup) -> list[Standing]:
-    """Those of a card, by the rows that are recorded: memory of the 8B step, loop, rollouts, kernels."""
+    """The targets for a card, judged by the recorded rows: memory of the 8B step, loop, rollouts, kernels."""
     return [standing for name, goals in GOALS.items()
             for standing in judged(goals, read_rows(setup.results / f"{name}.jsonl"), "cuda")]
 
 
 def machine_lines(setup: Setup) -> list[str]:
-    """What ran, and where."""
+    """The machine and the versions."""
     facts = setup.facts
     if not facts:
-        return ["The machine could not be looked at: see the environment's log."]
+        return ["The facts about this machine are missing: see the environment's log."]
     where = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores"
     card = f", {facts['card_gib']} GiB, driver {facts.get('driver')}" if facts.get("card_gib") else ""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
@@ -60,7 +60,7 @@ def document(setup: Setup, outcomes: list[Outcome]) -> str:
 
 
 def show(setup: Setup, outcomes: list[Outcome], console: Console) -> None:
-    """The page on the terminal; of the targets only how many are met, and those that are not."""
+    """Print the page; of the targets only those that were missed, and how many were met."""
     table = Table("piece", "", "seconds", "why", title="GPU gate")
     for o in outcomes:
         table.add_row(o.name, f"[{COLORS[o.status]}]{o.status}[/]", f"{o.seconds:.0f}", escape(o.reason[:240]))

@@ -1,14 +1,14 @@
 """A pretend CUDA device: allocations, types and streams are real, kernels do nothing, and so every value is garbage.
 
-It serves to walk the code of a card where there is none. Rows that were made on it say so by the card's name.
+It walks the code for a card where there is none. The card's name in a row shows that the row was made on it.
 """
 
-NAME = "Null CUDA"  # begins the name that such a device gives itself
-# The workers that compile for a card never end there; and only vLLM's older model runner counts tokens.
+NAME = "Null CUDA"  # the beginning of such a device's name
+# Workers that compile for a card never end there, and only vLLM's older model runner counts tokens.
 ALWAYS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-# For processes whose values steer them (token ids, say): zeros where garbage would be read. Without torch's cache
-# memory is fresh, and holds what was copied there, or zeros. Sleep mode's pool is part of that cache: with it, all that
-# is read from the card must be zeros.
+# For processes that branch on values, such as token ids: they read zeros instead of garbage. Without torch's cache,
+# memory is fresh and holds zeros, or what was copied there. Sleep mode's pool is part of that cache, so with sleep
+# everything that is read from the card is zero.
 UNCACHED = ALWAYS | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 CACHED = ALWAYS | {"NULL_CUDA_READ_ZEROS": "1"}
 
@@ -19,6 +19,6 @@ def is_pretend(gpu: str | None) -> bool:
 
 
 def environment(gpu: str | None, sleeps: bool = False) -> dict[str, str]:
-    """What a child process needs beside its own environment; nothing for a real card, or for none. `sleeps`: what vLLM
-    gives back in its sleep is looked at."""
+    """Environment variables that a child process needs; none for a real card, or without a card. `sleeps`: the process
+    measures what vLLM gives back when it sleeps."""
     return {} if not is_pretend(gpu) else CACHED if sleeps else UNCACHED

@@ -1,4 +1,4 @@
-"""Runs one piece of the gate in a process of its own, within its time, and says how it ended."""
+"""Runs one piece of the gate in a process of its own, stops it when its time is over, and says how it ended."""
 
 import os
 import signal
@@ -16,9 +16,9 @@ from bench.gate.pretend import CACHED, UNCACHED
 from bench.gate.stages import BENCH, CARD, CPU, LONGEST, PRETEND, Piece, Setup
 
 PASSED, FAILED, SKIPPED, NOT_RUN, CUT_OFF = "passed", "failed", "skipped", "not run", "cut off"
-SHORTEST = 30  # seconds; where nothing is measured, a piece that has less left is not begun
-TAIL = 4000  # characters of a log in which its reason is looked for
-# vLLM's and the hub's own settings; the gate has no network, and vLLM must live in the process that it borrows from
+SHORTEST = 30  # seconds; where nothing is measured, a piece with less time left is not begun
+TAIL = 4000  # characters at the end of a log that are searched for a reason
+# the gate has no network, and vLLM must live in the process whose weights it borrows
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 WORKS = "works"  # of a probe in environment.py
@@ -26,7 +26,7 @@ UNITS = {"card_gib": "the card has {have:.1f} GiB, {want} are needed",
          "host_gib": "{have:.1f} GiB of host memory are free, {want} are needed",
          "disk_gib": "{have:.1f} GiB of disk are free, {want} are needed"}
 SLACK = 0.92  # a card sold as 16 GiB shows a little less
-# vLLM has two model runners, and takes the one or the other by the model where nothing is said
+# vLLM has two model runners; unless told, it chooses one by the model
 OWN, OLDER = "vLLM's own choice", "VLLM_USE_V2_MODEL_RUNNER=0"
 RUNNERS = {OWN: {}, OLDER: {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
 
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
-    """Run a piece, unless something that it needs is missing or too little time is left."""
+    """Run a piece, unless something it needs is missing or too little time is left."""
     def outcome(status: str, seconds: float = 0.0, reason: str = "") -> Outcome:
         return Outcome(piece.name, status, round(seconds, 1), reason, setup.run, commit, setup.form,
                        setup.vllm_runner)
@@ -74,7 +74,7 @@ def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
 
 
 def why_not(needs: tuple[str, ...], facts: dict[str, Any]) -> str | None:
-    """The first need that is not met, in words; None where all are, or where nothing is known yet."""
+    """The first need that is not met, in words; None where all are met, or where nothing is known yet."""
     if not facts:
         return None
     return next((reason for need in needs if (reason := lacking(need, facts))), None)
@@ -87,20 +87,21 @@ def lacking(need: str, facts: dict[str, Any]) -> str | None:
         have, want = facts.get(name) or 0.0, float(amount)
         return None if have >= SLACK * want else UNITS[name].format(have=have, want=amount)
     if name == "bf16":
-        return None if facts["bf16"] else f"the card computes no bfloat16 (sm_{''.join(map(str, facts['capability']))})"
+        chip = "".join(map(str, facts["capability"] or []))
+        return None if facts["bf16"] else f"the card does not support bfloat16 (sm_{chip})"
     said = facts["works"].get(name, "not installed")
     return None if said == WORKS else f"{name}: {said}"
 
 
 def rows_of(piece: Piece) -> list[dict[str, Any]]:
-    """The rows in the file that the piece adds to."""
+    """The rows in the file to which the piece appends."""
     named = [after for word, after in pairwise(piece.command) if word == "--output" and after.endswith(".jsonl")]
     return read_rows(Path(named[0])) if named else []
 
 
 def environment(piece: Piece, setup: Setup) -> dict[str, str]:
-    """What a piece's process gets: vLLM's model runner that works here; on the CPU one thread, and no card even where
-    there is one. On a pretend card zeros in the place of garbage, but for the pieces whose allocations count."""
+    """Variables for a piece's process: the model runner of vLLM that works here; on the CPU one thread and no card; on
+    a pretend card zeros instead of garbage, except where allocations are measured."""
     settings = ENVIRONMENT | RUNNERS[setup.vllm_runner or OWN]
     if setup.form == PRETEND:
         zeros = {} if piece.weighs else CACHED if piece.sleeps else UNCACHED
@@ -111,7 +112,7 @@ def environment(piece: Piece, setup: Setup) -> dict[str, str]:
 
 
 def run(command: tuple[str, ...], log: Path, seconds: float, settings: dict[str, str]) -> int | None:
-    """The exit code; None where time ran out, and with it ends all that the piece had started."""
+    """The exit code, or None where time ran out. Whatever the piece started ends with it."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         file.write(f"$ python {' '.join(command)}\n")
@@ -128,7 +129,7 @@ def run(command: tuple[str, ...], log: Path, seconds: float, settings: dict[str,
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a piece's whole process group, also where it left children behind."""
+    """End a piece's whole process group, with any children it left behind."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -149,8 +150,8 @@ def verdict(piece: Piece, setup: Setup, code: int, log: Path) -> tuple[str, str]
 
 
 def pytest_verdict(report: Path, form: str, last: str) -> tuple[str, str]:
-    """By pytest's own report. On a card some test must have run. On a pretend card, whose kernels compute nothing,
-    assertions about values cannot hold: there only errors of other kinds count."""
+    """Judge by pytest's own report. On a card at least one test must have run. On a pretend card, whose kernels compute
+    nothing, assertions about values cannot hold, so only other errors count."""
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError):
@@ -173,7 +174,7 @@ CHECKS = ("has other code tables than",)  # of the package itself, on values
 
 
 def of_values(message: str) -> bool:
-    """Whether a test failed because of what was computed, and not of how."""
+    """Whether a test failed because of the values that were computed."""
     return message.startswith(OF_VALUES) or any(words in message for words in CHECKS)
 
 
@@ -182,13 +183,13 @@ def name_of(case: ElementTree.Element) -> str:
 
 
 def complaint(case: ElementTree.Element) -> str:
-    """The message of a test that failed or broke; nothing of one that did not."""
+    """The message of a test that failed or broke, else ""."""
     found = case.find("failure")
     found = case.find("error") if found is None else found
     return "" if found is None else " ".join((found.get("message") or "failed").split())
 
 
 def last_line(log: Path) -> str:
-    """What a log ends with."""
+    """The last line of a log."""
     lines = [line.strip() for line in log.read_text(errors="replace")[-TAIL:].splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""

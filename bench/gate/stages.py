@@ -1,7 +1,7 @@
-"""The stages of the gate and the commands that each is made of; order.py says which runs when.
+"""The stages of the gate and their commands; order.py holds the order in which they run.
 
-`least` of a piece is an estimate for an H200, from the bytes and operations that it needs and the seconds in which
-libraries start; nobody has measured it yet.
+The `least` of a piece is an estimate for an H200, made from the bytes and operations that it needs and the time that
+libraries take to start. It has not been measured yet.
 """
 
 import re
@@ -15,7 +15,7 @@ from bench.smoke.variants import VARIANTS
 BENCH = Path(__file__).resolve().parents[1]
 TESTS = BENCH.parent / "tests"
 LONGEST = 600  # seconds that a piece may take at most
-CARD, PRETEND, CPU = "card", "pretend", "cpu"  # full size; full size where only memory counts; tiny
+CARD, PRETEND, CPU = "card", "pretend", "cpu"  # full size; full size only where memory is measured; tiny
 # a test file that holds tests marked `gpu`, and one that holds some with vLLM
 ON_A_CARD = re.compile(r"^from card import .*\b(gpu|DEVICES)\b|mark\.gpu", re.MULTILINE)
 WITH_VLLM = re.compile(r"NEEDS_VLLM|mark\.vllm")
@@ -32,11 +32,11 @@ class Piece:
     name: str
     command: tuple[str, ...]  # what follows the interpreter
     seconds: int = LONGEST
-    least: int = 60  # what it is expected to take on a card: with less time left it is not begun
+    least: int = 60  # seconds it is expected to take on a card; with less time left it is not begun
     needs: tuple[str, ...] = ()
-    junit: bool = False  # its verdict is in the file that pytest writes
-    weighs: bool = False  # the allocator's own peaks are what it measures
-    sleeps: bool = False  # what vLLM gives back in its sleep is part of what it measures
+    junit: bool = False  # pytest writes a report that decides whether it passed
+    weighs: bool = False  # it measures the allocator's peaks
+    sleeps: bool = False  # it measures what vLLM gives back when it sleeps
     log: str = ""  # the log's name, where it is not the piece's
 
 
@@ -48,7 +48,7 @@ class Setup:
     out: Path  # logs, reports and the pieces' own results
     results: Path  # rows
     weights: Path  # made once, used by several stages
-    run: str  # joins the rows of one gate
+    run: str  # the same in all rows of one gate
     facts: dict[str, Any] = field(default_factory=dict)  # what environment.py found; empty before it has run
     vllm_runner: str = ""  # of runner.py's RUNNERS, the one that worked here; empty before one did
 
@@ -74,7 +74,7 @@ def script(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def environment(setup: Setup) -> list[Piece]:
-    """What is here, what of it works, and the two ceilings."""
+    """What this machine has, what works, and how fast it copies and multiplies."""
     small = ("--small",) if setup.form != CARD else ()
     known = ("--vllm-runner", setup.vllm_runner) if setup.vllm_runner else ()
     return [Piece("environment", script("gate.environment", "--device", setup.device, *small, *known,
@@ -82,9 +82,9 @@ def environment(setup: Setup) -> list[Piece]:
 
 
 def tests(setup: Setup) -> list[Piece]:
-    """All that is marked `gpu`, file by file: the package, vLLM (one engine at a time), kernels; and a trainer's few
-    steps in every variant."""
-    if setup.form == CPU:  # what is marked is skipped here: it is enough that it can be collected
+    """All tests marked `gpu`, file by file: the package, vLLM (one engine at a time), kernels; and a few steps of a
+    trainer in every variant."""
+    if setup.form == CPU:  # marked tests are skipped here; it is enough that they can be collected
         few = [smoke(setup, name, "--steps", "1") for name in ("vllm", "4-bit")]
         return [selected(setup, "kernels", "gpu", TESTS / "kernels" / "test_rms_norm.py"), *few]
     files = [path for path in sorted(TESTS.rglob("test_*.py")) if ON_A_CARD.search(path.read_text())]
@@ -95,7 +95,7 @@ def tests(setup: Setup) -> list[Piece]:
         *(selected(setup, "vllm", "gpu and vllm", path, needs=vllm, least=120) for path in package
           if WITH_VLLM.search(path.read_text())),
         *(selected(setup, "package", "gpu and not vllm", path, needs=bare) for path in package
-          if "vllm" not in str(path.relative_to(TESTS))),  # there every test for a card needs vLLM
+          if "vllm" not in str(path.relative_to(TESTS))),  # every test there needs vLLM
         *(smoke(setup, name) for name in VARIANTS),
         *(selected(setup, "kernels", "gpu", path, workers=6 if setup.form == CARD else 0) for path in kernels),
     ]
@@ -104,7 +104,7 @@ def tests(setup: Setup) -> list[Piece]:
 def selected(
     setup: Setup, group: str, mark: str, path: Path, workers: int = 0, needs: tuple[str, ...] = (), least: int = 45
 ) -> Piece:
-    """The tests of a file that have these marks."""
+    """The tests in a file that have these marks."""
     file = ".".join(path.relative_to(TESTS).with_suffix("").parts).replace("test_", "")
     name = f"{group} {file.removeprefix('kernels.')}"
     options = ("-m", "pytest", "-m", mark, "-n", str(workers), "-p", "no:cacheprovider",
@@ -135,7 +135,7 @@ def kernels(setup: Setup) -> list[Piece]:
 
 
 def memory(setup: Setup) -> list[Piece]:
-    """A step of the real 8B shape with 16 and 24 GiB of the card; the longest context in each; feature by feature."""
+    """A step of an 8B model in 16 and 24 GiB of the card; the longest context in each; feature by feature."""
     rows, longest = setup.rows("memory"), setup.rows("longest_context")
     if setup.form == CPU:
         small = ("--shape", "qwen2.5-1.5b")
@@ -156,7 +156,7 @@ def memory(setup: Setup) -> list[Piece]:
                                               *longest),
               least=350, needs=(*needs(gib)[:3], "host_gib:48"), weighs=True) for gib in (16, 24)
     ]
-    if setup.form == PRETEND:  # one trial: its host memory is this machine's
+    if setup.form == PRETEND:  # one trial: its host memory is real
         trial = script("memory.longest_context", "--device", "cuda", "--gib", "16", "--trials", "1", "--start", "8192",
                        *longest)
         return [*steps, Piece("memory/longest-16", trial, needs=needs(16), weighs=True)]
@@ -165,14 +165,14 @@ def memory(setup: Setup) -> list[Piece]:
 
 
 def rollout(setup: Setup) -> list[Piece]:
-    """Our engine on the trainer's tensors beside vLLM with its own: speed, bytes, agreement, sleep."""
+    """Our engine on the trainer's weights beside vLLM with its own: speed, bytes, agreement, sleep."""
     common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
               setup.run, "--rounds", "2" if setup.form != CARD else "3", *setup.rows("rollout"))
     needs = ("bitsandbytes", "bf16", "vllm")
     room = (f"card_gib:{40}", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
     seconds = {"lowmem_grpo": 130, "vllm_bf16_lora": 90, "vllm_bnb_lora": 110, "lowmem_grpo_eager": 120,
                "transformers": 300}
-    # the engine without vLLM takes its lengths from values, which are zeros there; smokes walk it
+    # the engine without vLLM reads lengths from the card, which are zeros there; the smokes walk it
     left_out = ("transformers",) if setup.form == PRETEND else ()
     chosen = [name for name in seconds if name not in left_out] if setup.form != CPU else ["lowmem_grpo"]
     return [Piece(f"rollout/{name}", script("rollout.bench", *common, "--provider", name), least=seconds[name],
@@ -180,12 +180,12 @@ def rollout(setup: Setup) -> list[Piece]:
 
 
 def loop(setup: Setup) -> list[Piece]:
-    """The whole loop's step time and its shares."""
+    """The time of a step of the whole loop, and what it is spent on."""
     return [loop_piece(setup, "loop", "lowmem_grpo")]
 
 
 def peers(setup: Setup) -> list[Piece]:
-    """The same step by others, where they are installed; last, those without vLLM, which take minutes a step."""
+    """The same step by peers that are installed; those without vLLM, which take minutes a step, come last."""
     chosen = PEERS if setup.form != CPU else ("trl_transformers",)
     return [loop_piece(setup, "peers", name) for name in chosen]
 
@@ -208,7 +208,7 @@ PEERS = {"trl": ("trl", "vllm"), "trl_nf4": ("trl", "vllm", "bitsandbytes"), "un
 
 
 def learner(setup: Setup) -> list[Piece]:
-    """A model of tens of millions of parameters, made there, learns two recipes with the full stack."""
+    """A model of tens of millions of parameters, made on the spot, learns two recipes with the full stack."""
     size = () if setup.form == CARD else ("--size", "tiny")
     options = ("--device", setup.device, *size, "--weights", str(setup.weights / "learner"),
                *setup.rows("card_learning"))
@@ -219,7 +219,7 @@ def learner(setup: Setup) -> list[Piece]:
 
 
 def profile(setup: Setup) -> list[Piece]:
-    """Top kernels, idle gaps, copies beside computing: of a training step and of a decoding step."""
+    """Top kernels, idle gaps, and copies beside computing, of a training step and of decoding."""
     options = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape))
     needs = ("bitsandbytes", "bf16") + (("vllm",) if setup.form != CPU else ())
     def piece(name: str, *parts: str) -> Piece:

@@ -1,8 +1,7 @@
 """Compiles one kernel for one chip without a GPU, and weighs the result: registers, spills, shared memory, bytes.
 
-Registers and stack come from `cuobjdump`, which Triton brings along. A stack is not yet a spill (a local array has one
-as well), so a kernel with a stack is compiled once more with the assembler's own log, which counts spilled bytes
-exactly.
+Registers and stack come from `cuobjdump`, which is part of Triton. A stack need not be a spill (a local array needs one
+too), so a kernel with a stack is compiled again with the assembler's log, which counts spilled bytes exactly.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from triton.compiler import ASTSource
 from lowmem_grpo.kernels.launch import SHARED_MEMORY, Variant
 
 MAX_SPILL = 64  # bytes a thread
-MAX_SECONDS = 60  # of one compilation, far above what any should take; an assembler that spills a lot may take hours
+MAX_SECONDS = 60  # of one compilation, far more than any should take; an assembler that spills a lot can take hours
 MAX_TENSOR_MEMORY = 512  # columns of tensor memory of a block, sm_100
 HINTS = ("aligned", "odd")
 DIVISIBLE = [["tt.divisibility", 16]]
@@ -34,7 +33,7 @@ CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 @dataclass(frozen=True)
 class Weight:
-    """What one compilation gave; `error` where it gave nothing."""
+    """The result of one compilation, or its `error`."""
 
     registers: int = 0  # a thread
     stack_bytes: int = 0  # a thread
@@ -46,7 +45,7 @@ class Weight:
     error: str | None = None
 
     def complaints(self, chip: int) -> list[str]:
-        """Why this must not ship; empty where it may."""
+        """Why this kernel must not ship, if it must not."""
         if self.error:
             return [f"does not compile: {self.error}"]
         found, limit = [], SHARED_MEMORY[chip]
@@ -95,7 +94,7 @@ def weigh(variant: Variant, chip: int, hints: str) -> Weight:
 
 
 def give_up(*_: Any) -> None:
-    """Raised in the middle of a compilation; the assembler is ended with it."""
+    """Raise in the middle of a compilation, which ends the assembler too."""
     raise TimeoutError(f"more than {MAX_SECONDS} s")
 
 
@@ -111,7 +110,7 @@ def compiled(variant: Variant, chip: int, hints: str) -> Weight:
 
 
 def build(variant: Variant, chip: int, hints: str) -> Any:
-    """Triton's compiled kernel. What the compiler prints is dropped: on an error it prints the whole program."""
+    """Triton's compiled kernel. The compiler's output is dropped: on an error it prints the whole program."""
     options = {"num_warps": variant.launch.num_warps, "num_stages": variant.launch.num_stages}
     with contextlib.redirect_stdout(io.StringIO()):
         return triton.compile(source(variant, hints), target=GPUTarget("cuda", chip, 32), options=options)
@@ -136,5 +135,5 @@ def spilled(variant: Variant, chip: int, hints: str) -> int:
         triton.compile(source(variant, hints), target=GPUTarget("cuda", chip, 32), options=options)
     counts = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
     if not counts:
-        raise RuntimeError("the assembler's log names no spills; its form may have changed")
+        raise RuntimeError("the assembler's log does not mention spills; its format may have changed")
     return max(map(int, counts))

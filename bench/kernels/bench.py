@@ -1,11 +1,11 @@
 """Time and weigh each kernel against its plain reference and against other projects' kernels, in one run.
 
-    python -m bench.kernels.bench                        on the card where there is one, else on the CPU
+    python -m bench.kernels.bench                        on the card if there is one, else on the CPU
     python -m bench.kernels.bench --device cpu --ops linear_logprobs
-    python -m bench.kernels.bench --targets              no measuring: which targets the recorded rows reach
+    python -m bench.kernels.bench --targets              no measuring: which targets the recorded rows meet
 
-Every provider of a case runs in turn with the others. Peers (requirements-peers.txt) that are not installed are named
-and left out. Rows go to bench/results/kernels.jsonl; bench/README.md says what is in them.
+The providers of a case take turns. Peers (requirements-peers.txt) that are not installed are named and left out. Rows
+go to bench/results/kernels.jsonl; bench/README.md explains them.
 """
 
 import gc
@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: its profiler announces every start
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: its profiler logs every start
 
 import click
 import torch
@@ -37,7 +37,7 @@ from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Pr
 
 HERE = Path(__file__).resolve().parents[1]
 RESULTS = HERE / "results" / "kernels.jsonl"
-WRONG = 0.1  # an error, as a part of the largest value, with which a provider is left out
+WRONG = 0.1  # a provider with a larger error, relative to the largest value, is left out
 PROBLEMS = kernel_logprobs.PROBLEMS | kernel_nf4.PROBLEMS | kernel_layers.PROBLEMS
 PRETENDS = torch.cuda.is_available() and is_pretend(torch.cuda.get_device_name(0))  # whose kernels compute nothing
 BOTH = (FWD, FWD_BWD)
@@ -81,13 +81,13 @@ class Bench:
     """What all cases of one run share."""
 
     clock: Clock
-    providers: list[str]  # all where empty
+    providers: list[str]  # empty: all
     output: Path
     common: dict[str, Any]  # fields of every row
-    failures: list[str] = field(default_factory=list)  # of our own providers; the run goes on, and ends with an error
+    failures: list[str] = field(default_factory=list)  # of our own providers; the run continues and ends with an error
 
     def measure(self, case: Case) -> None:
-        """All providers of one case, in turn; a row each."""
+        """Measure all providers of one case in turn; each leaves a row."""
         make_problem, providers = PROBLEMS[case.op]
         try:
             problem = make_problem(case)
@@ -137,7 +137,7 @@ class Bench:
 
 
 def prepare(provider: Provider, problem: Problem, truth: dict[str, torch.Tensor]) -> tuple[Run, dict[str, float]]:
-    """The warm call of a provider and its errors; UnsupportedError says why there is none."""
+    """A provider's call, warmed up, and its errors; UnsupportedError says why there is none."""
     try:
         run = provider.build(problem)
         found = errors(run.call(), truth)
@@ -155,7 +155,7 @@ def prepare(provider: Provider, problem: Problem, truth: dict[str, torch.Tensor]
 
 
 def case_table(case: Case, rows: list[dict[str, Any]]) -> Table:
-    """One case for the terminal."""
+    """One case as a table for the terminal."""
     columns = ("p20 ms", "p50 ms", "p80 ms", "peak MiB", "error", "GB/s", "of copy", "TFLOP/s", "x GEMMs")
     result = Table("provider", *columns, title=case.label, title_justify="left")
     for row in rows:
@@ -167,7 +167,7 @@ def case_table(case: Case, rows: list[dict[str, Any]]) -> Table:
 
 
 def cases(ops: list[str], shapes: str, dtypes: list[str], device: str) -> list[Case]:
-    """All cases of a run, in the order in which they are measured."""
+    """All cases of a run, in the order of measuring."""
     return [
         Case(op, passes, shape, dtype, device)
         for op in ops for each, shape in SHAPES[shapes][op] for dtype in dtypes for passes in each
@@ -175,7 +175,7 @@ def cases(ops: list[str], shapes: str, dtypes: list[str], device: str) -> list[C
 
 
 def several(allowed: list[str]) -> Any:
-    """A callback for an option that takes names with commas between them."""
+    """A callback for an option that takes names separated by commas."""
 
     def check(_context: Any, _option: Any, value: str | None) -> list[str]:
         names = [name.strip() for name in value.split(",")] if value else []
@@ -190,21 +190,21 @@ ALL_PROVIDERS = list(dict.fromkeys(provider.name for _, providers in PROBLEMS.va
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card where there is one, else the CPU.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
 @click.option("--ops", callback=several(list(PROBLEMS)), help=f"Of {', '.join(PROBLEMS)}.")
 @click.option("--providers", callback=several(ALL_PROVIDERS), help="Such as lowmem_grpo,trl_chunked; all by default.")
 @click.option("--shapes", type=click.Choice(list(SHAPES)), help="full on a card, small on the CPU.")
 @click.option("--dtype", "dtypes", callback=several(list(DTYPES)),
               help="bfloat16 on a card, float32,bfloat16 on the CPU.")
 @click.option("--threads", default=1, show_default=True, help="Threads on the CPU.")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=2), help="Fewest rounds on the CPU.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=2), help="Fewest on the CPU.")
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
-@click.option("--targets", is_flag=True, help="Measure nothing; say which targets the rows of --output reach.")
+@click.option("--targets", is_flag=True, help="Measure nothing; show which targets the rows of --output meet.")
 def main(
     device: str | None, ops: list[str], providers: list[str], shapes: str | None, dtypes: list[str], threads: int,
     rounds: int, output: Path, targets: bool,
 ) -> None:
-    """Measure the kernels, append rows, and say which targets are reached."""
+    """Measure the kernels, append rows, and show which targets are met."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     failures: list[str] = []
     if not targets:

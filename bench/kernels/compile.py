@@ -1,12 +1,12 @@
-"""Compile every kernel in every configuration that the launch rules can choose, for every chip, without a GPU.
+"""Compile every kernel in every configuration that its launch rules can choose, for every chip, without a GPU.
 
     python -m bench.kernels.compile                    all kernels for sm_75 ... sm_120; a line for each kernel
     python -m bench.kernels.compile --all              the same with a line for each variant
     python -m bench.kernels.compile --json             one JSON object with everything
     python -m bench.kernels.compile --chips 75,90      only these chips
 
-Exit code 1, with a list of what is wrong, where a kernel does not compile, spills more than 64 bytes a thread, needs
-more shared memory than its chip has, or is listed by no `variants()`. bench/README.md says more.
+The exit code is 1, with a list, where a kernel does not compile, spills more than 64 bytes a thread, needs more shared
+memory than its chip has, or is in no `variants()`. bench/README.md says more.
 """
 
 import importlib
@@ -35,7 +35,7 @@ from lowmem_grpo.kernels.launch import SHARED_MEMORY, Variant
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NO_BF16 = {75}  # chips without bfloat16
-FUSION_WARNING = ".*TRITON_DEFAULT_FP_FUSION is unset.*"  # of Triton 3.9, said once in every process
+FUSION_WARNING = ".*TRITON_DEFAULT_FP_FUSION is unset.*"  # Triton 3.9 prints it once in every process
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def list_jobs(modules: list[ModuleType], chips: list[int], hints: list[str]) -> 
 
 
 def unlisted(modules: list[ModuleType], jobs: list[Job]) -> list[str]:
-    """Kernels (named x_kernel) that no variant names, so that nothing would compile them."""
+    """Kernels (named x_kernel) that are in no variant, so that nothing would compile them."""
     listed = {(job.variant.kernel.__module__, job.variant.kernel.__name__) for job in jobs}
     return [
         f"{module.__name__}: {name} is in no variants()" for module in modules for name, value in vars(module).items()
@@ -109,7 +109,7 @@ def weigh_job(job: Job) -> Any:
 
 
 class Queue:
-    """The distinct jobs; forked workers find them here by number, since kernels cannot be sent."""
+    """The distinct jobs. Kernels cannot be sent to forked workers, so workers look them up here by number."""
 
     jobs: list[Job] = []
 
@@ -162,7 +162,7 @@ def table(jobs: list[Job], weights: dict[tuple[Any, ...], Any], chips: list[int]
 
 
 def cell(weights: list[Any], chip: int) -> str:
-    """What the table says of some compilations for one chip."""
+    """The table's cell for some compilations for one chip."""
     if not weights:
         return ""
     if any(weight.error for weight in weights):
@@ -173,7 +173,7 @@ def cell(weights: list[Any], chip: int) -> str:
 
 
 def chosen_chips(_context: Any, _option: Any, value: str | None) -> list[int]:
-    """The chips of --chips; all where it is left out."""
+    """The chips in --chips; all by default."""
     chips = [part.strip().removeprefix("sm_") for part in value.split(",")] if value else list(map(str, SHARED_MEMORY))
     if wrong := [chip for chip in chips if chip not in map(str, SHARED_MEMORY)]:
         raise click.BadParameter(f"{', '.join(wrong)}; choose from {', '.join(map(str, SHARED_MEMORY))}")
@@ -197,7 +197,7 @@ def require_compiler() -> str:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
 @click.option("--all", "every_variant", is_flag=True, help="A line of the table for each variant.")
-@click.option("--chips", callback=chosen_chips, help="Compute capabilities, such as 75,90; all where left out.")
+@click.option("--chips", callback=chosen_chips, help="Compute capabilities, such as 75,90; all by default.")
 @click.option("--hints", type=click.Choice(["aligned", "odd", "both"]), default="aligned", show_default=True,
               help="Sizes and strides known to be multiples of 16 (as they mostly are), or not.")
 @click.option("--file", "files", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -1,4 +1,4 @@
-"""The numbers that the kernels are to reach."""
+"""The numbers that the kernels should reach."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ NAMES = {"p50": "time", "peak_bytes": "memory", "roofline": "share of copy bandw
 
 
 class Asked:
-    """An op with its sizes on one device, whose goals are asked for one after the other."""
+    """An op with its sizes on one device; its methods make goals."""
 
     def __init__(self, op: str, passes: str, shape: dict[str, int], dtype: str, device: str) -> None:
         self.fields: dict[str, Any] = {"op": op, "passes": passes, "shape": shape, "dtype": dtype, "device": device}

@@ -1,4 +1,4 @@
-"""Times a call in turn with others, weighs what it allocates, and compares its results with float64."""
+"""Times calls in turn, measures what a call allocates, and compares its results with float64."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from torch import Tensor
 from bench.common.rows import percentiles
 from bench.kernels.problems import Run
 
-CUDA_ROUNDS, CUDA_SECONDS = 5, 0.1  # rounds, and about how long a provider takes in each
-CPU_ROUNDS, CPU_SECONDS = 25, 2.0  # most rounds, and seconds after which no round beyond the fewest is begun
-COPIES = 9  # that the copy bandwidth is the median of
-FLUSH_BYTES = 2**31  # written before each timed call: empties the L2 cache, and gives the host time to queue the call
+CUDA_ROUNDS, CUDA_SECONDS = 5, 0.1  # rounds, and about how long a provider runs in each
+CPU_ROUNDS, CPU_SECONDS = 25, 2.0  # most rounds, and seconds after which no round beyond the fewest starts
+COPIES = 9  # the copy bandwidth is their median
+FLUSH_BYTES = 2**31  # written before each timed call: empties the L2 cache and gives the host time to queue the call
 
 
 @dataclass
@@ -29,11 +29,11 @@ class Clock:
             self.flush = torch.empty(min(FLUSH_BYTES, total // 16), dtype=torch.uint8, device="cuda")
 
     def times(self, run: Run, calls: int) -> list[float]:
-        """Of some calls, one by one."""
+        """Times of some calls, one by one."""
         return [self.once(run) for _ in range(calls)] if self.flush is None else self.on_card(run, calls)
 
     def once(self, run: Run) -> float:
-        """Of one call on the CPU."""
+        """Time of one call on the CPU."""
         run.reset()
         start = time.perf_counter()
         run.call()
@@ -72,14 +72,14 @@ class Clock:
         return max(3, min(50, int(1e3 * CUDA_SECONDS / max(*self.on_card(run, 2), 1e-3))))
 
     def another(self, rounds: int, seconds: float) -> bool:
-        """Whether there is to be another round."""
+        """Whether to run another round."""
         if self.flush is not None:
             return rounds < CUDA_ROUNDS
         return rounds < self.fewest or (rounds < CPU_ROUNDS and seconds < CPU_SECONDS)
 
 
 def peak_bytes(run: Run, device: str) -> int:
-    """The most bytes alive at once during a call, beyond those alive before it; its results count."""
+    """The most bytes alive during a call beyond those alive before it, results included."""
     run.reset()
     return cuda_peak(run) if device == "cuda" else cpu_peak(run)
 
@@ -95,7 +95,7 @@ def cuda_peak(run: Run) -> int:
 
 
 def cpu_peak(run: Run) -> int:
-    """By every allocation and release that the profiler saw, those inside of operators and compiled code included."""
+    """By every allocation and release that the profiler saw, also inside operators and compiled code."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         results = run.call()
     del results
@@ -109,7 +109,7 @@ def cpu_peak(run: Run) -> int:
 
 
 def errors(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Largest error of each result, as a part of the largest true value. Truth may be of the first rows alone."""
+    """Largest error of each result divided by the largest true value. `truth` may only hold the first rows."""
     found = {}
     for name in results.keys() & truth.keys():
         result = results[name].detach()[: len(truth[name])]
@@ -121,7 +121,7 @@ def errors(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, fl
 
 
 def copy_bandwidth(clock: Clock) -> float:
-    """Bytes a second of a plain copy, reading and writing counted: the bound of whatever is bound by memory."""
+    """Bytes a second of a plain copy, reads and writes counted: the limit for ops bound by memory."""
     size = 2**28 if clock.flush is None else clock.flush.numel()
     source = torch.ones(size, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)

@@ -71,7 +71,7 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Resu
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
-    """What one writes by hand: the product in the dtype of the model, the softmax in float32."""
+    """Written by hand: the product in the model's dtype, the softmax in float32."""
     log_softmax = (hidden @ weight.T).float().log_softmax(-1)
     with torch.no_grad():
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)
@@ -79,7 +79,7 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
 
 
 def build_products(problem: Problem) -> Run:
-    """The matrix products alone, in the dtype of the case: logits, and with a backward pass their gradient's."""
+    """Only the matrix products, in the dtype of the case: of the logits, and of their gradient with a backward pass."""
     hidden, weight = problem.leaves["hidden"], problem.given["weight"]
     backward = problem.case.passes == FWD_BWD
 
@@ -157,6 +157,6 @@ LOGPROB_PROVIDERS = [
     Provider("liger_grpo_loss", build_liger, "liger-kernel",
              "the loss, not log-probabilities; no entropy; error of grad_hidden only"),
     Provider("cut_cross_entropy", build_cce, "cut-cross-entropy", "no entropy, no temperature"),
-    Provider("two_gemms", build_products, note="the matrix products alone (one for fwd)"),
+    Provider("two_gemms", build_products, note="only the matrix products (one for fwd)"),
 ]
 PROBLEMS = {"linear_logprobs": (logprob_problem, LOGPROB_PROVIDERS)}

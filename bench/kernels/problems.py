@@ -21,7 +21,7 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table to be: an op at a shape, forward alone or with backward."""
+    """An op at a shape, forward only or with backward."""
 
     op: str
     passes: str
@@ -50,20 +50,20 @@ class Case:
 
 @dataclass
 class Problem:
-    """Inputs, what they are differentiated by, and float64 truth."""
+    """Inputs, upstream gradients, and the true results in float64."""
 
     case: Case
     leaves: Results  # inputs that take a gradient
     given: dict[str, Any]  # the other inputs
     upstream: Results  # gradient of each output, for fwd+bwd
     truth: Callable[[], Results]  # outputs and grad_x for each leaf x, in float64
-    moved_bytes: dict[str, int] = field(default_factory=dict)  # least traffic of each pass, where that is the bound
+    moved_bytes: dict[str, int] = field(default_factory=dict)  # least traffic of each pass, for ops bound by memory
     flops: dict[str, int] = field(default_factory=dict)  # of the matrix products of each pass
 
 
 @dataclass(frozen=True)
 class Run:
-    """A call to be timed, and what is done before each one, outside of the time."""
+    """A call to be timed, and what is done before each call, outside the time."""
 
     call: Callable[[], Results]
     reset: Callable[[], None] = lambda: None
@@ -88,7 +88,7 @@ class Provider:
 def autograd_run(problem: Problem, forward: Forward, overwrites: bool = False) -> Run:
     """A call that runs `forward(**leaves, **given)`, and autograd where the case has a backward pass.
 
-    A provider that writes over leaves or upstream gradients gets copies of its own, made anew before each call.
+    A provider that overwrites leaves or upstream gradients gets its own copies, restored before each call.
     """
     backward = problem.case.passes == FWD_BWD
     leaves = {name: leaf.clone() if overwrites else leaf.detach() for name, leaf in problem.leaves.items()}
@@ -110,7 +110,7 @@ def autograd_run(problem: Problem, forward: Forward, overwrites: bool = False) -
 
 
 def restore(problem: Problem, leaves: Results, upstream: Results) -> None:
-    """The problem's own numbers into the copies; else they would shrink from call to call, to denormal ones."""
+    """Restore the copies; otherwise their numbers would shrink from call to call and become denormal."""
     with torch.no_grad():
         for name, leaf in leaves.items():
             leaf.copy_(problem.leaves[name])

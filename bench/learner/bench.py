@@ -1,15 +1,15 @@
 """Does the full stack learn? A model taught on this machine, then the recipes arithmetic and countdown on it.
 
-    python -m bench.learner.bench                            # on a card: 25 M parameters, ten minutes or so
-    python -m bench.learner.bench --recipes countdown        # one recipe: within ten minutes; the model is kept
+    python -m bench.learner.bench                            # on a card: 25 M parameters, about ten minutes
+    python -m bench.learner.bench --recipes countdown        # one recipe, in less than ten minutes; keeps the model
     python -m bench.learner.bench --device cpu --size tiny   # everything once, in a minute; learns nothing
-    python -m bench.learner.bench --device cpu --size small  # 0.9 M parameters: does it learn, without a card?
-    python -m bench.learner.bench --picture                  # no measuring: docs/card_learning.svg from the rows
+    python -m bench.learner.bench --device cpu --size small  # 0.9 M parameters: does it learn without a card?
+    python -m bench.learner.bench --picture                  # only draws docs/card_learning.svg from the rows
 
-First a small Qwen2 learns both tasks from generated demonstrations with planted mistakes, from scratch. Then each
+First, a small Qwen2 learns both tasks from scratch, from generated demonstrations with planted mistakes. Then each
 recipe runs on it as a user would run it, in a process of its own: NF4 weights, LoRA, activations on the host, packed
-micro-batches, and on a card vLLM with CUDA graphs. One row a recipe. Ends with exit code 1 where a part fails, and
-where accuracy on held-out problems does not rise by two standard errors on a card (a tiny model is not held to that).
+micro-batches, and on a card vLLM with CUDA graphs. Each recipe leaves one row. The exit code is 1 where a part fails,
+or where accuracy on held-out problems does not rise by two standard errors on a card (unless the model is tiny).
 """
 
 import json
@@ -37,7 +37,7 @@ ERRORS = 2.0  # standard errors of the difference that accuracy must rise by
 
 
 def fresh(command: list[str], device: str, gpu: str | None, seconds: float | None = None) -> str | None:
-    """Run a process to its end; its last words where it failed or took too long."""
+    """Run a process to its end. Returns its last words where it failed or took too long."""
     values = os.environ | environment(gpu) | {"TOKENIZERS_PARALLELISM": "false"}
     if device == "cpu":
         values |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -54,7 +54,7 @@ def fresh(command: list[str], device: str, gpu: str | None, seconds: float | Non
 
 
 def pretrain(size: str, device: str, gpu: str | None, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
-    """The learner in `folder`, made or found there: what training came to, or `missing`."""
+    """Make the learner in `folder`, unless it is there: what its training gave, or `missing`."""
     command = [sys.executable, "-m", "bench.learner.pretrain", "--size", size, "--device", device, "--seconds",
                str(seconds), "--seed", str(seed), "--out", str(folder)]
     failed = fresh(command, device, gpu)
@@ -70,9 +70,9 @@ def recipe_command(name: str, model: Path, run: Path, engine: str, size: str, se
 
 
 def measure(name: str, model: Path, engine: str, common: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Run one recipe; its curve, accuracies and peak, or why it has no accuracies, with the curve as far as it went."""
+    """Run one recipe: its curve, accuracies and peak memory; if it fails, why, and the curve up to there."""
     run = model.parent / f"{name}-{common['size']}"
-    shutil.rmtree(run, ignore_errors=True)  # of an earlier call: its curve must not pass for this one's
+    shutil.rmtree(run, ignore_errors=True)  # an earlier run's curve must not be taken for this one's
     command = recipe_command(name, model, run, engine, common["size"], common["seed"])
     started = time.perf_counter()
     failed = fresh(command, common["device"], common["gpu"], seconds)
@@ -85,7 +85,7 @@ def measure(name: str, model: Path, engine: str, common: dict[str, Any], seconds
 
 
 def curve(path: Path) -> dict[str, Any]:
-    """Rewards and lengths step by step, the highest memory, and the worst agreement of sampler and trainer."""
+    """Rewards and lengths step by step, peak memory, and the worst agreement of sampler and trainer."""
     steps = [line for line in read_rows(path) if "reward" in line]
     return {
         "rewards": [line["reward"] for line in steps], "lengths": [line["completions/mean_length"] for line in steps],
@@ -95,7 +95,7 @@ def curve(path: Path) -> dict[str, Any]:
 
 
 def noise(row: dict[str, Any]) -> float:
-    """Standard error of the difference of a row's two accuracies, each over the same number of sampled problems."""
+    """Standard error of the difference between a row's two accuracies."""
     shares = (row["accuracy_before"], row["accuracy_after"])
     return sum(share * (1 - share) / row["eval_problems"] for share in shares) ** 0.5
 
@@ -107,11 +107,11 @@ def verdict(row: dict[str, Any]) -> tuple[bool, str]:
     before, after, least = row["accuracy_before"], row["accuracy_after"], ERRORS * noise(row)
     line = f"{row['recipe']}: {before:.1%} -> {after:.1%} of {row['eval_problems']} held-out problems"
     if row["size"] == "tiny" or is_pretend(row["gpu"]):
-        return True, f"{line}; nothing can be learnt here, and none is asked for"
+        return True, f"{line}; nothing can be learnt here, so nothing is expected"
     if after - before > least:
         return True, f"{line}, noise {least:.1%}"
     judged = row["device"] == "cuda"
-    return not judged, f"{line}: no rise beyond noise ({least:.1%})" + ("" if judged else "; judged on a card alone")
+    return not judged, f"{line}: no rise beyond noise ({least:.1%})" + ("" if judged else "; judged only on a card")
 
 
 def chosen(context: click.Context, option: click.Parameter, value: str) -> list[str]:
@@ -124,20 +124,20 @@ def chosen(context: click.Context, option: click.Parameter, value: str) -> list[
 
 
 @click.command(help=__doc__)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card where there is one, else the CPU.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
 @click.option("--size", type=click.Choice(list(SIZES)), help="full on a card, tiny on the CPU.")
 @click.option("--recipes", default=",".join(RECIPES), show_default=True, callback=chosen)
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), help="vllm on a card, transformers on the CPU.")
 @click.option("--time-limit", default=180.0, show_default=True, type=click.FloatRange(min=1),
-              help="Seconds of pretraining at most; the learning rate falls to 0 by then.")
+              help="Most seconds of pretraining; the learning rate falls to 0 by then.")
 @click.option("--recipe-limit", default=300.0, show_default=True, type=click.FloatRange(min=1),
-              help="Seconds of one recipe at most, loading included.")
+              help="Most seconds of one recipe, loading included.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--workdir", "--weights", type=click.Path(file_okay=False, path_type=Path),
               default=Path("runs") / "card_learner", show_default=True,
-              help="Where the model and the runs are; a model with the same settings is used again.")
+              help="Folder for the model and the runs; a model with the same settings is used again.")
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
-@click.option("--picture", "drawing", is_flag=True, help="Run nothing; draw docs/card_learning.svg from --output.")
+@click.option("--picture", "drawing", is_flag=True, help="Only draw docs/card_learning.svg from --output.")
 def main(
     device: str | None, size: str | None, recipes: list[str], engine: str | None, time_limit: float,
     recipe_limit: float, seed: int, workdir: Path, output: Path, drawing: bool,

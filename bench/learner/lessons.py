@@ -8,12 +8,12 @@ from lowmem_grpo.recipes.problems.arithmetic import Problem, problems
 from lowmem_grpo.recipes.problems.countdown import Countdown, Difficulty, Step, combine, draws
 from lowmem_grpo.recipes.tiny.tiny_model import ERROR_RATE, demonstration
 
-TRIES = 6  # wrong ways that a planted mistake is chosen from: the nearest to the target is the most tempting
-TEXTS = 4000  # that the tokenizer is learnt from
+TRIES = 6  # wrong attempts; the one nearest to the target becomes the planted mistake
+TEXTS = 4000  # that the tokenizer is trained on
 
 
 def answer_of(problem: Problem | Countdown, rng: random.Random) -> str:
-    """A worked answer; ERROR_RATE says how often a step of arithmetic, or a whole puzzle, goes wrong."""
+    """A worked answer. ERROR_RATE is how often a step of arithmetic, or a whole puzzle, is wrong."""
     if isinstance(problem, Problem):
         return demonstration(problem, rng)
     steps, expression = problem.steps, problem.solution
@@ -34,7 +34,7 @@ def mistaken(puzzle: Countdown, rng: random.Random) -> tuple[tuple[Step, ...], s
 
 
 def lessons(seed: str) -> Iterator[Problem | Countdown]:
-    """Endless training problems, by turns arithmetic and countdown."""
+    """Endless training problems, arithmetic and countdown in turn."""
     sums, puzzles = problems("train", seed), draws("train", random.Random(f"puzzles-{seed}"), Difficulty(**PUZZLES))
     while True:
         yield next(sums)
@@ -42,7 +42,7 @@ def lessons(seed: str) -> Iterator[Problem | Countdown]:
 
 
 def sample_texts(seed: int) -> list[str]:
-    """What the tokenizer is learnt from."""
+    """Texts that the tokenizer is trained on."""
     rng, source = random.Random(seed), lessons(f"texts-{seed}")
     return [f"{problem.question}\n{answer_of(problem, rng)}\nuser\nassistant\nsystem\n"
             for problem, _ in zip(source, range(TEXTS), strict=False)]

@@ -13,11 +13,11 @@ SMOOTH = 2  # steps on both sides that a point of the thick line is the mean of
 
 
 def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows for the picture: the newest of each recipe that came to its end on a real machine, of the largest model
-    that there is; those of a card come first. ClickException where there is none."""
+    """The rows for the picture: the newest finished run of each recipe on a real machine, of the largest model; a card
+    wins over a CPU. ClickException where there is none."""
     whole = [row for row in rows if "missing" not in row and not is_pretend(row["gpu"])]
     if not whole:
-        raise click.ClickException("there is nothing to draw: no run on a real machine came to its end")
+        raise click.ClickException("there is nothing to draw: no run on a real machine has finished")
     largest = max(whole, key=lambda row: (row["device"] == "cuda", row["parameters"]))
     kept = [row for row in whole if all(row[name] == largest[name] for name in ("device", "parameters"))]
     return list(newest(kept, "recipe").values())

@@ -1,9 +1,9 @@
-"""Make the learner of bench/learner/bench.py: a model from scratch that knows both tasks, and errs at them.
+"""Make the learner of bench/learner/bench.py: a model trained from scratch that knows both tasks and makes mistakes.
 
     python -m bench.learner.pretrain --size full --device cuda --seconds 180 --out DIR
 
-A process of its own, so that the card is free again afterwards. DIR holds the model and `lesson.json`: the settings it
-was made with, and what training came to. A folder with the same settings is left as it is.
+It is a process of its own, so that the card is free afterwards. DIR holds the model and `lesson.json`: the settings it
+was made with, and what training gave. A folder with the same settings is left as it is.
 """
 
 import json
@@ -56,7 +56,7 @@ def teach(size: Size, device: str, seconds: float, seed: int, folder: Path) -> d
 @click.command(help=__doc__)
 @click.option("--size", type=click.Choice(list(SIZES)), default="full", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda", show_default=True)
-@click.option("--seconds", default=180.0, show_default=True, type=click.FloatRange(min=1), help="Of training at most.")
+@click.option("--seconds", default=180.0, show_default=True, type=click.FloatRange(min=1), help="Of training, at most.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True)
 def main(size: str, device: str, seconds: float, seed: int, out: Path) -> None:

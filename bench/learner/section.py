@@ -10,13 +10,13 @@ CASE = ("recipe", "size", "device", "gpu", "cpu", "engine")
 
 
 def card_learning_table(rows: list[dict[str, Any]]) -> list[str]:
-    """The newest row of each recipe, size, engine and machine; not those of models too small to learn anything."""
+    """The newest row of each recipe, size, engine and machine, without models too small to learn anything."""
     kept = [row for row in newest(rows, *CASE).values() if row["size"] != "tiny" and not is_pretend(row["gpu"])]
     if not kept:
         return []
     lines = [
         "", "## Learning with the full stack: NF4 weights, LoRA, activations on the host, packed micro-batches", "",
-        "A model that was taught from scratch on the same machine, on generated problems with planted mistakes. "
+        "The model was trained from scratch on the same machine, on generated problems with planted mistakes. "
         "Accuracy is the share of held-out problems right at temperature 1, in brackets its standard error.", "",
         "| recipe | parameters | engine | before | after | problems | reward, first to last steps | steps "
         "| training, s | pretraining, s | peak, MiB | machine | commit |",

@@ -53,7 +53,7 @@ def settings(size: str, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def read_lesson(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """What a folder's model came to; None where there is none with these settings."""
+    """What the training of a folder's model gave; None where there is no model with these settings."""
     path = folder / LESSON
     lesson = json.loads(path.read_text()) if path.is_file() else {}
     return lesson if lesson.get("settings") == wanted else None

@@ -3,10 +3,10 @@
     python -m bench.loop.bench                  8B, random weights, prompts of 1,024 tokens, 8 completions of 4,096
     python -m bench.loop.bench --device cpu     a tiny one on the CPU, within minutes
     python -m bench.loop.bench --gib 24 --prompts 4  on a card made smaller, with 32 completions a step
-    python -m bench.loop.bench --targets        no measuring: which targets the recorded rows reach
+    python -m bench.loop.bench --targets        no measuring: which targets the recorded rows meet
 
-Every provider runs in a process of its own, one after the other, in its own environment where one is named. What cannot
-run here is named with the reason. Rows go to bench/results/loop.jsonl; bench/README.md says what is in them.
+Each provider runs in a process of its own, in its own environment where one is given. A provider that cannot run here
+is named with the reason. Rows go to bench/results/loop.jsonl; bench/README.md explains them.
 """
 
 import sys
@@ -49,7 +49,7 @@ class Plan:
     threads: int
     time_limit: float
     gpu: str | None  # its name
-    python: dict[str, str]  # interpreter of trl and of unsloth, where they have their own
+    python: dict[str, str]  # interpreters of trl and unsloth, where they have their own
 
     def run(self, provider: str, folder: Path) -> dict[str, Any]:
         """What a provider's own process measured, or why there is nothing (`missing`)."""
@@ -68,11 +68,11 @@ def medians(steps: list[dict[str, dict[str, float]]], measure: str, combine: Cal
     return {name: combine(step[measure].get(name, 0) for step in steps) for name in names}
 
 
-KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # of what a provider gives, as it is
+KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # of a result, taken over by the row
 
 
 def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
-    """What is recorded of one provider: seconds, shares, tokens a second, peaks; or why it is missing."""
+    """A provider's row: seconds, shares, tokens a second, peaks; or why it is missing."""
     row = {"provider": provider, **common, "versions": common["versions"] | found.get("versions", {})}
     if "missing" in found:
         return row | {"missing": found["missing"]}
@@ -94,7 +94,7 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
 def speeds(
     found: dict[str, Any], common: dict[str, Any], phases: dict[str, float], whole: float
 ) -> dict[str, float]:
-    """Tokens a second: of completions over the step and over sampling, of prompts and completions over training."""
+    """Tokens a second: completions per step and per sampling, prompts and completions per training."""
     tokens, sequences = median(found["tokens"]), common["sequences"]
     shown = {"step": tokens / whole}
     if phases.get("generate"):
@@ -106,7 +106,7 @@ def speeds(
 
 def measure(plan: Plan, names: list[str], weights: Path | None, keep: Callable[[dict[str, Any]], None],
             common: dict[str, Any]) -> list[str]:
-    """A row of each provider, kept as soon as it is there; returns which of ours failed."""
+    """Measure each provider and keep its row at once; returns which of ours failed."""
     failed = []
     with model_folder(weights, plan.shape, plan.device) as folder:
         for name in names:
@@ -120,7 +120,7 @@ def measure(plan: Plan, names: list[str], weights: Path | None, keep: Callable[[
 
 
 def common_of(plan: Plan, where: dict[str, Any], run_name: str | None) -> dict[str, Any]:
-    """What all rows of a call say."""
+    """The fields that all rows of a call share."""
     size = loop_shape(plan.shape, plan.prompts)
     return where | {
         "run": run_name or datetime.now().isoformat(timespec="seconds"), "device": plan.device, "shape": plan.shape,
@@ -131,35 +131,34 @@ def common_of(plan: Plan, where: dict[str, Any], run_name: str | None) -> dict[s
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card where there is one, else the CPU.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="full on a card, tiny on the CPU.")
-@click.option("--provider", "names", multiple=True, type=click.Choice(PROVIDERS), help="All where this is left out.")
+@click.option("--provider", "names", multiple=True, type=click.Choice(PROVIDERS), help="By default all.")
 @click.option("--prompts", default=1, show_default=True, type=click.IntRange(min=1), help="Prompts of a step.")
-@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Timed, after one that is not.")
-@click.option("--gib", type=click.FloatRange(min=0, min_open=True), help="On a card: what torch may use of it.")
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Timed, after one to warm up.")
+@click.option("--gib", type=click.FloatRange(min=0, min_open=True), help="On a card: the memory that torch may use.")
 @click.option("--peer-batch", default=1, show_default=True, type=click.IntRange(min=1),
               help="Completions of a peer's micro-batch; ours are planned.")
-@click.option("--trl-python", help="Interpreter with TRL 1.16.0; this one where left out.")
-@click.option("--unsloth-python", help="Interpreter with Unsloth; this one where left out.")
+@click.option("--trl-python", help="Interpreter with TRL 1.16.0; by default this one.")
+@click.option("--unsloth-python", help="Interpreter with Unsloth; by default this one.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="Threads on the CPU.")
 @click.option("--time-limit", default=540.0, show_default=True, type=click.FloatRange(min=1),
-              help="Seconds that one provider may take; it makes as many steps as fit, the first untimed if it can be.")
+              help="Seconds for one provider, which makes as many steps as fit; the first is untimed if possible.")
 @click.option("--weights", "--workdir", "weights", type=click.Path(file_okay=False, path_type=Path),
-              help="A folder in which the weights are made once and kept, the one of bench/rollout; a temporary one "
-                   "where this is left out.")
+              help="Where the weights are made once and kept, as in bench/rollout; by default a temporary folder.")
 @click.option("--run", "run_name", help="Joins the rows of several calls: providers of one run are compared.")
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
-@click.option("--targets", is_flag=True, help="Measure nothing; say which targets the rows of --output reach.")
+@click.option("--targets", is_flag=True, help="Measure nothing; show which targets the rows of --output meet.")
 def main(
     device: str | None, shape: str | None, names: tuple[str, ...], prompts: int, steps: int, gib: float | None,
     peer_batch: int, trl_python: str | None, unsloth_python: str | None, threads: int, time_limit: float,
     weights: Path | None, run_name: str | None, output: Path, targets: bool,
 ) -> None:
-    """Measure steps of the whole loop, append rows, and say which targets are reached."""
+    """Measure steps of the whole loop, append rows, and show which targets are met."""
     if targets:
         Console(width=130).print(target_table(judged(GOALS, read_rows(output))))
         return
-    where = machine()  # taken first: the commit is the one that the run began with
+    where = machine()  # first, so that the commit is the one at the start of the run
     device = device or ("cuda" if where["gpu"] else "cpu")
     shape = shape or ("full" if device == "cuda" else "tiny")
     python = {name: path for name, path in (("trl", trl_python), ("unsloth", unsloth_python)) if path}

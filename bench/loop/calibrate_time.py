@@ -2,9 +2,9 @@
 
     python -m bench.loop.calibrate_time
 
-prints what `CALIBRATION` in lowmem_grpo/planning/costs.py is to hold. Rows of results/loop.jsonl count that a card made
-whose data sheet is known and that have planned seconds; there is none yet. A row's planned seconds are those before
-calibration, so that no factor is counted twice.
+prints what `CALIBRATION` in lowmem_grpo/planning/costs.py should hold. It uses rows of results/loop.jsonl that have
+planned seconds and come from a card whose data sheet is known; there are none yet. Planned seconds in a row are those
+before calibration, so that no factor is counted twice.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The numbers that a step of the whole loop is to reach beside peers."""
+"""The numbers that a step of the whole loop should reach beside peers."""
 
 from bench.common.targets import BELOW_ONE, OURS, ByProvider, Goal, Row
 

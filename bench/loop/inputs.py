@@ -1,4 +1,4 @@
-"""What all providers of the loop benchmark are given: prompts, the reward, and the share of the card for vLLM."""
+"""What all providers of the loop benchmark get: prompts, the reward, and the share of the card for vLLM."""
 
 import random
 import time
@@ -8,8 +8,8 @@ from bench.loop.shapes import weight_bytes
 from bench.rollout.shapes import Shape
 
 GIB = 2**30
-ROOM = 4 * GIB  # that a vLLM with weights of its own works in, beside these and the cache
-NO_CARD = 64 * GIB  # in whose place a share is given on the CPU
+ROOM = 4 * GIB  # that a vLLM with its own weights needs beside these and the cache
+NO_CARD = 64 * GIB  # what the share refers to on the CPU
 
 
 def prompt_rows(tokenizer: Any, size: Shape, steps: int) -> list[dict[str, str]]:
@@ -19,13 +19,13 @@ def prompt_rows(tokenizer: Any, size: Shape, steps: int) -> list[dict[str, str]]
         text = "".join(f"{source.randrange(10)} " for _ in range(size.prompt_tokens))[: size.prompt_tokens]
         found = len(tokenizer(text)["input_ids"])
         if found != size.prompt_tokens:
-            raise ValueError(f"a prompt has {found} tokens, wanted {size.prompt_tokens}: the tokenizer is another one")
+            raise ValueError(f"a prompt has {found} tokens, wanted {size.prompt_tokens}: this is another tokenizer")
         rows.append({"prompt": text})
     return rows
 
 
 class Patience:
-    """How long a provider may take; a step that would not end in time is not begun."""
+    """How long a provider may take. A step that would not end in time is not begun."""
 
     def __init__(self, limit: float) -> None:
         self.began, self.limit = time.monotonic(), limit
@@ -37,7 +37,7 @@ class Patience:
 
 
 class ByPlace:
-    """A reward by the completion's place in its group: it differs within each group, and is alike for all providers,
+    """A reward by the completion's place in its group. It differs within each group, and is the same for all providers,
     whatever a random model writes."""
 
     __name__ = "by_place"

@@ -1,4 +1,4 @@
-"""Our steps: the visible loop by its verbs, with the engine's work told apart from what is around it."""
+"""Our steps: the visible loop, with the engine's work timed apart from the rest."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.train.run_memory import settings_of
 from lowmem_grpo.types import Rollout
 
-ENDLESS = 1024 * GIB  # of a card on which everything fits
+ENDLESS = 1024 * GIB  # bytes of a card on which everything fits
 
 
 class TimedEngine:
-    """The model's own engine; sampling, and falling asleep and waking, are phases of their own."""
+    """The model's own engine; sampling is one phase, sleeping and waking another."""
 
     def __init__(self, engine: Engine, watch: PhaseWatch) -> None:
         self.engine, self.watch, self.name = engine, watch, engine.name
@@ -50,7 +50,7 @@ class TimedEngine:
 
     @property
     def bound(self) -> Any:
-        """What the trainer gives to an engine that keeps one."""
+        """The bound that the trainer gives to an engine."""
         return self.engine.bound  # type: ignore[attr-defined]
 
     @bound.setter
@@ -73,7 +73,7 @@ def load(options: Any, size: Shape, engine: str) -> FastPeftModel:
 
 
 def settings(options: Any, size: Shape, outputs: str) -> GRPOConfig:
-    """One optimizer step a generation, all of whose completions have the full length."""
+    """One optimizer step a generation; all completions have the full length."""
     return GRPOConfig(
         output_dir=outputs, max_steps=options.all_steps, per_device_train_batch_size=size.n,
         gradient_accumulation_steps=size.prompts, num_generations=size.n,
@@ -84,7 +84,7 @@ def settings(options: Any, size: Shape, outputs: str) -> GRPOConfig:
 
 
 def step(trainer: GRPOTrainer, watch: PhaseWatch) -> dict[str, float]:
-    """What `train` does in a step, records aside; phases of the engine are counted inside of "score"."""
+    """What `train` does in a step, without its records. Phases of the engine lie inside "score"."""
     with watch.step():
         with watch.phase("score"):
             groups = trainer.rollout()
@@ -95,9 +95,9 @@ def step(trainer: GRPOTrainer, watch: PhaseWatch) -> dict[str, float]:
 
 
 def planned(trainer: GRPOTrainer, gib: float | None) -> dict[str, int]:
-    """What the planner says of these settings: bytes of the rollout, of training, and on the host."""
+    """What the planner predicts: bytes of the rollout, of training, and on the host."""
     found = trainer.memory.advice.plan
-    if found is None:  # plans are made on cards
+    if found is None:  # the trainer only plans on cards
         context = trainer.model.loaded.max_seq_length
         card = Device("any", ENDLESS, int((gib or 1024) * GIB))
         found = plan(trainer.model.config, settings_of(trainer.model, trainer.args, trainer.engine.name, context), card)
@@ -106,7 +106,7 @@ def planned(trainer: GRPOTrainer, gib: float | None) -> dict[str, int]:
 
 
 def planned_seconds(trainer: GRPOTrainer) -> dict[str, float]:
-    """What the last step should have taken by its plan, before calibration; nothing on the CPU."""
+    """Planned seconds of the last step, before calibration; nothing on the CPU."""
     groups = trainer.collector.sampled
     found, plan = trainer.planned_time.metrics(groups, groups), trainer.planned_time.plan
     card = card_of(plan.device.name) if plan is not None else None
@@ -115,7 +115,7 @@ def planned_seconds(trainer: GRPOTrainer) -> dict[str, float]:
 
 
 def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str, Any]:
-    """All steps, and what is known of them beside the watch's measures."""
+    """Make all steps. Returns what is known of them beside the watch's measures."""
     size, reward = options.size, ByPlace(options.size.n)
     model = load(options, size, engine)
     args = settings(options, size, outputs)

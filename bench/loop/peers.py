@@ -12,18 +12,18 @@ from bench.rollout.shapes import LORA_RANK, Shape
 
 
 def timed(base: type, watch: PhaseWatch) -> type:
-    """A GRPOTrainer whose phases are counted."""
+    """A GRPOTrainer class whose phases are timed."""
 
     class TimedTrainer(base):
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             with watch.phase("train"):
                 return super().training_step(*args, **kwargs)
 
-        def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:  # inside of training_step
+        def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:  # inside training_step
             with watch.phase("score"):
                 return super()._prepare_inputs(*args, **kwargs)
 
-        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:  # inside of _prepare_inputs
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:  # inside _prepare_inputs
             with watch.phase("generate"):
                 return super()._generate_single_turn(*args, **kwargs)
 
@@ -31,7 +31,7 @@ def timed(base: type, watch: PhaseWatch) -> type:
 
 
 class TimedSampler:
-    """TRL's vLLM; bringing its weights up to date is a phase of its own."""
+    """TRL's vLLM; updating its weights is a phase of its own."""
 
     def __init__(self, inner: Any, watch: PhaseWatch) -> None:
         self.inner, self.watch = inner, watch
@@ -45,7 +45,7 @@ class TimedSampler:
 
 
 def listener(watch: PhaseWatch, patience: Patience) -> Any:
-    """Steps from the end of one to the end of the next, and the optimizer within; none is begun without patience."""
+    """Times steps from the end of one to the end of the next, and the optimizer inside; stops where time is short."""
     from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
@@ -67,7 +67,7 @@ def listener(watch: PhaseWatch, patience: Patience) -> Any:
 
 
 def settings(options: Any, outputs: str, use_vllm: bool, four_bit: bool) -> dict[str, Any]:
-    """GRPOConfig's options: those of our run, and micro-batches of `--peer-batch` completions."""
+    """GRPOConfig's options: those of our run, with micro-batches of `--peer-batch` completions."""
     size: Shape = options.size
     if size.sequences % options.peer_batch:
         raise ValueError(f"--peer-batch is {options.peer_batch}; it must divide {size.sequences} completions")
@@ -84,7 +84,7 @@ def settings(options: Any, outputs: str, use_vllm: bool, four_bit: bool) -> dict
     return common | {
         "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": size.context,
         "vllm_gpu_memory_utilization": engine_share(size, four_bit, options.gib),
-        "vllm_enable_sleep_mode": options.gib is not None,  # off by default; where memory is short one turns it on
+        "vllm_enable_sleep_mode": options.gib is not None,  # off by default; one turns it on where memory is short
         "generation_kwargs": {"ignore_eos": True, "detokenize": False},
     }
 
@@ -105,11 +105,11 @@ def load(options: Any, four_bit: bool) -> Any:
 
 
 def train(options: Any, watch: PhaseWatch, model: Any, tokenizer: Any, config: dict[str, Any], **more: Any) -> Any:
-    """All steps; returns the rewards' record and the trainer."""
+    """Make all steps. Returns the tokens of each and the settings."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    if "max_prompt_length" in {field.name for field in dataclasses.fields(GRPOConfig)}:  # older ones cut prompts
+    if "max_prompt_length" in {field.name for field in dataclasses.fields(GRPOConfig)}:  # older versions cut prompts
         config = config | {"max_prompt_length": options.size.prompt_tokens}
     reward = ByPlace(options.size.n)
     trainer = timed(GRPOTrainer, watch)(
@@ -124,7 +124,7 @@ def train(options: Any, watch: PhaseWatch, model: Any, tokenizer: Any, config: d
 
 
 def shown(config: dict[str, Any]) -> dict[str, Any]:
-    """What a row says of the settings."""
+    """The settings that a row shows."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "optim", "loss_type",
              "gradient_checkpointing", "use_vllm", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
     return {name: config[name] for name in names if name in config}
@@ -132,7 +132,7 @@ def shown(config: dict[str, Any]) -> dict[str, Any]:
 
 def run_trl(options: Any, watch: PhaseWatch, outputs: str, use_vllm: bool, four_bit: bool) -> dict[str, Any]:
     """TRL's steps with its LoRA."""
-    import trl  # noqa: F401 - said first where it is not installed, before a model is loaded
+    import trl  # noqa: F401 - if it is not installed, fail before a model is loaded
     from peft import LoraConfig
     from transformers import AutoTokenizer
 
@@ -146,11 +146,11 @@ def run_trl(options: Any, watch: PhaseWatch, outputs: str, use_vllm: bool, four_
 
 
 def run_unsloth(options: Any, watch: PhaseWatch, outputs: str) -> dict[str, Any]:
-    """Unsloth's steps, by its defaults where ours have no counterpart."""
-    if options.gib is not None:  # its way to let the cache go while it trains, which must be said before the import
+    """Unsloth's steps: its 4-bit model, its vLLM on the same weights, its defaults where ours have no counterpart."""
+    if options.gib is not None:  # frees the cache while it trains; must be set before the import
         os.environ["UNSLOTH_VLLM_STANDBY"] = "1"
     import torch
-    import unsloth  # first: it patches what the others import
+    import unsloth  # first, because it patches what the others import
 
     size = options.size
     model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
@@ -164,7 +164,7 @@ def run_unsloth(options: Any, watch: PhaseWatch, outputs: str) -> dict[str, Any]
     )
     config = settings(options, outputs, use_vllm=True, four_bit=True)
     for name in ("vllm_enable_sleep_mode", "vllm_max_model_length", "shuffle_dataset"):
-        config.pop(name)  # the engine is made above, and its GRPOConfig may be of an older TRL
+        config.pop(name)  # the engine is made above, and its TRL may be older
     found = train(options, watch, model, tokenizer, config)
     found["config"]["weights"] = "nf4"
     return found

@@ -1,7 +1,7 @@
-"""Seconds and peaks of memory of each phase of a training step, the same way for every provider.
+"""Seconds and peak memory of each phase of a training step, measured in the same way for every provider.
 
-Nothing here imports the package, so that it runs in a peer's environment as it is. Phases nest: while an inner one
-runs, the outer one stands still, so that the phases of a step add up to the step.
+Nothing here imports the package, so that it also runs in a peer's environment. Phases nest: while an inner phase runs,
+the outer one is not counted, so the phases of a step add up to the step.
 """
 
 import threading
@@ -14,15 +14,15 @@ from typing import Any
 
 from bench.loop.processes import resident_bytes
 
-REST = "rest"  # what no phase claims
+REST = "rest"  # what belongs to no phase
 LOOK_EVERY = 0.05  # seconds between looks at what is in use
-SECONDS, ALLOCATED, USED = "seconds", "allocated_bytes", "used_bytes"  # by torch's allocator; on the card by whomever
-HOST, TAKEN = "host_bytes", "host_taken_bytes"  # the resident set; and, pinned pages too, what the whole host lost
+SECONDS, ALLOCATED, USED = "seconds", "allocated_bytes", "used_bytes"  # by torch's allocator; all on the card
+HOST, TAKEN = "host_bytes", "host_taken_bytes"  # the resident set; what the whole host lost, pinned pages too
 Step = dict[str, dict[str, Any]]  # measure -> phase -> value
 
 
 class PhaseWatch:
-    """Counts steps of phases on the CPU or on the current card, whose queue is waited for at each border."""
+    """Times the phases of steps, on the CPU or on the current card, whose queue it waits for at each border."""
 
     def __init__(self, device: str) -> None:
         self.on_card = device != "cpu"
@@ -35,7 +35,7 @@ class PhaseWatch:
         self.thread.start()
 
     def begin_step(self) -> None:
-        """From here on the phases of a new step are counted."""
+        """Begin to count the phases of a new step."""
         self.now: Step = {SECONDS: defaultdict(float), ALLOCATED: defaultdict(int), USED: defaultdict(int),
                           HOST: defaultdict(int), TAKEN: defaultdict(int)}
         self.wait()
@@ -44,9 +44,9 @@ class PhaseWatch:
         self.stack.append(REST)
 
     def end_step(self) -> None:
-        """Keep the step that was counted."""
+        """Keep the counted step."""
         if self.stack != [REST]:
-            raise RuntimeError(f"the step ends inside of phase {self.stack[-1] if self.stack else 'none'}")
+            raise RuntimeError(f"the step ends inside phase {self.stack[-1] if self.stack else 'none'}")
         self.count()
         self.stack.pop()
         self.steps.append({measure: dict(values) for measure, values in self.now.items() if values})
@@ -58,7 +58,7 @@ class PhaseWatch:
         self.end_step()
 
     def enter(self, name: str) -> None:
-        """What follows is of this phase, until `leave`; outside of a step nothing is counted."""
+        """Begin a phase, which lasts until `leave`; outside a step nothing is counted."""
         if self.stack:
             self.count()
             self.stack.append(name)
@@ -77,7 +77,7 @@ class PhaseWatch:
             self.leave()
 
     def count(self) -> None:
-        """Give what passed since the last border to the phase that ran."""
+        """Add the time since the last border to the phase that ran."""
         self.wait()
         now, name = time.perf_counter(), self.stack[-1]
         self.now[SECONDS][name] += now - self.marked
@@ -94,7 +94,7 @@ class PhaseWatch:
             self.now[measure][name] = max(self.now[measure][name], value)
 
     def look(self, name: str) -> None:
-        """What is in use now: of the host, and of the card as the driver says."""
+        """Note what is in use now: on the host, and on the card by the driver's count."""
         self.keep(HOST, name, resident_bytes("VmRSS"))
         self.keep(TAKEN, name, max(0, taken_bytes() - self.taken_before))
         if self.on_card:
@@ -105,7 +105,7 @@ class PhaseWatch:
 
     def look_again(self) -> None:
         while not self.ended.wait(LOOK_EVERY):
-            stack = self.stack[-1:]  # of one moment: the other thread goes on
+            stack = self.stack[-1:]  # a copy, since the other thread continues
             if stack:
                 self.look(stack[0])
 
@@ -127,7 +127,7 @@ class PhaseWatch:
 
 
 def taken_bytes() -> int:
-    """Bytes of the whole host that are not available; 0 where the system does not say."""
+    """Bytes of the whole host that are in use; 0 where the system does not say."""
     info = Path("/proc/meminfo")
     if not info.exists():
         return 0

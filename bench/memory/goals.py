@@ -1,4 +1,4 @@
-"""The numbers that a training step of Llama-3.1-8B is to reach on a card of 16 and of 24 GiB."""
+"""The numbers that a training step of Llama-3.1-8B should reach on cards of 16 and 24 GiB."""
 
 from bench.common.targets import OURS, ByProvider, Goal
 from lowmem_grpo.units import GIB

@@ -1,12 +1,12 @@
 """Rollouts by our engines and by vLLM with weights of its own: speed, memory, and agreement with the trainer.
 
-    python -m bench.rollout.bench                   the 8B shape on the card where there is one, else a tiny one
+    python -m bench.rollout.bench                   the 8B shape on the card if there is one, else a tiny one
     python -m bench.rollout.bench --device cpu      a tiny one on the CPU, within two minutes
-    python -m bench.rollout.bench --targets         no measuring: which targets the recorded rows reach
+    python -m bench.rollout.bench --targets         no measuring: which targets the recorded rows meet
 
-One model with random weights and one adapter are written first, and every provider samples from these in a process of
-its own. What is not installed is named and left out. Rows go to bench/results/rollout.jsonl; bench/README.md says what
-is in them.
+First a model with random weights and an adapter are written to a folder. Each provider then samples from them in a
+process of its own. What is not installed is named and left out. Rows go to bench/results/rollout.jsonl; bench/README.md
+explains them.
 """
 
 import json
@@ -36,7 +36,7 @@ console = Console(width=130)
 
 
 def providers(device: str) -> list[str]:
-    """All of them; the CPU has no CUDA graphs to do without."""
+    """All of them; on a CPU, without the one that does without CUDA graphs."""
     return [name for name in PROVIDERS if device == "cuda" or name != EAGER]
 
 
@@ -86,24 +86,24 @@ def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path)
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card where there is one, else the CPU.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="full on a card, tiny on the CPU.")
-@click.option("--provider", "names", multiple=True, type=click.Choice(PROVIDERS), help="All where this is left out.")
+@click.option("--provider", "names", multiple=True, type=click.Choice(PROVIDERS), help="By default all.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=2), help="Timed calls of each.")
 @click.option("--threads", default=1, show_default=True, help="Threads on the CPU.")
-@click.option("--weights", type=click.Path(file_okay=False, path_type=Path), help="A folder in which the weights are "
-              "made once and kept (16 GB for the 8B shape); a temporary one where this is left out.")
+@click.option("--weights", type=click.Path(file_okay=False, path_type=Path), help="A folder where the weights are "
+              "made once and kept (16 GB for the 8B shape); by default a temporary one.")
 @click.option("--run", "run_name", help="Joins the rows of several calls: providers of one run are compared.")
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows, one JSON object a line, and append none.")
-@click.option("--targets", is_flag=True, help="Measure nothing; say which targets the rows of --output reach.")
+@click.option("--targets", is_flag=True, help="Measure nothing; show which targets the rows of --output meet.")
 def main(
     device: str | None, shape: str | None, names: tuple[str, ...], rounds: int, threads: int, weights: Path | None,
     run_name: str | None, output: Path, as_json: bool, targets: bool,
 ) -> None:
-    """Measure rollouts, append rows, and say which targets are reached."""
+    """Measure rollouts, append rows, and show which targets are met."""
     console.stderr = as_json
-    common = machine(PACKAGES)  # taken first: the commit is the one that the run began with
+    common = machine(PACKAGES)  # first, so that the commit is the one at the start of the run
     device = device or ("cuda" if common["gpu"] else "cpu")
     shape = shape or ("full" if device == "cuda" else "tiny")
     if not targets:

@@ -1,4 +1,4 @@
-"""The numbers that rollouts are to reach."""
+"""The numbers that rollouts should reach."""
 
 from collections.abc import Callable
 

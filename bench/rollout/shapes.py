@@ -1,4 +1,4 @@
-"""What is sampled, from which model: shapes for a card and for a CPU."""
+"""The models and sequences that are sampled, for a card and for a CPU."""
 
 from dataclasses import dataclass
 from typing import Any

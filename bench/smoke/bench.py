@@ -1,12 +1,12 @@
-"""GRPO in small and for real: the model that comes with the package, a few steps with each engine and option.
+"""A few real GRPO steps of the model in the package, with each engine and option.
 
-    python -m bench.smoke.bench                      every variant, on the card where there is one, else on the CPU
+    python -m bench.smoke.bench                      every variant, on the card if there is one, else on the CPU
     python -m bench.smoke.bench --variant vllm --variant offload
     python -m bench.smoke.bench --list
 
-Each variant runs in a process of its own and gives a line: ok, missing with the reason, or failed with what is wrong.
-On a real card a variant must also leave no memory behind. On the pretend device of bench/gate/pretend.py values mean
-nothing, so only bytes are judged, and a variant that runs to its end was "walked". The exit code is 1 where one failed.
+Each variant runs in a process of its own and prints a line: ok, missing and why, or failed and what is wrong. On a real
+card a variant must also leave no memory behind. On the pretend card of bench/gate/pretend.py values mean nothing, so
+only bytes are judged, and a variant that reaches its end was "walked". The exit code is 1 where a variant failed.
 Rows go to bench/results/card_smoke.jsonl.
 """
 
@@ -28,7 +28,7 @@ PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "bitsandby
 
 
 def run(name: str, device: str, steps: int, limit: float, gpu: str | None) -> dict[str, Any]:
-    """A variant's measures with its status: ok, walked, missing or failed, and why."""
+    """Run a variant. Its measures and its status: ok, walked, missing or failed, and why."""
     found = child.run("bench.smoke.provider", name, device, str(steps), seconds=limit,
                       settings=environment(gpu, VARIANTS[name].sleeps))
     if found.get("failed"):
@@ -38,7 +38,7 @@ def run(name: str, device: str, steps: int, limit: float, gpu: str | None) -> di
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:
-    """Measures with their status."""
+    """The measures with their status."""
     if "missing" in found:
         return {"status": "missing", "why": found["missing"], "missing": found["missing"]}
     wrong = list(found["wrong"]) if found["pretend"] else complaints(found)
@@ -47,7 +47,7 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_words(name: str, row: dict[str, Any]) -> str:
-    """The line of a variant."""
+    """A variant's line."""
     if row["status"] != "ok":
         return f"{name}: {row['status']}{row['why'] and ': ' + row['why']}"
     parity = [step["sampling/parity/mean"] for step in row["steps"] if "sampling/parity/mean" in step]
@@ -56,20 +56,20 @@ def in_words(name: str, row: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card where there is one, else the CPU.")
-@click.option("--variant", "names", multiple=True, type=click.Choice(list(VARIANTS)), help="All where it is left out.")
-@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Rollouts that are trained on.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
+@click.option("--variant", "names", multiple=True, type=click.Choice(list(VARIANTS)), help="By default all.")
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Rollouts to train on.")
 @click.option("--time-limit", default=240.0, show_default=True, help="Seconds that a variant may take.")
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
-@click.option("--list", "listing", is_flag=True, help="Run nothing; name the variants.")
+@click.option("--list", "listing", is_flag=True, help="Only list the variants.")
 def main(
     device: str | None, names: tuple[str, ...], steps: int, time_limit: float, output: Path, listing: bool
 ) -> None:
-    """Run each variant, append a row of each, and say what came of it."""
+    """Run each variant, append its row, and print how it went."""
     if listing:
         click.echo("\n".join(VARIANTS))
         return
-    common = machine(PACKAGES)  # taken first: the commit is the one that the run began with
+    common = machine(PACKAGES)  # first, so that the commit is the one at the start of the run
     device = device or ("cuda" if common["gpu"] else "cpu")
     statuses = []
     for name in names or VARIANTS:

@@ -1,4 +1,4 @@
-"""One variant of bench/smoke/bench.py in a process of its own: load, LoRA, a few GRPO steps. Prints one JSON object,
+"""One variant of bench/smoke/bench.py in a process of its own: load, LoRA, a few GRPO steps. It prints one JSON object,
 which is `{"missing": reason}` where the variant cannot run here.
 
     python -m bench.smoke.provider VARIANT DEVICE STEPS
@@ -29,11 +29,11 @@ from lowmem_grpo.types import Rollout
 KEPT = ("loss", "grad_norm", "entropy", "groups/with_signal", "memory/oom_train", "memory/oom_generate",
         "memory/peak_bytes", "sampling/parity/mean", "step_time", "learning_rate")
 KV_BYTES = 64 * 2**20
-SMALL = 1024  # bytes from which a layer's input is offloaded: those of this model are below the usual bound
+SMALL = 1024  # bytes from which a layer's input is offloaded; this model's inputs are below the usual limit
 
 
 def every_other(completions: list[Any], **columns: Any) -> list[float]:
-    """A reward that differs within every group, whatever was sampled."""
+    """A reward that differs within every group, whatever is sampled."""
     return [float(number % 2) for number in range(len(completions))]
 
 
@@ -49,8 +49,8 @@ class WholeLengths(TransformersEngine):
 
 
 class Filling(TrainerCallback):
-    """After the first step, when all that stays has its place, it takes the card but for `left` bytes. They go back
-    into torch's cache at once, or are held until `rewards` pays for the second rollout."""
+    """After the first step, takes all of the card but `left` bytes. They go into torch's cache at once, or are held
+    until `rewards` scores the second rollout."""
 
     def __init__(self, what: str, left: int) -> None:
         self.what, self.left = what, left
@@ -65,14 +65,14 @@ class Filling(TrainerCallback):
                 self.held = None
 
     def rewards(self, completions: list[Any], **columns: Any) -> list[float]:
-        """The same as ever; nothing is held any more."""
+        """Let go of the card, and score as `every_other` does."""
         self.held = None
         torch.cuda.empty_cache()
         return every_other(completions)
 
 
 def untied(folder: Path) -> str:
-    """The tiny model with a head of its own, saved in a folder."""
+    """Save the tiny model with a separate head in a folder."""
     source = resolve(TINY)
     model = AutoModelForCausalLM.from_pretrained(source)
     head = model.get_output_embeddings()
@@ -84,7 +84,7 @@ def untied(folder: Path) -> str:
 
 
 def make_trainer(variant: Variant, device: str, steps: int, folder: Path, blind: bool) -> GRPOTrainer:
-    """The tiny model with LoRA in a trainer. `blind`: values mean nothing, so nothing that judges them is on."""
+    """The tiny model with LoRA in a trainer. `blind`: values mean nothing, so whatever judges them is off."""
     name = untied(folder / "untied") if variant.load.get("offload_embedding") else TINY
     load: dict[str, Any] = {"max_seq_length": 256, "device": device, "kv_cache_bytes": KV_BYTES, "max_num_seqs": 16}
     model, tokenizer = FastLanguageModel.from_pretrained(name, **load | variant.load)
@@ -107,7 +107,7 @@ def make_trainer(variant: Variant, device: str, steps: int, folder: Path, blind:
 
 
 def walk(variant: Variant, device: str, steps: int, blind: bool) -> dict[str, Any]:
-    """Train, and say what was seen; nothing of it is alive afterwards."""
+    """Train and return what was seen; nothing of it stays alive."""
     with tempfile.TemporaryDirectory(prefix="card_smoke_") as folder:
         trainer = make_trainer(variant, device, steps, Path(folder), blind)
         before = [parameter.detach().clone() for parameter in trainer.policy.trainable]
@@ -124,13 +124,13 @@ def walk(variant: Variant, device: str, steps: int, blind: bool) -> dict[str, An
 
 
 def free_bytes() -> int:
-    """Of the card, once it has done all that it was told."""
+    """Free bytes of the card, after all its work is done."""
     torch.cuda.synchronize()
     return torch.cuda.mem_get_info()[0]
 
 
 def wrong_sleep(engine: Any) -> list[str]:
-    """What is not as a nap should leave it: the key-value cache goes back to the card, and comes again."""
+    """What is wrong after sleep and wake: sleep must free the key-value cache, and waking must bring it back."""
     kv_bytes, before = engine.kv_bytes, free_bytes()
     engine.sleep()
     asleep = free_bytes()
@@ -138,7 +138,7 @@ def wrong_sleep(engine: Any) -> list[str]:
     awake, wrong = free_bytes(), []
     if asleep - before < 0.9 * kv_bytes:
         wrong.append(f"sleep gave {asleep - before:,} bytes back, of a key-value cache of {kv_bytes:,}")
-    if before - awake > 0.1 * kv_bytes:  # less is well: dequantized weights come back with the next call
+    if before - awake > 0.1 * kv_bytes:  # fewer is fine: dequantized weights return with the next call
         wrong.append(f"after sleep and wake {before - awake:,} more bytes are taken than before")
     if engine.kv_bytes != kv_bytes:
         wrong.append(f"the key-value cache has {engine.kv_bytes:,} bytes after sleep and wake, and had {kv_bytes:,}")
@@ -146,7 +146,7 @@ def wrong_sleep(engine: Any) -> list[str]:
 
 
 def wrong_after_filling(trainer: GRPOTrainer, variant: Variant, lines: list[dict[str, Any]]) -> list[str]:
-    """Beside a full cache of torch's waking is as ever; on a full card it takes a smaller key-value cache."""
+    """What is wrong with waking: torch's full cache must not matter, and a full card must give a smaller cache."""
     shortages = max((line["memory/oom_generate"] for line in lines), default=0)
     trainer.engine.wake()
     asked, had = variant.load["kv_cache_bytes"], trainer.engine.kv_bytes
@@ -161,7 +161,7 @@ def wrong_after_filling(trainer: GRPOTrainer, variant: Variant, lines: list[dict
 
 
 def wrong_state(trainer: GRPOTrainer, variant: Variant, device: str) -> list[str]:
-    """What is not as the variant asked for, after its last step."""
+    """What differs from the variant's options after its last step."""
     wrong, engine = [], variant.load.get("fast_inference", "transformers")
     offload = trainer.learner.offload
     if trainer.engine.name != engine:
@@ -174,7 +174,7 @@ def wrong_state(trainer: GRPOTrainer, variant: Variant, device: str) -> list[str
 
 
 def allocated(device: str) -> int:
-    """Bytes that torch holds on the card, garbage aside; 0 on the CPU."""
+    """Bytes that torch holds on the card, after garbage collection; 0 on the CPU."""
     gc.collect()
     if device == "cpu":
         return 0
@@ -184,8 +184,8 @@ def allocated(device: str) -> int:
 
 
 def run(name: str, device: str, steps: int) -> dict[str, Any]:
-    """Everything that is measured of a variant. On a card it runs twice: what the first one leaves behind is workspaces
-    and caches of libraries, what the second one leaves is a leak."""
+    """Everything that is measured. On a card the variant runs twice: the first run leaves workspaces and caches of
+    libraries behind, but what the second one leaves is a leak."""
     variant = VARIANTS[name]
     if device == "cpu" and variant.card_only:
         return {"missing": variant.card_only}

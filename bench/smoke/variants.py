@@ -9,31 +9,31 @@ LEFT_BYTES = 2 * 2**20  # what a variant may leave on a card after everything wa
 
 @dataclass(frozen=True)
 class Variant:
-    """Options of `from_pretrained`, `get_peft_model` and `GRPOConfig` beside those that all variants share."""
+    """Options of `from_pretrained`, `get_peft_model` and `GRPOConfig`, added to those that all variants share."""
 
     load: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    card_only: str | None = None  # why it runs on a card alone
-    fills: str = ""  # CACHE or CARD: what is filled between the first rollout and the second
+    card_only: str | None = None  # why it needs a card
+    fills: str = ""  # CACHE or CARD: what is filled after the first rollout
 
     @property
     def sleeps(self) -> bool:
-        """Whether vLLM's sleep is part of it."""
+        """Whether vLLM sleeps in it."""
         return self.load.get("fast_inference") == "vllm"
 
 
-CACHE = "torch's cache"  # holds most of the card, as after a training step: waking must have it given back
-CARD = "the card"  # half of the key-value cache has room: a smaller one must do
+CACHE = "torch's cache"  # holds most of the card, as after a training step; it must be emptied before waking
+CARD = "the card"  # has room for half of the key-value cache; a smaller one must do
 PLAIN: dict[str, Any] = {"use_gradient_checkpointing": True}
 OFFLOAD: dict[str, Any] = {"use_gradient_checkpointing": "offload"}
 PACKED: dict[str, Any] = {"max_tokens_per_micro_batch": 192}  # a few sequences: several micro-batches a step
 EARLY: dict[str, Any] = {"score_while_sampling": True}
 HALF: dict[str, Any] = {"dtype": "float16"}
-FP16 = "gradients in fp16 are scaled for a card"
+FP16 = "gradients in fp16 are only scaled on a card"
 PAGED = "paged states need a card's memory"
-SLEEP = "vLLM sleeps on a card alone"
-LARGE: dict[str, Any] = {"fast_inference": "vllm", "kv_cache_bytes": 4 * 2**30}  # half of it is more than graphs take
+SLEEP = "vLLM sleeps only on a card"
+LARGE: dict[str, Any] = {"fast_inference": "vllm", "kv_cache_bytes": 4 * 2**30}  # half of it exceeds what graphs take
 
 VARIANTS = {
     "4-bit": Variant(lora=PLAIN),
@@ -62,13 +62,13 @@ VARIANTS = {
 
 
 def complaints(found: dict[str, Any]) -> list[str]:
-    """What is wrong with a variant's measures, in words; nothing where all is well."""
+    """What is wrong with a variant's measures, in words."""
     wrong = [f"step {number}: {name} is {step.get(name)}" for number, step in enumerate(found["steps"], 1)
              for name in ("loss", "grad_norm", "entropy") if not math.isfinite(step.get(name, math.nan))]
     for number, step in enumerate(found["steps"], 1):
         if step["groups/with_signal"] and not step["grad_norm"] > 0:
             wrong.append(f"step {number}: rewards differ and the gradient is zero")
-        if step["memory/oom_train"] or (step["memory/oom_generate"] and not found.get("fills")):  # else it judged this
+        if step["memory/oom_train"] or (step["memory/oom_generate"] and not found.get("fills")):  # else it judges this
             wrong.append(f"step {number}: memory ran out")
     if not found["steps"]:
         wrong.append("no step was recorded")

@@ -94,7 +94,7 @@ def test_a_model_of_other_settings_is_taken_for_the_one_that_is_wanted(tmp_path:
 @pytest.mark.parametrize(("changes", "good", "said"), [
     ({}, True, "noise 4.4%"), ({"accuracy_after": 0.44}, False, "no rise beyond noise (4.4%)"),
     ({"accuracy_after": 0.3}, False, "no rise"), ({"eval_problems": 100, "accuracy_after": 0.5}, False, "no rise"),
-    ({"accuracy_after": 0.3, "device": "cpu"}, True, "judged on a card alone"),
+    ({"accuracy_after": 0.3, "device": "cpu"}, True, "judged only on a card"),
     ({"accuracy_after": 0.3, "size": "tiny"}, True, "nothing can be learnt"),
     ({"accuracy_after": 0.3, "gpu": "Null CUDA sm_90 (no GPU)"}, True, "nothing can be learnt"),
 ])

@@ -79,7 +79,7 @@ def test_phases_outside_of_a_step_count_for_none_and_a_step_must_end_outside_of_
     watch.leave()
     watch.begin_step()
     watch.enter("train")
-    with pytest.raises(RuntimeError, match="the step ends inside of phase train"):
+    with pytest.raises(RuntimeError, match="the step ends inside phase train"):
         watch.end_step()
     watch.leave()
     watch.end_step()
