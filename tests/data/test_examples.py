@@ -81,7 +81,7 @@ def test_a_row_fills_max_length_to_the_last_token_and_not_beyond() -> None:
 def test_a_template_that_renders_the_prompt_differently_with_its_answer_is_refused() -> None:
     template = ("{% for m in messages %}[{{ loop.length }}]{{ m['content'] }}{% endfor %}"
                 "{% if add_generation_prompt %}=>{% endif %}")
-    with pytest.raises(DataError, match=r"renders a prompt differently.*: '1\]a=>' without it, '2\]ab.*' with it"):
+    with pytest.raises(DataError, match=r"renders a prompt differently.*: '1\]a=>' without it, '2\]a.*' with it"):
         encoder(template=template).encode({"prompt": question("a"), "completion": "b"})
 
 
