@@ -2,7 +2,7 @@
 
     log_ratio_t = logp_t - old_logp_t          per token; (1/|o|) sum_t log_ratio_t at sequence level (GSPO)
     w_t = exp(log_ratio_t)                     the importance weight at the level that the settings name
-    loss = sum_t weight_t (l_t + beta KL_t)    l_t from `objective`, weight_t from `weights`
+    loss = sum_t weight_t (l_t + beta KL_t)    l_t from `token_loss`, weight_t from `weights`
 
 The denominators of `weights` always count the whole step, so that neither the split into micro-batches nor their order
 can change the gradient. Everything here is elementwise on aligned tokens (N,), and any autograd runs over it.
@@ -33,7 +33,7 @@ class LossTokens:
     correction_is_per_sequence: bool = False
 
 
-Objective = Callable[[LossTokens, Mapping[str, Any]], Tensor]
+TokenLoss = Callable[[LossTokens, Mapping[str, Any]], Tensor]
 Weights = Callable[[Tensor, "StepCounts"], Tensor]
 
 
@@ -144,7 +144,7 @@ def mean_over_longest(lengths: Tensor, step: StepCounts) -> Tensor:
 class LossType:
     """One loss type, as the code dispatches on it and as the documentation shows it."""
 
-    objective: Objective
+    token_loss: TokenLoss
     weights: Weights
     options: Mapping[str, Any]  # the options it uses beside those that every type has, with their defaults
     formula: str

@@ -3,7 +3,7 @@
 `loss_types.py` holds what the loss types differ in; this file what they share: the level of the importance weight, the
 KL term, masks, the correction for the sampler, the entropy bonus and the order in which they apply:
 
-    l_t = objective_t * keep_t (off-policy mask) * mask_t (top entropy) * sg(c_t) (correction)
+    l_t = token_loss_t * keep_t (off-policy mask) * mask_t (top entropy) * sg(c_t) (correction)
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)
 """
 
@@ -55,7 +55,7 @@ def grpo_loss(
         policy_mask = top_entropy_mask(known.detach(), settings.top_entropy_quantile)
     report = Report()
     report.add(clip_metrics(kind, tokens, chosen, settings.level != "token"))
-    per_token = kind.objective(tokens, chosen)
+    per_token = kind.token_loss(tokens, chosen)
     for factor in factors(tokens, settings, rollout_logprobs, policy_mask, report):
         per_token = per_token * factor
     if settings.beta:

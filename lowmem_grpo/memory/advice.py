@@ -1,45 +1,24 @@
-"""What to say where memory ran out: the plan's table, its row that was wrong, the settings that would help."""
+"""What to say when memory runs out: the plan's table, the row that was probably wrong, the settings that would help."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from lowmem_grpo.memory.plan import MemoryPlan, Row
 from lowmem_grpo.units import size_text
 
-# Rows of a plan that do not depend on how much is done at once: a shortage says nothing against them.
+# Rows of a plan that do not depend on how much is done at once: a shortage does not show that they are wrong.
 FIXED = ("weight", "embedding", "head", "adapter", "gradient", "optimizer", "context", "reserve")
 SHOWN = 3  # settings
 
 
-class PlanRow(Protocol):
-    """Bytes of one component in each phase."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def train(self) -> int: ...
-    @property
-    def rollout(self) -> int: ...
-
-
-class Plan(Protocol):
-    """What a memory plan has to offer here."""
-
-    @property
-    def rows(self) -> Sequence[PlanRow]: ...
-
-
 @dataclass
 class MemoryAdvice:
-    """`settings` are those that would help, by phase, the best first. `plan` may be set at any time, and `describe`
-    to print something else than the plan's rows."""
+    """`settings` lists for each phase what would help, the best first; `plan` may be set later."""
 
     settings: dict[str, list[str]] = field(default_factory=dict)
-    plan: Plan | None = None
-    describe: Callable[[], str] | None = None
+    plan: MemoryPlan | None = None
 
     def text(self, phase: str) -> str:
-        """The table, where there is one, and the settings."""
+        """The table, if there is one, and the settings that would help."""
         settings = self.settings.get(phase, [])[:SHOWN]
         helpful = "What would help: " + "; ".join(settings or ["a shorter context", "a smaller model"])
         table = self.table(phase)
@@ -47,8 +26,6 @@ class MemoryAdvice:
 
     def table(self, phase: str) -> str:
         """The plan's rows of a phase, the largest first, and their sum; empty without a plan."""
-        if self.describe is not None:
-            return self.describe()
         if self.plan is None:
             return ""
         rows = sorted(((row.name, size_of(row, phase)) for row in self.plan.rows), key=lambda row: row[1], reverse=True)
@@ -57,8 +34,8 @@ class MemoryAdvice:
         return "\n".join(f"  {name:<{width}}  {size_text(size):>12}" for name, size in rows if size)
 
     def wrong_row(self, phase: str, what: str, peak: int) -> str:
-        """Planned against measured, and the row to blame: that of what failed, or the largest one that grows with what
-        is done at once. Empty without a plan."""
+        """Planned and measured bytes, and the row to blame: the one named like what failed, or the largest row that
+        grows with the amount done at once. Empty without a plan."""
         if self.plan is None or not self.plan.rows:
             return ""
         rows = self.plan.rows
@@ -72,5 +49,5 @@ class MemoryAdvice:
         )
 
 
-def size_of(row: PlanRow, phase: str) -> int:
+def size_of(row: Row, phase: str) -> int:
     return row.train if phase == "train" else row.rollout

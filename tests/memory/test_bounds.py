@@ -583,11 +583,12 @@ def test_completions_of_a_lowered_bound_come_from_another_distribution(
 def test_a_single_sequence_without_memory_is_tried_for_ever(
     engine: TransformersEngine, prompts: list[list[int]]
 ) -> None:
-    engine.bound.advice = MemoryAdvice({"rollout": ["a lower max_completion_length"]}, describe=lambda: "THE TABLE")
+    plan: Any = SimpleNamespace(rows=[SimpleNamespace(name="KV cache", train=0, rollout=GIB)])
+    engine.bound.advice = MemoryAdvice({"rollout": ["a lower max_completion_length"]}, plan)
     hook = Failing(*range(100))
     engine.policy.backbone.norm.register_forward_hook(hook)
     engine.policy.model.train()
-    with pytest.raises(MemoryExhaustedError, match=r"sampling 1 at once(.|\n)*THE TABLE(.|\n)*max_completion_length"):
+    with pytest.raises(MemoryExhaustedError, match=r"sampling 1 at once(.|\n)*KV cache(.|\n)*max_completion_length"):
         engine.generate(prompts, SamplingParams(n=4, max_tokens=5))
     assert hook.raised == engine.bound.failures == 4  # 12, 6, 3 and 1 at once
     assert engine.policy.model.training
