@@ -1,28 +1,13 @@
-"""Memory that runs out in training and in sampling: what is trained stays the same. Names say what breaks."""
+"""Out of memory is told from other errors, frees what it held, and lowers a bound."""
 
-import copy
-import itertools
 import json
-import logging
 import weakref
-from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from late_copies import LateCopies
-from small_models import load_model, with_adapter
-from transformers import PreTrainedTokenizerBase
-from vllm_models import engine_on
+from failing import WORDS
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.engines.vllm.installed import installed
-from lowmem_grpo.engines.vllm.lent_layers import LAYERS
-from lowmem_grpo.memory.advice import MemoryAdvice
 from lowmem_grpo.memory.bounds import (
     Bound,
     MemoryExhaustedError,
@@ -32,218 +17,27 @@ from lowmem_grpo.memory.bounds import (
     smaller,
     tried,
 )
-from lowmem_grpo.models.packing import pack
-from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.runs.records import read_lines
-from lowmem_grpo.types import Rollout, RolloutGroup
-from lowmem_grpo.units import GIB
 
 CPU = torch.device("cpu")
-TOKENS = 160  # of a micro-batch: the groups below make at least three of them
-ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
-SETTINGS: dict[str, Any] = {
-    "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 24, "max_steps": 3,
-    "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, "parity_steps": 0,
-}
-WORDS = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.00 GiB"
-
-Tensors = dict[str, torch.Tensor]
-
-
-def digit_sum(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(sum(int(c) for c in text if c in "0123456789")) for text in completions]
-
-
-def make(
-    folder: Path, dropout: float = 0.1, checkpointing: bool | str = False, **settings: Any
-) -> GRPOTrainer:
-    """A trainer of the embedded model, with an adapter that matters."""
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
-    model = FastLanguageModel.get_peft_model(
-        bare, r=4, lora_dropout=dropout, use_gradient_checkpointing=checkpointing
-    )
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
-    config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
-    return GRPOTrainer(model, digit_sum, config, ROWS)
-
-
-@pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> list[RolloutGroup]:
-    """Four groups of four completions, all with a gradient."""
-    groups = make(tmp_path_factory.mktemp("sampled")).rollout()
-    batches = pack([RolloutGroup(g.row, g.prompt_ids, [r for r in g.rollouts if r.advantage]) for g in groups], TOKENS)
-    assert len(batches) >= 3
-    return groups
-
-
-class Failing:
-    """A hook that raises at some of its calls, counted from 0."""
-
-    def __init__(self, *calls: int, error: Callable[[], BaseException] = lambda: torch.OutOfMemoryError(WORDS)) -> None:
-        self.at, self.calls, self.error, self.raised = set(calls), 0, error, 0
-
-    def __call__(self, *args: Any) -> None:
-        number, self.calls = self.calls, self.calls + 1
-        if number in self.at:
-            self.raised += 1
-            raise self.error()
-
-
-def fail_forward(trainer: GRPOTrainer, hook: Failing) -> Any:
-    """At the last layer norm of a forward pass, when all layers have run."""
-    return trainer.policy.backbone.norm.register_forward_hook(hook)
-
-
-def fail_backward(trainer: GRPOTrainer, hook: Failing) -> Any:
-    """When the gradient of the first layer's adapter is there, and those of all other layers were added already."""
-    first = next(p for name, p in trainer.model.named_parameters() if "layers.0.self_attn.q_proj.lora_A" in name)
-    return first.register_hook(hook)
-
-
-PLACES = {"forward": fail_forward, "backward": fail_backward}
-
-
-def adapter(trainer: GRPOTrainer) -> Tensors:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def same(first: Tensors, second: Tensors) -> bool:
-    assert first.keys() == second.keys()
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
-def updated(trainer: GRPOTrainer, groups: list[RolloutGroup], hook: Any = None) -> tuple[Tensors, dict[str, float]]:
-    """The adapter after an update on copies of the groups, and its metrics; the hook's handle is removed."""
-    torch.manual_seed(7)
-    metrics = trainer.update(copy.deepcopy(groups))
-    if hook is not None:
-        hook.remove()
-    return adapter(trainer), metrics
-
-
-def distance(first: Tensors, second: Tensors) -> float:
-    return sum((first[name] - second[name]).square().sum().item() for name in first) ** 0.5
-
-
-def count_batches(groups: list[RolloutGroup], tokens: int) -> int:
-    trained = [RolloutGroup(g.row, g.prompt_ids, [r for r in g.rollouts if r.advantage]) for g in groups]
-    return len(pack(trained, tokens, SETTINGS["per_device_train_batch_size"]))
-
-
-# Training
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_layer_inputs_on_the_host_survive_an_attempt_that_broke_off(
-    tmp_path: Path, sampled: list[RolloutGroup], place: str
-) -> None:
-    """Their pages come back, and the repeated step reads none of the first attempt's."""
-    kind: dict[str, Any] = {"dropout": 0.1, "checkpointing": "offload"}
-    expected, _ = updated(make(tmp_path, max_tokens_per_micro_batch=TOKENS // 2, **kind), sampled)
-    for number in range(count_batches(sampled, TOKENS)):
-        trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS, **kind)
-        # what a card does, on the CPU: copies as late as allowed, in pages smaller than a layer input
-        offload = ActivationOffload(trainer.model, LateCopies(), min_bytes=1024, page_bytes=4096)
-        trainer.learner.offload = offload
-        hook = Failing(number)
-        found, _ = updated(trainer, sampled, PLACES[place](trainer, hook))
-        assert hook.raised == 1 and offload.host_bytes_peak > 0
-        assert same(found, expected), number
-        assert offload.host_bytes == 0
-
-
-@pytest.mark.parametrize(("dropout", "checkpointing"), [(0.0, False), (0.1, False), (0.1, True)])
-@pytest.mark.parametrize("place", PLACES)
-def test_out_of_memory_at_some_micro_batch_changes_what_is_trained(
-    tmp_path: Path, sampled: list[RolloutGroup], place: str, dropout: float, checkpointing: bool
-) -> None:
-    kind = {"dropout": dropout, "checkpointing": checkpointing}
-    expected, metrics = updated(make(tmp_path, max_tokens_per_micro_batch=TOKENS // 2, **kind), sampled)
-    for number in range(count_batches(sampled, TOKENS)):
-        trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS, **kind)
-        hook = Failing(number)
-        found, measured = updated(trainer, sampled, PLACES[place](trainer, hook))
-        assert hook.raised == 1
-        assert trainer.memory.train.lowered == TOKENS // 2
-        assert same(found, expected), number
-        assert measured == metrics
-    if dropout == 0:
-        start = adapter(make(tmp_path, **kind))
-        whole, _ = updated(make(tmp_path, max_tokens_per_micro_batch=TOKENS, **kind), sampled)
-        # Adam's first step is as large for a gradient of rounding noise as for any other: hence the norm of all
-        assert distance(whole, expected) < 1e-2 * distance(start, expected)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_out_of_memory_twice_in_a_row_changes_what_is_trained(
-    tmp_path: Path, sampled: list[RolloutGroup], place: str
-) -> None:
-    expected, _ = updated(make(tmp_path, max_tokens_per_micro_batch=TOKENS // 4), sampled)
-    trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS)
-    hook = Failing(1, 2)  # the second micro-batch, then the first of the second attempt
-    found, _ = updated(trainer, sampled, PLACES[place](trainer, hook))
-    assert hook.raised == 2
-    assert trainer.memory.train.lowered == TOKENS // 4
-    assert trainer.memory.metrics() == {"memory/oom_train": 2, "memory/oom_generate": 0}
-    assert same(found, expected)
-
-
-def test_a_run_without_a_bound_does_not_start_from_the_micro_batch_that_failed(
-    tmp_path: Path, sampled: list[RolloutGroup]
-) -> None:
-    trainer = make(tmp_path)
-    trained = [RolloutGroup(g.row, g.prompt_ids, [r for r in g.rollouts if r.advantage]) for g in sampled]
-    (batch,) = pack(trained, None, SETTINGS["per_device_train_batch_size"])
-    half = len(batch.input_ids) // 2
-    found, _ = updated(trainer, sampled, fail_forward(trainer, Failing(0)))
-    assert trainer.memory.train.lowered == half
-    assert same(found, updated(make(tmp_path, max_tokens_per_micro_batch=half), sampled)[0])
-
-
-@pytest.mark.parametrize("error", [
-    lambda: MemoryError(), lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: "
-                                                "can't allocate memory: you tried to allocate 8 bytes."),
-])
-def test_out_of_memory_on_the_host_ends_a_run(tmp_path: Path, sampled: list[RolloutGroup], error: Any) -> None:
-    trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS)
-    updated(trainer, sampled, fail_forward(trainer, Failing(1, error=error)))
-    assert trainer.memory.train.failures == 1
-
-
-@pytest.mark.parametrize("error", [RuntimeError("the reward model is out of memory"), KeyboardInterrupt(),
-                                   RuntimeError("CUDA Error: invalid argument at /csrc/cumem_allocator.cpp:139"),
-                                   ValueError("CUDA out of memory"), RuntimeError("CUDA error: illegal memory access")])
-def test_another_error_is_taken_for_out_of_memory(
-    tmp_path: Path, sampled: list[RolloutGroup], error: BaseException
-) -> None:
-    trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS)
-    with pytest.raises(type(error)) as caught:
-        updated(trainer, sampled, fail_forward(trainer, Failing(1, error=lambda: error)))
-    assert caught.value is error
-    assert trainer.memory.train.failures == 0
 
 
 @pytest.mark.parametrize("words", [
     "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:139",
     "the worker failed: CUDA Error: out of memory at ../csrc/cumem_allocator.cpp:62\nmore",
 ])
-def test_vllms_words_for_out_of_memory_are_taken_for_another_error(words: str) -> None:
+def test_vllms_words_for_out_of_memory_are_recognised(words: str) -> None:
     assert is_out_of_memory(RuntimeError(words))
     assert not is_out_of_memory(ValueError(words))
 
 
-def test_a_failed_allocation_of_torch_itself_is_not_recognised() -> None:
+def test_a_failed_allocation_of_torch_is_recognised() -> None:
     failed = tried(lambda: torch.empty(2**58, dtype=torch.uint8), CPU)
     assert isinstance(failed, Shortage)
     assert failed.asked == 2**58
     assert failed.peak > 0
 
 
-def test_tensors_of_the_failed_attempt_are_alive_when_it_is_made_again() -> None:
+def test_tensors_of_the_failed_attempt_are_freed_before_the_next_one() -> None:
     held: list[Any] = []
 
     def attempt() -> None:
@@ -259,207 +53,14 @@ def test_tensors_of_the_failed_attempt_are_alive_when_it_is_made_again() -> None
     assert held[0]() is None
 
 
-@pytest.mark.parametrize("field", ["old_logprobs", "ref_logprobs", "both"])
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5, 6, 7])
-def test_out_of_memory_while_log_probabilities_are_recomputed_changes_what_is_trained(
-    tmp_path: Path, sampled: list[RolloutGroup], field: str, number: int
-) -> None:
-    more = {"old_logprobs": {"num_iterations": 2}, "ref_logprobs": {"beta": 0.1},
-            "both": {"num_iterations": 2, "beta": 0.1}}[field]
-    expected, _ = updated(make(tmp_path, max_tokens_per_micro_batch=TOKENS // 2, **more), sampled)
-    trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS, **more)
-    fills = count_batches(sampled, TOKENS) * (2 if field == "both" else 1)
-    hook = Failing(number)  # in the first pass over the groups, in the second one, or in that of the first step
-    found, _ = updated(trainer, sampled, fail_forward(trainer, hook))
-    assert hook.raised == 1
-    assert number < fills + count_batches(sampled, TOKENS) or field != "both"
-    if number < fills + count_batches(sampled, TOKENS):
-        assert same(found, expected)
-    else:  # the second optimizer step: the first one was made in larger micro-batches, which cannot be undone
-        assert all(torch.isfinite(value).all() for value in found.values())
-
-
-def test_gradients_from_before_the_call_are_lost_or_changed(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
-    first, second = sampled[:2], sampled[2:]
-    gradients = []
-    for tokens, calls in ((TOKENS // 2, ()), (TOKENS, (1,))):
-        trainer = make(tmp_path, max_tokens_per_micro_batch=tokens)
-        torch.manual_seed(7)
-        trainer.learner.config.max_tokens_per_micro_batch = TOKENS // 2
-        trainer.forward_backward(copy.deepcopy(first))
-        trainer.learner.config.max_tokens_per_micro_batch = tokens
-        parameter = trainer.policy.trainable[-1]
-        held = parameter.grad
-        hook = fail_backward(trainer, Failing(*calls))
-        trainer.forward_backward(copy.deepcopy(second))
-        hook.remove()
-        assert trainer.memory.train.failures == len(calls)
-        assert parameter.grad is held
-        gradients.append({n: p.grad for n, p in trainer.model.named_parameters() if p.requires_grad})
-    assert same(*gradients)
-
-
-def test_what_cannot_be_made_smaller_leaves_a_mess_or_says_too_little(
-    tmp_path: Path, sampled: list[RolloutGroup]
-) -> None:
-    trainer = make(tmp_path)
-    rows = [SimpleNamespace(name="MLP tile", train=3 * GIB, rollout=0),
-            SimpleNamespace(name="weights", train=4 * GIB, rollout=4 * GIB)]
-    trainer.memory.advice.plan = SimpleNamespace(rows=rows)
-    before, random = adapter(trainer), torch.get_rng_state()
-    with pytest.raises(MemoryExhaustedError) as caught:
-        fail_backward(trainer, Failing(*range(100)))
-        trainer.forward_backward(sampled)
-    message = str(caught.value)
-    assert "cannot be made smaller" in message
-    expected = ("MLP tile      3.00 GiB", "together      7.00 GiB", "Measured peak: ", "max_completion_length (now 24)",
-                "max_seq_length (now 128)", 'use_gradient_checkpointing="offload"', "load_in_4bit=True")
-    assert [part for part in expected if part not in message] == []
-    assert "8bit" not in message  # three settings, no more
-    assert same(adapter(trainer), before)
-    assert all(parameter.grad is None for parameter in trainer.policy.trainable)
-    assert torch.equal(torch.get_rng_state(), random)
-    sizes = [len(batch.rollouts) for batch in pack(sampled, trainer.memory.train.lowered)]
-    assert set(sizes) == {1}
-
-
-def test_a_setting_that_is_on_already_is_recommended(tmp_path: Path) -> None:
-    trainer = make(tmp_path, checkpointing="offload", optim="adamw_8bit")
-    text = trainer.memory.advice.text("train")
-    assert "offload" not in text
-    assert "8bit" not in text
-    assert "load_in_4bit=True" in text
-    assert text.count(";") == 2
-
-
-def test_a_shortage_is_not_counted_or_not_said_once(
-    tmp_path: Path, sampled: list[RolloutGroup], caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS)
-    sizes = {"weights": 9, "layer recompute": 5}
-    rows = [SimpleNamespace(name=name, train=size, rollout=0) for name, size in sizes.items()]
-    trainer.memory.advice.plan = SimpleNamespace(rows=rows)
-    with caplog.at_level(logging.WARNING):
-        updated(trainer, sampled, fail_forward(trainer, Failing(2)))
-    (line,) = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
-    expected = ("a training micro-batch of ", "20.0 MiB", f"is now {TOKENS // 2}", "layer recompute")
-    assert [part for part in expected if part not in line] == []
-
-
-def test_memory_that_runs_out_in_the_parity_check_ends_a_run(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
-    trainer = make(tmp_path, parity_steps=1)
-    expected = trainer.parity.check(sampled)
-    handle = fail_forward(trainer, Failing(0))
-    found = trainer.parity.check(sampled)
-    handle.remove()
-    assert found == pytest.approx(expected, abs=1e-6)
-    assert trainer.memory.train.failures == 1
-    assert trainer.policy.model.training
-
-
-def test_a_bound_is_halved_into_nothing_or_without_effect() -> None:
+def test_a_bound_is_halved_until_it_splits_the_largest() -> None:
     assert smaller(4096, [3000, 500]) == 2048
     assert smaller(16384, [3000]) == 2048  # 8192 and 4096 would change nothing
     assert smaller(5, [2]) == 1
     assert smaller(4096, []) is None
 
 
-# The optimizer
-
-
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_an_optimizer_step_that_ran_out_of_memory_is_half_made_or_made_twice(
-    tmp_path: Path, sampled: list[RolloutGroup], optim: str, moment: str
-) -> None:
-    expected, steady = [], make(tmp_path, optim=optim)
-    expected = [updated(steady, sampled)[0] for _ in range(2)]
-    for number in range(2):  # at the first step there is no state yet
-        trainer = make(tmp_path, optim=optim)
-        register = getattr(trainer.learner.optimizer, f"register_step_{'pre' if moment == 'before' else 'post'}_hook")
-        handle = register(Failing(number))
-        found = [updated(trainer, sampled)[0] for _ in range(2)]
-        handle.remove()
-        assert trainer.memory.train.failures == 1
-        assert same(found[0], expected[0])
-        assert same(found[1], expected[1])
-
-
-def test_an_optimizer_that_stops_between_parameters_updates_some_of_them_twice(
-    tmp_path: Path, sampled: list[RolloutGroup]
-) -> None:
-    expected, _ = updated(make(tmp_path, optim="adamw_8bit"), sampled)
-    trainer = make(tmp_path, optim="adamw_8bit")
-    optimizer: Any = trainer.learner.optimizer
-    initial, hook = optimizer.init_state, Failing(5)
-    optimizer.init_state = lambda *args: hook() or initial(*args)  # the sixth parameter's state cannot be had
-    found, _ = updated(trainer, sampled)
-    assert hook.raised == 1
-    assert same(found, expected)
-
-
-def test_an_optimizer_step_without_memory_loses_gradients_or_parameters(
-    tmp_path: Path, sampled: list[RolloutGroup]
-) -> None:
-    trainer = make(tmp_path, max_grad_norm=1e9)
-    before = adapter(trainer)
-    trainer.forward_backward(copy.deepcopy(sampled))
-    gradients = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
-    trainer.learner.optimizer.register_step_post_hook(Failing(0, 1))
-    with pytest.raises(MemoryExhaustedError, match="the optimizer step"):
-        trainer.optim_step()
-    assert same(adapter(trainer), before)
-    assert same({n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}, gradients)
-    assert trainer.state.global_step == 0
-
-
-# A whole run
-
-
-def test_a_run_that_cannot_go_on_loses_what_came_before(tmp_path: Path) -> None:
-    # single sequences from the start; the second pass makes each update draw random numbers before its first step
-    settings = {"max_tokens_per_micro_batch": 1, "num_iterations": 2, "max_steps": 4, "learning_rate": 1e-3}
-    expected = make(tmp_path / "steady", **settings)
-    expected.train()
-    trainer = make(tmp_path / "run", **settings)
-    passes = Failing(*range(1000, 2000))
-    handle = fail_backward(trainer, passes)
-    trainer.callbacks.listeners.append(  # the second update has no memory at all
-        SimpleNamespace(on_step_begin=lambda args, state, *_, **__: passes.at.update(range(1000))
-                        if state.global_step == 2 else None)
-    )
-    with pytest.raises(MemoryExhaustedError) as caught:
-        trainer.train()
-    handle.remove()
-    assert f"Saved {tmp_path / 'run' / 'checkpoint-2'}" in "\n".join(caught.value.__notes__)
-    resumed = make(tmp_path / "run", **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert same(adapter(resumed), adapter(expected))
-    assert resumed.state.num_tokens == expected.state.num_tokens
-    assert resumed.memory.train.failures == 1
-
-
-def test_a_resumed_run_forgets_the_bound_or_an_old_checkpoint_cannot_be_read(tmp_path: Path) -> None:
-    settings = {"max_tokens_per_micro_batch": TOKENS, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    trainer = make(tmp_path, **settings)
-    handle = fail_forward(trainer, Failing(0))  # the sampler comes first
-    trainer.memory.train.lower("a test", Shortage("", None, 0), 50)
-    trainer.train()
-    handle.remove()
-    line = read_lines(tmp_path / "metrics.jsonl")[-1]
-    assert trainer.memory.state() == {"train": {"lowered": 50, "failures": 1},
-                                      "rollout": {"lowered": 8, "failures": 1, "kv_bytes": None}}
-    assert (line["memory/oom_train"], line["memory/oom_generate"]) == (1, 1)
-    resumed = make(tmp_path, **(settings | {"max_steps": 3}))
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.memory.state() == trainer.memory.state()
-    assert resumed.engine.bound is resumed.memory.rollout
-    old = RunMemory()
-    old.restore(None)
-    assert old.state() == RunMemory().state()
-
-
-def test_a_lower_bound_of_the_settings_is_lifted_by_a_checkpoint() -> None:
+def test_a_checkpoint_never_raises_a_bound() -> None:
     memory = RunMemory()
     memory.train.lowered = 100
     older = {"train": {"lowered": 400, "failures": 2}, "rollout": {"lowered": None, "failures": 0}}
@@ -475,158 +76,7 @@ def test_a_lower_bound_of_the_settings_is_lifted_by_a_checkpoint() -> None:
     assert memory.rollout.under(None) is None
 
 
-# Sampling
-
-
-@pytest.fixture
-def engine(tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
-    return TransformersEngine(Policy(with_adapter(load_model("tiny"))), tokenizer, max_seq_length=256)
-
-
-@pytest.fixture
-def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    return [tokenizer(row["prompt"])["input_ids"] for row in ROWS[:3]]
-
-
-def generate_failing(
-    engine: TransformersEngine, prompts: list[list[int]], params: SamplingParams, *calls: int, listen: Any = None
-) -> list[list[Rollout]]:
-    hook = Failing(*calls)
-    handle = engine.policy.backbone.norm.register_forward_hook(hook)
-    try:
-        return engine.generate(prompts, params, listen)
-    finally:
-        handle.remove()
-        assert hook.raised == len(calls)
-
-
-def ids_of(groups: list[list[Rollout]]) -> list[list[list[int]]]:
-    return [[rollout.completion_ids for rollout in group] for group in groups]
-
-
-@pytest.mark.parametrize("calls", [(0,), (9,), (3, 12), (0, 1)])
-def test_a_prompt_is_told_of_twice_or_not_at_all_where_sampling_ran_out_of_memory(
-    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], calls: tuple[int, ...]
-) -> None:
-    engine = TransformersEngine(Policy(with_adapter(load_model("tiny"))), tokenizer, max_seq_length=256)
-    params = SamplingParams(n=4, temperature=0, max_tokens=20)
-    expected, told = engine.generate(prompts, params), {}
-
-    def listen(prompt: int, rollouts: list[Rollout]) -> None:
-        assert prompt not in told
-        told[prompt] = rollouts
-
-    found = generate_failing(engine, prompts, params, *calls, listen=listen)
-    assert ids_of(found) == ids_of(expected)
-    assert len(told) == 3 and all(told[prompt] is group for prompt, group in enumerate(found))
-
-
-@pytest.mark.parametrize("calls", [(0,), (1,), (9,), (15,), (0, 1), (7, 8, 9), (3, 12), (5, 30)])
-@pytest.mark.parametrize("family", ["tiny", "Mistral"])
-def test_completions_are_lost_changed_or_out_of_order_where_sampling_ran_out_of_memory(
-    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], family: str, calls: tuple[int, ...]
-) -> None:
-    engine = TransformersEngine(Policy(with_adapter(load_model(family))), tokenizer, max_seq_length=256)
-    params = SamplingParams(n=4, temperature=0, max_tokens=20)
-    expected = engine.generate(prompts, params)
-    found = generate_failing(engine, prompts, params, *calls)
-    assert ids_of(found) == ids_of(expected)
-    assert engine.bound.failures == len(calls)
-    assert engine.bound.lowered is not None
-    assert engine.bound.lowered < 12
-    for a, b in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
-        assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=1e-4)
-        assert a.finish_reason == b.finish_reason
-
-
-@pytest.mark.parametrize("call", [0, 1, 8, 15])
-def test_tokens_drawn_before_memory_ran_out_are_drawn_anew_or_the_rest_not_by_the_seed(
-    engine: TransformersEngine, prompts: list[list[int]], call: int
-) -> None:
-    params = SamplingParams(n=4, temperature=1.0, max_tokens=20, seed=3)
-    undisturbed = engine.generate(prompts, params)
-    found = []
-    for _ in range(2):
-        engine.bound = RunMemory().rollout
-        found.append(generate_failing(engine, prompts, params, call))
-    assert ids_of(found[0]) == ids_of(found[1])
-    for before, after in zip(itertools.chain(*undisturbed), itertools.chain(*found[0]), strict=True):
-        assert before.completion_ids[:call] == after.completion_ids[:call]  # pass `call` would have given token `call`
-        if len(before.completion_ids) <= call:
-            assert (before.completion_ids, before.finish_reason) == (after.completion_ids, after.finish_reason)
-    remembered = engine.generate(prompts, params)
-    assert engine.bound.lowered == 6
-    assert ids_of(remembered) == ids_of(engine.generate(prompts, params))
-    assert remembered[0][0].completion_ids != remembered[1][2].completion_ids
-
-
-def test_rows_that_are_sampled_apart_share_their_random_numbers(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
-    engine.bound.lowered = 2
-    (group,) = engine.generate(prompts[:1], SamplingParams(n=8, max_tokens=20, seed=3))
-    assert len({tuple(rollout.completion_ids) for rollout in group}) > 4  # it would be 2
-
-
-def test_completions_of_a_lowered_bound_come_from_another_distribution(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
-    params = SamplingParams(n=300, max_tokens=1, seed=1)
-    (whole,) = engine.generate(prompts[:1], params)
-    engine.bound.lowered = 25
-    (parts,) = engine.generate(prompts[:1], params)
-    tokens = {rollout.completion_ids[0] for rollout in whole + parts}
-    shares = [[sum(r.completion_ids[0] == t for r in rollouts) / 300 for t in tokens] for rollouts in (whole, parts)]
-    assert sum(abs(a - b) for a, b in zip(*shares, strict=True)) / 2 < 0.15
-
-
-def test_a_single_sequence_without_memory_is_tried_for_ever(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
-    plan: Any = SimpleNamespace(rows=[SimpleNamespace(name="KV cache", train=0, rollout=GIB)])
-    engine.bound.advice = MemoryAdvice({"rollout": ["a lower max_completion_length"]}, plan)
-    hook = Failing(*range(100))
-    engine.policy.backbone.norm.register_forward_hook(hook)
-    engine.policy.model.train()
-    with pytest.raises(MemoryExhaustedError, match=r"sampling 1 at once(.|\n)*KV cache(.|\n)*max_completion_length"):
-        engine.generate(prompts, SamplingParams(n=4, max_tokens=5))
-    assert hook.raised == engine.bound.failures == 4  # 12, 6, 3 and 1 at once
-    assert engine.policy.model.training
-
-
-def test_errors_of_the_sampler_are_taken_for_out_of_memory(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
-    hook = Failing(1, error=lambda: RuntimeError("a bug near memory"))
-    engine.policy.backbone.norm.register_forward_hook(hook)
-    with pytest.raises(RuntimeError, match="a bug near memory"):
-        engine.generate(prompts, SamplingParams(n=2, max_tokens=5))
-    assert engine.bound.failures == 0
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(installed() is None, reason="needs vLLM, which is not installed")
-def test_vllm_is_not_made_anew_for_half_as_many_sequences(
-    prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with engine_on(Policy(with_adapter(load_model("tiny")))) as engine:
-        params = SamplingParams(n=4, max_tokens=12, seed=3)
-        expected, llm, given = engine.generate(prompts, params), engine.llm, engine.capacity.wanted_seqs
-        layer, hook = LAYERS["model.layers.1.self_attn.o_proj"], Failing(3)
-        forward = layer.forward
-        monkeypatch.setattr(layer, "forward", lambda x: hook() or forward(x))
-        found = engine.generate(prompts, params)
-        assert hook.raised == engine.bound.failures == 1
-        assert engine.llm is not llm
-        assert engine.seqs == engine.bound.lowered == given // 2
-        assert ids_of(found) == ids_of(expected)
-        engine.bound = RunMemory().rollout  # of a run that resumed with a lower bound
-        engine.bound.lowered = 2
-        assert ids_of(engine.generate(prompts, params)) == ids_of(expected)
-        assert engine.seqs == 2
-
-
-def test_an_exhausted_memory_is_taken_for_a_shortage_again() -> None:
+def test_exhausted_memory_is_not_a_shortage_again() -> None:
     with pytest.raises(MemoryExhaustedError) as caught:
         Bound("train", "tokens").lower("a test", Shortage("DefaultCPUAllocator: can't allocate memory", 1, 1), None)
     assert not is_out_of_memory(caught.value)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from card import gpu
+from checkpointed_stack import LAYER_INPUT, LAYERS, Stack, grads, inputs, offloading, same, step
 from late_copies import LateCopies
 from live_storage import LiveStorage
 from small_models import random_model, with_adapter
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowmem_grpo.offload.activations import (
@@ -25,83 +25,6 @@ from lowmem_grpo.offload.activations import (
 )
 from lowmem_grpo.offload.host_room import host_bytes_needed
 from lowmem_grpo.offload.pages import ImmediateCopies
-
-TOKENS, WIDTH, LAYERS = 16, 24, 5
-LAYER_INPUT = TOKENS * WIDTH * 4
-
-
-class Layer(nn.Module):
-    """Reads two tensors, drops out, and saves a lot inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor, other: Tensor) -> Tensor:
-        mixed = torch.nn.functional.dropout(torch.tanh(self.mix(hidden)) * other.exp(), 0.3)
-        return hidden + self.out(mixed)
-
-
-class Stack(nn.Module):
-    """Checkpointed layers; `nested` puts the second half of them into one more checkpoint."""
-
-    def __init__(self, layers: int = LAYERS, nested: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers, self.nested = nn.ModuleList(Layer() for _ in range(layers)), nested
-
-    def run(self, hidden: Tensor, other: Tensor, layers: Any) -> Tensor:
-        for layer in layers:
-            hidden = checkpoint(layer, hidden, other, use_reentrant=False)
-        return hidden
-
-    def forward(self, hidden: Tensor, other: Tensor) -> Tensor:
-        half = len(self.layers) // 2 if self.nested else len(self.layers)
-        hidden = self.run(hidden, other, self.layers[:half])
-        if self.nested:
-            hidden = checkpoint(self.run, hidden, other, self.layers[half:], use_reentrant=False)
-        return hidden.square()
-
-
-def inputs(seed: int = 1, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
-    """Two activations; no leaves, which would stay where they are."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden, other = (torch.randn(tokens, WIDTH, generator=generator, requires_grad=True) for _ in range(2))
-    return hidden * 1.5, other * 0.5
-
-
-def offloading(model: nn.Module, copies: Any = None) -> ActivationOffload:
-    """Sends everything of 256 bytes or more, in pages so small that a layer's input needs several."""
-    return ActivationOffload(model, LateCopies() if copies is None else copies, min_bytes=256, page_bytes=512)
-
-
-def grads(model: nn.Module) -> list[Tensor]:
-    """The gradients, taken away from the parameters."""
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad(set_to_none=True)
-    return [gradient.clone() for gradient in found]
-
-
-def step(model: nn.Module, context: Any, inside: bool = False, seed: int = 1, tokens: int = TOKENS) -> list[Tensor]:
-    """Gradients of one forward and backward, always with the same dropout."""
-    torch.manual_seed(seed)
-    with context:
-        loss = model(*inputs(seed, tokens)).sum()
-        if inside:
-            loss.backward()
-    if not inside:
-        loss.backward()
-    return grads(model)
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    """Equal bit for bit, and not nothing."""
-    assert len(ours) == len(theirs) > 0
-    assert all(gradient.abs().sum() > 0 for gradient in theirs)
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-# Gradients
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -208,117 +131,6 @@ def test_what_is_no_large_activation_stays_where_it_is(name: str) -> None:
     assert (back.shape, back.dtype, back.layout) == (tensor.shape, tensor.dtype, tensor.layout)
 
 
-LAYOUTS: dict[str, Callable[[], Tensor]] = {
-    "contiguous": lambda: torch.randn(8, 40),
-    "bfloat16": lambda: torch.randn(8, 40).bfloat16(),
-    "float64": lambda: torch.randn(8, 40, dtype=torch.float64),
-    "transposed": lambda: torch.randn(8, 40).T,
-    "channels last": lambda: torch.randn(2, 4, 6, 8).to(memory_format=torch.channels_last),
-    "expanded": lambda: torch.randn(1, 300).expand(5, 300),
-    "half of the columns": lambda: torch.randn(20, 40)[:, 20:],
-    "from within a storage": lambda: torch.randn(2000)[700:1400],
-    "a leaf without grad": lambda: torch.randn(100).detach(),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_tensor_comes_back_with_its_values_strides_and_dtype(name: str) -> None:
-    tensor = LAYOUTS[name]()
-    expected, strides = tensor.clone(), tensor.stride()
-    offload = offloading(nn.Linear(1, 1))
-    packed = [offload.pack(tensor), *(offload.pack(torch.randn(100)) for _ in range(2))]
-    del tensor  # two more have gone since: the device no longer keeps it
-    back = offload.unpack(packed[0])
-    assert "back" in offload.store.copies.log
-    assert torch.equal(back, expected)
-    assert (back.stride(), back.dtype) == (strides, expected.dtype)
-
-
-def test_views_of_one_tensor_are_told_apart() -> None:
-    base = torch.randn(30, 30)
-    views = [base, base.T, base[:25], base.view(900), base[5:], base]
-    offload = offloading(nn.Linear(1, 1))
-    packed = [offload.pack(view) for view in views]
-    assert packed[0] is packed[-1]
-    assert offload.store.copies.log.count("out") == 5
-    for saved, view in zip(packed, views, strict=True):
-        assert torch.equal(offload.unpack(saved), view)
-
-
-# The order of copies
-
-
-def test_at_most_two_copies_are_under_way_and_two_tensors_on_the_device() -> None:
-    model = Stack(12)
-    offload = offloading(model)
-    most: list[int] = []
-    for layer in model.layers:
-        layer.register_forward_pre_hook(lambda *_: most.append(len(offload.store.residents)))
-    step(model, offload)
-    waits = [word for word in offload.store.copies.log if word.startswith("wait")]
-    assert len(waits) == len(set(waits)) == offload.store.copies.started
-    assert len(most) == 24
-    assert max(most) == 2
-    assert offload.store.copies.most == 2
-    assert offload.store.residents == {}
-
-
-def test_backward_brings_the_next_layers_input_while_one_is_recomputed() -> None:
-    model = Stack(6)
-    offload = offloading(model)
-    arrived: list[tuple[int, int]] = []  # copies back when a layer is recomputed: started, waited for
-    for layer in model.layers:
-        layer.register_forward_pre_hook(lambda *_: arrived.append(count(offload.store.copies)))
-
-    def count(copies: LateCopies) -> tuple[int, int]:
-        started = [word for word in copies.log if not word.startswith("wait")]
-        backs = [number + 1 for number, word in enumerate(started) if word == "back"]
-        return len(backs), sum(number <= copies.started - len(copies.pending) for number in backs)
-
-    with offload:
-        out = model(inputs()[0], torch.ones(1))
-    del arrived[:]
-    out.sum().backward()
-    # the last layer's input never left; one copy is always ahead of those that were waited for, until none is left
-    assert arrived == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (5, 5)]
-
-
-def test_a_tensor_that_backward_wants_at_once_is_not_copied_back() -> None:
-    offload = offloading(nn.Linear(1, 1))
-    first, second = (inputs(seed)[0] for seed in (1, 2))
-    packed = [offload.pack(first), offload.pack(second)]
-    for saved, original in zip(packed[::-1], (second, first), strict=True):
-        back = offload.unpack(saved)
-        assert back.data_ptr() == original.data_ptr()
-    assert offload.store.copies.log.count("back") == 0
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3], [3, 3, 0, 0, 4, 4]])
-def test_any_order_of_backward_gets_the_right_tensors(order: list[int]) -> None:
-    offload = offloading(nn.Linear(1, 1))
-    originals = [torch.randn(100) for _ in range(5)]
-    expected = [original.clone() for original in originals]
-    packed: list[Any] = [offload.pack(original) for original in originals]
-    del originals
-    for index in order:
-        assert torch.equal(offload.unpack(packed[index]), expected[index])
-        assert len(offload.store.residents) <= 2
-    del packed
-    assert offload.host_bytes == 0
-    assert offload.store.residents == {}
-
-
-@pytest.mark.parametrize(("given", "ahead"), [
-    ([5, 4, 3], 2), ([0, 1, 2], 3), ([5, 4, 3, 2, 1, 0, 5, 4], 3), ([5, 1, 4, 1, 3, 1, 2, 1], 0), ([5, 5, 4, 4], 3),
-])
-def test_the_copy_that_is_ahead_is_the_one_that_backward_wants_next(given: list[int], ahead: int) -> None:
-    offload = offloading(nn.Linear(1, 1))
-    packed: list[Any] = [offload.pack(torch.randn(100)) for _ in range(6)]
-    for index in given:
-        offload.unpack(packed[index])
-    assert set(offload.store.residents) == {given[-1], ahead}
-
-
 # What graphs do
 
 
@@ -412,101 +224,6 @@ def test_saved_results_do_not_keep_their_graph_alive() -> None:
             offload.store.residents.clear()  # the copy that is under way may keep it
             assert memory.expired(), f"{size} entries"
     assert offload.host_bytes == 0
-
-
-# Changes in place
-
-
-@pytest.mark.parametrize("size", [10, 900])
-def test_a_saved_tensor_changed_in_place_is_an_error_as_without_hooks(size: int) -> None:
-    for context in (nullcontext(), offloading(nn.Linear(1, 1))):
-        with context:
-            base = torch.randn(size, requires_grad=True) * 1
-            loss = base.square().sum()
-        base.add_(1)
-        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
-            loss.backward()
-
-
-def test_a_tensor_changed_while_it_is_copied_is_an_error_even_when_it_left_the_device_since() -> None:
-    offload = offloading(nn.Linear(1, 1))
-    tensor = torch.randn(900)
-    packed = offload.pack(tensor)
-    tensor.add_(1)
-    others = [offload.pack(torch.randn(900)) for _ in range(3)]
-    with pytest.raises(RuntimeError, match=r"shape \(900,\).*clone it before"):
-        offload.unpack(packed)
-    assert len(others) == 3
-
-
-def test_a_tensor_changed_after_it_was_copied_comes_back_as_it_was_saved() -> None:
-    offload = offloading(nn.Linear(1, 1))
-    tensor = torch.randn(900)
-    before = tensor.clone()
-    packed = [offload.pack(tensor), *(offload.pack(torch.randn(900)) for _ in range(2))]
-    tensor.add_(1)
-    assert torch.equal(offload.unpack(packed[0]), before)
-    again = offload.pack(tensor)
-    assert again is not packed[0]
-    assert torch.equal(offload.unpack(again), before + 1)
-
-
-def test_a_backward_that_writes_to_what_it_got_does_not_change_what_comes_next_time() -> None:
-    offload = offloading(nn.Linear(1, 1))
-    tensors = [torch.randn(900) for _ in range(4)]
-    packed: list[Any] = [offload.pack(tensor) for tensor in tensors]
-    offload.unpack(packed[0]).zero_()
-    assert torch.equal(offload.unpack(packed[0]), tensors[0])
-
-
-# Host memory
-
-
-def test_the_second_step_takes_no_new_host_memory_nor_does_a_shorter_one() -> None:
-    model = Stack()
-    offload = offloading(model)
-    step(model, offload)
-    held = len(offload.store.copies.pages)
-    assert held * 512 == offload.host_bytes_peak == len(offload.host_storages()) * 512
-    for tokens in (TOKENS, TOKENS - 5, TOKENS // 2):
-        assert same(step(model, offload, tokens=tokens), step(model, nullcontext(), tokens=tokens))
-    assert len(offload.store.copies.pages) == held
-    assert offload.host_bytes_peak == held * 512
-
-
-def test_every_step_brings_each_layers_input_back_once() -> None:
-    model = Stack()
-    offload = offloading(model)
-    for steps in (1, 2, 3):
-        torch.manual_seed(0)
-        with offload:
-            out = model(inputs()[0], torch.ones(1))
-        out.sum().backward()
-        log = offload.store.copies.log
-        assert log.count("out") == steps * (LAYERS + 1)  # and what square() saves
-        assert log.count("back") == steps * (LAYERS - 1)  # two were on their way and are given as they are
-
-
-def test_a_tensor_that_every_layer_reads_does_not_upset_what_is_ahead() -> None:
-    model = Stack(20)
-    offload = offloading(model)
-    step(model, offload)
-    assert offload.store.copies.log.count("back") <= 20 + 20 + 1  # hidden and `other` once a layer
-
-
-def test_release_gives_back_what_no_graph_holds() -> None:
-    model = Stack()
-    offload = offloading(model)
-    step(model, offload)
-    with offload:
-        out = model(*inputs(tokens=8))
-    offload.release()
-    assert len(offload.host_storages()) * 512 == offload.host_bytes
-    assert (offload.store.copies.drained, offload.store.copies.trimmed) == (1, 1)
-    out.sum().backward()
-    assert offload.host_bytes == 0
-    grads(model)
-    assert same(step(model, offload), step(model, nullcontext()))
 
 
 LLAMA: dict[str, Any] = {

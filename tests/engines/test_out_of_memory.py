@@ -1,0 +1,162 @@
+"""Memory that runs out in sampling: completions stay the same."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from failing import Failing
+from small_models import load_model, with_adapter
+from transformers import PreTrainedTokenizerBase
+from vllm_models import engine_on
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.engines.vllm.installed import installed
+from lowmem_grpo.engines.vllm.lent_layers import LAYERS
+from lowmem_grpo.memory.advice import MemoryAdvice
+from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.types import Rollout
+from lowmem_grpo.units import GIB
+
+ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
+
+
+@pytest.fixture
+def engine(tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    return TransformersEngine(Policy(with_adapter(load_model("tiny"))), tokenizer, max_seq_length=256)
+
+
+@pytest.fixture
+def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    return [tokenizer(row["prompt"])["input_ids"] for row in ROWS[:3]]
+
+
+def generate_failing(
+    engine: TransformersEngine, prompts: list[list[int]], params: SamplingParams, *calls: int, listen: Any = None
+) -> list[list[Rollout]]:
+    hook = Failing(*calls)
+    handle = engine.policy.backbone.norm.register_forward_hook(hook)
+    try:
+        return engine.generate(prompts, params, listen)
+    finally:
+        handle.remove()
+        assert hook.raised == len(calls)
+
+
+def ids_of(groups: list[list[Rollout]]) -> list[list[list[int]]]:
+    return [[rollout.completion_ids for rollout in group] for group in groups]
+
+
+@pytest.mark.parametrize(("family", "calls"), [
+    *(("tiny", calls) for calls in ((0,), (1,), (9,), (15,), (0, 1), (7, 8, 9), (3, 12), (5, 30))),
+    *(("Mistral", calls) for calls in ((0,), (9,), (5, 30))),  # its cache is a window
+])
+def test_completions_are_the_same_and_reported_once_when_sampling_runs_out_of_memory(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], family: str, calls: tuple[int, ...]
+) -> None:
+    engine = TransformersEngine(Policy(with_adapter(load_model(family))), tokenizer, max_seq_length=256)
+    params = SamplingParams(n=4, temperature=0, max_tokens=20)
+    expected, told = engine.generate(prompts, params), {}
+
+    def listen(prompt: int, rollouts: list[Rollout]) -> None:
+        assert prompt not in told
+        told[prompt] = rollouts
+
+    found = generate_failing(engine, prompts, params, *calls, listen=listen)
+    assert ids_of(found) == ids_of(expected)
+    assert len(told) == 3 and all(told[prompt] is group for prompt, group in enumerate(found))
+    assert engine.bound.failures == len(calls)
+    assert engine.bound.lowered is not None
+    assert engine.bound.lowered < 12
+    for a, b in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=1e-4)
+        assert a.finish_reason == b.finish_reason
+
+
+@pytest.mark.parametrize("call", [0, 1, 8, 15])
+def test_tokens_drawn_before_a_shortage_are_kept_and_the_rest_follows_the_seed(
+    engine: TransformersEngine, prompts: list[list[int]], call: int
+) -> None:
+    params = SamplingParams(n=4, temperature=1.0, max_tokens=20, seed=3)
+    undisturbed = engine.generate(prompts, params)
+    found = []
+    for _ in range(2):
+        engine.bound = RunMemory().rollout
+        found.append(generate_failing(engine, prompts, params, call))
+    assert ids_of(found[0]) == ids_of(found[1])
+    for before, after in zip(itertools.chain(*undisturbed), itertools.chain(*found[0]), strict=True):
+        assert before.completion_ids[:call] == after.completion_ids[:call]  # pass `call` would have given token `call`
+        if len(before.completion_ids) <= call:
+            assert (before.completion_ids, before.finish_reason) == (after.completion_ids, after.finish_reason)
+    remembered = engine.generate(prompts, params)
+    assert engine.bound.lowered == 6
+    assert ids_of(remembered) == ids_of(engine.generate(prompts, params))
+    assert remembered[0][0].completion_ids != remembered[1][2].completion_ids
+
+
+def test_rows_that_are_sampled_apart_have_their_own_random_numbers(
+    engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    engine.bound.lowered = 2
+    (group,) = engine.generate(prompts[:1], SamplingParams(n=8, max_tokens=20, seed=3))
+    assert len({tuple(rollout.completion_ids) for rollout in group}) > 4  # it would be 2
+
+
+def test_a_lowered_bound_does_not_change_the_distribution(
+    engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(n=300, max_tokens=1, seed=1)
+    (whole,) = engine.generate(prompts[:1], params)
+    engine.bound.lowered = 25
+    (parts,) = engine.generate(prompts[:1], params)
+    tokens = {rollout.completion_ids[0] for rollout in whole + parts}
+    shares = [[sum(r.completion_ids[0] == t for r in rollouts) / 300 for t in tokens] for rollouts in (whole, parts)]
+    assert sum(abs(a - b) for a, b in zip(*shares, strict=True)) / 2 < 0.15
+
+
+def test_a_single_sequence_without_memory_ends_the_run(
+    engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    plan: Any = SimpleNamespace(rows=[SimpleNamespace(name="KV cache", train=0, rollout=GIB)])
+    engine.bound.advice = MemoryAdvice({"rollout": ["a lower max_completion_length"]}, plan)
+    hook = Failing(*range(100))
+    engine.policy.backbone.norm.register_forward_hook(hook)
+    engine.policy.model.train()
+    with pytest.raises(MemoryExhaustedError, match=r"sampling 1 at once(.|\n)*KV cache(.|\n)*max_completion_length"):
+        engine.generate(prompts, SamplingParams(n=4, max_tokens=5))
+    assert hook.raised == engine.bound.failures == 4  # 12, 6, 3 and 1 at once
+    assert engine.policy.model.training
+
+
+def test_other_errors_of_the_sampler_are_raised(
+    engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    hook = Failing(1, error=lambda: RuntimeError("a bug near memory"))
+    engine.policy.backbone.norm.register_forward_hook(hook)
+    with pytest.raises(RuntimeError, match="a bug near memory"):
+        engine.generate(prompts, SamplingParams(n=2, max_tokens=5))
+    assert engine.bound.failures == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(installed() is None, reason="needs vLLM, which is not installed")
+def test_vllm_is_made_anew_for_half_as_many_sequences(
+    prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_on(Policy(with_adapter(load_model("tiny")))) as engine:
+        params = SamplingParams(n=4, max_tokens=12, seed=3)
+        expected, llm, given = engine.generate(prompts, params), engine.llm, engine.capacity.wanted_seqs
+        layer, hook = LAYERS["model.layers.1.self_attn.o_proj"], Failing(3)
+        forward = layer.forward
+        monkeypatch.setattr(layer, "forward", lambda x: hook() or forward(x))
+        found = engine.generate(prompts, params)
+        assert hook.raised == engine.bound.failures == 1
+        assert engine.llm is not llm
+        assert engine.seqs == engine.bound.lowered == given // 2
+        assert ids_of(found) == ids_of(expected)
+        engine.bound = RunMemory().rollout  # of a run that resumed with a lower bound
+        engine.bound.lowered = 2
+        assert ids_of(engine.generate(prompts, params)) == ids_of(expected)
+        assert engine.seqs == 2
