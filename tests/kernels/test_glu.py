@@ -128,8 +128,9 @@ def outcomes_of_kernels(activation: str, tensors: dict[str, Tensor]) -> list[dic
 
 
 @interpreted
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (63, 65), (500, 33), (3, 1100)])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "columns", "activation"), [
+    (1, 1, "silu"), *((63, 65, activation) for activation in ACTIVATIONS), (500, 33, "gelu_tanh"), (3, 1100, "gelu"),
+])
 def test_the_kernels_errors_are_no_larger_than_the_references(rows: int, columns: int, activation: str) -> None:
     tensors = problem((rows, columns), torch.float32)
     for results in outcomes_of_kernels(activation, tensors):

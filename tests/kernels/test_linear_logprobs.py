@@ -205,7 +205,7 @@ def test_logits_of_all_rows_never_exist(rows: int, size: int, vocabulary: int, c
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_memory_stays_bounded_where_logits_would_take_a_hundred_gigabytes(dtype: torch.dtype) -> None:
-    rows, size, vocabulary, chunk_rows = 163_840, 4096, 151_936, 1024
+    rows, size, vocabulary, chunk_rows = 163_840, 4096, 151_936, 4096
     with FakeTensorMode():
         arguments = {
             "hidden": torch.empty(rows, size, dtype=dtype, requires_grad=True),

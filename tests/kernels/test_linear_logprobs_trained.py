@@ -123,9 +123,8 @@ def quantized(weight: Tensor, double: bool) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize(("chunk_rows", "double"), [(1, True), (7, False), (None, True)])
 @pytest.mark.parametrize("options", [*SHAPES, {"lora": True, "trained": ["hidden", "lora_a", "lora_b"]}])
-@pytest.mark.parametrize("chunk_rows", [1, 7, None])
 def test_a_4_bit_head_gives_what_its_dequantized_weight_gives(
     dtype: torch.dtype, double: bool, options: dict[str, Any], chunk_rows: int | None
 ) -> None:

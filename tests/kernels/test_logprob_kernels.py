@@ -24,8 +24,13 @@ from lowmem_grpo.kernels.logprob_tile_fwd import (
 )
 
 NUMBERS = [(1.0, 1.0, None, -100), (0.7, 1.0, None, -100), (1.3, 2.0, 3.0, -100)]  # of LogitShape
-PACKING = [torch.float32, torch.float16]  # of the gradient; float16 shares bytes with the logits
-SIZES = [(1, 2500), (63, 1003), (20, 130), (3, 4099)]  # rows, vocabulary: never a multiple of a block
+CASES = [  # rows, vocabulary (never a multiple of a block), numbers, dtype of the gradient (float16 shares bytes with
+    # the logits), gradient of the entropy: every size meets both dtypes, every dtype all numbers
+    (1, 2500, NUMBERS[0], torch.float32, False), (1, 2500, NUMBERS[1], torch.float16, True),
+    (63, 1003, NUMBERS[1], torch.float32, True), (63, 1003, NUMBERS[2], torch.float16, False),
+    (20, 130, NUMBERS[2], torch.float32, False), (20, 130, NUMBERS[0], torch.float16, True),
+    (3, 4099, NUMBERS[2], torch.float32, True), (3, 4099, NUMBERS[2], torch.float16, True),
+]
 
 
 def logits_of(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -63,9 +68,7 @@ def compare(launch: Callable[..., Any], reference: Callable[..., Any], arguments
 
 
 @interpreted
-@pytest.mark.parametrize("packing", PACKING)
-@pytest.mark.parametrize("numbers", NUMBERS)
-@pytest.mark.parametrize(("rows", "vocabulary"), SIZES)
+@pytest.mark.parametrize(("rows", "vocabulary", "numbers", "packing"), [case[:4] for case in CASES])
 def test_row_kernel_is_as_accurate_as_the_reference(
     rows: int, vocabulary: int, numbers: tuple[Any, ...], packing: torch.dtype
 ) -> None:
@@ -73,9 +76,7 @@ def test_row_kernel_is_as_accurate_as_the_reference(
 
 
 @interpreted
-@pytest.mark.parametrize("packing", PACKING)
-@pytest.mark.parametrize("numbers", NUMBERS)
-@pytest.mark.parametrize(("rows", "vocabulary"), SIZES)
+@pytest.mark.parametrize(("rows", "vocabulary", "numbers", "packing"), [case[:4] for case in CASES])
 def test_forward_tile_kernel_is_as_accurate_as_the_reference(
     rows: int, vocabulary: int, numbers: tuple[Any, ...], packing: torch.dtype
 ) -> None:
@@ -88,10 +89,7 @@ def test_forward_tile_kernel_is_as_accurate_as_the_reference(
 
 
 @interpreted
-@pytest.mark.parametrize("packing", PACKING)
-@pytest.mark.parametrize("numbers", NUMBERS)
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize(("rows", "vocabulary"), SIZES)
+@pytest.mark.parametrize(("rows", "vocabulary", "numbers", "packing", "entropy_gradient"), CASES)
 def test_backward_tile_kernel_is_as_accurate_as_the_reference(
     rows: int, vocabulary: int, numbers: tuple[Any, ...], packing: torch.dtype, entropy_gradient: bool
 ) -> None:

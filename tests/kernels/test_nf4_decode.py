@@ -50,15 +50,14 @@ def test_operator_is_sound() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 8, 13, 32, 63])
+@pytest.mark.parametrize(("rows", "double"), [(1, False), (3, True), (8, False), (8, True), (13, False), (32, True),
+                                              (63, False)])
 def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) -> None:
     for size, rank in ((((33,), 64), 5), (((64, 128, 64), 768), 16), (((70,), 1088), 40), (((64, 65), 256), 3)):
         arguments = problem(rows, size, torch.float32, double, rank)
         truth = nf4_linear_ref(**in_float64(arguments))
-        scaled = arguments | {"scale": torch.tensor(0.3)}
-        for name, found in (("number", in_triton(arguments)), ("tensor", in_triton(scaled))):
-            assert_as_accurate(name, found, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
+        given = arguments if rank in (5, 40) else arguments | {"scale": torch.tensor(0.3)}  # a number, or a tensor
+        assert_as_accurate("y", in_triton(given), nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
 
 
 @interpreted
