@@ -9,28 +9,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_grpo.config.grpo import GRPO_DEFAULTS, MUST_AGREE, GRPOConfig
     from lowmem_grpo.config.shared import (
-        DECAY,
         OPTIMIZERS,
-        POSITIVE,
         SCHEDULERS,
-        SHARE,
         SINKS,
         STRATEGIES,
-        ZERO_OR_MORE,
         CheckedCall,
-        Rule,
         TrainSettings,
         field_names,
         refuse_unsupported,
     )
+    from lowmem_grpo.rules import DECAY, POSITIVE, SHARE, ZERO_OR_MORE, Rule
 
 __all__ = [
     "DECAY", "GRPO_DEFAULTS", "MUST_AGREE", "OPTIMIZERS", "POSITIVE", "SCHEDULERS", "SHARE", "SINKS", "STRATEGIES",
     "ZERO_OR_MORE", "CheckedCall", "GRPOConfig", "Rule", "TrainSettings", "field_names", "refuse_unsupported",
 ]
 
-HOMES = dict.fromkeys(__all__, "config.shared") | dict.fromkeys(
-    ("GRPO_DEFAULTS", "MUST_AGREE", "GRPOConfig"), "config.grpo"
+HOMES = (
+    dict.fromkeys(__all__, "config.shared")
+    | dict.fromkeys(("GRPO_DEFAULTS", "MUST_AGREE", "GRPOConfig"), "config.grpo")
+    | dict.fromkeys(("DECAY", "POSITIVE", "SHARE", "ZERO_OR_MORE", "Rule"), "rules")
 )
 
 

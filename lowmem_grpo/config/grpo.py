@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lowmem_grpo.config.sampling import Draws, SamplingParams
-from lowmem_grpo.config.shared import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule, TrainSettings, at_least
+from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.strategies import StrategySettings
 from lowmem_grpo.losses.advantages import AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
+from lowmem_grpo.rules import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule, at_least
 
 MUST_AGREE = ("temperature", "n", "max_tokens")  # of vllm_sampling_params: the trainer needs GRPOConfig's own
 GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
@@ -81,13 +82,13 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, TrainSetting
     def __post_init__(self) -> None:
         if isinstance(self.vllm_sampling_params, dict):
             self.vllm_sampling_params = SamplingParams(**self.vllm_sampling_params)
-        self.check_loss_options()
-        self.check_advantage_options()
         TrainSettings.__post_init__(self)
 
     def check_combinations(self) -> None:
         """Settings that contradict each other are refused, never changed in silence."""
         super().check_combinations()
+        self.check_loss_options()
+        self.check_advantage_options()
         self.check_replay()
         self.sampling(None)
         if self.pass_at_k is not None and not 1 <= self.pass_at_k < self.num_generations:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowmem_grpo.config.shared import COUNT, Rule, TrainSettings
+from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.unsupported import EVERY_TRAINER, Fixed, at_default, only
+from lowmem_grpo.rules import COUNT, Rule
 
 PACKED = "Sequences are always packed, without padding and without seeing each other; leave it out."
 FIXED: dict[str, Fixed] = {

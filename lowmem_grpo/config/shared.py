@@ -1,44 +1,18 @@
-"""The settings that every trainer has, the rules for values of any setting, and how unknown options are refused."""
+"""The settings that every trainer has, and how unknown options are refused."""
 
 import difflib
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from numbers import Real
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from lowmem_grpo.config.unsupported import FIXED, OTHER, RENAMED, Fixed, transformers_defaults
+from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
+from lowmem_grpo.rules import COUNT, DECAY, POSITIVE, SHARE, ZERO_OR_MORE, Rule, check_ranges, number, one_of
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+OPTIMIZERS = tuple(OPTIMIZER_BYTES)
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup")
 SINKS = ("none", "wandb", "tensorboard")
 STRATEGIES = ("no", "steps")
-
-Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words; whether one is
-
-
-def number(words: str, holds: Callable[[Any], bool]) -> Rule:
-    """A rule for numbers; nothing else satisfies it."""
-    return words, lambda value: isinstance(value, Real) and holds(value)
-
-
-def at_least(least: int, kind: Any = Real) -> Rule:
-    """A rule for whole numbers; of `Real` numbers, 8.0 is one too."""
-    return f"a whole number, at least {least}", lambda value: (
-        isinstance(value, kind) and value is not True and least <= value < math.inf and value % 1 == 0
-    )
-
-
-def one_of(*allowed: Any) -> Rule:
-    return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
-
-
-ZERO_OR_MORE = number("0 or above", lambda value: 0 <= value < math.inf)
-POSITIVE = number("above 0", lambda value: 0 < value < math.inf)
-SHARE = number("a share, from 0 to 1", lambda value: 0 <= value <= 1)
-DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
-COUNT = at_least(1)
-TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
 
 
 def field_names(cls: Any) -> set[str]:
@@ -194,18 +168,3 @@ class TrainSettings(metaclass=CheckedCall):
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for records and checkpoints."""
         return asdict(self)
-
-
-def check_ranges(settings: Any) -> None:
-    """Raise ValueError for the first field of a dataclass that breaks its rule in RANGES, of the class or of its bases.
-
-    None is allowed where the field's annotation allows it.
-    """
-    rules: dict[str, Rule] = {}
-    for base in reversed(type(settings).__mro__):
-        rules |= vars(base).get("RANGES", {})
-    optional = {field.name for field in fields(settings) if type(None) in get_args(field.type)}
-    for name, (words, holds) in rules.items():
-        value = getattr(settings, name)
-        if not (value is None and name in optional) and not holds(value):
-            raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' if name in optional else ''}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import ClassVar
 
-from lowmem_grpo.config.shared import TRUTH, Rule, at_least, check_ranges
+from lowmem_grpo.rules import TRUTH, Rule, at_least, check_ranges
 
 
 @dataclass(frozen=True)

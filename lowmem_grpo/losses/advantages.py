@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lowmem_grpo.rules import Rule, check_ranges, one_of
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 SCALE_REWARDS = ("group", "batch", "none")
@@ -177,20 +179,20 @@ class AdvantageSettings:
     pass_at_k: int | None = None
     """Not in TRL: the k of advantage_estimator="passk"; None is half of the group."""
 
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "advantage_estimator": one_of(*ESTIMATORS), "scale_rewards": one_of(*SCALE_REWARDS, True, False),
+        "multi_objective_aggregation": one_of(*AGGREGATIONS),
+    }
+
     def __post_init__(self) -> None:
+        check_ranges(self)
         self.check_advantage_options()
 
     def check_advantage_options(self) -> None:
-        """Raise ValueError for an option that is unknown or that the estimator does not use."""
+        """Raise ValueError for an option that the estimator does not use."""
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         name = self.advantage_estimator
-        allowed = {"advantage_estimator": tuple(ESTIMATORS), "multi_objective_aggregation": AGGREGATIONS,
-                   "scale_rewards": (None, *SCALE_REWARDS)}
-        for field, values in allowed.items():
-            if getattr(self, field) not in values:
-                listed = ", ".join(value for value in values if value)
-                raise ValueError(f"{field} is {getattr(self, field)!r}; allowed are {listed}")
         self.check_scale(ESTIMATORS[name].scales)
         if self.pass_at_k is not None and name != "passk":
             raise ValueError(f"pass_at_k is {self.pass_at_k}, and advantage_estimator {name!r} does not use it")

@@ -1,16 +1,17 @@
 """The options of the loss, under TRL's names: which loss type uses which, and which contradict each other."""
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lowmem_grpo.losses.kl import KL_ESTIMATORS
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.off_policy import CORRECTIONS, Bounds
+from lowmem_grpo.rules import POSITIVE, ZERO_OR_MORE, Rule, check_ranges, number, one_of
 
 LEVELS = ("token", "sequence", "sequence_token")
 OF_TYPES = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_neg",
             "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+ABOVE_ZERO = number("above 0", lambda value: value > 0)
 ADAPTIVE = {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2}
 
 
@@ -60,13 +61,22 @@ class LossSettings:
     vllm_importance_sampling_clip_max: float | None = 2.0
     vllm_importance_sampling_clip_min: float | None = None
 
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "loss_type": one_of(*LOSS_TYPES), "kl_estimator": one_of(*KL_ESTIMATORS),
+        "vllm_importance_sampling_mode": one_of(*CORRECTIONS),
+        **dict.fromkeys((*OF_TYPES, "beta", "entropy_coef", "entropy_coef_delta", "entropy_target"), ZERO_OR_MORE),
+        "importance_sampling_level": one_of(*LEVELS), "sapo_temperature_neg": POSITIVE,
+        "sapo_temperature_pos": POSITIVE, "off_policy_mask_threshold": ABOVE_ZERO,
+        "top_entropy_quantile": number("in (0, 1]", lambda value: 0 < value <= 1),
+        "vllm_importance_sampling_clip_max": ABOVE_ZERO, "vllm_importance_sampling_clip_min": ABOVE_ZERO,
+    }
+
     def __post_init__(self) -> None:
+        check_ranges(self)
         self.check_loss_options()
 
     def check_loss_options(self) -> None:
-        """Raise ValueError for the first option that is unknown, unused, or contradicts another."""
-        self.check_names()
-        self.check_ranges_of_loss()
+        """Raise ValueError for the first option that the loss type does not use, or that contradicts another."""
         self.check_used()
         self.check_clipping()
         self.check_entropy()
@@ -89,22 +99,6 @@ class LossSettings:
     def correction_bounds(self) -> Bounds:
         return self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
 
-    def check_names(self) -> None:
-        names = {"loss_type": tuple(LOSS_TYPES), "importance_sampling_level": (None, *LEVELS),
-                 "kl_estimator": (None, *KL_ESTIMATORS), "vllm_importance_sampling_mode": tuple(CORRECTIONS)}
-        for name, allowed in names.items():
-            if getattr(self, name) not in allowed:
-                listed = ", ".join(str(value) for value in allowed if value is not None)
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {listed}")
-
-    def check_ranges_of_loss(self) -> None:
-        for name in ("beta", "entropy_coef", "entropy_coef_delta", "entropy_target"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or above")
-        threshold = self.off_policy_mask_threshold
-        if threshold is not None and not threshold > 0:
-            raise ValueError(f"off_policy_mask_threshold is {threshold}; it must be above 0")
-
     def check_used(self) -> None:
         used = LOSS_TYPES[self.loss_type].options
         for name in OF_TYPES:
@@ -118,11 +112,6 @@ class LossSettings:
 
     def check_clipping(self) -> None:
         options = self.chosen()
-        for name in OF_TYPES:
-            value = options.get(name)
-            lowest = "sapo" in name and "above 0"
-            if isinstance(value, float | int) and not (0 < value < math.inf if lowest else 0 <= value < math.inf):
-                raise ValueError(f"{name} is {value}; it must be {lowest or '0 or above'}")
         if self.loss_type == "cispo" and options["epsilon_high"] < 1:
             raise ValueError(
                 f"epsilon_high is {options['epsilon_high']}, and cispo bounds the ratio itself by it: below 1 it would "
@@ -134,8 +123,6 @@ class LossSettings:
                 raise ValueError(f"delta is {options['delta']}; it must be above 1 + epsilon_high = {upper}")
 
     def check_entropy(self) -> None:
-        if not 0 < self.top_entropy_quantile <= 1:
-            raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}; it must be in (0, 1]")
         if self.top_entropy_quantile < 1 and self.whole_sequences:
             raise ValueError(
                 f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one ratio for "
@@ -161,9 +148,6 @@ class LossSettings:
     def check_correction(self) -> None:
         mode, (low, high) = self.vllm_importance_sampling_mode, self.correction_bounds
         name = "vllm_importance_sampling"
-        for bound, value in (("clip_min", low), ("clip_max", high)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}_{bound} is {value}; it must be above 0, or None for no bound")
         if low is not None and high is not None and low >= high:
             raise ValueError(f"{name}_clip_min is {low}; it must be below {name}_clip_max, which is {high}")
         if low is None and high is None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.cutting import Limits, cut
+from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
 
 OPTIMIZER_BYTES = {  # of a trained number; the states that stay on the device
     "adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.03125, "adamw_bnb_8bit": 2.03125,
@@ -40,32 +41,22 @@ class RunSettings:
     completions_per_step: int | None = None  # of an optimizer step: a micro-batch never holds more; None is not known
     host_bytes: int | None = None  # of the host's memory that the run may fill; None is not known
 
+    RANGES: ClassVar[dict[str, Rule]] = {
+        **dict.fromkeys(("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences",
+                         "completions_per_step"), COUNT),
+        "mlp_tile": at_least(0), "spread": ZERO_OR_MORE, "host_bytes": ZERO_OR_MORE, "engine": one_of(*ENGINES),
+        "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),
+        "optim": one_of(*OPTIMIZER_BYTES),
+    }
+
     def __post_init__(self) -> None:
-        for name in ("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences",
-                     "completions_per_step"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.mlp_tile is not None and self.mlp_tile < 0:
-            raise ValueError(f"mlp_tile is {self.mlp_tile}; it must be at least 1, or 0 for none")
-        for name in ("spread", "host_bytes"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine is {self.engine!r}; allowed are {', '.join(ENGINES)}")
-        if self.checkpointing not in CHECKPOINTING:
-            raise ValueError(f"checkpointing is {self.checkpointing!r}; allowed are True, False and 'offload'")
+        check_ranges(self)
         if self.host_embedding and self.engine == "vllm":
             raise ValueError("host_embedding is True and engine is 'vllm', which looks the embedding up on the card; "
                              "use engine='transformers', or leave it out")
-        if self.sampling_weights not in (*SAMPLING_WEIGHTS, None):
-            raise ValueError(f"sampling_weights is {self.sampling_weights!r}; allowed are "
-                             f"{', '.join(SAMPLING_WEIGHTS)} and None")
         if self.sampling_weights == "16bit" and not (self.load_in_4bit and self.engine == "vllm"):
             raise ValueError("sampling_weights is '16bit', which vLLM does with 4-bit weights; leave it out, or set "
                              "load_in_4bit=True and engine='vllm'")
-        if self.optim is not None and self.optim not in OPTIMIZER_BYTES:
-            raise ValueError(f"optim is {self.optim!r}; allowed are {', '.join(OPTIMIZER_BYTES)}")
 
 
 @dataclass(frozen=True)

@@ -379,10 +379,10 @@ def test_a_scale_that_an_estimator_does_not_use_is_ignored(name: str, scale: str
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"advantage_estimator": "gae"}, "advantage_estimator is 'gae'; allowed are grpo, rloo, reinforce"),
-    ({"scale_rewards": "both"}, "scale_rewards is 'both'; allowed are group, batch, none"),
+    ({"advantage_estimator": "gae"}, "advantage_estimator is 'gae'; it must be one of grpo, rloo, reinforce"),
+    ({"scale_rewards": "both"}, "scale_rewards is 'both'; it must be one of group, batch, none"),
     ({"multi_objective_aggregation": "sum"},
-     "multi_objective_aggregation is 'sum'; allowed are sum_then_normalize, normalize_then_sum"),
+     "multi_objective_aggregation is 'sum'; it must be one of sum_then_normalize, normalize_then_sum"),
     ({"pass_at_k": 4}, "pass_at_k is 4, and advantage_estimator 'grpo' does not use it"),
     ({"multi_objective_aggregation": "normalize_then_sum", "advantage_estimator": "rloo"},
      "which is an estimator by itself (GDPO); leave advantage_estimator='rloo' out"),

@@ -328,7 +328,7 @@ def test_a_context_beyond_the_models_is_refused() -> None:
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"context": 0}, "context is 0"), ({"num_generations": 0}, "num_generations is 0"),
-    ({"optim": "sgd"}, "optim is 'sgd'; allowed are"), ({"engine": "sglang"}, "engine is 'sglang'"),
+    ({"optim": "sgd"}, "optim is 'sgd'; it must be one of adamw_torch, "), ({"engine": "sglang"}, "engine is 'sglang'"),
     ({"checkpointing": "yes"}, "checkpointing is 'yes'"), ({"host_embedding": True}, "looks the embedding up"),
     ({"mlp_tile": -1}, "mlp_tile is -1"), ({"spread": -1.0}, "spread is -1.0"),
     ({"host_bytes": -1}, "host_bytes is -1"),

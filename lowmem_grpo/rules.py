@@ -1,0 +1,56 @@
+"""Rules for the values of settings, in words and as checks: a class of settings lists those of its fields in RANGES."""
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from numbers import Real
+from typing import Any, get_args
+
+Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words; whether one is
+
+
+def number(words: str, holds: Callable[[Any], bool]) -> Rule:
+    """A rule for numbers; nothing else satisfies it."""
+    return words, lambda value: isinstance(value, Real) and holds(value)
+
+
+def at_least(least: int, kind: Any = Real) -> Rule:
+    """A rule for whole numbers; of `Real` numbers, 8.0 is one too."""
+    return f"a whole number, at least {least}", lambda value: (
+        isinstance(value, kind) and value is not True and least <= value < math.inf and value % 1 == 0
+    )
+
+
+def one_of(*allowed: Any) -> Rule:
+    """A rule for one of these values."""
+    return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
+
+
+ZERO_OR_MORE = number("0 or above", lambda value: 0 <= value < math.inf)
+POSITIVE = number("above 0", lambda value: 0 < value < math.inf)
+SHARE = number("a share, from 0 to 1", lambda value: 0 <= value <= 1)
+DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
+COUNT = at_least(1)
+TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
+
+
+def check_ranges(settings: Any) -> None:
+    """Raise ValueError for the first field of a dataclass that breaks its rule in RANGES, of the class or of its bases.
+
+    None is allowed where the field's annotation allows it.
+    """
+    for name, words, holds, optional in rules_of(type(settings)):
+        value = getattr(settings, name)
+        if not (value is None and optional) and not holds(value):
+            raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' if optional else ''}")
+
+
+@cache
+def rules_of(cls: Any) -> list[tuple[str, str, Callable[[Any], bool], bool]]:
+    """(field, what it must be, whether a value is, whether None is one too) of a class and its bases."""
+    rules: dict[str, Rule] = {}
+    for base in reversed(cls.__mro__):
+        rules |= vars(base).get("RANGES", {})
+    optional = {field.name for field in fields(cls) if type(None) in get_args(field.type)}
+    return [(name, *rule, name in optional) for name, rule in rules.items()]
