@@ -1,1 +1,1 @@
-"""A language model as judge of completions. `lowmem_grpo.rewards` offers what users need; docs/judge.md explains it."""
+"""A language model as a judge of completions. Users take it from `lowmem_grpo.rewards`; docs/judge.md explains it."""

@@ -1,4 +1,4 @@
-"""What a judge said before, in memory and, if wanted, in a file that outlives the run."""
+"""What a judge said before: in memory and, if wanted, in a file that outlives the run."""
 
 import json
 import logging
@@ -15,19 +15,19 @@ logger = logging.getLogger(__name__)
 
 
 class Cache:
-    """Ratings by key: the last `size` that were used, and a JSONL file with all that were ever added to it.
+    """Ratings by key: in memory the last `size` that were used, and in a JSONL file all that were ever added.
 
-    The file is read once, its last lines first kept; a damaged line is left out, which a warning says. Where it cannot
-    be written any more, a warning says so once and memory goes on. Safe between threads.
+    The file is read once, and its last lines are kept. Damaged lines are skipped, with a warning. If the file can no
+    longer be written, a warning says so once, and the memory stays in use. Safe between threads.
     """
 
     def __init__(self, size: int = 10_000, path: str | Path | None = None) -> None:
-        """Raises ValueError for a negative size, for none with a path, and for a path that cannot be read."""
+        """Raises ValueError for a negative size, for size 0 with a path, and for a path that cannot be read."""
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"cache_size is {size!r}; it must be a number of entries, 0 for no cache in memory")
         if path is not None and not size:
-            raise ValueError(f"cache_size is 0 and cache_file is {str(path)!r}: what the file holds is kept in that "
-                             "memory; give a cache_size of 1 or more, or no cache_file")
+            raise ValueError(f"cache_size is 0 and cache_file is {str(path)!r}: what the file holds is kept in the "
+                             "cache's memory; give a cache_size of 1 or more, or no cache_file")
         self.size, self.path = size, None if path is None else Path(path)
         self.found: OrderedDict[str, Ratings] = OrderedDict()
         self.lock = threading.Lock()
@@ -49,10 +49,10 @@ class Cache:
             else:
                 self.remember(*entry)
         if damaged:
-            logger.warning("cache_file %s: %d damaged lines left out; what they held is judged again", path, damaged)
+            logger.warning("cache_file %s: skipped %d damaged lines; what they held is judged again", path, damaged)
 
     def get(self, key: str, count: int) -> Ratings | None:
-        """Ratings of `count` answers, if they are known."""
+        """The ratings of `count` answers, if they are known."""
         with self.lock:
             ratings = self.found.get(key)
             if ratings is None or len(ratings) != count:
@@ -74,7 +74,7 @@ class Cache:
             self.found.popitem(last=False)
 
     def append(self, path: Path, line: str) -> None:
-        """Add a line; a line that an earlier run did not finish ends before it."""
+        """Add a line, on a new line even if an earlier run did not finish its last one."""
         try:
             with path.open("ab+") as file:
                 if file.tell():
@@ -82,7 +82,7 @@ class Cache:
                     line = line if file.read(1) == b"\n" else "\n" + line
                 file.write(line.encode() + b"\n")
         except OSError as error:
-            logger.warning("cache_file %s cannot be written (%s): it stays as it is from here on", path, error)
+            logger.warning("cache_file %s cannot be written (%s): nothing more is added to it", path, error)
             self.path = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Cache:
 
 
 def entry_of(line: bytes) -> tuple[str, Ratings] | None:
-    """(key, ratings) of a line of the file; None where it is damaged."""
+    """(key, ratings) of a line of the file; None if it is damaged."""
     try:
         held = json.loads(line)
         key, ratings = held["key"], [(float(score), reason) for score, reason in held["ratings"]]

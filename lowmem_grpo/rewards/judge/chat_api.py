@@ -1,4 +1,4 @@
-"""The official client for OpenAI-compatible servers: the one file that imports it. `pip install lowmem-grpo[judge]`."""
+"""The official client for OpenAI-compatible servers; only this file imports it. `pip install lowmem-grpo[judge]`."""
 
 import inspect
 import json
@@ -12,8 +12,8 @@ from lowmem_grpo.runs.findings import Finding
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-FORMS = ("json_schema", "json_object", "text")  # of structured output, the strictest first
-REFUSED = (400, 422)  # the status of a request that a server does not take
+FORMS = ("json_schema", "json_object", "text")  # forms of structured output, the strictest first
+REFUSED = (400, 422)  # status codes of a request that the server does not accept
 
 
 @dataclass(frozen=True)
@@ -24,24 +24,24 @@ class Reply:
     cut: bool = False  # at the limit of tokens
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    retries: int = 0  # requests before the one that succeeded
-    is_chat: bool = True  # False: it is no answer of a chat API
+    retries: int = 0  # failed requests before this one
+    is_chat: bool = True  # False: it is not the answer of a chat API
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What there is in place of an answer."""
+    """What comes in place of an answer."""
 
     trouble: Finding
     retries: int = 0
-    refused: bool = False  # the server understood the request and does not take it
+    refused: bool = False  # the server understood the request and does not accept it
 
 
 def make_client(base_url: str | None, api_key: str | None, timeout: float, retries: int) -> "AsyncOpenAI":
-    """A client; it waits `timeout` seconds for a request, and repeats it `retries` times after 408, 409, 429, 5xx, a
-    time-out or a lost connection, 0.5 to 8 s later or when the server says.
+    """A client that waits `timeout` seconds for a request. After 408, 409, 429, 5xx, a time-out or a lost connection it
+    repeats the request up to `retries` times, 0.5 to 8 s later or when the server says.
 
-    Raises ImportError where it is not installed, ValueError where it has no key.
+    Raises ImportError if it is not installed, and ValueError if it has no key.
     """
     try:
         from openai import AsyncOpenAI, OpenAIError
@@ -57,13 +57,13 @@ def make_client(base_url: str | None, api_key: str | None, timeout: float, retri
 
 
 def unknown_options(client: "AsyncOpenAI", options: dict[str, Any]) -> list[str]:
-    """Names among `options` that a request does not have, or whose values JSON does not have."""
+    """The names among `options` that a request does not know, or whose values JSON cannot hold."""
     known = inspect.signature(client.chat.completions.create).parameters
     return sorted(name for name, value in options.items() if name not in known or not is_json(value))
 
 
 def is_json(value: Any) -> bool:
-    """Whether a request can carry it."""
+    """Whether a request can hold it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -82,19 +82,19 @@ async def ask(
     try:
         raw = await create(model=model, messages=question.messages(fault), **shape, **options)
         return reply_of(raw.parse(), raw.retries_taken)
-    except (OpenAIError, ValueError, RecursionError) as error:  # a body that claims to be JSON and is not, or is deep
+    except (OpenAIError, ValueError, RecursionError) as error:  # a body that is no JSON, or nested too deeply
         return failure_of(error, model, str(client.base_url), client.timeout)
 
 
 def response_format(question: Question, form: str) -> dict[str, Any]:
-    """What the request says of the reply's form: any JSON, or the question's own schema."""
+    """What the request says about the form of the reply: any JSON, or the question's own schema."""
     if form == "json_object":
         return {"type": form}
     return {"type": form, "json_schema": {"name": "scores", "strict": True, "schema": question.schema}}
 
 
 def reply_of(answer: Any, retries: int) -> Reply:
-    """From the client's object, of which a server may have left out anything."""
+    """The reply in the client's object; a server may have left out any part of it."""
     usage = getattr(answer, "usage", None)
     given, taken = (count_of(getattr(usage, name, None)) for name in ("prompt_tokens", "completion_tokens"))
     try:
@@ -106,12 +106,12 @@ def reply_of(answer: Any, retries: int) -> Reply:
 
 
 def count_of(value: Any) -> int:
-    """A count of tokens as a server gave it; 0 where it gave none, or something else."""
+    """A count of tokens as the server gave it; 0 if it gave none, or something else."""
     return value if isinstance(value, int) and value > 0 else 0
 
 
 def failure_of(error: Exception, model: str, url: str, timeout: Any) -> Failure:
-    """What failed, in words."""
+    """What failed, as a finding with what to do."""
     request = getattr(error, "request", None)
     taken = request.headers.get("x-stainless-retry-count", "0") if request is not None else "0"
     status = getattr(error, "status_code", None)
@@ -119,7 +119,7 @@ def failure_of(error: Exception, model: str, url: str, timeout: Any) -> Failure:
 
 
 def trouble_of(error: Exception, model: str, url: str, timeout: Any) -> Finding:
-    """The trouble behind an error of the client."""
+    """The finding for an error of the client."""
     from openai import APIConnectionError, APITimeoutError
 
     if isinstance(error, APITimeoutError):
@@ -127,17 +127,17 @@ def trouble_of(error: Exception, model: str, url: str, timeout: Any) -> Finding:
                        "raise timeout, lower concurrency, or take a faster model")
     if isinstance(error, APIConnectionError):
         return unanswered("down", f"{url} cannot be reached ({error.__cause__ or error})",
-                       "see that the server runs and that base_url is right (it mostly ends in /v1)")
+                       "check that the server is up and that base_url is right (it usually ends in /v1)")
     status, said = getattr(error, "status_code", None), " ".join(str(error).split())[:300]
     return {
         401: unanswered("key", f"{url} does not take the API key ({said})", "give the right api_key"),
         403: unanswered("key", f"{url} does not let this key use {model} ({said})", "give another api_key or model"),
         404: unanswered("model", f"{url} knows no model {model!r}, or has no chat completions there ({said})",
-                     "see the server's list of models (/v1/models), and that base_url ends as the server asks"),
+                     "check the server's list of models (/v1/models), and that base_url ends as the server asks"),
         429: unanswered("limit", f"{url} takes no more requests for now ({said})",
-                     "lower concurrency, raise retries and deadline, or see to the account's limits"),
+                     "lower concurrency, raise retries and deadline, or check the limits of the account"),
     }.get(status or 0) or unanswered(
         "server" if status is None or status >= 500 else "request", f"{url} answered with an error ({said})",
-        "see the server's log" if status is None or status >= 500 else "see that model, options and prompt length are "
-        "what the server takes",
+        "look at the server's log" if status is None or status >= 500 else "check that the server accepts this model, "
+        "these options and prompts of this length",
     )

@@ -1,18 +1,19 @@
-"""From completions to questions for a judge: one by one, or the completions of a group side by side."""
+"""Turns completions into questions for a judge: one by one, or the completions of a group side by side."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.runs.records import prompt_text
 
-EQUAL = 0.5  # what completions score that cannot be compared with another one
+EQUAL = 0.5  # the reward of completions that have none to be compared with
 
 
 @dataclass(frozen=True)
 class Row:
-    """A completion and what it is judged by."""
+    """A completion, and what it is judged by."""
 
     prompt: str
     rubric: str
@@ -22,33 +23,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, and the completions (by number) behind each of its answers; without one, all score `equal`."""
+    """A question, and the numbers of the completions behind each of its answers. Without a question all get `equal`."""
 
     places: list[list[int]]
     question: Question | None = None
     equal: float = EQUAL
 
 
-class Form(Protocol):
-    """How completions are put to a judge, and what its scores are worth."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The dataset columns that it reads."""
-        ...
-
-    def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
-        """Questions about N completions; each completion has one place in one of them."""
-        ...
-
-    def worth(self, score: float) -> float:
-        """The reward of a score."""
-        ...
-
-
 @dataclass(frozen=True)
 class Criteria:
-    """A rubric, and the columns of a dataset that hold a row's own or a reference answer."""
+    """A rubric, and the dataset columns that hold a row's own rubric and its reference answer."""
 
     rubric: str
     rubric_column: str | None = None
@@ -69,16 +53,31 @@ class Criteria:
 
 
 @dataclass(frozen=True)
-class SingleForm:
-    """Each completion by itself, on a scale from `low` to `high`; rewards go from 0 to 1."""
+class Form(ABC):
+    """How completions are put to a judge, and what its scores are worth."""
 
     criteria: Criteria
-    low: float
-    high: float
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """The dataset columns that it reads."""
         return self.criteria.columns
+
+    @abstractmethod
+    def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
+        """Questions about N completions. Each completion has one place in one of them."""
+
+    @abstractmethod
+    def worth(self, score: float) -> float:
+        """The reward for a score."""
+
+
+@dataclass(frozen=True)
+class SingleForm(Form):
+    """Each completion by itself, on a scale from `low` to `high`; rewards go from 0 to 1."""
+
+    low: float
+    high: float
 
     def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
         places: dict[Row, list[int]] = {}
@@ -92,15 +91,9 @@ class SingleForm:
 
 
 @dataclass(frozen=True)
-class GroupForm:
-    """The completions of each group in one question, identical ones once; a group is what has the same prompt in a
-    row. Where there is nothing to compare, nothing is asked."""
-
-    criteria: Criteria
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.criteria.columns
+class GroupForm(Form):
+    """The completions of each group in one question, identical ones once. A group is completions in a row with the same
+    prompt. If there is nothing to compare, nothing is asked."""
 
     def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
         rows = enumerate(self.criteria.rows(texts, columns, prompts))

@@ -1,4 +1,4 @@
-"""What the two judges share: a name, a cache, a meter, and warnings."""
+"""What both judges share: a name, a cache, a meter and warnings."""
 
 import logging
 import threading
@@ -18,11 +18,11 @@ QUIET_SECONDS = 300.0  # between two warnings of the same kind
 
 @dataclass
 class Meter:
-    """Counts of a judge, since it was made or of one call; add one to another with `add`."""
+    """What judging took: counts of a judge since it was made, or of one call."""
 
-    calls: int = 0  # questions put to the judge, each once however often it was asked again
-    cached: int = 0  # questions whose answer was known
-    retried: int = 0  # requests beyond one a question: after an error, or after a reply without scores
+    calls: int = 0  # questions put to the judge; one that is asked again counts once
+    cached: int = 0  # questions whose answer was known already
+    retried: int = 0  # further requests for a question: after an error, or after a reply without scores
     failed: int = 0  # questions that have no answer
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -34,7 +34,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Prices:
-    """Of a million tokens, in any currency; None: not known, and then no cost is shown."""
+    """Prices of a million tokens, in any currency. None means unknown; if both are, no cost is shown."""
 
     prompt: float | None = None
     completion: float | None = None
@@ -42,10 +42,10 @@ class Prices:
     def __post_init__(self) -> None:
         for name, price in (("price_prompt", self.prompt), ("price_completion", self.completion)):
             if price is not None and not (isinstance(price, int | float) and 0 <= price < float("inf")):
-                raise ValueError(f"{name} is {price!r}; it is what a million tokens cost, 0 or above")
+                raise ValueError(f"{name} is {price!r}; it must be the price of a million tokens, 0 or above")
 
     def cost(self, meter: Meter) -> float | None:
-        """Of the meter's tokens; None where no price is known."""
+        """The cost of the meter's tokens; None if no price is known."""
         if self.prompt is None and self.completion is None:
             return None
         paid = meter.prompt_tokens * (self.prompt or 0.0) + meter.completion_tokens * (self.completion or 0.0)
@@ -54,22 +54,22 @@ class Prices:
 
 @dataclass
 class Round:
-    """One call of a judge with some questions: what it found, what it took, what went wrong."""
+    """One call of a judge with some questions: the ratings, what they took, and what went wrong."""
 
     questions: list[Question]
     found: dict[Question, Ratings] = field(default_factory=dict)
-    known: set[Question] = field(default_factory=set)  # of these, whose answer was in the cache
+    known: set[Question] = field(default_factory=set)  # those whose answer was in the cache
     meter: Meter = field(default_factory=Meter)
     troubles: list[Finding] = field(default_factory=list)
 
     @property
     def ratings(self) -> list[Ratings | None]:
-        """Of each question in order; None where it has no answer."""
+        """The ratings of each question in order; None if it has no answer."""
         return [self.found.get(question) for question in self.questions]
 
 
 class Judge:
-    """Rates questions with `rate(questions) -> Round`, which is async in some judges and never raises for a failure."""
+    """Rates questions with `rate(questions) -> Round`. It may be async, and it never raises an error for a failure."""
 
     after_sampling = False  # whether `rate` uses the rollout engine
     time_limit: float  # seconds within which `rate` returns
@@ -77,13 +77,13 @@ class Judge:
 
     def __init__(self, name: str, cache_size: int, cache_file: str | Path | None, prices: Prices) -> None:
         self.name, self.prices = name, prices
-        self.identity = name  # what else than the question decides what is said: the cache's keys hold it
+        self.identity = name  # whatever else decides the answer to a question: part of the cache's keys
         self.cache = Cache(cache_size, cache_file)
         self.meter = Meter()
         self.complaints = Complaints()
 
     def begin(self, questions: list[Question]) -> tuple[Round, list[Question]]:
-        """A round, with what is known filled in, and the distinct questions that remain to be asked."""
+        """A round with the known answers, and the distinct questions that must be asked."""
         now = Round(questions)
         waiting: list[Question] = []
         for question in dict.fromkeys(questions):
@@ -97,12 +97,12 @@ class Judge:
         return now, waiting
 
     def learn(self, now: Round, question: Question, ratings: Ratings) -> None:
-        """Keep an answer."""
+        """Keep the ratings of a question."""
         now.found[question] = ratings
         self.cache.put(question.key(self.identity), ratings)
 
     def end(self, now: Round) -> Round:
-        """Count the round, and warn of what went wrong in it."""
+        """Add the round to the meter, and warn of what went wrong in it."""
         now.meter.failed = sum(question not in now.found for question in dict.fromkeys(now.questions))
         self.meter.add(now.meter)
         for trouble in {trouble.kind: trouble for trouble in now.troubles}.values():
@@ -111,11 +111,11 @@ class Judge:
 
     @property
     def cost(self) -> float | None:
-        """Of everything so far; None where no prices were given."""
+        """The cost so far; None if no prices were given."""
         return self.prices.cost(self.meter)
 
     def summary(self) -> str:
-        """What judging took so far, in one line."""
+        """What judging has taken so far, in one line."""
         meter, paid = self.meter, "" if self.cost is None else f", cost {self.cost:.4f}"
         return (f"judge {self.name}: {meter.calls:,} calls ({meter.cached:,} more from the cache), {meter.retried:,} "
                 f"retried, {meter.failed:,} failed; {meter.prompt_tokens:,} prompt and {meter.completion_tokens:,} "
@@ -123,12 +123,12 @@ class Judge:
 
 
 def unanswered(kind: str, problem: str, fix: str) -> Finding:
-    """One reason for which a question has no answer."""
+    """A finding: one reason why a question has no answer."""
     return Finding("warning", "", problem, fix, kind)
 
 
 class Complaints:
-    """Warns of each kind of trouble when it first comes, and again after a while, with how often it has come."""
+    """Warns of a kind of trouble when it first comes, and again after a while with how often it came in between."""
 
     def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
         self.quiet_seconds = quiet_seconds
@@ -155,7 +155,7 @@ class Complaints:
 
 
 def check_settings(rules: dict[str, tuple[object, bool, str]]) -> None:
-    """Raises ValueError for the first of {name: (value, whether it is allowed, what is)} that is not allowed."""
+    """Raises ValueError for the first of {name: (value, whether it is allowed, rule)} that is not allowed."""
     for name, (value, allowed, rule) in rules.items():
         if not allowed:
             raise ValueError(f"{name} is {value!r}; it must be {rule}")
@@ -167,5 +167,5 @@ def is_seconds(value: object) -> bool:
 
 
 def is_count(value: object, least: int) -> bool:
-    """Whether it is a whole number, True and False aside, of at least `least`."""
+    """Whether it is a whole number (not True or False) of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,4 +1,4 @@
-"""A judge's scores as a reward function. Where it gives none, the group is left out of the step and the run goes on."""
+"""A judge's scores as a reward. If it gives no score, the group is left out of the step, and the run goes on."""
 
 import inspect
 import math
@@ -14,11 +14,11 @@ from lowmem_grpo.runs.findings import Finding
 
 
 class JudgeReward(Reward):
-    """By a judge whose `rate` is a plain function; `AsyncJudgeReward` by one that waits for a server.
+    """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for one that waits for a server.
 
-    Logs for each call, so that means over completions are right: judge/NAME/failed and /cached (shares of the
-    completions), /retries, /tokens and where prices are known /cost (of a completion), and where the judge was asked
-    /seconds (of the call); reasons as the extra column NAME_reason.
+    Each call logs judge/NAME/failed and /cached (shares of the completions), /retries, /tokens and, with prices, /cost
+    (for one completion), and /seconds (of the call) if the judge was asked. The reasons go into the extra column
+    NAME_reason.
     """
 
     required = True
@@ -31,7 +31,7 @@ class JudgeReward(Reward):
 
     @property
     def meter(self) -> Any:
-        """Calls and tokens of the judge, over all rewards that it serves."""
+        """Calls and tokens of the judge, for all rewards that use it."""
         return self.judge.meter
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
@@ -46,7 +46,7 @@ class JudgeReward(Reward):
         return self.form.ask(texts, columns, prompts)
 
     def settle(self, asked: list[Asked], now: Round, seconds: float, call: dict[str, Any]) -> list[float | None]:
-        """Rewards of a round's scores, None where there are none; and what is logged."""
+        """The rewards for a round's scores, None without a score. Also logs the round."""
         size = sum(len(places) for one in asked for places in one.places)
         rewards: list[float | None] = [None] * size
         reasons = ["not judged"] * size
@@ -78,7 +78,7 @@ class JudgeReward(Reward):
 
 
 class AsyncJudgeReward(JudgeReward):
-    """By a judge that waits for a server: others go on meanwhile."""
+    """A reward by a judge that waits for a server, while other functions go on."""
 
     async def __call__(self, *, completions: list[Any], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         return await super().__call__(completions=completions, **kwargs)  # type: ignore[misc]
@@ -92,12 +92,12 @@ class AsyncJudgeReward(JudgeReward):
 
 
 def questions_of(asked: list[Asked]) -> list[Any]:
-    """Those that a judge has to be asked: groups whose completions are all alike have none."""
+    """The questions for the judge. A group whose completions are all alike has none."""
     return [one.question for one in asked if one.question is not None]
 
 
 def completions_of(asked: list[Asked], holds: Callable[[Question], bool]) -> int:
-    """How many completions are behind the questions for which something holds."""
+    """How many completions are behind the questions for which `holds` is true."""
     return sum(len(places) for one in asked if one.question and holds(one.question) for places in one.places)
 
 
@@ -108,16 +108,16 @@ def judged(
     judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
     reference: str | None = None, rubric_column: str | None = None, name: str = "judged",
 ) -> JudgeReward:
-    """A reward of each completion by itself, from 0 to 1: the judge's score within `score_range`, mapped.
+    """A reward of each completion by itself: the judge's score within `score_range`, mapped to 0 to 1.
 
-    `reference` names a dataset column with a good answer, which the judge sees; `rubric_column` one with a row's own
-    rubric. Where such a column is None, there is no reference, and `rubric` counts. None where the judge failed, and
-    then no step is made on that group. Raises TypeError for what is no judge, ValueError for settings that make no
-    sense.
+    `reference` names a dataset column with a good answer, which the judge sees. `rubric_column` names a column with a
+    row's own rubric. If a row has None there, it has no reference, and `rubric` holds. The reward is None if the judge
+    failed, and then no step is made on that group. Raises TypeError for what is not a judge, and ValueError for
+    settings that make no sense.
     """
     low, high = (float(bound) for bound in score_range)
     allowed = math.isfinite(high - low) and low < high
-    check_settings({"score_range": (score_range, allowed, "(worst, best), the worst below the best")})
+    check_settings({"score_range": (score_range, allowed, "(worst, best), with worst below best")})
     return reward(name, judge, SingleForm(criteria(rubric, rubric_column, reference), low, high))
 
 
@@ -125,11 +125,12 @@ def ruler(
     judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = None, rubric_column: str | None = None,
     name: str = "ruler",
 ) -> JudgeReward:
-    """A reward from 0 to 1, relative within a group: the judge sees the prompt once and all completions side by side.
+    """A reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
 
-    Identical completions are shown once and score alike. A group of one completion, or of one text, is not put to the
-    judge: all get 0.5, or 0 where that text is empty. Groups are completions in a row with an equal prompt. `reference`
-    and `rubric_column` as in `judged`; a group's are those of its row. None where the judge failed. After RULER (ART).
+    Identical completions are shown once and get the same score. If a group has only one completion, or only one text,
+    the judge is not asked: all get 0.5, or 0 if that text is empty. A group is completions in a row with an equal
+    prompt. `reference` and `rubric_column` work as in `judged`. The reward is None if the judge failed. After RULER
+    (ART).
     """
     return reward(name, judge, GroupForm(criteria(rubric, rubric_column, reference)))
 

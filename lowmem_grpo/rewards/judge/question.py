@@ -63,14 +63,14 @@ class Question:
     prompt: str
     answers: tuple[str, ...]
     rubric: str
-    reference: str | None = None  # a good answer, for the judge alone
-    grouped: bool = False  # side by side, relative to each other; else there is one answer
+    reference: str | None = None  # a good answer, which only the judge sees
+    grouped: bool = False  # several answers side by side, relative to each other; else there is one answer
     low: float = 0.0
     high: float = 1.0
 
     @property
     def mark(self) -> str:
-        """Stands on every line around the material. It depends on all of it, so that no text can hold its own."""
+        """Is on every line around the material. It depends on all of the material, so no text can hold its own mark."""
         return digest([self.prompt, *self.answers, self.rubric, self.reference or ""])[:12]
 
     @property
@@ -83,7 +83,7 @@ class Question:
 
     @property
     def user(self) -> str:
-        """The material: the task once, a reference where there is one, each answer; control tokens broken."""
+        """The material: the task, the reference if there is one, and each answer, with control tokens broken."""
         parts = [("TASK", self.prompt)]
         if self.reference is not None:
             parts.append(("REFERENCE ANSWER (a guide for you; other answers can be right too)", self.reference))
@@ -92,13 +92,13 @@ class Question:
         return "\n\n".join(f"=== {name} {self.mark}\n{broken(text)}\n=== END {self.mark}" for name, text in parts)
 
     def messages(self, fault: str | None = None) -> list[dict[str, str]]:
-        """As chat messages; `fault` is what was wrong with the reply before, not in its words."""
+        """As chat messages. `fault` says what was wrong with the reply before, without quoting it."""
         user = self.user if fault is None else f"{self.user}\n\n{AGAIN.format(fault=fault)}"
         return [{"role": "system", "content": writable(self.system)}, {"role": "user", "content": writable(user)}]
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema of the reply, as strict structured output takes it; bounds are checked in reading."""
+        """The JSON schema of the reply, as strict structured output takes it. `read` checks the bounds."""
         entry = {"reason": {"type": "string"}, "score": {"type": "number"}}
         if not self.grouped:
             return closed_object(entry)
@@ -106,17 +106,17 @@ class Question:
         return closed_object({"scores": {"type": "array", "items": item}})
 
     def read(self, reply: str) -> Ratings:
-        """(score, reason) of each answer, in order; BadReplyError where the reply is anything else."""
+        """(score, reason) of each answer in order. Raises BadReplyError if the reply is anything else."""
         read = partial(read_group, count=len(self.answers)) if self.grouped else read_single
         return read(reply, low=self.low, high=self.high)
 
     def key(self, judge: str) -> str:
-        """What a cache knows it by: of the judge and of everything that is said to it."""
+        """The key in a cache: it depends on the judge and on everything that is said to it."""
         return digest([judge, self.system, self.user])
 
 
 def closed_object(properties: dict[str, Any]) -> dict[str, Any]:
-    """A schema of an object with these properties, all of them, and no other."""
+    """The schema of an object that has all of these properties and no other."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 

@@ -1,4 +1,4 @@
-"""From a judge's reply to scores, strictly: whatever is not exactly what was asked for is no score."""
+"""Reads a judge's reply strictly: a reply that is not exactly what was asked for gives no score."""
 
 import json
 import math
@@ -12,9 +12,9 @@ SHOWN = 80  # characters of a reply in messages
 
 
 class BadReplyError(ValueError):
-    """A reply that is not the scores that were asked for; the message says what is wrong with it.
+    """A reply that does not hold the scores that were asked for. The message says what is wrong with it.
 
-    `fault` says it without the reply's own words, which may be those of an answer: a judge is told no more than that.
+    `fault` says it without quoting the reply, whose words may come from an answer. Only this is told to the judge.
     """
 
     def __init__(self, fault: str, quoted: str = "") -> None:
@@ -28,7 +28,7 @@ def read_single(reply: str, low: float, high: float) -> list[tuple[float, str]]:
 
 
 def read_group(reply: str, count: int, low: float, high: float) -> list[tuple[float, str]]:
-    """(score, reason) of answers 1 to `count` in order. BadReplyError unless each has exactly one, in range."""
+    """(score, reason) of answers 1 to `count` in order. BadReplyError unless each has exactly one score, in range."""
     entries = json_object(reply).get("scores")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise BadReplyError('it has no list of objects under "scores"')
@@ -47,14 +47,14 @@ def read_group(reply: str, count: int, low: float, high: float) -> list[tuple[fl
 
 
 def id_of(value: Any) -> int | None:
-    """1 of 1 and of "1"; None of anything else."""
+    """1 for 1 and for "1"; None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}", value):
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def rating_of(entry: dict[str, Any], low: float, high: float) -> tuple[float, str]:
-    """(score, reason) of an object that has them; a reason may be missing."""
+    """(score, reason) of an object. The reason may be missing."""
     score, reason = entry.get("score"), entry.get("reason")
     if isinstance(score, bool) or not isinstance(score, int | float) or not is_finite(score):
         raise BadReplyError('its "score" is not a number', f"{score!r:.40}")
@@ -72,8 +72,8 @@ def is_finite(number: float) -> bool:
 
 
 def json_object(reply: str) -> dict[str, Any]:
-    """The one JSON object that a reply is, after its thinking and within its code fence, if it has these. Words before
-    or after it are not let pass: an object among them may be one that an answer holds, quoted."""
+    """The one JSON object in a reply, after any thinking and inside any code fence. No other words may be around it,
+    because an object among them may be a quote from an answer."""
     said = reply.rpartition(THOUGHT_END)[2]
     try:
         return object_alone(reply)  # first: a reason may speak of such tags
@@ -87,19 +87,19 @@ def object_alone(said: str) -> dict[str, Any]:
     """The object of a text that holds nothing else."""
     text = unfenced(said, anywhere=False)
     if not text.startswith("{"):
-        raise BadReplyError("it is not a JSON object alone", shown(said))
+        raise BadReplyError("it is not just one JSON object", shown(said))
     try:
         found = json.loads(text, object_pairs_hook=distinct, parse_constant=no_constant)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise BadReplyError("it is not one JSON object alone", shown(said)) from error
-    except ValueError as error:  # an integer of thousands of digits, or one of ours
+        raise BadReplyError("it is not just one JSON object", shown(said)) from error
+    except ValueError as error:  # an integer of thousands of digits, or an error of ours
         raise error if isinstance(error, BadReplyError) else BadReplyError(f"it is no usable JSON: {error}") from error
     assert isinstance(found, dict)  # it begins with a brace
     return found
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are all different: of two scores neither is the one."""
+    """An object whose keys are all different: with two scores, neither counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise BadReplyError("an object in it has the same key twice")
@@ -117,5 +117,5 @@ def shown(reply: str) -> str:
 
 
 def writable(text: str) -> str:
-    """The text with a question mark for each lone half of a surrogate pair, which no request and no file can carry."""
+    """The text with a question mark for each lone half of a surrogate pair, which no request and no file can hold."""
     return text.encode(errors="replace").decode()

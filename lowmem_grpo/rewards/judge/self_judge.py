@@ -1,4 +1,4 @@
-"""The base model as its own judge: the engine that samples the run answers, with the adapter off. No second model."""
+"""The base model as judge: the engine that samples the run answers, with the adapter off. No second model is needed."""
 
 import logging
 import time
@@ -21,11 +21,11 @@ from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
 logger = logging.getLogger(__name__)
 
 TOKENS_OF_A_RATING = 24  # below this there is no room for a reply
-SECOND_TEMPERATURE = 0.7  # greedy again would say the same again
+SECOND_TEMPERATURE = 0.7  # a second greedy reply would be the same
 
 
 class Sampling(Protocol):
-    """What a judge needs of a model: FastLanguageModel's, with LoRA or without."""
+    """What a judge needs of a model, which is one from FastLanguageModel, with LoRA or without."""
 
     loaded: Any
 
@@ -36,7 +36,7 @@ class Sampling(Protocol):
 
 
 class SelfJudge(Judge):
-    """The model that is trained, without what it has learnt: it cannot drift towards pleasing itself."""
+    """The trained model without what it has learned, so that it cannot drift towards pleasing itself."""
 
     after_sampling = True
 
@@ -45,10 +45,10 @@ class SelfJudge(Judge):
         chat_template_kwargs: dict[str, Any] | None = None, time_limit: float = 3600.0, cache_size: int = 10_000,
         cache_file: str | Path | None = None,
     ) -> None:
-        """`model` is what FastLanguageModel returned; what is asked is at most its max_seq_length, reply included.
+        """`model` is what FastLanguageModel returned. A question and its reply must fit into its max_seq_length.
 
-        max_tokens: of a reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for all
-        questions of a step; a generation cannot be broken off, but no second one begins when half of them are gone.
+        max_tokens: the longest reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for
+        all questions of a step. A generation cannot be broken off, but no second one begins after half of that time.
         """
         check_settings({
             "max_tokens": (max_tokens, is_count(max_tokens, 1), "a number of tokens"),
@@ -61,10 +61,10 @@ class SelfJudge(Judge):
         self.identity = repr(("self", *weights_of(model), max_tokens, temperature, seed, self.template_kwargs))
         from lowmem_grpo.memory.bounds import RunMemory
 
-        self.memory = RunMemory()  # its own bound: what is judged at once is longer than what is sampled at once
+        self.memory = RunMemory()  # a bound of its own: questions are longer than the run's prompts
 
     def rate(self, questions: list[Question]) -> Round:
-        """Ratings of the questions that the base model could answer. Never raises for a failure of judging."""
+        """Ratings of the questions that the base model could answer. A failure of judging raises no error."""
         now, waiting = self.begin(questions)
         began = time.monotonic()
         try:
@@ -79,14 +79,14 @@ class SelfJudge(Judge):
             if left:
                 now.troubles.append(unanswered(
                     "babble", f"{len(left)} of {len(questions)} replies have no scores that can be used: {left[0]}",
-                    "take a larger model, raise max_tokens, or judge by URL: a small one may not follow the form",
+                    "take a larger model, raise max_tokens, or judge by URL: a small model may not follow the form",
                 ))
         finally:
             self.end(now)
         return now
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:
-        """Token ids of a question as one user turn (some templates have no system turn); None where it is too long."""
+        """Token ids of a question as one user turn (some templates have no system turn); None if it is too long."""
         tokenizer = self.model.loaded.tokenizer
         text = "\n\n".join(message["content"] for message in question.messages(fault))
         text = without_controls(text, tokenizer)
@@ -107,7 +107,7 @@ class SelfJudge(Judge):
         return None
 
     def ask(self, asked: dict[Question, list[int]], temperature: float, now: Round) -> dict[Question, BadReplyError]:
-        """Let the base model answer all at once; of each reply without scores, what is wrong with it."""
+        """Let the base model answer all questions at once. Returns what is wrong with each reply that has no scores."""
         if not asked:
             return {}
         params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
@@ -133,10 +133,10 @@ class SelfJudge(Judge):
         return faults
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
-        """A list with one rollout of each prompt, by the base model in the engine that samples the run; it sleeps again
-        afterwards."""
+        """A list with one rollout for each prompt, by the base model in the engine that samples the run. The engine
+        sleeps afterwards."""
         engine = self.model.engine()
-        if engine.name == "transformers":  # made anew each time, and would run out of memory anew; vLLM's is the run's
+        if engine.name == "transformers":  # made anew each time: it would run out of memory again
             self.memory.watch(engine)
         try:
             with engine.policy.base_model():
@@ -147,7 +147,7 @@ class SelfJudge(Judge):
 
 
 def weights_of(model: Sampling) -> tuple[Any, ...]:
-    """What tells a model's weights from those of another: name, revision, quantization and dtype."""
+    """What tells the weights of two models apart: name, revision, quantization and dtype."""
     inner, loaded = model.inner, model.loaded
     quantization = getattr(getattr(inner, "config", None), "quantization_config", None)
     return loaded.name, getattr(loaded, "revision", None), str(quantization), str(getattr(inner, "dtype", None))

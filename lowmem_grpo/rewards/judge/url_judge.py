@@ -22,8 +22,8 @@ from lowmem_grpo.runs.findings import Finding
 
 logger = logging.getLogger(__name__)
 
-REFUSALS = 100  # of different words, that are remembered
-MARGIN_SECONDS = 5.0  # for what `rate` does beside waiting
+REFUSALS = 100  # refusals in different words that are remembered
+MARGIN_SECONDS = 5.0  # for what `rate` does besides waiting
 OURS = ("model", "messages", "response_format", "stream", "n", "timeout")  # arguments that `options` cannot change
 
 
@@ -36,20 +36,20 @@ class UrlJudge(Judge):
         price_completion: float | None = None, cache_size: int = 10_000, cache_file: str | Path | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """`base_url` and `api_key` None are the client's own (OpenAI's URL; OPENAI_API_KEY).
+        """None for `base_url` or `api_key` means the client's own (OpenAI's URL, OPENAI_API_KEY).
 
-        timeout: seconds for one request. deadline: seconds for all questions of one call, retries included.
+        timeout: seconds for one request. deadline: seconds for all questions of one call, with retries.
         retries: further requests after an error that may pass, and after a reply without scores.
         concurrency: requests at a time, in the whole run. price_*: of a million tokens, for the meter.
         options: more for each request, e.g. {"temperature": 0, "max_tokens": 2000, "reasoning_effort": "low"}.
 
-        Raises ValueError for settings that make no sense and where there is no key, ImportError without openai.
+        Raises ValueError for settings that make no sense or if there is no key, and ImportError without openai.
         """
         wrong = sorted({*(options or {})} & {*OURS})
         check_settings({
             "base_url": (base_url, base_url is None or base_url.startswith(("http://", "https://")),
                          "an address that begins with http:// or https://, or None for OpenAI's own"),
-            "model": (model, isinstance(model, str) and bool(model), "the name by which the server knows its model"),
+            "model": (model, isinstance(model, str) and bool(model), "the server's name for its model"),
             "timeout": (timeout, is_seconds(timeout), "seconds above 0"),
             "deadline": (deadline, is_seconds(deadline), "seconds above 0"),
             "retries": (retries, is_count(retries, 0), "a number, 0 or above"),
@@ -61,17 +61,17 @@ class UrlJudge(Judge):
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
         self.time_limit = self.deadline + MARGIN_SECONDS
         self.options = dict(options or {})
-        self.form = 0  # of FORMS: the strictest that the server takes, as far as is known
-        self.taken = False  # whether it took a request in that form
-        self.refusals: set[str] = set()  # what it said where the form was not the reason
-        client = make_client(*self.client_settings)  # where that cannot be, the run does not begin
+        self.form = 0  # index into FORMS: the strictest form that the server is known to take
+        self.taken = False  # whether the server took a request in that form
+        self.refusals: set[str] = set()  # what the server said when the form was not the reason
+        client = make_client(*self.client_settings)  # if there can be no client, the run does not begin
         self.identity = repr((str(client.base_url), model, sorted(self.options.items())))
         unknown = unknown_options(client, self.options)
         check_settings({"options": (options, not unknown, f"what the client's create() takes, without {unknown}")})
         self._sessions = Sessions(client)
 
     async def rate(self, questions: list[Question]) -> Round:
-        """Ratings of the questions that could be answered within the deadline. Never raises for a failure."""
+        """Ratings of the questions that were answered within the deadline. A failure of judging raises no error."""
         now, waiting = self.begin(questions)
         client, places = self._sessions.here(self)
         tasks = [asyncio.ensure_future(self._answer(client, places, question, now)) for question in waiting]
@@ -79,7 +79,7 @@ class UrlJudge(Judge):
             if tasks:
                 done, late = await asyncio.wait(tasks, timeout=self.deadline)
                 for task in done:
-                    task.result()  # what is a mistake in here is not passed over
+                    task.result()  # raises what is a mistake of ours
                 if late:
                     now.troubles.append(unanswered(
                         "late", f"{len(late)} of {len(questions)} questions had no answer after {self.deadline:g} s",
@@ -92,7 +92,7 @@ class UrlJudge(Judge):
         return now
 
     async def _answer(self, client: Any, places: asyncio.Semaphore, question: Question, now: Round) -> None:
-        """Ask until the reply has scores, `retries` further times at most."""
+        """Ask until the reply has scores, up to `retries` further times."""
         fault, last, reply = None, "", Reply("")
         for attempt in range(1 + self.retries):
             async with places:
@@ -112,7 +112,7 @@ class UrlJudge(Judge):
         now.troubles.append(no_scores(last, reply))
 
     async def _ask(self, client: Any, question: Question, fault: str | None, now: Round) -> Reply | Failure:
-        """One answer, in the strictest form that the server takes; a looser one that it takes is remembered."""
+        """One answer, in the strictest form that the server takes. A looser form that it takes is remembered."""
         first = self.form
         for form in range(first, len(FORMS)):
             found = await ask(client, self.name, question, fault, FORMS[form], self.options)
@@ -127,11 +127,12 @@ class UrlJudge(Judge):
         return found
 
     def _is_content(self, form: int, refused: Failure) -> bool:
-        """Whether a request was not refused for its form: others were taken in it, or other forms did not help."""
+        """Whether a request was refused for another reason than its form: the server has taken other requests in this
+        form, or has said the same in every form."""
         return (self.taken and form == self.form) or in_general(refused) in self.refusals
 
     def _note_refusal(self, refused: Failure) -> None:
-        """No form helped: with these words the server speaks of something else, a prompt that is too long perhaps."""
+        """No form helped, so these words are about something else, for example a prompt that is too long."""
         if len(self.refusals) < REFUSALS:
             self.refusals.add(in_general(refused))
 
@@ -150,7 +151,7 @@ class UrlJudge(Judge):
 
 
 class Sessions:
-    """A client and the places for its requests, of each event loop: neither can be used in two."""
+    """A client and the places for its requests for each event loop: neither can be used in two loops."""
 
     def __init__(self, spare: Any = None) -> None:
         """`spare` is a client that no loop has used."""
@@ -168,26 +169,26 @@ class Sessions:
 
 
 def in_general(refused: Failure) -> str:
-    """What the server said, for any number in it."""
+    """What the server said, with 0 for every number in it."""
     return re.sub(r"\d+", "0", refused.trouble.problem)
 
 
 def read(question: Question, reply: Reply) -> Ratings:
-    """The ratings in a reply; BadReplyError where there are none."""
+    """The ratings in a reply. Raises BadReplyError if there are none."""
     if not reply.is_chat:
-        raise BadReplyError("the server's answer is no chat completion")
+        raise BadReplyError("the server's answer is not a chat completion")
     if reply.cut:
         raise BadReplyError("it was cut off at the limit of tokens", shown(reply.text))
     return question.read(reply.text)
 
 
 def no_scores(fault: str, reply: Reply) -> Finding:
-    """What to say of a reply that had no scores, the last time too."""
+    """The finding for a question whose last reply had no scores either."""
     if not reply.is_chat:
-        return unanswered("api", "what the server answers is no chat completion",
-                       "see that base_url is that of an OpenAI-compatible API (it mostly ends in /v1)")
+        return unanswered("api", "what the server answers is not a chat completion",
+                       "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)")
     if reply.cut:
-        return unanswered("cut", f"a reply was cut off, and is not read ({shown(reply.text)})",
-                       'raise the limit: options={"max_tokens": ...}, more for a model that thinks first')
+        return unanswered("cut", f"a reply was cut off and is not read ({shown(reply.text)})",
+                       'raise the limit: options={"max_tokens": ...}, higher for a model that thinks first')
     return unanswered("babble", f"a reply has no scores that can be used: {fault}",
                    "take a model that follows instructions better, or a simpler rubric")

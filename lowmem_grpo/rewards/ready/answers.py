@@ -1,4 +1,4 @@
-"""Verifiers of answers: equal text, equal number, boxed answer, pattern."""
+"""Verifiers of answers: the same text, the same number, a boxed answer, a pattern."""
 
 import functools
 import re
@@ -8,13 +8,14 @@ from typing import Any
 from lowmem_grpo.rewards.ready.reading import Place, boxed, last_number, read_number, whole
 from lowmem_grpo.rewards.verifier import LabelVerifier, TextVerifier, Verdict
 
-LONGEST_ANSWER = 10_000  # characters that a pattern of the user's gets to see
+LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is matched against
 
 
 def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool = False) -> LabelVerifier:
-    """The answer's text is the label, both stripped, runs of white space counted as one. An empty label is no label.
+    """The answer's text equals the label. White space at the ends does not count, and inside any of it counts as one
+    space. An empty label gives no verdict.
 
-    `where` says where the answer stands: `whole` (default), `last_line`, `boxed`, `in_tag("answer")`, `after("####")`.
+    `where` finds the answer: `whole` (default), `last_line`, `boxed`, `in_tag("answer")`, `after("####")`.
     """
     return LabelVerifier("answer_match", functools.partial(same_text, where=where, ignore_case=ignore_case), column)
 
@@ -29,11 +30,11 @@ def same_text(text: str, label: Any, where: Place, ignore_case: bool) -> Verdict
 def number_match(column: str = "answer", where: Place = last_number, tolerance: float = 0.0) -> LabelVerifier:
     """The answer, by default the last number of the completion, equals the label's number.
 
-    "1,234.50", "$1234.5" and "1234.5" are equal. `tolerance` is relative to the label. A label that is no number gives
-    no verdict. Raises ValueError for a tolerance that is negative or infinite.
+    "1,234.50", "$1234.5" and "1234.5" are equal. `tolerance` is relative to the label. A label that is not a number
+    gives no verdict. Raises ValueError for a tolerance that is negative or infinite.
     """
     if not 0 <= tolerance < float("inf"):
-        raise ValueError(f"tolerance is {tolerance!r}; it must be 0 or above, 0.01 for one per cent")
+        raise ValueError(f"tolerance is {tolerance!r}; it must be 0 or above; 0.01 is one per cent")
     judge = functools.partial(same_number, where=where, tolerance=Fraction(tolerance))
     return LabelVerifier("number_match", judge, column)
 
@@ -47,7 +48,7 @@ def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Ver
 
 
 def boxed_match(column: str = "answer") -> LabelVerifier:
-    r"""What the last \boxed{...} holds is the label: the same number, or the same text but for spaces, $ and \left.
+    r"""The last \boxed{...} holds the label: the same number, or the same text apart from spaces, $ and \left.
 
     The label may be boxed itself. `math_match` also accepts 1/2 for \frac{1}{2}.
     """
@@ -62,22 +63,22 @@ def same_boxed(text: str, label: Any) -> Verdict:
 
 
 def same_plain(found: str, wanted: str) -> bool:
-    """Equal numbers, or equal texts, of answers that `plain_math` has been through."""
+    """Whether two answers that `plain_math` has simplified are equal as numbers or as texts."""
     number = read_number(wanted)
     return found == wanted or (number is not None and read_number(found) == number)
 
 
 def plain_math(answer: str) -> str:
-    r"""An answer without spaces, dollar signs, \left, \right, \, \! and a full stop at its end; {,} is a comma."""
+    r"""An answer without spaces, dollar signs, \left, \right, \, \! and a full stop at its end; {,} becomes a comma."""
     bare = re.sub(r"\\left|\\right|\\[,!; ]|[\s$]", "", answer)
     return bare.replace("\\dfrac", "\\frac").replace("{,}", ",").rstrip(".")
 
 
 def regex_match(pattern: str | re.Pattern[str], where: Place = whole) -> TextVerifier:
-    """The answer matches the pattern from its beginning to its end (`re.fullmatch`).
+    """The whole answer matches the pattern (`re.fullmatch`).
 
-    The first 10,000 characters of the completion are looked at. Mind nested repeats, (a+)+ and the like: Python's `re`
-    can need longer for them than any run lasts. Raises ValueError for a pattern that is none.
+    Only the first 10,000 characters of the completion are used. Avoid nested repeats such as (a+)+: Python's `re` can
+    need longer for them than any run lasts. Raises ValueError for an invalid pattern.
     """
     try:
         compiled = re.compile(pattern)

@@ -1,14 +1,14 @@
-"""Code that must pass a row's tests: the model's Python runs in a sandbox, and cannot decide its own verdict.
+"""Python code that must pass a row's tests. It runs in a sandbox and cannot decide its own verdict.
 
     tests = rewards.code_passes_tests()              # a verifier; `tests` is the dataset's column
-    reward_funcs = [tests.reward(), tests.share()]   # 1 where all pass; the share that passes
+    reward_funcs = [tests.reward(), tests.share()]   # 1 if all tests pass; the share of tests that pass
 
-A row's tests are a list (or JSON text of one) of asserts, calls or programs, see `sandbox.cases`:
+A row's tests are a list (or its JSON text) of asserts, calls or programs, see `sandbox.cases`:
 
     "assert add(1, 2) == 3"    {"call": "add", "args": [1, 2], "expected": 3}    {"input": "1 2", "output": "3"}
 
-What the sandbox holds and what it does not is said in `lowmem_grpo.sandbox`. Give `.reward()` and `.share()` of one
-verifier to one run rather than two verifiers: verdicts of the same completions are kept for the next question.
+`lowmem_grpo.sandbox` says what the sandbox prevents and what it does not. For several rewards in one run, use
+`.reward()` and `.share()` of one verifier, not two verifiers: it keeps its last verdicts, so each code runs once.
 """
 
 import logging
@@ -30,7 +30,7 @@ from lowmem_grpo.sandbox.trial import OUTCOMES, run_tests
 from lowmem_grpo.sandbox.trial import Verdict as TestVerdict
 from lowmem_grpo.sandbox.worker import CannotStart
 
-BATCH_SECONDS = 45.0  # with the last completion's own time, below the trainer's reward_timeout of 60
+BATCH_SECONDS = 45.0  # plus the time of the last completion, this stays below the trainer's reward_timeout of 60
 FENCED = re.compile(  # possessive: a long first line is read once
     r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```[ \t]*+$|\Z)", re.DOTALL | re.MULTILINE
 )
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 def python_code(text: str) -> str | None:
-    """The code of a completion: its last ```python block, else its last block of no language, else what <code> holds,
-    else all of it. A block that the text's end cuts off counts: a stop string may be the closing fence."""
+    """The code of a completion: its last ```python block, else its last block without a language, else what <code>
+    holds, else all of it. A block without its closing fence counts, because that may have been a stop string."""
     blocks = [(found[1].lower(), found[2]) for found in FENCED.finditer(text)]
     for languages in (PYTHON, ("",)):
         if named := [block for language, block in blocks if language in languages]:
@@ -52,20 +52,20 @@ def code_passes_tests(
     column: str = "tests", isolation: str | None = None, limits: Limits | None = None, workers: int | None = None,
     where: Place = python_code, batch_seconds: float = BATCH_SECONDS,
 ) -> "CodeVerifier":
-    """A verifier of Python: right where the code passes every test of its row, None where the row has none.
+    """A verifier of Python: right if the code passes every test of its row, None if the row has no tests.
 
     `isolation`: None takes bubblewrap or nsjail, whichever works here; "process" is an opt-in to less protection.
-    `limits` are of one completion, `workers` is how many run at a time (the CPUs by default). After `batch_seconds`
-    no other completion of a call is begun: the rest get None, and a warning says so.
+    `limits` hold for one completion. `workers` is how many completions run at a time (one per CPU by default). After
+    `batch_seconds` no further completion of a call begins: the rest get None, and a warning says so.
 
-    Raises SandboxError where no sandbox works (with what to do), ValueError for an unknown isolation, fewer than one
+    Raises SandboxError, with what to do, if no sandbox works, and ValueError for an unknown isolation, fewer than one
     worker, or no time.
     """
     return CodeVerifier(column, isolation, limits, workers, where, batch_seconds)
 
 
 class CodeVerifier(Verifier):
-    """See `code_passes_tests`; `judge` says what came of each test, and why."""
+    """See `code_passes_tests`. `judge` gives the result of each test, with the reason."""
 
     def __init__(
         self, column: str, isolation: str | None, limits: Limits | None, workers: int | None, where: Place,
@@ -86,10 +86,10 @@ class CodeVerifier(Verifier):
         return [None if tests is None else all(test.passed for test in tests) for tests in judged]
 
     def judge(self, completions: list[str], tests: list[Any]) -> list[list[TestVerdict] | None]:
-        """A verdict for each test of each of N completions; None for a row without tests, or one that was not begun.
+        """The verdicts on N completions, one for each test; None for a row without tests, or if it did not begin.
 
-        A code that comes twice with the same tests runs once. Never raises for what a completion holds; ValueError
-        for tests that cannot be read, SandboxError where the sandbox stops working.
+        A code that comes twice with the same tests runs once. No completion can make this raise an error. Raises
+        ValueError for tests that cannot be read and SandboxError if the sandbox stops working.
         """
         rows = {repr(row): row for row in tests if row is not None}
         cases = {name: read_cases(row) for name, row in rows.items()}
@@ -100,7 +100,7 @@ class CodeVerifier(Verifier):
     def _run_all(
         self, pairs: list[tuple[str, str]], cases: dict[str, list[Case]]
     ) -> list[list[TestVerdict] | None]:
-        """Run distinct pairs of a code and its tests' name, some at a time."""
+        """Run distinct pairs of a code and the name of its tests, some at a time."""
         until = time.monotonic() + self.batch_seconds
 
         def run(pair: tuple[str, str]) -> list[TestVerdict] | None:
@@ -118,18 +118,18 @@ class CodeVerifier(Verifier):
             raise SandboxError(f"{self.sandbox.isolation} worked before and no longer does: {error}") from error
         if late := found.count(None):
             logger.warning(
-                "%d of %d codes were not run within %g s, and get no reward: raise workers (%d), or batch_seconds with "
+                "%d of %d codes did not run within %g s and get no reward: raise workers (%d), or batch_seconds with "
                 "GRPOConfig(reward_timeout=...), or lower limits.seconds (%g)", late, len(pairs), self.batch_seconds,
                 self.workers, self.sandbox.limits.seconds,
             )
         return found
 
     def reward(self, right: float = 1.0, wrong: float = 0.0, name: str | None = None) -> VerifiedReward:
-        """Pays `right` where all tests pass, else `wrong`; the outcomes' shares are logged as `tests/OUTCOME`."""
+        """Pays `right` if all tests pass, else `wrong`. The share of each outcome is logged as `tests/OUTCOME`."""
         return CodeReward(self, right, wrong, name or self.name)
 
     def share(self, amount: float = 1.0, name: str = "code_tests_passed") -> "ShareReward":
-        """Pays `amount` times the share of the tests that pass."""
+        """Pays `amount` times the share of tests that pass."""
         return ShareReward(self, amount, name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class CodeVerifier(Verifier):
 
 
 class CodeReward(VerifiedReward):
-    """A verifier's verdicts as numbers, with what came of the tests and the first reason against each completion."""
+    """Pays for the verdicts; logs the outcomes of the tests, and for each completion the first test that failed."""
 
     verifier: CodeVerifier
 
@@ -156,7 +156,7 @@ class CodeReward(VerifiedReward):
 
 
 class ShareReward(Reward):
-    """The share of a row's tests that pass."""
+    """Pays for the share of a row's tests that pass."""
 
     def __init__(self, verifier: CodeVerifier, amount: float, name: str) -> None:
         super().__init__(name, verifier.columns)
@@ -169,14 +169,14 @@ class ShareReward(Reward):
 
 
 class Memory:
-    """What was found of the last call's pairs: the next reward of the same completions asks the same again."""
+    """The verdicts of the last call, because the next reward asks for those of the same completions again."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], list[TestVerdict] | None] = {}
         self.lock = threading.Lock()
 
     def recall(self, pairs: list[tuple[str, str] | None], run: Any) -> list[list[TestVerdict] | None]:
-        """The verdicts of each pair; `run` gets the distinct ones that are not known yet."""
+        """The verdicts of each pair; `run` gets those distinct pairs that are not known yet."""
         with self.lock:
             distinct = list(dict.fromkeys(pair for pair in pairs if pair is not None))
             if not set(distinct) <= set(self.found):
@@ -187,7 +187,7 @@ class Memory:
 
 
 def first_fault(tests: list[TestVerdict] | None) -> str:
-    """The first test that did not pass, in a line."""
+    """The first test that did not pass, in one line."""
     if tests is None:
         return "not run"
     for number, test in enumerate(tests, 1):

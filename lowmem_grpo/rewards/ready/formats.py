@@ -1,4 +1,4 @@
-"""Keeping to a format of tags: a verifier for the whole of it, a reward for each tag."""
+"""Formats of tags: a verifier of the whole format, and a reward for each tag."""
 
 import functools
 
@@ -9,10 +9,10 @@ REASONING_TAGS = ("<start_working_out>", "<end_working_out>", "<SOLUTION>", "</S
 
 
 def format_match(tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False) -> TextVerifier:
-    """Each tag once, in this order; text between a pair's opening and closing; nothing but white space behind the last.
+    """Each tag is there once and in this order, with text inside each pair and only white space after the last tag.
 
-    `tags` are pairs: opening, closing, opening, closing, ... With `opened` the prompt ends in the first of them, as
-    chat templates for reasoning do, and the completion goes on behind it. Raises ValueError for an odd number of tags,
+    `tags` are pairs: opening, closing, opening, closing, ... With `opened` the prompt ends with the first tag, as in
+    chat templates for reasoning, and the completion goes on from there. Raises ValueError for an odd number of tags,
     and for tags that are equal or part of each other.
     """
     return TextVerifier("format_match", functools.partial(keeps_format, tags=checked(tags), opened=opened))
@@ -21,14 +21,14 @@ def format_match(tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False) -
 def format_kept(
     right: float = 3.0, wrong: float = 0.0, tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False
 ) -> VerifiedReward:
-    """`right` where the whole format is kept, else `wrong`: `format_match` with amounts."""
+    """`right` if the whole format is kept, else `wrong`: `format_match` with amounts."""
     return format_match(tags, opened).reward(right, wrong, "format_kept")
 
 
 def tags_counted(
     once: float = 0.5, otherwise: float = -1.0, tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False
 ) -> TextReward:
-    """For each tag `once` where it occurs exactly once, else `otherwise`: a way towards the format, in small steps."""
+    """For each tag: `once` if it occurs exactly once, else `otherwise`. Leads to the format in small steps."""
     counted = checked(tags)[1 if opened else 0 :]
     return TextReward("tags_counted", functools.partial(pay_tags, tags=counted, amounts=(once, otherwise)))
 
@@ -38,7 +38,7 @@ def pay_tags(text: str, tags: tuple[str, ...], amounts: tuple[float, float]) -> 
 
 
 def keeps_format(text: str, tags: tuple[str, ...], opened: bool) -> bool:
-    """Linear: each tag is counted, then the text is cut at each."""
+    """Takes linear time: it counts each tag, then cuts the text at each."""
     complete = tags[0] + text if opened else text
     if any(complete.count(tag) != 1 for tag in tags):
         return False

@@ -1,4 +1,4 @@
-"""A verifier of JSON answers: they parse, and keep to a schema."""
+"""A verifier of JSON answers: they must parse and satisfy a schema."""
 
 import functools
 import json
@@ -17,8 +17,8 @@ class JsonError(ValueError):
 def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
     """The completion, or the last fenced block in it, is JSON and satisfies `schema` (None: any JSON object or list).
 
-    NaN, infinity and numbers beyond a float's range are not JSON here. Raises ValueError for a schema that is none,
-    and ImportError where there is a schema and the package jsonschema is not installed.
+    NaN, infinity and numbers beyond a float's range are not JSON here. Raises ValueError for an invalid schema, and
+    ImportError if a schema is given and the package jsonschema is not installed.
     """
     if schema is None:
         return TextVerifier("json_match", is_json)
@@ -31,7 +31,7 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
     try:
         validator.check_schema(schema)
     except SchemaError as error:
-        raise ValueError(f"json_match got a schema that is none: {error.message}") from error
+        raise ValueError(f"json_match got an invalid schema: {error.message}") from error
     return TextVerifier("json_match", functools.partial(satisfies, validator=validator(schema)))
 
 

@@ -10,7 +10,7 @@ UNITS: dict[str, Callable[[str], int]] = {"words": lambda text: len(text.split()
 
 
 def length_near(target: int, spread: int, unit: str = "tokens") -> Reward:
-    """1 at `target`, less by 1 / spread for each `unit` away from it, 0 at `spread` and beyond."""
+    """1 at the length `target`, less by 1 / spread for each `unit` away from it, and 0 from `spread` units on."""
     whole_number("target", target, 0)
     whole_number("spread", spread, 1)
     return measured("length_near", functools.partial(pay_near, target=target, spread=spread), unit)
@@ -31,7 +31,7 @@ def pay_excess(length: int, longest: int, pay: float) -> float:
 
 
 def measured(name: str, rule: Callable[[int], float], unit: str) -> Reward:
-    """A reward of the length in that unit. Raises ValueError for another."""
+    """A reward of the length in a unit. Raises ValueError for an unknown unit."""
     if unit == "tokens":
         return TokenReward(name, functools.partial(of_tokens, rule=rule))
     if unit not in UNITS:
@@ -48,14 +48,14 @@ def of_text(text: str, rule: Callable[[int], float], unit: str) -> float:
 
 
 def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Callable[..., list[float]]:
-    """A reward function that penalises length alone (DAPO, arXiv 2503.14476, equation 13), for C tokens
+    """A reward function that penalises only length (DAPO, arXiv 2503.14476, equation 13). For C tokens:
 
         0                                    C <= max_completion_length - cache_length
         (max - cache - C) / cache            up to max_completion_length: from 0 down to -1
         -1                                   above
 
-    Give it among `reward_funcs`, with the run's own `max_completion_length`: a truncated completion then gets -1. It
-    adds to the other rewards; `reward_weights` sets by how much. Raises ValueError unless
+    Add it to `reward_funcs` with the run's own `max_completion_length`: a truncated completion then gets -1. It is
+    added to the other rewards, and `reward_weights` says with what weight. Raises ValueError unless
     1 <= cache_length <= max_completion_length.
     """
     for name, value in (("max_completion_length", max_completion_length), ("cache_length", cache_length)):
@@ -76,9 +76,9 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Call
 
 
 def repetition_penalty(ngram: int = 4, worst: float = -1.0) -> TokenReward:
-    """`worst` times the share of the completion's n-grams of tokens that occurred in it before (arXiv 2502.03373).
+    """`worst` times the share of the completion's token n-grams that have occurred in it before (arXiv 2502.03373).
 
-    0 where each occurs once, and where there are fewer than `ngram` tokens. Raises ValueError for a positive `worst`.
+    0 if each occurs once, or if there are fewer than `ngram` tokens. Raises ValueError for a positive `worst`.
     """
     whole_number("ngram", ngram, 1)
     if not worst <= 0:

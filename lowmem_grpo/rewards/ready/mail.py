@@ -1,4 +1,4 @@
-"""The e-mail example: what a good reply has, each criterion paid and logged by itself."""
+"""The e-mail example: what makes a good reply. Each criterion is paid and logged by itself."""
 
 import functools
 import re
@@ -21,8 +21,8 @@ def email_rewards(signature: str, longest_words: int = 150) -> list[Reward]:
 
 
 def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "keyword") -> LabelReward:
-    """`present` where the row's keyword is in the completion, as a word by itself and in any case. A list of keywords
-    asks for all of them. None where the row has none."""
+    """`present` if the row's keyword is in the completion, as a word by itself and in upper or lower case. A list of
+    keywords asks for all of them. None if the row has no keyword."""
     return LabelReward("keyword_present", functools.partial(pay_keywords, amounts=(present, absent)), column)
 
 
@@ -34,7 +34,7 @@ def pay_keywords(text: str, label: Any, amounts: tuple[float, float]) -> float |
 
 
 def has_word(text: str, word: str) -> bool:
-    """Whether the word, or several, stands in the text by itself; letter case and kind of white space do not count."""
+    """Whether a word, or a phrase, is in the text by itself. Case and the kind of white space do not matter."""
     inside, wanted = text.casefold(), " ".join(word.casefold().split())
     if " " in wanted:
         inside = " ".join(inside.split())
@@ -42,12 +42,12 @@ def has_word(text: str, word: str) -> bool:
 
 
 def ideal_answer(exact: float = 1.0, other: float = 0.0, column: str = "ideal") -> VerifiedReward:
-    """`exact` where the completion is the row's ideal answer word for word: `answer_match` with amounts."""
+    """`exact` if the completion is the row's ideal answer, word for word: `answer_match` with amounts."""
     return answer_match(column).reward(exact, other, "ideal_answer")
 
 
 def recipient_named(named: float = 1.0, unnamed: float = 0.0, column: str = "recipient") -> LabelReward:
-    """`named` where one of the first two lines that are not blank holds the row's recipient's name."""
+    """`named` if one of the first two lines that are not blank holds the name of the row's recipient."""
     return LabelReward("recipient_named", functools.partial(pay_recipient, amounts=(named, unnamed)), column)
 
 
@@ -59,11 +59,11 @@ def pay_recipient(text: str, label: Any, amounts: tuple[float, float]) -> float 
 
 
 def signed(signature: str, present: float = 1.0, absent: float = 0.0) -> TextReward:
-    """`present` where the completion ends in the signature, line for line; white space at the lines' ends is free.
-    Raises ValueError for an empty one."""
+    """`present` if the completion ends with the signature, line for line; white space at the ends of lines does not
+    matter. Raises ValueError for an empty signature."""
     lines = stripped_lines(signature)
     if not lines:
-        raise ValueError("signed got an empty signature; give the lines that a mail should end in")
+        raise ValueError("signed got an empty signature; give the lines with which a mail should end")
     return TextReward("signed", functools.partial(pay_signature, lines=lines, amounts=(present, absent)))
 
 

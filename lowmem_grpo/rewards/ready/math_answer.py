@@ -1,4 +1,4 @@
-r"""A verifier of equal mathematics through the package math-verify: 1/2 is \frac{1}{2}, x+1 is 1+x."""
+r"""A verifier of equal mathematics, by the package math-verify: 1/2 equals \frac{1}{2}, and x+1 equals 1+x."""
 
 import json
 import logging
@@ -16,18 +16,18 @@ from lowmem_grpo.rewards.verifier import Verdict, Verifier
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 2.0  # of processor time for one comparison
-LONGEST = 300  # characters of an expression; a longer one is no answer
-MAX_KILLED = 5  # comparisons of one call that may run out of time; the rest of them then stay without a verdict
-REMEMBERED = 100_000  # comparisons; a run meets most pairs many times
+SECONDS = 2.0  # of processor time, for one comparison
+LONGEST = 300  # characters of an expression; a longer one is wrong
+MAX_KILLED = 5  # comparisons of one call that may run out of time; the rest then get no verdict
+REMEMBERED = 100_000  # comparisons: most pairs come many times in a run
 
 
 class TooSlowError(RuntimeError):
-    """A comparison had its time and did not end."""
+    """A comparison did not end in its time."""
 
 
 class MathWorker:
-    """The process that compares, started when it is first asked and again after each that ran out of time."""
+    """The process that compares. It starts when it is first asked, and again after one that ran out of time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -35,24 +35,24 @@ class MathWorker:
         self.known: dict[tuple[str, str], Verdict] = {}
 
     def ask(self, label: str, answer: str) -> Verdict:
-        """Whether the two are equal. Raises TooSlowError where that takes longer than SECONDS, RuntimeError where the
+        """Whether the two are equal. Raises TooSlowError if that takes longer than SECONDS, and RuntimeError if the
         process does not start."""
         with self.lock:
             if (label, answer) not in self.known:
                 self.start()
                 if len(self.known) >= REMEMBERED:
                     self.known.clear()
-                self.known[label, answer] = False  # also what a comparison is that ends the process
+                self.known[label, answer] = False  # this also stays if the comparison ends the process
                 self.known[label, answer] = self.compare(label, answer)
             return self.known[label, answer]
 
     def start(self) -> None:
-        """Start the process unless it runs, and wait until it has imported what it needs."""
+        """Start the process unless it is alive, and wait until it has imported what it needs."""
         if self.process is not None and self.process.poll() is None:
             return
         worker = Path(__file__).with_name("math_worker.py")
         with tempfile.TemporaryFile() as words:
-            self.process = subprocess.Popen(  # -P: the folder of this file is no place to import from
+            self.process = subprocess.Popen(  # -P: do not import from the folder of this file
                 [sys.executable, "-P", str(worker), str(SECONDS)], text=True, encoding="utf-8",
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
             )
@@ -64,7 +64,7 @@ class MathWorker:
                 raise RuntimeError(f"the process that compares mathematics does not start: {last or 'it says nothing'}")
 
     def compare(self, label: str, answer: str) -> Verdict:
-        """Ask the process that was started."""
+        """Ask the process."""
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps([label, answer]) + "\n")
@@ -86,7 +86,7 @@ class MathWorker:
             self.process = None
 
 
-WORKER = MathWorker()  # one a process: importing math-verify takes a second
+WORKER = MathWorker()  # one for each process of ours: importing math-verify takes a second
 
 
 class MathMatch(Verifier):
@@ -111,10 +111,10 @@ class MathMatch(Verifier):
 def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
     r"""The answer, by default what the last \boxed{...} holds, equals the label as mathematics.
 
-    Equal texts and numbers are told at once; everything else is compared by math-verify (a few milliseconds for each
-    pair not met before) in a process of its own, which is ended where a comparison takes more than 2 s of processor
-    time: that answer is wrong. After 5 such in one call, the others without a verdict get None. Raises ImportError
-    where math-verify is not installed, RuntimeError where that process does not start.
+    Equal texts and numbers are recognised at once. Everything else is compared by math-verify in a process of its own,
+    in a few milliseconds for each new pair. The process is ended if a comparison takes more than 2 s of processor time,
+    and that answer is wrong. After 5 of these in one call, the answers that are left get None. Raises ImportError if
+    math-verify is not installed, and RuntimeError if the process does not start.
     """
     if find_spec("math_verify") is None:
         raise ImportError(
@@ -125,7 +125,7 @@ def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
 
 
 def same_mathematics(answer: str | None, label: Any, ask: bool) -> Verdict:
-    """The verdict on one answer; without `ask` only what can be told without the worker. TooSlowError: see there."""
+    """The verdict on one answer; None if it needs the worker and `ask` is False. Raises what the worker raises."""
     wanted = plain_math(boxed(str(label)) or str(label)) if label is not None else ""
     if not wanted:
         return None

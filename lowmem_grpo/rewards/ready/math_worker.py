@@ -1,10 +1,10 @@
-"""The process in which math-verify compares answers: `python math_worker.py SECONDS`, a pair and a verdict a line.
+"""The process in which math-verify compares answers: `python math_worker.py SECONDS`. Each line is a pair or a verdict.
 
 Its first line is "ready".
 
 A model's answer can make sympy compute for longer than any run lasts (9^{9^9}), in C code that no signal handler and
-no thread interrupts. So the system ends this process when one comparison has had its seconds of processor time, or
-when it needs more memory than the limit; who asked starts another.
+no thread can interrupt. So the system ends this process when a comparison has used its seconds of processor time, or
+needs more memory than the limit. The caller then starts another process.
 """
 
 import json
@@ -20,7 +20,7 @@ MEMORY_BYTES = 4 * 2**30  # of address space
 
 
 def verdict(label: str, answer: str) -> bool | None:
-    """Whether the answer equals the label as mathematics; None for a label that cannot be read."""
+    """Whether the answer equals the label as mathematics; None if the label cannot be read."""
     gold, found = read(label), read(answer)
     if not gold:
         return None
@@ -35,18 +35,18 @@ def read(answer: str) -> list[object]:
 def serve(seconds: float) -> None:
     """Answer each line [label, answer] with true, false or null until standard input ends."""
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # at its end SIGPROF, which nothing handles, ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # then SIGPROF comes, which nothing handles, and ends the process
         try:
             found = verdict(*json.loads(line))
-        except Exception:  # noqa: BLE001, whatever a parser of foreign text raises: this text is no answer
+        except Exception:  # noqa: BLE001, a parser of foreign text may raise anything: this text is no answer
             found = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    logging.disable()  # math-verify says at each call that it has no time limit of its own
+    logging.disable()  # math-verify warns at each call that it has no time limit of its own
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who asked listens there until now, to learn why there is no start
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # until now the caller read it, to learn why there is no start
     print("ready", flush=True)
     serve(float(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Rewards for numbers: one is there, it is the right one, it is near."""
+"""Rewards for numbers: for any number, for the right one, for one that is near."""
 
 import functools
 from fractions import Fraction
@@ -11,7 +11,7 @@ from lowmem_grpo.rewards.verifier import VerifiedReward
 
 
 def number_present(present: float = 1.0, absent: float = -1.0, where: Place = last_number) -> TextReward:
-    """`present` where the answer, by default anything in the completion, is a number, else `absent`."""
+    """`present` if there is a number, by default anywhere in the completion, else `absent`."""
     return TextReward("number_present", functools.partial(pay_presence, where=where, amounts=(present, absent)))
 
 
@@ -22,17 +22,17 @@ def pay_presence(text: str, where: Place, amounts: tuple[float, float]) -> float
 def number_equal(
     right: float = 3.0, wrong: float = -3.0, column: str = "answer", where: Place = last_number, tolerance: float = 0.0
 ) -> VerifiedReward:
-    """`right` where the answer's number equals the label's, else `wrong`: `number_match` with amounts."""
+    """`right` if the answer's number equals the label's, else `wrong`: `number_match` with amounts."""
     return number_match(column, where, tolerance).reward(right, wrong, "number_equal")
 
 
 def proximity(
     exact: float = 3.0, outlier: float = -1.5, reach: float = 1.0, column: str = "answer", where: Place = last_number
 ) -> LabelReward:
-    """The nearer the answer's number x is to the label y, the more: max(outlier, exact * (1 - |x - y| / (reach |y|))).
+    """A number x earns more the nearer it is to the label y: max(outlier, exact * (1 - |x - y| / (reach |y|))).
 
-    With the defaults and y = 10, 9 earns 2.7, 3 earns 0.9, and anything below -5 or above 25 loses 1.5, as does an
-    answer without a number. For y = 0 the distance is |x| / reach. A label that is no number gives None. Raises
+    With the defaults and y = 10, 9 earns 2.7 and 3 earns 0.9. Anything below -5 or above 25 earns -1.5, and so does an
+    answer without a number. For y = 0 the distance is |x| / reach. A label that is not a number gives None. Raises
     ValueError unless exact > outlier and reach > 0.
     """
     if not exact > outlier or not reach > 0:

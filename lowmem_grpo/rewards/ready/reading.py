@@ -1,6 +1,6 @@
-"""Where the answer of a completion stands, and the numbers in it. All of it takes time linear in the text's length.
+"""Finds the answer in a completion, and reads numbers. Everything here takes time linear in the text's length.
 
-A place is a function from a completion's text to the answer in it, None where there is none: `whole`, `last_line`,
+A place is a function from a completion's text to the answer in it, or None if there is none: `whole`, `last_line`,
 `boxed`, `last_number`, `in_tag(...)`, `after(...)`, or one of the user's own.
 """
 
@@ -11,10 +11,11 @@ from fractions import Fraction
 
 Place = Callable[[str], str | None]
 
-MAX_DIGITS = 64  # of a number that is read; what is longer is no answer, and slow to compute with
-MAX_EXPONENT = 308  # that of the largest float: 1e400 is no number here
+MAX_DIGITS = 64  # of a number that is read; a longer one is no answer, and slow to compute with
+MAX_EXPONENT = 308  # that of the largest float: 1e400 is not read
 MINUS = "\u2212"  # the typographic one
-# One way to match any text: nothing is tried twice. A sign counts where no word or number precedes it: 5-3 ends in 3.
+# There is one way to match any text, so nothing is tried twice. A sign counts if no word or number is before it: 5-3
+# ends in 3.
 NUMBER = re.compile(
     rf"(?:(?<![\w)\]])[-+{MINUS}])?[$€£¥]?(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?(?:/[0-9]+)?"
 )
@@ -26,7 +27,7 @@ BRACES = re.compile(r"\\boxed\s{0,9}\{|\\[{}]|[{}]")
 
 
 def whole(text: str) -> str | None:
-    """All of the text, stripped; None where that is empty."""
+    """All of the text, stripped; None if that is empty."""
     return text.strip() or None
 
 
@@ -36,8 +37,8 @@ def last_line(text: str) -> str | None:
 
 
 def in_tag(opening: str, closing: str | None = None) -> Place:
-    """What the last complete pair of tags holds: `in_tag("answer")` is <answer>...</answer>; a pair can be named too,
-    `in_tag("<SOLUTION>", "</SOLUTION>")`. Raises ValueError for an empty tag."""
+    """What the last complete pair of tags holds. `in_tag("answer")` means <answer>...</answer>; you can also give both
+    tags, as in `in_tag("<SOLUTION>", "</SOLUTION>")`. Raises ValueError for an empty tag."""
     if not opening or closing == "":
         raise ValueError(f"in_tag got {opening!r} and {closing!r}; a tag has at least one character")
     pair = (f"<{opening}>", f"</{opening}>") if closing is None else (opening, closing)
@@ -45,7 +46,7 @@ def in_tag(opening: str, closing: str | None = None) -> Place:
 
 
 def between(text: str, opening: str, closing: str) -> str | None:
-    """The stripped text of the last `opening ... closing`; None without one, or where it is empty."""
+    """The stripped text of the last `opening ... closing`; None if there is none, or it is empty."""
     start = last_opening(text, opening, closing)
     if start < 0:
         return None
@@ -53,7 +54,7 @@ def between(text: str, opening: str, closing: str) -> str | None:
 
 
 def last_opening(text: str, opening: str, closing: str) -> int:
-    """Where the text of the last complete pair begins, -1 without one."""
+    """Where the text of the last complete pair begins, or -1 if there is none."""
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
     return start + len(opening) if start >= 0 else -1
@@ -67,22 +68,22 @@ def after(mark: str) -> Place:
 
 
 def behind(text: str, mark: str) -> str | None:
-    """The rest of the line behind the last `mark`, stripped; None without one, or where that is empty."""
+    """The rest of the line after the last `mark`, stripped; None if there is none, or it is empty."""
     _, found, rest = text.rpartition(mark)
     return (rest.partition("\n")[0].strip() or None) if found else None
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last complete \boxed{...} holds, braces in it balanced; of boxes in boxes, the innermost."""
+    r"""What the last complete \boxed{...} holds, with balanced braces; of nested boxes, the innermost."""
     first = text.find("\\boxed")
     if first < 0:
         return None
-    stack: list[int] = []  # of open braces: where a box's text begins, -1 for other braces
+    stack: list[int] = []  # for each open brace: where the text of its box begins, or -1 if it opens no box
     start = end = -1
     for brace in BRACES.finditer(text, first):
         if brace[0] == "}" and stack:
             opened = stack.pop()
-            if opened > start:  # else a box inside this one has closed before
+            if opened > start:  # else a box inside this one has closed already
                 start, end = opened, brace.start()
         elif brace[0] == "{":
             stack.append(-1)
@@ -104,20 +105,20 @@ def unfenced(text: str, anywhere: bool) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """The last number as it is written, with sign and currency; None without one."""
+    """The last number as it is written, with sign and currency; None if there is none."""
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
     if not end:
         return None
     *_, digits = NUMBER.findall(text[:end].rsplit(None, 1)[-1])  # numbers hold no white space, and end in a digit
     if "," in digits and len(digits) <= 2 * MAX_DIGITS and read_number(digits) is None:
-        return digits.rpartition(",")[2]  # no thousands but a list: 3,4,5
+        return digits.rpartition(",")[2]  # not thousands but a list: 3,4,5
     return digits
 
 
 def read_number(text: object) -> Fraction | None:
-    """The exact value of a text that is one number; None for what is not, or is beyond 1e308 or 64 digits.
+    """The exact value of a text that is one number; None if it is not, or is beyond 1e308 or 64 digits.
 
-    ASCII digits alone count: "1,234.5", "$5", "-0", "2e3", "3/4", "50%" (the sign is left out: 50).
+    Only ASCII digits count: "1,234.5", "$5", "-0", "2e3", "3/4", "50%" (without the sign: 50).
     """
     if isinstance(text, bool) or text is None:
         return None
@@ -127,7 +128,7 @@ def read_number(text: object) -> Fraction | None:
 
 @functools.lru_cache(maxsize=10_000)  # a group has one label and few answers
 def exact_value(stripped: str) -> Fraction | None:
-    """The value of a text of at most 128 characters, None where it is no number."""
+    """The value of a text of at most 128 characters; None if it is not a number."""
     bare = re.sub(r"^([-+]?)[$€£¥]\s?", r"\1", stripped)
     parts = PARTS.fullmatch(bare)
     return value_of(*parts.groups()) if parts else None
@@ -136,7 +137,7 @@ def exact_value(stripped: str) -> Fraction | None:
 def value_of(
     sign: str, digits: str, decimals: str | None, exponent: str | None, divisor: str | None
 ) -> Fraction | None:
-    """The value of a number's parts; None where there are no digits, commas are not thousands, or it is too large."""
+    """The value of a number's parts; None without digits, with commas that are not for thousands, or if too large."""
     if "," in digits and not THOUSANDS.fullmatch(digits):
         return None
     mantissa = digits.replace(",", "") + (decimals or "")

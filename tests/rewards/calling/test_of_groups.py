@@ -110,7 +110,7 @@ async def logs_later(completions: list[str], log_metric: Any, prompts: list[str]
     return torch.tensor([float(len(text)) for text in completions])
 
 
-def test_scores_depend_on_the_order_in_which_groups_are_finished(caplog: pytest.LogCaptureFixture) -> None:
+def test_scores_do_not_depend_on_the_order_in_which_groups_are_finished(caplog: pytest.LogCaptureFixture) -> None:
     funcs = [logs, number_match().reward(2.0, -1.0), logs_later, Length()]
     found, groups, _ = early_scores(RewardScorer(list(funcs), while_sampling=True), pause=0.01)
     told = [record.message for record in caplog.records]
@@ -138,7 +138,7 @@ def judges(completions: list[str], log_metric: Any) -> list[float | None]:
 
 
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_what_is_logged_depends_on_how_a_batch_was_cut_into_calls(first: int) -> None:
+def test_what_is_logged_does_not_depend_on_how_a_batch_was_cut_into_calls(first: int) -> None:
     with held() as (entered, go_on, work):
         def function(completions: list[str], log_metric: Any, **_: Any) -> list[float | None]:
             work(completions)
@@ -159,12 +159,12 @@ def test_what_is_logged_depends_on_how_a_batch_was_cut_into_calls(first: int) ->
     assert whole == {"failed": 0.25, "digit": 1.5, "threes": pytest.approx(1 / 3)}
 
 
-def test_a_mean_of_nothing_is_logged() -> None:
+def test_a_mean_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="log nothing"):
         MeanOf(0.0, 0)
 
 
-def test_an_engine_that_tells_of_nothing_leaves_groups_unscored_or_one_is_scored_twice() -> None:
+def test_each_group_is_scored_once_whatever_the_engine_tells() -> None:
     reward = Length()
     found, _, _ = early_scores(RewardScorer(reward), order=())
     assert found.rewards["length"] == [1.0, 2.0, 3.0] * 4
@@ -185,7 +185,7 @@ def plain(completions: list[str], **_: Any) -> list[float]:
 @pytest.mark.parametrize(("chosen", "early"), [
     (None, ["length"]), (True, ["length", "plain", "logs_later"]), (False, [])
 ])
-def test_other_functions_than_those_that_the_setting_names_are_called_early(
+def test_the_setting_and_the_functions_decide_which_are_called_early(
     chosen: bool | None, early: list[str]
 ) -> None:
     scorer = RewardScorer([Length(), plain, logs_later, Last(name="last"), Together(name="all")], while_sampling=chosen)
@@ -194,7 +194,7 @@ def test_other_functions_than_those_that_the_setting_names_are_called_early(
     assert (scoring.on_group is None) == (not early)
 
 
-def test_functions_that_use_the_engine_or_are_plain_are_called_before_sampling_ends_or_in_parts() -> None:
+def test_functions_that_use_the_engine_or_are_plain_are_called_once_after_sampling() -> None:
     last, seen = Last(name="last"), []
 
     def once(completions: list[str], **_: Any) -> list[float]:
@@ -212,7 +212,7 @@ def test_functions_that_use_the_engine_or_are_plain_are_called_before_sampling_e
     assert (len(last.calls), seen) == (1, [6])
 
 
-def test_two_plain_functions_run_side_by_side_or_a_group_waits_for_a_call_of_its_own() -> None:
+def test_plain_functions_run_one_after_another_on_all_groups_that_wait() -> None:
     running: list[str] = []
 
     def alone(_: Any) -> None:
@@ -236,13 +236,13 @@ def test_two_plain_functions_run_side_by_side_or_a_group_waits_for_a_call_of_its
     assert scores.rewards["third"] == [1.0, 2.0, 3.0] * 4
 
 
-def test_groups_that_are_finished_at_once_are_scored_in_many_calls() -> None:
+def test_groups_that_are_finished_at_once_are_scored_in_one_call() -> None:
     reward = Length()
     early_scores(RewardScorer(reward))
     assert [len(texts) for texts in reward.calls] == [12]
 
 
-def test_async_functions_wait_for_each_other() -> None:
+def test_async_functions_do_not_wait_for_each_other() -> None:
     async def waits(completions: list[str], **_: Any) -> list[float]:
         await asyncio.sleep(0.4)
         return [0.0] * len(completions)
@@ -251,7 +251,7 @@ def test_async_functions_wait_for_each_other() -> None:
     assert seconds < 0.9  # 0.4 for each of four groups would be 1.6
 
 
-def test_rewards_cost_time_although_others_decode() -> None:
+def test_rewards_cost_no_time_while_others_decode() -> None:
     """Groups come every 0.15 s, and each costs 0.1 s: the last one's is all that is waited for."""
     scorer = RewardScorer(Length(lambda texts: time.sleep(0.1 * len(texts) / SIZE)))
     _, _, seconds = early_scores(scorer, pause=0.15)
@@ -261,7 +261,7 @@ def test_rewards_cost_time_although_others_decode() -> None:
     assert seconds > 0.39
 
 
-def test_functions_see_another_state_than_the_one_in_which_sampling_began() -> None:
+def test_functions_see_the_state_in_which_sampling_began() -> None:
     seen = []
 
     def looks(completions: list[str], trainer_state: TrainerState, **_: Any) -> list[float]:
@@ -301,13 +301,13 @@ def text(completions: list[str], **_: Any) -> list[str]:
     (short, "reward function short returned 1 rewards, expected 6"),
     (text, "reward function text returned a wrong result: a number or None is needed, not str"),
 ])
-def test_a_failure_is_lost_or_reads_otherwise_than_in_one_call(func: Any, message: str) -> None:
+def test_a_failure_reads_as_in_a_single_call(func: Any, message: str) -> None:
     with pytest.raises(RewardError) as caught:
         early_scores(RewardScorer(func, while_sampling=True), count=2, order=(0, 1))
     assert str(caught.value) == message
 
 
-def test_after_a_failure_other_calls_begin() -> None:
+def test_after_a_failure_no_other_call_begins() -> None:
     second = Length(name="second")
     scorer = RewardScorer([fails, second], while_sampling=True)
     with pytest.raises(RewardError, match="fails raised"):
@@ -329,7 +329,7 @@ async def waits(completions: list[str], **_: Any) -> list[float]:
     ("own", 60.0, r"length did not return within 0\.2 s; raise the limit with its time_limit"),
     ("async", 0.2, r"waits did not return within 0\.2 s; raise the limit with GRPOConfig"),
 ])
-def test_a_function_that_never_returns_holds_the_step_up(kind: str, timeout: float, message: str) -> None:
+def test_a_function_that_never_returns_does_not_hold_up_the_step(kind: str, timeout: float, message: str) -> None:
     with held() as (_, _, work):
         func = {"plain": Length(work), "own": Slow(work), "async": waits}[kind]
         started = time.monotonic()
@@ -338,12 +338,12 @@ def test_a_function_that_never_returns_holds_the_step_up(kind: str, timeout: flo
     assert time.monotonic() - started < 3
 
 
-def test_calls_that_a_failure_stopped_are_blamed_for_it() -> None:
+def test_calls_that_a_failure_stopped_are_not_blamed_for_it() -> None:
     with pytest.raises(RewardError, match="fails raised KeyError: 'gold'"):
         early_scores(RewardScorer([waits, fails], while_sampling=True), pause=0.05)
 
 
-def test_after_an_async_failure_other_calls_begin() -> None:
+def test_after_an_async_failure_no_other_call_begins() -> None:
     prompts = prompts_of(2)
     groups = groups_of(prompts)
     with EarlyScoring(RewardScorer(fails_later, while_sampling=True), prompts, None) as scoring:
@@ -356,7 +356,7 @@ def test_after_an_async_failure_other_calls_begin() -> None:
     assert len(scoring.calls) == 1
 
 
-def test_a_call_that_took_too_long_passes_where_nobody_waited_for_it() -> None:
+def test_a_call_that_took_too_long_fails_although_nobody_waited_for_it() -> None:
     prompts = prompts_of(1)
     groups = groups_of(prompts)
     reward = Slow(lambda texts: time.sleep(0.25))
@@ -367,7 +367,7 @@ def test_a_call_that_took_too_long_passes_where_nobody_waited_for_it() -> None:
             scoring.settle(groups)
 
 
-def test_seconds_of_calls_side_by_side_are_counted_for_each() -> None:
+def test_seconds_of_calls_side_by_side_are_counted_once() -> None:
     async def half(completions: list[str], **_: Any) -> list[float]:
         await asyncio.sleep(0.3)
         return [0.0] * len(completions)
@@ -388,7 +388,7 @@ def test_a_functions_own_time_limit_counts_in_a_whole_batch_too() -> None:
         RewardScorer(Slow(work)).score(["p"], ["c"], [[1]], {}, None)
 
 
-def test_a_missing_column_is_found_only_when_everything_has_been_sampled() -> None:
+def test_a_missing_column_is_found_before_anything_is_sampled() -> None:
     def needs(completions: list[str], gold: list[str], **_: Any) -> list[float]:
         return [0.0] * len(completions)
 
@@ -398,7 +398,7 @@ def test_a_missing_column_is_found_only_when_everything_has_been_sampled() -> No
         EarlyScoring(RewardScorer(number_match("gold").reward()), prompts_of(2), None)
 
 
-def test_sampling_that_fails_hangs_or_leaves_calls_behind() -> None:
+def test_sampling_that_fails_leaves_no_calls_behind() -> None:
     prompts = prompts_of(3)
     groups = groups_of(prompts)
     with held() as (entered, go_on, work):
@@ -418,7 +418,7 @@ def test_sampling_that_fails_hangs_or_leaves_calls_behind() -> None:
     assert reward.calls[0] == ["0", "00", "000"] and sum(map(len, reward.calls)) == 3 + 6
 
 
-def test_ctrl_c_does_not_end_the_wait_for_a_function() -> None:
+def test_ctrl_c_ends_the_wait_for_a_function() -> None:
     with held() as (_, _, work):
         timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
@@ -441,7 +441,7 @@ class Digits(Length):
         return [float(sum(int(c) for c in text if c in "0123456789")) for text in texts]
 
 
-def test_a_run_that_scores_early_is_another_one_than_a_run_that_does_not(tmp_path: Path) -> None:
+def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path) -> None:
     runs = {}
     for chosen in (None, False):
         reward = Digits()
@@ -469,7 +469,7 @@ class TwoArguments:
         return self.engine.generate(prompts, params)
 
 
-def test_an_engine_that_takes_no_on_group_ends_the_run_or_says_so_each_step(
+def test_an_engine_that_takes_no_on_group_is_used_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reward = Digits()

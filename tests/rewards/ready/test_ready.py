@@ -252,7 +252,7 @@ def test_an_argument_that_makes_no_sense_is_refused(make: Callable[[], Any], mes
 
 def test_a_schema_that_is_none_is_refused() -> None:
     pytest.importorskip("jsonschema")
-    with pytest.raises(ValueError, match=r"a schema that is none: .*'strin'"):
+    with pytest.raises(ValueError, match=r"an invalid schema: .*'strin'"):
         rewards.json_match({"type": "strin"})
 
 
