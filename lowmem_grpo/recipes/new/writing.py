@@ -144,7 +144,7 @@ def data_arguments(wanted: Wanted) -> list[str]:
     if not wanted.is_file:
         place = literal(wanted.source)
     elif (path := relative(wanted)) is not None:
-        place = f"Path(__file__).parents[1] / {literal(path)}"
+        place = f"Path(__file__).parent / {literal(path)}"
     else:
         place = literal(str(Path(wanted.source).resolve()))
     split = [f"split={literal(wanted.split)}"] if not wanted.is_file else []
