@@ -43,6 +43,15 @@ PROMPTS = [[5, 6], [7, 8, 9], [10]]
 SEEN = [True, False]  # whether the driver says how much is free; else something else takes it meanwhile
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_new_objects_are_collected() -> Iterator[None]:
+    """The engine collects garbage at each shortage and each waking: most of the time went to what imports made."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     return Policy(with_adapter(load_model("tiny")))
