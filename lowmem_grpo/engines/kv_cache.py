@@ -43,15 +43,9 @@ class GrowingLayer(DynamicLayer):
         self.storage = grown
         self.view(length)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.replace_rows(self.storage.repeat_interleave(repeats, dim=1))
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.replace_rows(self.storage.index_select(1, indices))
-
-    def replace_rows(self, storage: Tensor) -> None:
         length = self.get_seq_length()
-        self.storage = storage
+        self.storage = self.storage.index_select(1, indices)
         self.view(length)
 
 

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 from small_models import load_model, with_adapter
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.decoding import cut_at_stop, draw
-from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
+from lowmem_grpo.engines.kv_cache import GrowingCache
 from lowmem_grpo.engines.transformers_engine import Decode, TransformersEngine
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.packing import collate
@@ -130,11 +128,6 @@ def test_every_prompt_gets_n_completions(engine: TransformersEngine, prompts: li
     assert engine.kv_bytes > 0
 
 
-def test_completions_of_a_prompt_differ(engine: TransformersEngine, prompts: list[list[int]]) -> None:
-    (group,) = engine.generate(prompts[:1], SamplingParams(n=8, max_tokens=24, seed=0))
-    assert len({tuple(rollout.completion_ids) for rollout in group}) > 1
-
-
 def test_the_policy_version_is_recorded(engine: TransformersEngine, prompts: list[list[int]]) -> None:
     engine.on_policy_update(3)
     assert engine.generate(prompts[:1], SamplingParams(max_tokens=1))[0][0].policy_version == 3
@@ -195,13 +188,6 @@ def test_a_stop_string_is_seen_however_many_tokens_it_takes(engine: Transformers
     assert not engine.ends(state, torch.tensor([completion[:-1]]), params).any()
 
 
-def test_text_is_cut_at_the_first_stop_string() -> None:
-    params = SamplingParams(stop=["b", "cd"])
-    assert cut_at_stop("acdb", params) == "a"
-    assert cut_at_stop("acdb", replace(params, include_stop_str_in_output=True)) == "acd"
-    assert cut_at_stop("xyz", params) == "xyz"
-
-
 def test_special_tokens_are_left_out_of_the_text_unless_asked_for(
     engine: TransformersEngine, prompts: list[list[int]]
 ) -> None:
@@ -241,20 +227,6 @@ def test_dropout_is_off_while_sampling_and_the_mode_comes_back(
     assert policy.model.training is training
 
 
-def test_the_mode_comes_back_after_an_error(
-    engine: TransformersEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Tensor:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(engine, "forward", broken)
-    engine.policy.model.train()
-    with pytest.raises(RuntimeError, match="broken"):
-        engine.generate(prompts, SamplingParams())
-    assert engine.policy.model.training
-    engine.policy.model.eval()
-
-
 def test_sampling_with_checkpointing_on_still_uses_the_cache(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
 ) -> None:
@@ -268,113 +240,7 @@ def test_sampling_with_checkpointing_on_still_uses_the_cache(
     assert ids_of(engine.generate(prompts, params)) == expected
 
 
-# drawing: P tokens' probabilities are known, so what is drawn can be counted
-
-PROBS = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05, 0.0])
-LOGITS = PROBS.log()
-TRUNCATIONS = [
-    ({"top_k": 2}, [0, 1]), ({"top_k": 100}, [0, 1, 2, 3, 4]), ({"top_p": 0.6}, [0, 1]), ({"top_p": 0.7}, [0, 1, 2]),
-    ({"top_p": 0.3}, [0]), ({"min_p": 0.3}, [0, 1, 2]), ({"top_k": 3, "top_p": 0.7}, [0, 1]),
-    ({"top_k": 4, "min_p": 0.6}, [0, 1]), ({}, [0, 1, 2, 3, 4]), ({"temperature": 0.5, "top_p": 0.55}, [0]),
-    ({"temperature": 2.0}, [0, 1, 2, 3, 4]), ({"temperature": 0.5, "min_p": 0.2}, [0, 1, 2]),
-]
-
-
-def draws(count: int, seed: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities of `count` independent draws from PROBS."""
-    generator = torch.Generator().manual_seed(seed)
-    return draw(LOGITS.expand(count, -1), SamplingParams(**options), generator)
-
-
-@pytest.mark.parametrize(("options", "kept"), TRUNCATIONS, ids=str)
-def test_frequencies_and_logprobs_are_those_of_what_is_kept(options: dict[str, Any], kept: list[int]) -> None:
-    tokens, logprobs = draws(20000, **options)
-    assert set(tokens.tolist()) == set(kept)
-    expected = torch.zeros_like(PROBS)
-    expected[kept] = PROBS[kept] ** (1 / options.get("temperature", 1.0))
-    expected /= expected.sum()
-    torch.testing.assert_close(logprobs.exp(), expected[tokens])
-    counts = torch.bincount(tokens, minlength=len(PROBS))
-    chi_square = ((counts - 20000 * expected).square() / (20000 * expected))[kept].sum()
-    assert chi_square < 25  # 4 degrees of freedom at most: exceeded once in 20000 seeds
-
-
-def test_a_token_of_probability_zero_is_never_drawn() -> None:
-    logits = torch.full((50000, 7), -torch.inf)
-    logits[:, [2, 4]] = torch.tensor([0.0, -30.0])
-    tokens, logprobs = draw(logits, SamplingParams(), torch.Generator().manual_seed(0))
-    assert set(tokens.tolist()) <= {2, 4} and logprobs.isfinite().all()
-
-
-@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_the_ends_of_the_unit_interval_draw_a_possible_token(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
-    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.full(size, uniform, dtype=torch.float64))
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1000, 50, generator=generator)
-    logits[:, [0, 1, 48, 49]] = -torch.inf
-    tokens, logprobs = draw(logits, SamplingParams(), torch.Generator())
-    assert tokens.min() >= 2 and tokens.max() < 48 and logprobs.isfinite().all()
-
-
-def test_greedy_takes_the_most_likely_token_and_its_logprob_at_temperature_one() -> None:
-    tokens, logprobs = draws(3, temperature=0)
-    assert tokens.tolist() == [0, 0, 0]
-    torch.testing.assert_close(logprobs, LOGITS[:1].expand(3))
-
-
-def test_rows_are_drawn_independently() -> None:
-    tokens, _ = draws(20000)
-    first, second = tokens[::2], tokens[1::2]
-    assert abs(torch.corrcoef(torch.stack([first, second]).double())[0, 1]) < 0.04
-
-
-def test_a_growing_cache_holds_what_a_concatenating_one_holds() -> None:
-    cache, keys = GrowingCache(), torch.randn(2, 3, 40, 4)
-    for begin, end in [(0, 5), (5, 6), (6, 20), (20, 40)]:
-        held, values = cache.update(keys[:, :, begin:end], -keys[:, :, begin:end], 0)
-        assert torch.equal(held, keys[:, :, :end]) and torch.equal(values, -keys[:, :, :end])
-    assert cache.get_seq_length() == 40 and cache.nbytes >= 2 * keys.nbytes
-    cache.batch_select_indices(torch.tensor([1]))
-    assert torch.equal(cache.layers[0].keys, keys[1:])
-    cache.batch_repeat_interleave(2)
-    assert torch.equal(cache.layers[0].keys, keys[1:].repeat_interleave(2, 0))
-
-
-def test_a_growing_cache_copies_seldom() -> None:
-    cache, token = GrowingCache(), torch.zeros(1, 1, 1, 4)
-    moves, last = 0, None
-    for _ in range(1000):
-        held, _ = cache.update(token, token, 0)
-        moves += held.data_ptr() != last
-        last = held.data_ptr()
-    assert moves < 25 and cache.nbytes < 2 * 2 * 1000 * 4 * 4
-
-
-def test_prompts_end_at_the_right_edge() -> None:
-    ids, real = left_padded([[1, 2, 3], [4]], 0, torch.device("cpu"))
-    assert ids.tolist() == [[1, 2, 3], [0, 0, 4]]
-    assert real.tolist() == [[True, True, True], [False, False, True]]
-
-
-@pytest.mark.parametrize(("name", "value", "rule"), [
-    ("n", 0, "at least 1"), ("temperature", -1, "0 or above"), ("top_p", 0, "in (0, 1]"), ("top_p", 1.1, "in (0, 1]"),
-    ("top_k", -2, "-1 or 0"), ("min_p", -0.1, "in [0, 1]"), ("min_p", 1.1, "in [0, 1]"), ("max_tokens", 0, "at least"),
-])
-def test_sampling_params_refuse_what_makes_no_sense(name: str, value: float, rule: str) -> None:
-    with pytest.raises(ValueError) as refusal:
-        SamplingParams(**{name: value})
-    assert f"{name} is {value!r}" in str(refusal.value) and rule in str(refusal.value)
-
-
-def test_truncation_is_known() -> None:
-    assert not SamplingParams(top_k=-1, min_p=0.0).truncates
-    assert all(SamplingParams(**options).truncates for options in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))
-
-
-# finished prompts are told of
-
-
-def test_prompts_are_told_of_late_twice_or_with_other_rollouts_than_are_returned(
+def test_each_prompt_is_reported_once_when_it_is_finished_with_the_rollouts_that_are_returned(
     engine: TransformersEngine, prompts: list[list[int]]
 ) -> None:
     told: list[tuple[int, list[Rollout]]] = []
@@ -394,7 +260,7 @@ def test_prompts_are_told_of_late_twice_or_with_other_rollouts_than_are_returned
     assert [sum(length <= step for length in longest) for step in range(len(forwards))] == forwards
 
 
-def test_what_a_listener_raises_is_swallowed_or_the_model_stays_in_evaluation(
+def test_an_error_of_the_listener_ends_the_call_and_the_mode_comes_back(
     engine: TransformersEngine, prompts: list[list[int]]
 ) -> None:
     def refuses(prompt: int, rollouts: list[Rollout]) -> None:

@@ -177,17 +177,6 @@ def test_a_saved_model_is_the_same_checkpoint(four_bit: bool, tmp_path: Path) ->
     assert torch.equal(*logits)
 
 
-@BOTH
-def test_a_saved_adapter_is_the_same_file(four_bit: bool, tmp_path: Path) -> None:
-    folder = stored(tmp_path / "model")
-    for name, fused in (("plain", False), ("fused", True)):
-        bare = load(folder, four_bit)
-        assert not fused or fuse_weights(bare.inner) == []
-        adapt(bare).save_lora(tmp_path / name)
-    file = "adapter_model.safetensors"
-    assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "fused" / file).read_bytes()
-
-
 def test_a_layer_whose_matrices_end_inside_a_block_stays_as_it_is_and_is_named(tmp_path: Path) -> None:
     model = load(stored(tmp_path, num_key_value_heads=1, head_dim=32, num_attention_heads=8), four_bit=True)
     left = fuse_weights(model.inner)

@@ -20,7 +20,6 @@ from lowmem_grpo.models.lean_modules import LeanMLP, LeanRMSNorm, make_lean
 from lowmem_grpo.models.lora_layers import (
     JoinedWeights,
     KernelLinear,
-    OneNode,
     computes,
     kernel_linear_4bit,
     use_kernel_layers,
@@ -66,8 +65,7 @@ def distance(values: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("tile_rows", [None, 8])
+@pytest.mark.parametrize(("dtype", "tile_rows"), [(torch.float32, None), (torch.float32, 8), (torch.bfloat16, 8)])
 def test_errors_are_no_larger_than_those_of_transformers_and_peft(
     family: str, dtype: torch.dtype, tile_rows: int | None
 ) -> None:
@@ -186,19 +184,6 @@ def test_training_with_checkpointing_makes_less_than_half_of_what_pefts_layers_m
             hidden.sum().backward()
         peaks.append(storage.peak)
     assert peaks[1] < 0.5 * peaks[0]
-
-
-def test_gradients_under_checkpointing_are_those_without_it() -> None:
-    model = adapted(random_model("Gemma3"), lean=True).train()
-    without = outcome(model)
-    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-    found = outcome(model)
-    assert all(torch.equal(found[name], without[name]) for name in without)
-
-
-def test_our_layers_are_kinds_of_pefts_so_that_its_other_methods_find_them() -> None:
-    assert issubclass(KernelLinear, peft.tuners.lora.Linear) and issubclass(KernelLinear, OneNode)
-    assert issubclass(kernel_linear_4bit(), peft.tuners.lora.Linear4bit)
 
 
 def test_the_tile_of_the_mlp_can_be_set_where_there_is_checkpointing() -> None:

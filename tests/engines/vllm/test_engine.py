@@ -1,7 +1,5 @@
 """vLLM's engine around the trainer's model: what it samples with, and what it refuses."""
 
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ import peft
 import pytest
 import torch
 from small_models import SPLIT, load_model, with_adapter
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerBase
 from vllm_models import (
     CONTEXT,
@@ -65,27 +62,6 @@ def test_the_next_call_sees_an_adapter_that_changed_in_place(
     after = engine.generate([*prompts, LONG], params)
     assert distance(policy, [*prompts, LONG], after) < SAME
     assert distance(policy, [*prompts, LONG], before) > OTHER
-
-
-class Counted(TorchDispatchMode):
-    """Counts the operations on tensors."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_policy_update_moves_no_byte_and_takes_less_than_a_millisecond(engine: VLLMEngine) -> None:
-    seconds = []
-    with Counted() as operations:
-        for version in range(20):
-            started = time.perf_counter()
-            engine.on_policy_update(version)
-            seconds.append(time.perf_counter() - started)
-    assert operations.count == 0
-    assert statistics.median(seconds) < 1e-3
 
 
 def test_stale_prefixes_are_dropped_when_the_policy_version_changes(
@@ -145,31 +121,6 @@ def test_a_saved_adapter_is_sampled_with_and_the_live_one_is_as_before(engine: V
     again = engine.generate([LONG], params)
     assert ids_of(again) == ids_of(first)
     assert distance(policy, [LONG], again) < SAME
-
-
-def test_dropout_does_not_act_and_the_mode_stays(
-    engine: VLLMEngine, policy: Policy, prompts: list[list[int]]
-) -> None:
-    policy.model.train()
-    groups = engine.generate(prompts, SamplingParams(n=4, max_tokens=16, seed=1))
-    assert policy.model.training
-    assert distance(policy, prompts, groups) > OTHER  # dropout acts on the trainer's side now
-    policy.model.eval()
-    assert distance(policy, prompts, groups) < SAME
-
-
-def test_the_policy_version_at_the_start_of_a_call_is_recorded(
-    engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.on_policy_update(3)
-    generate = engine.llm.generate
-
-    def updated_meanwhile(*args: Any, **options: Any) -> Any:
-        engine.policy_version = 4
-        return generate(*args, **options)
-
-    monkeypatch.setattr(engine.llm, "generate", updated_meanwhile)
-    assert engine.generate(prompts[:1], SamplingParams(max_tokens=1))[0][0].policy_version == 3
 
 
 # completions

@@ -116,16 +116,6 @@ def test_an_adapter_that_peft_turned_off_is_off_and_on_again(tiny: peft.PeftMode
     close_to(sampled(loan, QKV, x, base_model=True), expected)
 
 
-def test_the_base_model_of_a_second_adapter_is_the_base_model(tiny: peft.PeftModel) -> None:
-    loan = borrow(tiny)
-    x = inputs(tiny, QKV)
-    second_adapter(tiny)
-    with tiny.disable_adapter():
-        expected = theirs(tiny, QKV, x)
-        close_to(sampled(loan, QKV, x), expected)
-    close_to(sampled(loan, QKV, x, base_model=True), expected)
-
-
 def test_several_active_adapters_are_refused_by_name(tiny: peft.PeftModel) -> None:
     loan = borrow(tiny)
     second_adapter(tiny)

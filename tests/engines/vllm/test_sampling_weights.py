@@ -20,7 +20,7 @@ from lowmem_grpo.engines.vllm.capacity import kv_bytes_of
 from lowmem_grpo.engines.vllm.installed import import_plugin, installed
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowError, Product
 from lowmem_grpo.engines.vllm.loan import Loan
-from lowmem_grpo.engines.vllm.sampling_weights import PlainRoom, SamplingWeights, choose, wide_bytes
+from lowmem_grpo.engines.vllm.sampling_weights import PlainRoom, choose, wide_bytes
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.policy import Policy
@@ -277,13 +277,6 @@ def test_a_model_that_is_not_in_4_bits_is_refused_by_name(tmp_path: Path) -> Non
 def test_the_loader_refuses_the_option_where_it_has_nothing_to_act_on(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FastLanguageModel.from_pretrained(sampling_weights="16bit", **options)
-
-
-def test_fp32_products_that_are_not_4_bit_are_left_alone(tmp_path: Path) -> None:
-    policy = policy_of("tiny", torch.float32, False, tmp_path)
-    borrow(policy, PlainRoom())
-    assert SamplingWeights(products(), torch.float32, CPU, PlainRoom()).numbers == 0
-    assert all(product.wide is None for product in products())
 
 
 # in vLLM's engine

@@ -1,0 +1,20 @@
+"""What SamplingParams refuses, and when they truncate the distribution."""
+
+import pytest
+
+from lowmem_grpo.config.sampling import SamplingParams
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), [
+    ("n", 0, "at least 1"), ("temperature", -1, "0 or above"), ("top_p", 0, "in (0, 1]"), ("top_p", 1.1, "in (0, 1]"),
+    ("top_k", -2, "-1 or 0"), ("min_p", -0.1, "in [0, 1]"), ("min_p", 1.1, "in [0, 1]"), ("max_tokens", 0, "at least"),
+])
+def test_sampling_params_refuse_what_makes_no_sense(name: str, value: float, rule: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams(**{name: value})
+    assert f"{name} is {value!r}" in str(refusal.value) and rule in str(refusal.value)
+
+
+def test_truncation_is_known() -> None:
+    assert not SamplingParams(top_k=-1, min_p=0.0).truncates
+    assert all(SamplingParams(**options).truncates for options in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))
