@@ -10,7 +10,7 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
-from lowmem_grpo.engines.vllm.sampling_weights import SIXTEEN
+from lowmem_grpo.engines.vllm.sampling_weights import SIXTEEN, check_four_bit
 from lowmem_grpo.fast_model import FastModel, FastPeftModel, Loaded
 from lowmem_grpo.models.dtypes import compute_dtype
 from lowmem_grpo.models.fused_weights import fuse_weights
@@ -174,9 +174,7 @@ def check_context(model: PreTrainedModel, max_seq_length: int) -> None:
 
 def check_sampling_weights(asked: str | None, fast_inference: bool | str, four_bit: bool) -> None:
     """Raise ValueError if the option has nothing to act on."""
-    if asked is not None and not four_bit:
-        raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits, so there is nothing to "
-                         "dequantize. Leave it out, or load with load_in_4bit=True")
+    check_four_bit(asked, four_bit)
     if asked == SIXTEEN and fast_inference in (False, "transformers"):
         raise ValueError(f"sampling_weights is {asked!r} and fast_inference is {fast_inference!r}: only vLLM samples "
                          'with dequantized weights. Leave it out, or load with fast_inference="vllm"')

@@ -132,7 +132,7 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Nothing to do: the cache is made anew in each call."""
+        """Nothing to do: each call makes its own cache."""
 
     def close(self) -> None:
         """Nothing to free: the weights are the trainer's, and each call frees its cache."""

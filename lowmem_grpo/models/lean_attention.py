@@ -12,11 +12,10 @@ from transformers import AttentionInterface
 from lowmem_grpo.kernels.rope import rope
 from lowmem_grpo.models.lora_layers import JoinedWeights, one_node
 
-APART, IN_ONE = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
-ATTENTIONS = {  # transformers' class: the children that make q, k and v
-    "LlamaAttention": APART, "MistralAttention": APART, "Qwen2Attention": APART, "Qwen3Attention": APART,
-    "Gemma3Attention": APART, "Phi3Attention": IN_ONE,
-}
+APART = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")  # known families with separate q, k, v and gate, up
+# transformers' class: the children that make q, k and v
+ATTENTIONS = {f"{family}Attention": ("q_proj", "k_proj", "v_proj") for family in APART} | {
+    "Phi3Attention": ("qkv_proj",)}
 
 
 class LeanAttention(nn.Module):

@@ -10,20 +10,14 @@ from torch import Tensor, nn
 
 from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp
 from lowmem_grpo.kernels.rms_norm import rms_norm
-from lowmem_grpo.models.lean_attention import ATTENTIONS, LeanAttention
+from lowmem_grpo.models.lean_attention import APART, ATTENTIONS, LeanAttention
 from lowmem_grpo.models.lora_layers import JoinedWeights, active_lora, base_of, computes
 
 MLP_TILE = 4096  # tokens of a tile: large enough to fill a card's matrix units
-GATE_AND_UP, BOTH_IN_ONE = ("gate_proj", "up_proj"), ("gate_up_proj",)
-MLPS = {  # transformers' class: the children that hold gate and up
-    "LlamaMLP": GATE_AND_UP, "MistralMLP": GATE_AND_UP, "Qwen2MLP": GATE_AND_UP, "Qwen3MLP": GATE_AND_UP,
-    "Gemma3MLP": GATE_AND_UP, "Phi3MLP": BOTH_IN_ONE,
-}
-NORMS = {  # transformers' class: the name of its epsilon, and what is added to its weight
-    "LlamaRMSNorm": ("variance_epsilon", 0.0), "MistralRMSNorm": ("variance_epsilon", 0.0),
-    "Qwen2RMSNorm": ("variance_epsilon", 0.0), "Qwen3RMSNorm": ("variance_epsilon", 0.0),
-    "Phi3RMSNorm": ("variance_epsilon", 0.0), "Gemma3RMSNorm": ("eps", 1.0),
-}
+# transformers' class: the children that hold gate and up
+MLPS = {f"{family}MLP": ("gate_proj", "up_proj") for family in APART} | {"Phi3MLP": ("gate_up_proj",)}
+# transformers' class: the name of its epsilon, and what is added to its weight
+NORMS = {f"{family}RMSNorm": ("variance_epsilon", 0.0) for family in (*APART, "Phi3")} | {"Gemma3RMSNorm": ("eps", 1.0)}
 NAMES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' to ours
 
 

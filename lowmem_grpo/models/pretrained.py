@@ -68,9 +68,10 @@ class Pretrained:
         try:
             yield
         except OSError as error:
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise OSError(
-                f"no model {self.name!r}: it is not a folder with a model, and the hub did not give one "
-                f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line(error)}"
+                f"no model {self.name!r}: it is not a folder with a model, and the hub did not return one "
+                f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line}"
             ) from error
 
 
@@ -97,11 +98,6 @@ def keep_layout(model: PreTrainedModel) -> None:
     pass in evaluation mode, and no gradient flows through repacked weights."""
     for module in linears_in_4bit(model):
         module.support_avx512bf16_for_cpu = False
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def resolve(model_name: str) -> str:

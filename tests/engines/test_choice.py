@@ -3,6 +3,7 @@
 The second half needs vLLM (on the CPU: its build for CPUs) and is skipped with the reason where there is none.
 """
 
+import copy
 import gc
 import os
 import subprocess
@@ -266,6 +267,18 @@ def test_base_live_and_saved_adapters_give_on_vllm_what_they_give_on_transformer
 
 
 @needs_vllm
+def test_an_adapter_of_a_higher_rank_is_refused_and_the_engine_goes_on(
+    sampled: FastPeftModel, tmp_path: Path
+) -> None:
+    live = texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora()))
+    adapt(load("transformers"), seed=3, r=8).save_lora(tmp_path / "wide")
+    with pytest.raises(ValueError, match=r"has rank 8.* rank 4"):
+        sampled.fast_generate(PROMPTS, GREEDY, sampled.load_lora(tmp_path / "wide"))
+    assert list(sampled.peft_config) == ["default"]
+    assert texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora())) == live
+
+
+@needs_vllm
 def test_vllms_own_sampling_params_mean_what_ours_mean(sampled: FastPeftModel, plain: FastPeftModel) -> None:
     sampled.engine()  # sets up vLLM's environment before it is imported here
     import vllm
@@ -394,31 +407,16 @@ def test_an_engine_that_somebody_made_by_hand_is_not_closed_behind_their_back(sa
         assert mine.generate([[5, 6]], GREEDY)
     finally:
         mine.close()
-    assert sampled.fast_generate("Start", GREEDY)
 
 
 @needs_vllm
 def test_another_tokenizer_gets_an_engine_that_decodes_with_it(sampled: FastPeftModel) -> None:
-    import copy
-
     other = copy.deepcopy(sampled.loaded.tokenizer)
     first = sampled.engine()
     second = sampled.engine(tokenizer=other)
     assert second is not first
     assert second.tokenizer is other
     assert first.llm is None
-
-
-@needs_vllm
-def test_an_adapter_of_a_higher_rank_is_refused_and_the_engine_goes_on(
-    sampled: FastPeftModel, tmp_path: Path
-) -> None:
-    live = texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora()))
-    adapt(load("transformers"), seed=3, r=8).save_lora(tmp_path / "wide")
-    with pytest.raises(ValueError, match=r"has rank 8.* rank 4"):
-        sampled.fast_generate(PROMPTS, GREEDY, sampled.load_lora(tmp_path / "wide"))
-    assert list(sampled.peft_config) == ["default"]
-    assert texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora())) == live
 
 
 @needs_vllm

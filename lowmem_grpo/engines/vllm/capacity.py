@@ -79,7 +79,7 @@ class Capacity:
         if sampling:
             self.bound.lowered = fewer
         answer = f"for at most {fewer:,} sequences at once (before: {seqs:,}) and " if sampling else ""
-        self.bound.note(what, shortage, f"vLLM's engine is made anew {answer}with {size_text(less)} of key-value cache "
+        self.bound.note(what, shortage, f"vLLM is restarted {answer}with {size_text(less)} of key-value cache "
                                         f"(before: {size_text(before)}), and the work is repeated")
 
 

@@ -159,13 +159,13 @@ class VLLMEngine:
         return True
 
     def expect(self, sampled: int) -> None:
-        """A run is about to sample this many completions in each call. An engine for fewer is made anew for them."""
+        """A run is about to sample this many completions in each call. An engine for fewer is restarted."""
         if sampled > self.seqs:
             self.capacity.sampled = sampled
 
     @property
     def outdated(self) -> bool:
-        """Whether vLLM has to be made anew: a call broke off, or it was made for other bounds than hold now."""
+        """Whether vLLM has to be restarted: a call broke off, or it was made for other bounds than hold now."""
         return (self.llm is None or self.unfinished
                 or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache))
 

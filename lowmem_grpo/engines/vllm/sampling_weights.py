@@ -103,9 +103,7 @@ def choose(
     card's data sheet says that it decodes no slower. Raises ValueError for a model that is not in 4 bits.
     """
     size = wide_bytes(policy)
-    if asked is not None and not size:
-        raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits, so there is nothing to "
-                         "dequantize. Leave it out, or load with load_in_4bit=True")
+    check_four_bit(asked, size > 0)
     if asked == FOUR or not size or (asked is None and policy.device.type != "cuda"):
         return FOUR, kv_bytes
     left = kv_bytes if kv_given or policy.device.type != "cuda" else kv_bytes - size
@@ -118,6 +116,13 @@ def choose(
     logger.info("sampling with weights in %s: dequantized they take %s, the cache of %d sequences %s",
                 "16 bits" if fits else "4 bits", size_text(size), sequences, size_text(wanted))
     return (SIXTEEN, left) if fits else (FOUR, kv_bytes)
+
+
+def check_four_bit(asked: str | None, four_bit: bool) -> None:
+    """Raise ValueError where the user `asked` for a form of weights and there are no 4-bit ones."""
+    if asked is not None and not four_bit:
+        raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits, so there is nothing to "
+                         "dequantize. Leave it out, or load with load_in_4bit=True")
 
 
 def pays(policy: Policy, sequences: int, tokens: int) -> bool:

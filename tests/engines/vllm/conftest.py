@@ -1,4 +1,4 @@
-"""One vLLM engine for most tests of a file: it is made anew only where a test closed it or needed another."""
+"""One vLLM engine for most tests of a file: a new one is made only where a test closed it or needed another."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result
 
 
 class Shared:
-    """One engine for most tests of this file: it is made anew where a test closed it or needed another."""
+    """One engine for most tests of this file: a new one is made where a test closed it or needed another."""
 
     engine: VLLMEngine | None = None
     policy: Policy

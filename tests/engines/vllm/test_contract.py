@@ -1,4 +1,4 @@
-"""What the engine relies on in vLLM and a CPU never exercises: sleep, graphs, options. It fails first if vLLM changes."""
+"""What the engine relies on in vLLM and no CPU exercises (sleep, graphs, options): it fails first if vLLM changes."""
 
 import importlib
 import inspect
