@@ -77,7 +77,7 @@ def kernel_table(rows: Rows) -> list[str]:
 
 
 def case_of(row: dict[str, Any]) -> tuple[str, ...]:
-    """What brings the providers of a case together."""
+    """Sorts the providers of a case next to each other."""
     return row["op"], row["passes"], str(row["shape"]), row["dtype"]
 
 
@@ -98,7 +98,7 @@ def on_card(row: dict[str, Any]) -> bool:
 
 
 def real(rows: Rows) -> Rows:
-    """Without those of a pretend card, which measure nothing."""
+    """Rows without those of a pretend card, which measure nothing."""
     return [row for row in rows if not is_pretend(row.get("gpu"))]
 
 

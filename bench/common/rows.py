@@ -47,7 +47,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def version_of(name: str) -> str | None:
-    """A package's version; that of our own from pyproject.toml where it is used without being installed."""
+    """A package's version; our own is read from pyproject.toml where it is not installed."""
     with suppress(PackageNotFoundError):
         return version(name)
     if name != OWN:
@@ -65,8 +65,8 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit of the code that ran, marked where the tree differs from it; what `make gpu-bundle` wrote down where
-    the history is not here."""
+    """The commit of the code, with "+changes" where the package differs from it. In a copy without its history, the
+    name that `make gpu-bundle` wrote."""
     if not shutil.which("git"):
         return COMMIT.read_text().strip() if COMMIT.exists() else "unknown"
     here = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ each. The rules:
 
 Gradients of the adapters are new, as in the first micro-batch of a step; each later one adds one launch a LoRA tensor.
 Attention's backward pass counts as one operation, of which a card makes several launches. Nothing here is a time on a
-card: it tells how much work the host hands out.
+card: it shows how much work the host has to start.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def layer_launches() -> Counter[tuple[str, str, str]]:
     model, _ = FastLanguageModel.from_pretrained("tiny", dtype=torch.bfloat16, max_seq_length=128)
     model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=True).train()
     base = model.get_base_model()
-    count(model)  # what is found out once is known now
+    count(model)  # what is only found out once is known now
     whole = count(model)
     base.model.layers = base.model.layers[:-1]
     base.config.num_hidden_layers -= 1
@@ -99,7 +99,7 @@ def no_body(out: Tensor, values: Tensor, number: int) -> None:
 
 
 def smallest_mean(call: Callable[..., Any], out: Tensor, values: Tensor) -> float:
-    """Microseconds of a call: the smallest of many rounds, since a busy machine can only add."""
+    """Microseconds of a call: the smallest of many rounds, because other load can only add."""
     rounds = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -110,7 +110,7 @@ def smallest_mean(call: Callable[..., Any], out: Tensor, values: Tensor) -> floa
 
 
 def measured() -> tuple[dict[str, Any], Counter[tuple[str, str, str]]]:
-    """What `--json` prints, and the launches that a person may want to read."""
+    """What `--json` prints, and the launches of a layer for the table."""
     layer = layer_launches()
     sums = {phase: sum(n for (when, *_), n in layer.items() if when == phase) for phase in ("forward", "backward")}
     return {
@@ -121,7 +121,7 @@ def measured() -> tuple[dict[str, Any], Counter[tuple[str, str, str]]]:
 
 
 def table(found: dict[str, Any], layer: Counter[tuple[str, str, str]]) -> str:
-    """Rows for people: the totals, and where the launches of a layer come from."""
+    """The totals, and where the launches of a layer come from, for people."""
     lines = [f"{name:<18} {value}" for name, value in found.items()]
     for phase in ("forward", "backward"):
         lines += ["", f"{phase}, one decoder layer"]

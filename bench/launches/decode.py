@@ -1,4 +1,4 @@
-"""Count what a token costs one decoder layer in launches while vLLM decodes with our layers, without a GPU.
+"""Counts the launches of one decoder layer for a token while vLLM decodes with our layers, without a GPU.
 
     python -m bench.launches.decode             4-bit weights, and the same dequantized while sampling
 
@@ -31,7 +31,7 @@ LAYERS = {  # of a decoder layer: outputs of each matrix, inputs, whether they h
     "qkv": ([QUERIES, KEYS, KEYS], HIDDEN, True), "o": ([HIDDEN], QUERIES, False),
     "gate_up": ([INNER, INNER], HIDDEN, False), "down": ([HIDDEN], INNER, False),
 }
-VLLM_OWN = {  # launches of one layer and token, as its FlashAttention path makes them; split keys add one
+VLLM_OWN = {  # launches of one layer and token on its FlashAttention path; split keys add one
     "input norm, with the residual": 1, "rope of q and k": 1, "keys and values into the cache": 1, "attention": 1,
     "sum of the parts of attention": 1, "second norm, with the residual": 1, "silu and product": 1,
 }

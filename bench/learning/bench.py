@@ -1,11 +1,11 @@
-"""Does it learn, and do settings that should be the same learn the same? Arithmetic, several seeds of each setting.
+"""Does every setting learn, and do settings that should agree learn alike? Arithmetic, with several seeds.
 
     python -m bench.learning.bench      # 12 settings, five seeds, 30 steps of 128 completions
     python -m bench.learning.bench --quick  # two seeds, 20 steps: within 15 minutes on two cores
-    python -m bench.learning.bench --report  # docs/learning.md and docs/learning.svg from the rows alone
+    python -m bench.learning.bench --report  # only writes docs/learning.md and docs/learning.svg from the rows
 
-One row a run goes to bench/results/learning.jsonl. A quick run leaves those and the docs alone: rows, table and picture
-go to runs/learning-quick. Fails where a setting does not learn, or where two that must agree do not.
+Each run leaves a row in bench/results/learning.jsonl. A quick run writes rows, table and picture to runs/learning-quick
+instead. The command fails where a setting does not learn, or where two settings that must agree do not.
 """
 
 import os
@@ -29,7 +29,7 @@ QUICK = Path("runs") / "learning-quick"
 
 
 def one(name: str, seed: int, steps: int) -> dict[str, Any]:
-    """The row of one run, in a process of its own with one thread; what went wrong where it failed."""
+    """The row of one run, in a process of its own with one thread, or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         found = child.run("bench.learning.provider", name, str(seed), str(steps), folder,
                           settings={"OMP_NUM_THREADS": "1"})
@@ -41,9 +41,9 @@ def one(name: str, seed: int, steps: int) -> dict[str, Any]:
 @click.option("--quick", is_flag=True, help="Two seeds, fewer steps.")
 @click.option("--seeds", type=int, help="How many; five, or two with --quick.")
 @click.option("--steps", type=int, help="Optimizer steps of each run.")
-@click.option("--setting", "names", multiple=True, help="Only these settings; may be repeated.")
+@click.option("--setting", "names", multiple=True, help="Only this setting; may be repeated.")
 @click.option("--jobs", type=int, default=os.cpu_count(), show_default=True, help="Runs at a time.")
-@click.option("--report", is_flag=True, help="Run nothing; write docs/learning.md and its picture from the rows.")
+@click.option("--report", is_flag=True, help="Only write docs/learning.md and its picture from the rows.")
 def main(
     quick: bool, seeds: int | None, steps: int | None, names: tuple[str, ...], jobs: int, report: bool
 ) -> None:

@@ -1,5 +1,5 @@
-"""Hold a finished run of the embedded model (`arithmetic` or `proximity`) to its promises, with plain transformers and
-peft instead of our own code.
+"""Checks that a finished run of the embedded model (`arithmetic` or `proximity`) kept its promises, with plain
+transformers and peft instead of our own code.
 
     python -m bench.learning.check_demo runs/arithmetic
 """

@@ -2,8 +2,9 @@
 
     python -m bench.learning.demo --seeds 0 1 2
 
-Appends one row a seed to bench/results/demo.jsonl; `python -m bench.common.make_results` writes them into
-bench/RESULTS.md. """
+Each seed leaves a row in bench/results/demo.jsonl; `python -m bench.common.make_results` writes them into
+bench/RESULTS.md.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""One learning run: a setting and a seed, through the visible loop; prints its rewards step by step as JSON."""
+"""One learning run of a setting and a seed, through the visible loop. Prints its rewards step by step as JSON."""
 
 import json
 import sys

@@ -1,10 +1,10 @@
-"""Every recipe once, as a user would run it: what it learns, how long it takes, what it holds. One row a recipe.
+"""Runs every recipe once, as a user would: what it learns, how long it takes, how much memory. A row for each.
 
-    python -m bench.learning.recipe_runs                 # all of them, with the preset of this machine
+    python -m bench.learning.recipe_runs                 # all, with the preset of this machine
     python -m bench.learning.recipe_runs --recipes proximity  # some
-    python -m bench.learning.recipe_runs --steps 2       # a look: nothing is learnt, and the rows say so
+    python -m bench.learning.recipe_runs --steps 2       # a quick look: nothing is learnt, and the rows say so
 
-Rows go to bench/results/recipe_runs.jsonl; `python docs/make_recipes.py` makes the recipes' table and pages of them.
+Rows go to bench/results/recipe_runs.jsonl; `python docs/make_recipes.py` turns them into a table and pages.
 """
 
 import json
@@ -21,13 +21,13 @@ from bench.common.rows import append_row, machine
 from lowmem_grpo.recipes import RECIPES
 
 RESULTS = Path(__file__).parents[1] / "results" / "recipe_runs.jsonl"
-NEEDS = {"code": "isolation", "gsm8k": "dataset"}  # what a machine may lack: a sandbox, the hub
+NEEDS = {"code": "isolation", "gsm8k": "dataset"}  # what a machine may lack
 SUMMARY = ("accuracy_before", "accuracy_after", "accuracy_after_sft", "taught_format_before", "taught_format_after_sft",
            "taught_format_after", "eval_problems", "steps", "sft_steps", "seed", "train_seconds", "status", "model")
 
 
 def run_recipe(name: str, folder: Path, words: list[str], time_limit: float) -> dict[str, Any]:
-    """The row of one recipe; `missing` says why there is none."""
+    """The row of one recipe; `missing` says why it has no figures."""
     command = [sys.executable, "-m", "lowmem_grpo", "run", name, f"output_dir={folder}", "overwrite_output_dir=true",
                "disable_tqdm=true", *words]
     row: dict[str, Any] = {"recipe": name, "words": words}
@@ -48,7 +48,7 @@ def run_recipe(name: str, folder: Path, words: list[str], time_limit: float) -> 
 
 
 def waited(process: subprocess.Popen[bytes], time_limit: float) -> tuple[int, int]:
-    """Exit status and peak resident bytes of a process; TimeoutError after `time_limit` seconds, when it is ended."""
+    """Exit status and peak resident bytes of a process. After `time_limit` seconds it is killed: TimeoutError."""
     deadline = time.monotonic() + time_limit
     while time.monotonic() < deadline:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -70,14 +70,14 @@ def measured(folder: Path) -> dict[str, Any]:
     peaks = [line["memory/peak_bytes"] for line in steps if line.get("memory/peak_bytes")]  # the card's, or resident
     return {
         **{name: summary[name] for name in SUMMARY if name in summary},
-        "rewards": [line.get("reward") for line in steps],  # None where nothing was paid, as by a judge that failed
+        "rewards": [line.get("reward") for line in steps],  # None where a judge failed, for example
         "groups_with_signal": groups,
         "step_seconds": [line["step_time"] for line in steps], "peak_bytes": max(peaks, default=0),
     }
 
 
 def chosen(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str]:
-    """Names of recipes, by commas; all of them where none is given."""
+    """Names of recipes, separated by commas; by default all."""
     names = value.split(",") if value else list(RECIPES)
     if unknown := sorted(set(names) - set(RECIPES)):
         raise click.BadParameter(f"no recipe {', '.join(unknown)}; there are {', '.join(RECIPES)}")
@@ -85,11 +85,11 @@ def chosen(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 @click.command(help=__doc__)
-@click.option("--recipes", callback=chosen, help="Names, by commas.")
-@click.option("--steps", type=int, help="GRPO steps of each, in place of the recipe's own.")
+@click.option("--recipes", callback=chosen, help="Names, separated by commas.")
+@click.option("--steps", type=int, help="GRPO steps of each, instead of the recipe's own.")
 @click.option("--seed", type=int)
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/recipes"), show_default=True)
-@click.option("--option", "words", multiple=True, help="RECIPE:key=value, for one recipe, or key=value, for all.")
+@click.option("--option", "words", multiple=True, help="RECIPE:key=value for one recipe, key=value for all.")
 @click.option("--time-limit", type=float, default=1800.0, show_default=True, help="Seconds for each recipe.")
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(

@@ -1,4 +1,4 @@
-"""What learning runs must show: every run learns, and settings that must agree do so within the noise of seeds."""
+"""Judges learning runs: every run must learn, and settings that must agree must do so within the noise of seeds."""
 
 from statistics import fmean
 from typing import Any
@@ -7,8 +7,8 @@ from bench.learning.settings import BY_NAME
 
 Rows = list[dict[str, Any]]
 FIRST, LAST = 2, 5  # steps whose means are the beginning and the end of a run
-LEAST_GAIN = 0.15  # of the share of right answers, by every run
-ERRORS = 2.5  # standard errors that two settings may lie apart
+LEAST_GAIN = 0.15  # in the share of right answers, of every run
+ERRORS = 2.5  # standard errors that two settings may differ by
 
 
 def beginning(row: dict[str, Any]) -> float:
@@ -22,7 +22,7 @@ def end(row: dict[str, Any]) -> float:
 
 
 def by_setting(rows: Rows) -> dict[str, Rows]:
-    """The runs of each setting that came to their end, in the order of the settings."""
+    """The finished runs of each setting, in the order of the settings."""
     found: dict[str, Rows] = {name: [] for name in BY_NAME}
     for row in rows:
         if "missing" not in row and row["setting"] in found:

@@ -1,11 +1,11 @@
-"""Memory of one training step with the features that save it switched on one by one: peaks on device and host.
+"""Memory of one training step while the features that save it are switched on one by one: peaks on device and host.
 
     python -m bench.memory.bench                  every case, on fake tensors: minutes on any machine, no GPU
     python -m bench.memory.bench --shape llama-3.1-8b --context 131072
     python -m bench.memory.bench --device cuda --gib 16  the same step for real, random weights, on a card made smaller
-    python -m bench.memory.bench --picture        nothing is weighed: docs/memory.svg from the recorded rows
+    python -m bench.memory.bench --picture        only draws docs/memory.svg from the recorded rows
 
-Rows go to bench/results/memory.jsonl; bench/README.md says what is in them.
+Rows go to bench/results/memory.jsonl; bench/README.md explains them.
 """
 
 import json
@@ -27,11 +27,11 @@ RESULTS = HERE / "results" / "memory.jsonl"
 PICTURE = HERE.parent / "docs" / "memory.svg"
 
 
-PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned for
+PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned
 
 
 def planned(case: Case, budget: float | None) -> dict[str, int]:
-    """What the planner says of the case: on a card of so many GiB, or with all memory it wants."""
+    """What the planner predicts for the case, on a card of `budget` GiB or of 1 TiB."""
     from lowmem_grpo.memory.cards import device
     from lowmem_grpo.memory.model_shape import named_config
     from lowmem_grpo.memory.plan import RunSettings
@@ -47,7 +47,7 @@ def planned(case: Case, budget: float | None) -> dict[str, int]:
 
 
 def weigh_stage(case: Case, stage: str) -> dict[str, Any]:
-    """The bytes of one stage of a case, on fake tensors."""
+    """The bytes of a stage of a case, on fake tensors."""
     from bench.memory.weigh import weigh
     from lowmem_grpo.memory.model_shape import named_config
 
@@ -58,7 +58,7 @@ def weigh_stage(case: Case, stage: str) -> dict[str, Any]:
 
 
 def measure_stage(case: Case, stage: str, gib: float | None) -> dict[str, Any]:
-    """The same for real, on a card that may use `gib` of its memory."""
+    """The same for real, on a card, of which `gib` may be used."""
     from bench.memory.on_card import measure
     from lowmem_grpo.memory.model_shape import named_config
 
@@ -84,7 +84,7 @@ def in_words(row: dict[str, Any]) -> str:
 
 
 def cases(shapes: tuple[str, ...], context: int | None, generations: int | None) -> list[Case]:
-    """The cases asked for, with another context or number of completions where that was given."""
+    """The cases that were asked for, with another context or number of completions if given."""
     chosen = [case for case in CASES if not shapes or case.shape in shapes]
     changes = {name: value for name, value in (("context", context), ("generations", generations)) if value}
     return list(dict.fromkeys(replace(case, **changes) for case in chosen))
@@ -92,15 +92,15 @@ def cases(shapes: tuple[str, ...], context: int | None, generations: int | None)
 
 @click.command()
 @click.option("--shape", "shapes", multiple=True, type=click.Choice(sorted({case.shape for case in CASES})),
-              help="All where this is left out.")
+              help="By default all.")
 @click.option("--context", type=click.IntRange(min=64), help="Tokens of the longest sequence.")
 @click.option("--generations", type=click.IntRange(min=2), help="Completions of a prompt.")
-@click.option("--stage", "stages", multiple=True, type=click.Choice(list(STAGES)), help="All where this is left out.")
+@click.option("--stage", "stages", multiple=True, type=click.Choice(list(STAGES)), help="By default all.")
 @click.option("--device", type=click.Choice(["fake", "cuda"]), default="fake", show_default=True)
-@click.option("--gib", type=float, help="On a card: what of its memory may be used.")
+@click.option("--gib", type=float, help="On a card: the memory that may be used.")
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows, one JSON object a line.")
-@click.option("--picture", is_flag=True, help="Weigh nothing; draw the newest rows of --output.")
+@click.option("--picture", is_flag=True, help="Only draw the newest rows of --output.")
 def main(
     shapes: tuple[str, ...], context: int | None, generations: int | None, stages: tuple[str, ...], device: str,
     gib: float | None, output: Path, as_json: bool, picture: bool,
@@ -110,7 +110,7 @@ def main(
         draw(newest_cases(read_rows(output)), PICTURE)
         click.echo(f"{PICTURE}")
         return
-    common = machine()  # taken first: the commit is the one that the run began with
+    common = machine()  # first, so that the commit is the one at the start of the run
     for case in cases(shapes, context, generations):
         for row in rows_of(case, list(stages or STAGES), device, gib):
             append_row(output, row | common)

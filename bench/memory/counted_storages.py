@@ -1,8 +1,8 @@
-"""Counts the storage that operations make, of real and of fake tensors, and says what was alive at the peak.
+"""Counts the storage that operations make, with real or fake tensors, and says what was alive at the peak.
 
-A card is meant, though fake tensors are of the CPU: what only the CPU's form of a kernel makes is left out. Fake
-tensors hold no values. What an operation's result depends on is answered from what is known of the batch: how many
-places of a mask are True, how many sequences there are. Any other number that is read is 1.
+Fake tensors are on the CPU but stand for a card, so what only the CPU's form of a kernel makes is left out. They hold
+no values. Where a result depends on values, what is known of the batch answers: how many places of a mask are True,
+and how many sequences there are. Any other number that is read is 1.
 """
 
 import sys
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 OURS = "lowmem_grpo"
 PLACES = (OURS, "peft", "transformers", "bitsandbytes")  # whose code a storage is named by
-WORTH_NAMING = 2**20  # bytes; what is smaller goes by its operation alone
+WORTH_NAMING = 2**20  # bytes; smaller storages are only named by their operation
 CPU_FORMS = (  # (file, function) and the operations by which only the CPU's form of a kernel holds more than a card's
     ("logprob_rows.py", "finish_rows_ref", ("aten::sub", "aten::clone", "aten::where")),  # a second chunk of logits
     ("logprob_rows.py", "forward_rows", ("aten::clone",)),
@@ -87,7 +87,7 @@ class CountedStorages(TorchDispatchMode):
             self.host = False
 
     def answer(self, name: str, args: Any) -> Any:
-        """What an operation gives that depends on values; None where it depends on shapes alone."""
+        """The result of an operation that depends on values; None where it only depends on shapes."""
         if name == "aten::_local_scalar_dense":
             return {torch.bool: True, torch.int64: 1}.get(args[0].dtype, 1.0)
         if name == "aten::equal":  # of the code tables of two 4-bit weights
@@ -149,8 +149,8 @@ def is_mask(index: Any) -> bool:
 
 @cache
 def folder(package: str) -> Path | None:
-    """Where a package really lies; None where it is not installed. A path that only contains its name will not do: a
-    clone of this repository has the package's name too, and would make the benches' own frames the package's."""
+    """Where a package lies; None where it is not installed. A path that only contains its name is not enough: a clone
+    of this repository has the package's name too, so the benches' own frames would count as the package's."""
     spec = find_spec(package)
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
 
@@ -163,7 +163,7 @@ def owner(filename: str) -> str | None:
 
 
 def cpu_form(operation: str) -> bool:
-    """Whether the innermost code of this package makes what a card would not."""
+    """Whether the innermost frame of this package makes what a card would not."""
     frame: Any = sys._getframe(2)
     while frame is not None and owner(frame.f_code.co_filename) != OURS:
         frame = frame.f_back

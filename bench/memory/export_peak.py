@@ -1,10 +1,10 @@
-"""What a merged export of a whole model holds: `lowmem-grpo export --format merged`, its memory watched from outside.
+"""The memory of a merged export of a whole model: `lowmem-grpo export --format merged`, watched from outside.
 
-    python -m bench.memory.export_peak --shape llama-3.1-8b --folder /tmp/export  # 32 GB on disk; half an hour on one
-    core python -m bench.memory.export_peak --shape tiny
+    python -m bench.memory.export_peak --shape llama-3.1-8b --folder /tmp/export  # 32 GB on disk, half an hour
+    python -m bench.memory.export_peak --shape tiny
 
-Weights and adapter are random numbers in a real model's shape. Appends a row to bench/results/export.jsonl: the peak of
-the memory that is the process's own (RssAnon), without and with the pages of files that the system can drop again.
+Weights and adapter are random numbers in a real model's shape. A row goes to bench/results/export.jsonl: the peak of
+the process's own memory (RssAnon), and the peak with the pages of files, which the system can drop.
 """
 
 import json

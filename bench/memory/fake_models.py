@@ -1,6 +1,6 @@
-"""Models of fake tensors: NF4 weights as bitsandbytes keeps them, and no memory behind them.
+"""Models of fake tensors: NF4 weights as bitsandbytes keeps them, without memory.
 
-A model is made on the meta device, where modules can be replaced and converted; then its tensors become fake ones.
+A model is made on the meta device, where modules can be replaced; then its tensors become fake ones.
 """
 
 from contextlib import suppress
@@ -85,12 +85,12 @@ def lay_adjacent(model: nn.Module) -> None:
             layers = [getattr(child, "base_layer", child) for name in names
                       if (child := dict(module.named_children()).get(name)) is not None]
             if len(layers) == len(names) and all(isinstance(layer, Linear4bit) for layer in layers):
-                with suppress(ValueError):  # of sizes that do not end where a block ends: they stay apart
+                with suppress(ValueError):  # sizes that do not end where a block ends: they stay apart
                     fuse([layer.weight for layer in layers])
 
 
 class EqualTables(TorchDispatchMode):
-    """Inside, tensors without values are said to be equal: code tables are, of one kind of 4 bits."""
+    """Inside, tensors without values count as equal, as the code tables of one 4-bit type are."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func._schema.name == "aten::equal" else func(*args, **(kwargs or {}))

@@ -1,13 +1,12 @@
-"""The longest context whose training step fits a bounded card: what the planner says, then tried for real.
+"""The longest context whose training step fits a limited card: first planned, then tried.
 
     python -m bench.memory.longest_context --device cuda --gib 16         Llama-3.1-8B, random weights, 8 completions
     python -m bench.memory.longest_context --shape qwen2.5-1.5b --gib 2   on fake tensors: no card needed
 
-Each trial is the step of `bench/memory/bench.py` with every feature on; sampling is not in it. The first has the
-planned
-length; then the length grows where it fitted and shrinks where it did not, until both sides are known, the model's own
-longest context fits, or the trials are used up. A row of each trial goes to bench/results/longest_context.jsonl as soon
-as it is done.
+Each trial is the step of `bench/memory/bench.py` with every feature on, without sampling. The first trial has the
+planned length. The length then grows where it fits and shrinks where it does not, until both sides are known, the
+model's own longest context fits, or the trials are used up. Each trial leaves a row in
+bench/results/longest_context.jsonl at once.
 """
 
 import sys
@@ -29,8 +28,8 @@ from lowmem_grpo.units import GIB
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "longest_context.jsonl"
 STAGE = "+ 8-bit optimizer"
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
-CLOSE = 1.06  # a misfit within this factor of a fit ends the search
-FILLED, NEARLY = 0.93, 0.97  # of the bound: planned for the first trial, and aimed at by later ones
+CLOSE = 1.06  # the search ends where a length fits and one at most this much longer does not
+FILLED, NEARLY = 0.93, 0.97  # of the limit: planned for the first trial, and the aim of later ones
 console = Console(width=120)
 Trial = Callable[[int], dict[str, Any]]
 
@@ -99,13 +98,13 @@ def show(rows: list[dict[str, Any]], planned: int) -> None:
 @click.command()
 @click.option("--shape", default="llama-3.1-8b", show_default=True, type=click.Choice(sorted({c.shape for c in CASES})))
 @click.option("--device", type=click.Choice(["fake", "cuda"]), default="fake", show_default=True)
-@click.option("--gib", type=float, required=True, help="What of the card may be used.")
+@click.option("--gib", type=float, required=True, help="Memory of the card that may be used.")
 @click.option("--generations", default=8, show_default=True, type=click.IntRange(min=2))
 @click.option("--trials", default=5, show_default=True, type=click.IntRange(min=1), help="At most.")
-@click.option("--start", type=click.IntRange(min=STEP), help="The first length; the planned one where left out.")
+@click.option("--start", type=click.IntRange(min=STEP), help="The first length; by default the planned one.")
 @click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
 def main(shape: str, device: str, gib: float, generations: int, trials: int, start: int | None, output: Path) -> None:
-    """Find the longest context that fits; exit code 1 where none does."""
+    """Find the longest context that fits. The exit code is 1 where none does."""
     from lowmem_grpo.memory.model_shape import named_config
 
     common = machine() | {"run": datetime.now().isoformat(timespec="seconds")}  # first: the commit it began with

@@ -1,4 +1,4 @@
-"""The step of `weigh.py` for real, on a card: random weights, random tokens, and the allocator's own peaks."""
+"""The step of `weigh.py` for real, on a card: random weights, random tokens, and the allocator's peaks."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -31,7 +31,7 @@ def measure(
     Where memory runs out the row says so in `error`. The first step warms up; the second one is measured.
     """
     if not torch.cuda.is_available():
-        raise SystemExit("--device cuda needs a card; leave it out to weigh fake tensors")
+        raise SystemExit("--device cuda needs a card; leave it out to use fake tensors")
     torch.cuda.empty_cache()
     total, outside = torch.cuda.mem_get_info()[1], used() - torch.cuda.memory_reserved()
     torch.cuda.set_per_process_memory_fraction(min(1.0, (gib * GIB - outside) / total) if gib else 1.0)
@@ -74,13 +74,13 @@ def step(config: dict[str, Any], lengths: list[int], features: Features, rank: i
 
 
 def used() -> int:
-    """What is taken of the card, by whomever: the driver's context too."""
+    """All memory in use on the card, the driver's context included."""
     free, total = torch.cuda.mem_get_info()
     return int(total - free)
 
 
 def engine_weights(policy: Policy) -> list[torch.Tensor]:
-    """What an engine with weights of its own would hold, in 16 bits."""
+    """What an engine with its own weights would hold, in 16 bits."""
     counts = (
         weight.quant_state.shape.numel() if hasattr(weight, "quant_state") else weight.numel()
         for weight in policy.base.parameters() if not weight.requires_grad

@@ -24,7 +24,7 @@ def memory_table(rows: Rows) -> list[str]:
     lines = [
         "", "## Memory of a training step: peaks on device / host in GiB, one feature after the other", "",
         "NF4 weights, LoRA on all linears; completions from half the context to all of it. Without a GPU's name: the "
-        "real step on fake tensors, which shows what tensors take, not the driver's own memory.", "",
+        "real step on fake tensors, which shows the memory of tensors, but not the driver's.", "",
         f"| case | {' | '.join(STAGES)} | machine | commit |", f"|---|{'---|' * len(STAGES)}---|---|",
     ]
     cases = newest_cases(rows)

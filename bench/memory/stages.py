@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Features:
-    """The defaults are those of a run of ours; the host embedding is a choice."""
+    """What a step can use to save memory. The defaults are those of our runs; the host embedding is optional."""
 
     checkpointing: bool | str = "offload"
     no_logits: bool = True
-    kernels: bool = True  # LoRA layers as one node, MLPs in tiles, norms; else PEFT's and transformers' own
-    packing: bool = True  # micro-batches of one sequence's length; else all of them at once, padded to the longest
-    shared_weights: bool = True  # else the rollout engine has weights of its own, in 16 bits
+    kernels: bool = True  # our LoRA layers, tiled MLPs and norms; else those of PEFT and transformers
+    packing: bool = True  # micro-batches of one sequence's length; else all at once, padded to the longest
+    shared_weights: bool = True  # else the rollout engine has its own weights in 16 bits
     optim: str = "adamw_8bit"
     host_embedding: bool = False
-    mlp_tile: int | None = None  # tokens; None is the loader's own size
+    mlp_tile: int | None = None  # tokens; None: the loader's size
     logits_chunk: int = 1024  # tokens
 
 

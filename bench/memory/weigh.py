@@ -2,8 +2,8 @@
 
     python -m bench.memory.weigh MODEL [TOKENS]      what is alive at the peak of one sequence, largest first
 
-Model, loader, LoRA layers, Policy, Learner and optimizer are those that train; only memory and arithmetic are absent.
-What saves memory can be switched off feature by feature.
+The loader, LoRA layers, Policy, Learner and optimizer are the real ones; only memory and arithmetic are missing. Each
+feature that saves memory can be switched off.
 """
 
 import sys
@@ -38,7 +38,7 @@ PROMPT = 512  # tokens, or half a sequence that is shorter
 
 @dataclass(frozen=True)
 class Weighed:
-    """Bytes of one step: peaks on `device` and `host`, and what they are made of."""
+    """Bytes of one step: peaks on `device` and `host`, and what they consist of."""
 
     device: int
     host: int
@@ -57,8 +57,8 @@ def weigh(
 ) -> Weighed:
     """Weigh one optimizer step over a group of completions; `lengths` are those of whole sequences, in tokens.
 
-    Of its micro-batches the largest is run, or the given `batch`, after another one: they hold no more together, since
-    one ends before the next one begins.
+    Only the largest micro-batch is run, or the given `batch`, as if after another one. All of them together hold no
+    more, because one ends before the next begins.
     `config` holds the fields of a config.json. Weights are NF4 with double quantization, computing in bfloat16.
     """
     features = features or Features()
@@ -82,7 +82,7 @@ def weigh(
             copies = CountedCopies(live) if features.checkpointing == "offload" else None
             with ActivationOffload(model, copies):
                 learner.accumulate(iter(fakes), StepTotals(len(lengths), sum(lengths), sum(lengths)))
-            learner.flags.tables.clear()  # bytes of the guard against NaN, read at the end of a step
+            learner.flags.tables.clear()  # of the guard against NaN, read at the end of a step
             peak, gradients, found = live.peak, live.now, live.breakdown()
             optimizer.step()
             states = live.now - gradients
@@ -94,7 +94,7 @@ def weigh(
 
 
 class Unmeasured(GRPOObjective):
-    """Without what is measured after a step: values of fake tensors cannot be sorted and read."""
+    """Measures nothing after a step, because values of fake tensors cannot be read."""
 
     def measured(self, reducer: Reducer) -> dict[str, float]:
         return {}
@@ -123,14 +123,14 @@ def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
 
 
 class NoEngine:
-    """In the place of what keeps a model's rollout engine: there is none."""
+    """Stands for a model's rollout engine, where there is none."""
 
     def close(self) -> None:
         pass
 
 
 class LogitsPolicy(Policy):
-    """The plain way: all logits, in the model's dtype and in float32."""
+    """Computes all logits, in the model's dtype and in float32."""
 
     def logprobs(
         self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
@@ -152,11 +152,11 @@ class CountedCopies(ImmediateCopies):
             return super().page(num_bytes)
 
     def start(self, pairs: Any) -> None:
-        """Fake tensors hold nothing to copy."""
+        """Do nothing: fake tensors hold no values."""
 
 
 def groups_of(lengths: list[int], features: Features) -> list[RolloutGroup]:
-    """One group of completions with a common prompt; without packing each has its own, and the longest's length."""
+    """One group of completions with a common prompt. Without packing each has its own, and the longest length."""
     prompt = min(PROMPT, max(lengths) // 2)
     lengths = lengths if features.packing else [max(lengths)] * len(lengths)
     rollouts = [Rollout([1] * (n - prompt), [0.0] * (n - prompt), "stop", advantage=1.0) for n in lengths]
@@ -166,7 +166,7 @@ def groups_of(lengths: list[int], features: Features) -> list[RolloutGroup]:
 
 
 def largest(groups: list[RolloutGroup], max_tokens: int | None) -> MicroBatch:
-    """The micro-batch that holds most, with no more side by side in attention than places."""
+    """The micro-batch that holds most; attention lays no more side by side than there are places."""
     return max(pack(groups, max_tokens, spread=1.0), key=lambda batch: (len(batch.input_ids), len(batch.sources)))
 
 

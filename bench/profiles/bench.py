@@ -1,12 +1,12 @@
-"""Where the time of a training step and of a decode step goes: kernels, idle times, copies that hide under work.
+"""Where the time of a training step and of decoding goes: kernels, idle times, copies beside kernels.
 
-    python -m bench.profiles.bench                        the 8B shape on the card where there is one, else a tiny one
-    python -m bench.profiles.bench --device cpu --part train  ops of the CPU in the place of kernels
-    python -m bench.profiles.bench --trace                keep torch's traces too, for chrome://tracing or Perfetto
-    python -m bench.profiles.bench --read trace.json.gz --steps 64  nothing is run: a trace that was kept
+    python -m bench.profiles.bench                        the 8B shape on the card if there is one, else a tiny one
+    python -m bench.profiles.bench --device cpu --part train  the CPU's ops instead of kernels
+    python -m bench.profiles.bench --trace                also keep torch's traces, for chrome://tracing or Perfetto
+    python -m bench.profiles.bench --read trace.json.gz --steps 64  only reads a trace that was kept
 
-A page and its numbers (`.md`, `.json`) of each part go to --output. On a card the profiler itself slows the host's side
-down a little, so that idle times are somewhat longer than without it.
+Each part leaves a page and its numbers (`.md`, `.json`) in --output. On a card the profiler slows the host down a
+little, so idle times are somewhat longer than without it.
 """
 
 import gc
@@ -35,11 +35,11 @@ BENCH = Path(__file__).resolve().parents[1]
 RESULTS = BENCH / "results" / "profiles"
 PARTS = ("train", "decode")
 TITLES = {"train": "A training step", "decode": "Decoding"}
-NO_KERNELS = "The profiler saw no kernel of the device: shown are the CPU's ops, and nothing of the device."
+NO_KERNELS = "The profiler saw no kernel of the device, so this shows the CPU's ops and nothing of the device."
 
 
 def summary_of(path: Path, steps: int, device: str) -> tuple[Summary, bool]:
-    """A trace in numbers, and whether these are of the CPU's ops."""
+    """A trace in numbers, and whether they are of the CPU's ops."""
     events = events_of(read_trace(path))
     of_ops = device == "cpu" or not any(event.kind == KERNEL for event in events)
     return summarize(ops_as_kernels(events) if of_ops else events, steps), of_ops
@@ -86,14 +86,14 @@ def pack(source: Path, target: Path) -> None:
 
 
 def look_at_all(parts: tuple[str, ...], options: dict[str, Any], where: dict[str, Any]) -> list[str]:
-    """Every part; one that fails does not hide the others. Returns those that failed."""
+    """Profile every part, also where another one fails. Returns the parts that failed."""
     failed = []
     with model_folder(options["weights"], options["shape"], options["device"]) as folder:
         for part in parts:
             row = where | {"part": part, "device": options["device"], "shape": options["shape"]}
             try:
                 look(part, folder, options, row)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and the other part runs
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is printed, and the other part runs
                 click.echo(f"{part} is missing: {type(error).__name__}: {error}", err=True)
                 if type(error).__name__ != "EngineUnavailableError":
                     failed.append(part)
@@ -102,25 +102,25 @@ def look_at_all(parts: tuple[str, ...], options: dict[str, Any], where: dict[str
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card where there is one, else the CPU.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="full on a card, tiny on the CPU.")
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Both where this is left out.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="By default both.")
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True,
-              help="What decodes.")
+              help="The engine that decodes.")
 @click.option("--prompts", default=1, show_default=True, type=click.IntRange(min=1), help="Prompts of a step.")
-@click.option("--tokens", type=click.IntRange(min=2), help="Decoded of each completion; left out, 64, or 8 of tiny.")
+@click.option("--tokens", type=click.IntRange(min=2), help="Decoded of each completion; by default 64, with tiny 8.")
 @click.option("--weights", "--workdir", "weights", type=click.Path(file_okay=False, path_type=Path),
-              help="A folder in which the weights are made once and kept, that of the other benchmarks.")
+              help="Folder where the weights are made once and kept, as in the other benchmarks.")
 @click.option("--trace", is_flag=True, help="Keep torch's trace of each part, packed.")
 @click.option("--read", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Run nothing; summarize this trace.")
+              help="Only summarize this trace.")
 @click.option("--steps", default=1, show_default=True, type=click.IntRange(min=1), help="With --read: steps in it.")
 @click.option("--output", default=RESULTS, type=click.Path(file_okay=False, path_type=Path), show_default=True)
 def main(
     device: str | None, shape: str | None, parts: tuple[str, ...], engine: str, prompts: int, tokens: int | None,
     weights: Path | None, trace: bool, read: Path | None, steps: int, output: Path,
 ) -> None:
-    """Look at a training step and at decoding, and write what took the time."""
+    """Profile a training step and decoding, and write what took the time."""
     where = machine()
     device = device or ("cuda" if where["gpu"] else "cpu")
     shape = shape or ("full" if device == "cuda" else "tiny")

@@ -1,4 +1,4 @@
-"""From torch's profiler to a plain list of events: by the trace that it exports, whose form is public."""
+"""Reads the trace that torch's profiler exports, whose format is public, as a plain list of events."""
 
 import gzip
 import json
@@ -14,16 +14,16 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cuGraphLau
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The entries of a Chrome trace, packed or not; ValueError for what is none."""
+    """The entries of a Chrome trace, packed or not; ValueError where it is not one."""
     data = path.read_bytes()
     content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     if not isinstance(content, dict) or "traceEvents" not in content:
-        raise ValueError(f"{path} is no trace of torch's profiler: it has no traceEvents")
+        raise ValueError(f"{path} is not a trace of torch's profiler: it has no traceEvents")
     return list(content["traceEvents"])
 
 
 def events_of(entries: list[dict[str, Any]]) -> list[Event]:
-    """Kernels, copies, launches and the host's ops; entries without a duration say nothing here."""
+    """Kernels, copies, launches and the host's ops; entries without a duration are left out."""
     found = (event_of(entry) for entry in entries if entry.get("ph") == "X" and "dur" in entry)
     return sorted((event for event in found if event is not None), key=lambda event: event.start)
 

@@ -1,4 +1,4 @@
-"""What bench/profiles/bench.py looks at: a training step, and a call that decodes, of a model with random weights."""
+"""What bench/profiles/bench.py profiles: a training step and a decoding call of a model with random weights."""
 
 import random
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingPara
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.types import Rollout, RolloutGroup
 
-WARM_UP = 2  # calls before the one that is looked at
+WARM_UP = 2  # calls before the one that is profiled
 DECODED = {"full": 64, "tiny": 8}  # tokens of each completion in the decoding call
 Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A call to look at, how many steps it makes, and what it was made with."""
+    """A call to profile, the number of its steps, and its settings."""
 
     work: Work
     steps: int
