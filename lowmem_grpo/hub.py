@@ -1,4 +1,4 @@
-"""Exported folders on the Hugging Face hub, and models from there, through huggingface_hub alone."""
+"""Exported folders on the Hugging Face hub, and models from there, through huggingface_hub."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def check_repo(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, private: bool = True, api: Any = None) -> str:
-    """Make the repository where there is none, and upload the folder; the address of the commit.
+    """Create the repository if there is none, and upload the folder; returns the address of the commit.
 
     `api` is a huggingface_hub.HfApi, which takes its token from `hf auth login`. HubError where the hub refuses.
     """
@@ -52,7 +52,7 @@ def model_folder(path: str, revision: str | None = None) -> Path:
         return Path(huggingface_hub.snapshot_download(path, revision=revision, allow_patterns=MODEL_FILES))
     except (OSError, ValueError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise OSError(f"no model {path!r}: it is no folder, and the hub did not give it ({why})") from error
+        raise OSError(f"no model {path!r}: it is not a folder, and the hub did not provide it ({why})") from error
 
 
 def find_dataset(name: str, api: Any = None) -> None:
@@ -62,6 +62,6 @@ def find_dataset(name: str, api: Any = None) -> None:
         (api or huggingface_hub.HfApi()).dataset_info(name, timeout=SECONDS)
     except RepositoryNotFoundError as error:
         raise ValueError(f"the hub has no dataset {name!r}, or not for everyone (then: hf auth login)") from error
-    except Exception as error:  # those of the network are another library's in each version
+    except Exception as error:  # network errors come from another library in each version
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise OSError(f"the hub does not answer ({why})") from error

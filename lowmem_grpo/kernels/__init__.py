@@ -1,4 +1,4 @@
-"""Kernels for anyone's training loop: torch alone is needed, and Triton where there is a CUDA card."""
+"""Kernels for any training loop: they need only torch, and Triton on a CUDA card."""
 
 from lowmem_grpo.kernels.glu import geglu, geglu_ref, swiglu, swiglu_ref
 from lowmem_grpo.kernels.linear_logprobs import linear_logprobs, linear_logprobs_ref

@@ -7,6 +7,8 @@
 
 gate, up, h (N, F), in any shape (..., F) outside (Shazeer, arXiv 2002.05202). As in transformers the activation is
 rounded to the dtype before the product. Only gate and up are kept; backward computes the activation again.
+
+Over 300 lines, so that formula, reference, kernels, ops and checks can be read together.
 """
 
 from typing import Any

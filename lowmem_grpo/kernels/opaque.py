@@ -1,4 +1,4 @@
-"""Operations that PyTorch sees as one each, whatever runs inside: in graphs, on fake tensors, in a dispatch mode.
+"""Operations that PyTorch sees as one each, whatever is inside: in graphs, on fake tensors, in a dispatch mode.
 
 `torch.library.custom_op` gives the same, but a call of it costs 20 to 90 microseconds of Python when it writes to its
 arguments, more than the launch itself. Here an operation is registered with the dispatcher directly: about 2.

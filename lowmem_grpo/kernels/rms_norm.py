@@ -5,7 +5,9 @@
 
 h, y (N, D), weight (D,), rstd (N,) float32; without residual h is x. Two orders of rounding, as in transformers:
 offset 0 rounds n to the dtype of x before the product (LlamaRMSNorm, and Mistral, Qwen2, Qwen3, Phi3), any other
-offset rounds the product alone (Gemma3RMSNorm: offset 1). Kept for backward: h, weight and rstd.
+offset rounds only the product (Gemma3RMSNorm: offset 1). Kept for backward: h, weight and rstd.
+
+Over 300 lines, so that formula, reference, kernels, op and checks can be read together.
 """
 
 from itertools import product

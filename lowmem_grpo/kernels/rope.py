@@ -7,6 +7,8 @@
 Matches transformers' apply_rotary_pos_emb, Phi3's with R < D included: with cos and sin in the dtype of q each product
 is rounded to it; with float32 cos and sin and a 16-bit q the result is rounded once. What a model does to its
 frequencies (llama3, yarn, longrope, linear, dynamic) is in cos and sin already. Only cos and sin are kept for backward.
+
+Over 300 lines, so that formula, reference, kernel, op and checks can be read together.
 """
 
 from itertools import product
@@ -286,7 +288,7 @@ def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first:
         raise ValueError(f"expected q and k {order}; got {shapes[0]}, {shapes[1]}")
     (batch, tokens, _, width), (k_batch, k_tokens, _, k_width) = (tokens_first(x, heads_first).shape for x in (q, k))
     if (batch, tokens, width) != (k_batch, k_tokens, k_width):
-        raise ValueError(f"expected q and k {order} that differ in H alone; got {shapes[0]}, {shapes[1]}")
+        raise ValueError(f"expected q and k {order} that differ only in H; got {shapes[0]}, {shapes[1]}")
     turning = cos.shape[-1] if cos.ndim else 0
     allowed = [(tokens, turning), (1, tokens, turning), (batch, tokens, turning)]
     if cos.shape != sin.shape or tuple(cos.shape) not in allowed:

@@ -1,4 +1,4 @@
-"""The maths of a step: loss types, advantages, KL, entropy, corrections; torch alone is needed.
+"""The maths of a step: loss types, advantages, KL, entropy, corrections. It needs only torch.
 
 Names load when they are first used.
 """

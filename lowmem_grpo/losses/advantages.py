@@ -22,8 +22,8 @@ def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def without_metrics_alone(rewards: Tensor, weights: Tensor) -> Tensor:
-    """The rewards (..., R), NaN for completions that functions of weight 0 alone scored: these are metrics, which move
-    nothing."""
+    """The rewards (..., R), with NaN for completions that only functions of weight 0 scored: those are metrics, which
+    move nothing."""
     return rewards.masked_fill((rewards.isnan() | (weights == 0)).all(-1, keepdim=True), torch.nan)
 
 
@@ -98,7 +98,7 @@ def best_of_k(rewards: Tensor, k: int, scaled: bool) -> Tensor:
     if count < 2:
         return rewards * 0.0
     k = min(k, count)
-    values = values - values[0]  # which changes no gain, and rounds it by the spread alone
+    values = values - values[0]  # which changes no gain, and rounds it only by the spread
     place = torch.arange(count)
     best = choose(place, k - 1) / choose(torch.tensor(count), k)  # P(the j-th is the best of k)
     mean = (best * values).sum()
@@ -259,7 +259,7 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
 def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     """Set `token_advantages` (REINFORCE++): R - beta * the KL still to come, k1 per token, normalised over all tokens.
 
-    Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's where there are none.
+    Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none.
     """
     scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.completion_ids]
     returns = [reward_to_go(rollout, beta) for rollout in scored]

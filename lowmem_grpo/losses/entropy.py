@@ -9,7 +9,7 @@ from torch import Tensor
 def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
     """(N,) bool: the `share` of tokens with the highest entropy (N,), over the whole step (arXiv 2506.01939).
 
-    A token takes part where its entropy is at least the (1 - share) quantile, so equal ones stay together.
+    A token takes part if its entropy is at least the (1 - share) quantile, so equal entropies stay together.
     """
     if entropy.numel() == 0 or share >= 1:
         return torch.ones_like(entropy, dtype=torch.bool)
@@ -28,7 +28,7 @@ def quantile(values: Tensor, share: float) -> Tensor:
 
 @dataclass
 class EntropyControl:
-    """The coefficient of the entropy bonus: fixed, or led towards a target (Skywork-OR1, arXiv 2505.22312).
+    """The coefficient of the entropy bonus: fixed, or steered towards a target (Skywork-OR1, arXiv 2505.22312).
 
     Adaptive control raises it by `delta` after each step whose mean entropy was at or below the target, lowers it
     after others, and applies it only after the former.

@@ -1,4 +1,4 @@
-"""What a loss reports of itself, under TRL's names: detached scalars, and how many things each is a mean of."""
+"""The metrics of a loss, under TRL's names: detached scalars, and how many things each is a mean of."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,7 +45,7 @@ def filled_means(flags: Tensor, tokens: LossTokens, fill: float) -> Tensor:
 
 
 def clip(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Tokens whose gradient the clipping took: below where A < 0, above where A > 0."""
+    """Tokens whose gradient was clipped away: below the bounds if A < 0, above them if A > 0."""
     weight, (low, high) = tokens.log_weight.detach().exp(), clip_bounds(options)
     bounded = weight if options["delta"] is None else weight.clamp(max=options["delta"])
     return both_sides(bounded < low, bounded > high, tokens, per_sequence)
@@ -61,7 +61,7 @@ def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> 
 def both_sides(
     below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: bool
 ) -> tuple[Means, dict[str, Tensor]]:
-    """Shares of clipped tokens on either side from flags (N,), of which the sign of A decides."""
+    """Shares of clipped tokens on either side, from flags (N,): the sign of A decides which flag counts."""
     low, high = below & (tokens.advantages < 0), above & (tokens.advantages > 0)
     shares = {"low_mean": low, "high_mean": high, "region_mean": low | high}
     means = {f"clip_ratio/{name}": averaged(flags, tokens, per_sequence) for name, flags in shares.items()}
@@ -71,7 +71,7 @@ def both_sides(
 
 
 def cispo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Tokens with A > 0 whose weight the bound took down."""
+    """Tokens with A > 0 whose weight the bound lowered."""
     bounded = (tokens.log_weight.detach().exp() > options["epsilon_high"]) & (tokens.advantages > 0)
     return {"cispo_clip_ratio": averaged(bounded, tokens, per_sequence)}, {}
 

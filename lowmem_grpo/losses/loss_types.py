@@ -1,11 +1,11 @@
-"""The loss types: what each asks of a token, how tokens are weighed, which options it takes, and where it comes from.
+"""The loss types: the term of a token, how tokens are weighed, which options a type takes, and where it comes from.
 
     log_ratio_t = logp_t - old_logp_t          per token; (1/|o|) sum_t log_ratio_t at sequence level (GSPO)
     w_t = exp(log_ratio_t)                     the importance weight at the level that the settings name
     loss = sum_t weight_t (l_t + beta KL_t)    l_t from `token_loss`, weight_t from `weights`
 
 The denominators of `weights` always count the whole step, so that neither the split into micro-batches nor their order
-can change the gradient. Everything here is elementwise on aligned tokens (N,), and any autograd runs over it.
+can change the gradient. Everything here is elementwise on aligned tokens (N,), and any autograd can differentiate it.
 """
 
 import math
@@ -46,7 +46,7 @@ class StepCounts:
     max_completion_length: int | None
 
 
-# What a token is asked: l_t (N,), to be minimised.
+# The term of a token, l_t (N,), which is minimised.
 
 
 def clipped(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:

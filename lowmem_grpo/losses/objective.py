@@ -1,7 +1,7 @@
 """What a learner minimises: which rollouts and tokens count, and the loss of a micro-batch.
 
-`Learner` knows nothing of an algorithm but `Objective`. Another objective on the same frozen base (supervised
-fine-tuning in `train/sft.py` is one) is another small class.
+`Learner` knows an algorithm only by its `Objective`. Another algorithm on the same frozen base, such as the supervised
+fine-tuning of `train/sft.py`, is another small class.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Reducer:
                 self.weights[name] = self.weights.get(name, 0.0) + share
 
     def keep(self, samples: dict[str, Tensor]) -> None:
-        """Keep values (N,) of which the whole step's are wanted."""
+        """Keep values (N,) that are wanted for the whole step."""
         for name, values in samples.items():
             self.samples.setdefault(name, []).append(values)
 
@@ -57,7 +57,7 @@ class StepTotals:
 
 
 class Objective:
-    """One algorithm, as the learner sees it; this one asks for nothing and counts every rollout."""
+    """One algorithm, as the learner sees it. This base class needs no extra fields and counts every rollout."""
 
     @property
     def temperature(self) -> float:

@@ -1,4 +1,4 @@
-"""Corrections for samples that another policy drew than the one in training, as weights on a token's policy term.
+"""Corrections for samples of another policy than the one in training, as weights on a token's policy term.
 
     mu: the sampler, pi_old: the trainer at the start of the update, pi: the policy in training
     d_t = log pi_old(t) - log mu(t),   rho_t = exp(d_t)                      the sampler's mismatch and its staleness

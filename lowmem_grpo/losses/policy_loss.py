@@ -1,4 +1,4 @@
-"""The policy loss of every algorithm, on aligned tokens (N,): torch alone, any autograd on top.
+"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate.
 
 `loss_types.py` holds what the loss types differ in; this file what they share: the level of the importance weight, the
 KL term, masks, the correction for the sampler, the entropy bonus and the order in which they apply:

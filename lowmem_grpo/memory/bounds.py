@@ -1,7 +1,7 @@
-"""Out of memory: told from other errors, freed of all it holds, and answered by doing less at once.
+"""What happens when memory runs out: the error is recognised, what it held is freed, and less is done at once.
 
-`tried` makes an attempt and gives a `Shortage` back in place of the error. A `Bound` is how much is done at once, in
-training or in sampling; it shrinks at each shortage and stays small for the rest of the run.
+`tried` makes an attempt and returns a `Shortage` instead of raising the error. A `Bound` is how much is done at once,
+in training or in sampling; each shortage lowers it for the rest of the run.
 """
 
 import gc
@@ -43,7 +43,7 @@ class Shortage:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the card or on the host; errors that merely speak of memory are others."""
+    """Whether an allocation failed, on the card or on the host. Other errors may mention memory too."""
     if isinstance(error, MemoryExhaustedError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -54,14 +54,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def tried(work: Callable[[], T], device: torch.device, undo: Callable[[], None] | None = None) -> T | Shortage:
-    """What `work` returns; or, where memory ran out, the shortage, after `undo` and with the memory free again."""
+    """What `work` returns; or the shortage if memory ran out, after `undo` and with the memory freed."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         shortage = shortage_of(error, device)
-    if undo is not None:  # not in the handler: there the error still holds the frames of the attempt
+    if undo is not None:  # not in the handler, where the error still holds the frames of the attempt
         undo()
     free(device)
     return shortage
@@ -118,7 +118,7 @@ class Bound:
         self.note(what, shortage, f"the bound on {self.unit} is now {limit:,}, and the work is repeated")
 
     def note(self, what: str, shortage: Shortage, answer: str) -> None:
-        """Count a shortage and say what is done about it."""
+        """Count a shortage and log what is done about it."""
         self.failures += 1
         bytes_asked = "" if shortage.asked is None else f" ({size_text(shortage.asked)} more could not be had)"
         wrong = self.advice.wrong_row(self.phase, what, shortage.peak)
@@ -138,7 +138,7 @@ class Bound:
         return {"lowered": self.lowered, "failures": self.failures}
 
     def restore(self, saved: dict[str, int | None]) -> None:
-        """Undo `state`; a lower bound that is there already stays."""
+        """Restore `state`; a lower bound that is already set stays."""
         self.lowered, self.failures = self.under(saved["lowered"]), int(saved["failures"] or 0)
 
 
@@ -169,7 +169,7 @@ class RunMemory:
         self.rollout = RolloutBound("rollout", "sequences sampled at once", advice=self.advice)
 
     def watch(self, engine: Any) -> None:
-        """Give the bound to an engine that keeps one; what it had no room for when it started is known already."""
+        """Give the bound to an engine that uses one, and keep what the engine learned when it started."""
         if hasattr(engine, "bound"):
             self.rollout.kv_bytes = engine.bound.cache_under(self.rollout.kv_bytes)
             engine.bound = self.rollout
@@ -183,7 +183,7 @@ class RunMemory:
         return {bound.phase: bound.state() for bound in self.bounds}
 
     def restore(self, saved: dict[str, dict[str, int | None]] | None) -> None:
-        """Undo `state`; a checkpoint from before there was one leaves everything as it is."""
+        """Restore `state`; an older checkpoint that has none changes nothing."""
         for bound in self.bounds if saved else ():
             bound.restore((saved or {})[bound.phase])
 

@@ -36,9 +36,9 @@ class Device:
 
 
 def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
-    """A card by name ("t4", "a100-40"), all but 5% of which may be filled, or a size ("16GiB"), all of which may.
+    """A card by name ("t4", "a100-40"), of which all but 5% may be filled, or a size ("16GiB"), which may be filled.
 
-    `gpu_memory_utilization` is another share. ValueError names the cards that come close.
+    `gpu_memory_utilization` is another share. ValueError names cards with a similar name.
     """
     share = gpu_memory_utilization
     if share is not None and not 0 < share <= 1:

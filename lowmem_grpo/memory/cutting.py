@@ -1,5 +1,5 @@
 """Where a step's completions are cut into micro-batches: by the places they take, and by what attention lays side by
-side. Lengths alone decide, so that plans can count micro-batches without a model and without torch.
+side. Only lengths decide, so that plans can count micro-batches without a model and without torch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ SPREAD = 2.0  # without a plan: many short completions of a long prompt take far
 
 @dataclass(frozen=True)
 class Limits:
-    """What a micro-batch may hold; None is no bound. A single sequence may exceed all of it, and then runs alone."""
+    """What a micro-batch may hold; None is no bound. A single sequence that exceeds it has a micro-batch of its own."""
 
     tokens: int | None = None  # places
     sequences: int | None = None

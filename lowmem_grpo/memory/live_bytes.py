@@ -1,10 +1,10 @@
-"""Bytes that tensors really took while a run made its optimizer steps: what stands beside a plan.
+"""Bytes that tensors really took while a run made its optimizer steps, to compare with a plan.
 
-On a card its allocator counts. On the CPU nobody does, so every storage that an operation makes is counted while it
-lives; what one operation makes and frees within itself is not seen.
+On a card the allocator counts. On the CPU every storage that an operation makes is counted here while it lives; what
+one operation makes and frees within itself is not seen.
 
-`TorchDispatchMode` is torch's documented way to see operations, in a module whose name is private. It is used in this
-file alone; checked with torch 2.13. tests/memory/test_live_bytes.py fails where it moves.
+`TorchDispatchMode` is torch's documented way to see operations, in a module whose name is private. Only this file of
+the package uses it. Checked with torch 2.13; tests/memory/test_live_bytes.py fails if it moves.
 """
 
 import weakref

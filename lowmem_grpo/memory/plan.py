@@ -20,7 +20,7 @@ SAMPLING_WEIGHTS = ("4bit", "16bit")
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run asks for, and what may be chosen for it: None leaves the choice to the planner."""
+    """What a run asks for. None leaves a choice to the planner."""
 
     context: int  # tokens of the longest sequence, prompt and completion
     num_generations: int = 8
@@ -129,7 +129,7 @@ class MemoryPlan:
         return len(cut(groups, self.limits))
 
     def short_of(self) -> list[str]:
-        """What wants more: training that does not fit, a cache without room for a whole group, the host."""
+        """What needs more: training that does not fit, a cache without room for a whole group, the host."""
         wanted = min(self.concurrent_sequences, self.settings.num_generations) < self.settings.num_generations
         crowded = wanted or self.rollout > self.device.budget
         short = {"train": self.train > self.device.budget, "rollout": crowded,

@@ -1,4 +1,4 @@
-"""The rows of a plan: every component's bytes in both phases, for settings in which nothing is left open."""
+"""The rows of a plan: every component's bytes in both phases, for complete settings."""
 
 from lowmem_grpo.memory.cards import LARGE_PREFILL, MIB, Device, prefill_tokens
 from lowmem_grpo.memory.model_shape import ModelShape

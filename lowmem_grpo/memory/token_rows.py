@@ -1,4 +1,4 @@
-"""How attention takes the sequences of a micro-batch, decided from their lengths alone, and what it holds for that.
+"""How attention takes the sequences of a micro-batch, decided from their lengths only, and the rows that it holds.
 
     side by side   all sequences in one call, (S, W): each with a copy of its prompt, and as wide as the longest
     prompts once   a call for each prompt and one for each of its completions, whose keys are the prompt's and its own:

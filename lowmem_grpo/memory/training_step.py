@@ -18,7 +18,7 @@ RESIDENT = 2  # layer inputs on the device while the others are on the host
 INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
     "layer inputs", "layer recompute", "MLP tile", "logits chunk", "U and hidden states", "attention workspace"
 )
-CARD_ONLY = (WORKSPACE,)  # of kernels that run on cards alone
+CARD_ONLY = (WORKSPACE,)  # of kernels that only cards have
 Moment = dict[str, int]
 
 
@@ -94,7 +94,7 @@ class StepShape:
         if self.model.model_type in WITH_QK_NORM:
             kept += self.queries + self.keys + 4 * self.tokens * (self.model.heads + self.model.kv_heads)
         if self.model.model_type in FUSED and not self.area:
-            kept += 2 * self.queries + self.keys  # all of q, k, v is held by v alone; the output is copied
+            kept += 2 * self.queries + self.keys  # v holds all of q, k, v; the output is copied
         return kept
 
     def saved(self) -> int:

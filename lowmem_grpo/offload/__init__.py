@@ -1,4 +1,4 @@
-"""What lives on the host instead of the card: layer inputs, the embedding; torch alone is needed.
+"""What lives on the host instead of the card: layer inputs, the embedding. It needs only torch.
 
 Names load when they are first used.
 """

@@ -74,8 +74,8 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
 def offload_activations(model: nn.Module | torch.device, enabled: bool = True) -> AbstractContextManager:
     """Around a forward pass: what checkpointed layers keep for backward goes to pinned host memory.
 
-    Given a device instead of a model, weights are known only where they are parameters themselves. On the CPU there
-    is nowhere else to go, and nothing changes. A trainer keeps one `ActivationOffload` and enters it again and again.
+    Given a device instead of a model, only parameters are known to be weights. On the CPU nothing changes. A trainer
+    keeps one `ActivationOffload` and enters it again and again.
     """
     return ActivationOffload(model) if enabled else nullcontext()
 
@@ -167,7 +167,7 @@ class ActivationOffload:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model computes: its parameters' device, of which some may lie on the host all the same."""
+    """The device on which the model computes: that of its parameters, although some of them may be on the host."""
     devices = {parameter.device for parameter in model.parameters()}
     away = sorted(devices - {torch.device("cpu")}, key=str)
     if len(away) > 1 or not devices:
@@ -178,7 +178,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def storage_id(tensor: Tensor) -> int:
     """The same for tensors that share memory. Fake tensors, of which plans are made, have no `data_ptr()`: hence a
-    private attribute of torch, here alone; checked with torch 2.13, tests/offload/test_activations.py fails where it
+    private attribute of torch, used only here. Checked with torch 2.13; tests/offload/test_activations.py fails if it
     moves."""
     return tensor.untyped_storage()._cdata
 

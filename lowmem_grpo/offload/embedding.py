@@ -1,4 +1,4 @@
-"""The input embedding looked up on the host: of a matrix (V, D) a step needs T rows; the rest need not be on a card.
+"""The input embedding looked up on the host: a step needs only T rows of a matrix (V, D).
 
 For Llama-3.1-8B that is 1.05 GB less on the card, against 8 KB copied for each token. A matrix that is also the output
 head is needed on the card anyway.
@@ -25,7 +25,7 @@ class HostEmbedding(nn.Module):
 
     @contextmanager
     def knowing(self, host_ids: Tensor | None) -> Iterator[None]:
-        """Inside, the ids of the pass to come are these (T,), on the host: nobody waits for the device to tell them."""
+        """Inside, the ids of the next pass are these (T,), on the host: nothing waits for the device to send them."""
         self.known = host_ids
         try:
             yield

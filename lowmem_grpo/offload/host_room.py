@@ -1,4 +1,4 @@
-"""Whether host memory has room for the layer inputs of a run, said before it starts."""
+"""Checks before a run that host memory has room for its layer inputs."""
 
 import logging
 import platform
@@ -33,7 +33,7 @@ def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: tor
 
 
 def available_host_bytes() -> int | None:
-    """Bytes that can be had without swapping: the system's, or a container's if fewer; None where Linux is not."""
+    """Bytes that can be had without swapping: the system's, or a container's if fewer; None if this is not Linux."""
     known = [room for room in (system_room(MEMINFO), container_room(CGROUP)) if room is not None]
     return min(known, default=None)
 
@@ -56,9 +56,9 @@ def container_room(cgroup: Path) -> int | None:
 
 
 def check_host_room(needed_bytes: int, held_bytes: int = 0) -> None:
-    """MemoryError where the host has no room for `needed_bytes`, `held_bytes` of which are held already.
+    """Raise MemoryError if the host has no room for `needed_bytes`, of which `held_bytes` are held already.
 
-    Logs a warning where little would be left, and where the room cannot be told.
+    Logs a warning if little would be left, or if the room is unknown.
     """
     available = available_host_bytes()
     if available is None:

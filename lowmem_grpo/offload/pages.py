@@ -38,7 +38,7 @@ class Copies(Protocol):
 
 
 class ImmediateCopies:
-    """Copies that are done when `start` returns: for tests, and for measuring on fake tensors."""
+    """Copies that are done when `start` returns: for tests and for measurements on fake tensors."""
 
     def page(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")

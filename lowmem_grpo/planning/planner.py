@@ -1,8 +1,8 @@
-"""Bytes before they are spent: what each phase of a run will hold, and settings with which it fits a card.
+"""Plans memory before a run: what each phase will hold, and settings with which the run fits a card.
 
-Nothing is loaded: a model's config, the run's settings and a card's memory are enough. Sizes of weights and adapters
-are exact; those of a training step follow the code that runs, and weighing such a step is what they are tested with;
-those of the rollout engine and of the driver are estimates and say so.
+Nothing is loaded: a model's config, the run's settings and a card's memory are enough. The sizes of weights and
+adapters are exact. Those of a training step follow the code, and tests compare them with a step that is weighed. Those
+of the rollout engine and of the driver are estimates and say so.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
 
 
 def plan(model_config: Any, run_config: RunSettings, device: Device, model: str = "") -> MemoryPlan:
-    """The plan of a run on a device, every open setting chosen so that it fits, where it can.
+    """The plan of a run on a device, with every open setting chosen so that it fits, if it can.
 
     `model_config` holds a config.json's fields, or is a transformers config. A plan that does not fit (`fits`) says in
     `advice` what would. ValueError where the context is longer than the model's.
@@ -51,7 +51,7 @@ def max_context(model_config: Any, run_config: RunSettings, device: Device) -> i
 
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
-    """Settings with which a run fits, where it can: the fastest ones, and then what lowers a peak that is too high."""
+    """Settings with which a run fits, if it can: the fastest ones, and then what lowers a peak that is too high."""
     found = lowered(shape, asked, device)
     if asked.spread is None:
         alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # a sequence a micro-batch
@@ -61,7 +61,7 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
 
 
 def worth(found: MemoryPlan) -> tuple[Any, ...]:
-    """What decides between two plans; where all of it is alike, the one with larger micro-batches is taken."""
+    """What decides between two plans; if all of it is equal, the plan with larger micro-batches is taken."""
     settings = found.settings
     return (found.fits, found.concurrent_sequences, settings.chunk_rows, settings.mlp_tile, not settings.host_embedding)
 
@@ -94,7 +94,7 @@ def dequantized(shape: ModelShape, found: MemoryPlan) -> MemoryPlan:
 
 
 def short_of_ease(found: MemoryPlan) -> list[str]:
-    """Where micro-batches are larger than there is easily room for."""
+    """What is short if some of the room is kept free: plans are estimates."""
     tight = found.train > EASE * found.device.budget
     return [*(["train"] if tight else []), *(["host"] if "host" in found.short_of() else [])]
 
