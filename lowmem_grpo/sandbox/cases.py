@@ -1,4 +1,4 @@
-"""The tests of a dataset row, read into three kinds. A row that cannot be read is the dataset's fault, and an error."""
+"""Reads the tests of a dataset row into three kinds. A row that cannot be read is an error of the dataset."""
 
 import ast
 import builtins
@@ -16,7 +16,7 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class AssertCase:
-    """Python that passes where it runs to its end; `names` are what it takes from the code under test."""
+    """Python code that passes if it runs to its end. `names` are those that it uses from the code under test."""
 
     source: str
     names: tuple[str, ...]
@@ -24,7 +24,7 @@ class AssertCase:
 
 @dataclass(frozen=True)
 class CallCase:
-    """A function (or "Solution.method") with encoded arguments, and the encoded result that it must give."""
+    """A function (or "Solution.method") with encoded arguments, and the encoded result that it must return."""
 
     name: str
     args: Any
@@ -34,7 +34,7 @@ class CallCase:
 
 @dataclass(frozen=True)
 class ProgramCase:
-    """What the whole code, run as a script, reads and must print; white space at the ends of lines does not count."""
+    """What the code reads and must print as a script. White space at the ends of lines does not count."""
 
     stdin: str
     stdout: str
@@ -44,7 +44,7 @@ Case = AssertCase | CallCase | ProgramCase
 
 
 def read_cases(tests: Any) -> list[Case]:
-    """The cases of a row: a list of tests, one test, or JSON text of a list. ValueError for what is none of these."""
+    """The cases of a row: a list of tests, a single test, or the JSON text of a list. ValueError for anything else."""
     if isinstance(tests, str) and tests.lstrip().startswith("[") and (parsed := from_json(tests)) is not None:
         tests = parsed
     listed = [tests] if isinstance(tests, str | dict) else tests
@@ -54,7 +54,7 @@ def read_cases(tests: Any) -> list[Case]:
 
 
 def from_json(text: str) -> list[Any] | None:
-    """The list that a JSON text holds, None where it is something else."""
+    """The list in a JSON text; None if it holds something else."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -63,7 +63,7 @@ def from_json(text: str) -> list[Any] | None:
 
 
 def read_case(test: Any) -> Case:
-    """One test. Keys that are None count as absent, as datasets fill them in. ValueError names what is allowed."""
+    """One test. Keys that are None count as absent, because datasets add them. The ValueError names what is allowed."""
     if isinstance(test, str) and test.strip():
         return AssertCase(test, free_names(test))
     given = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
@@ -78,7 +78,7 @@ def read_case(test: Any) -> Case:
 
 
 def check_unicode(test: dict[str, Any]) -> None:
-    """ValueError for a program's input or output that no file can hold."""
+    """Raises ValueError if no file can hold a program's input or output."""
     try:
         f"{test['input']}{test['output']}".encode()
     except UnicodeEncodeError as error:
@@ -86,9 +86,9 @@ def check_unicode(test: dict[str, Any]) -> None:
 
 
 def free_names(source: str) -> tuple[str, ...]:
-    """Names that test code uses and neither sets itself nor has from Python. ValueError where it does not parse.
+    """The names that test code uses and that neither it nor Python defines. ValueError if it does not parse.
 
-    The code under test answers for these alone, so it cannot put itself in the place of `abs` or `sorted`.
+    Only these come from the code under test, so it cannot replace `abs` or `sorted`.
     """
     try:
         nodes = list(ast.walk(ast.parse(source)))

@@ -1,7 +1,7 @@
-"""Which sandbox for model-written code works here, in a line, for `doctor`: tried beside its other looks.
+"""Says in one line, for `doctor`, which sandbox for model-written code works here.
 
-The trials start first and are asked last. One that has not ended then is waited for a little and called unknown: a
-sandbox that hangs must not hold up everything else.
+The trials start first, run in the background, and are asked last. A trial that has not ended then gets a little more
+time, and otherwise counts as unknown: a sandbox that hangs must not hold up everything else.
 """
 
 import threading
@@ -13,7 +13,7 @@ WAIT = 1.0  # seconds at the end, for all trials together
 
 
 class SandboxTrials:
-    """Every isolation tried in a thread of its own. `load` gives `sandbox.isolation`, by any name of error or not."""
+    """Tries each isolation in a thread of its own. `load` returns `sandbox.isolation`, or raises any error."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._found: dict[str, str | None] = {}  # by isolation: why it does not work, None where it does
@@ -26,7 +26,7 @@ class SandboxTrials:
                 thread = threading.Thread(target=self._try, args=(isolation, name), daemon=True)
                 self._threads[name] = thread
                 thread.start()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a fact to be told
+        except Exception as error:  # noqa: BLE001 - whatever it is, the line reports it
             self._broken = f"{type(error).__name__}: {error}"
 
     def _try(self, isolation: Any, name: str) -> None:
@@ -36,7 +36,7 @@ class SandboxTrials:
             self._found[name] = f"{type(error).__name__}: {error}"
 
     def line(self, wait: float = WAIT) -> str:
-        """The first that works and is taken by default, and why the others are not; one line."""
+        """One line: the isolation that is taken by default, and why the others are not."""
         if self._broken:
             return f"unknown ({self._broken})"
         deadline = time.monotonic() + wait

@@ -1,4 +1,4 @@
-"""The command line of each isolation, and which folders Python needs. Nothing is run here."""
+"""The command line of each isolation, and the folders that Python needs. Nothing is started here."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ INSIDE = "import sys; sys.path.insert(0, {root!r}); from lowmem_grpo.sandbox.ins
 HERE = Path(__file__).resolve().parents[1]  # the package's folder
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/urandom")
-SCRATCH, ROOT = "/scratch", "/package"  # where a namespace shows them
+SCRATCH, ROOT = "/scratch", "/package"  # their paths inside a namespace
 NOBODY = 65534
 
 
@@ -24,11 +24,11 @@ class Command:
     words: list[str]
     scratch: str
     package: str
-    readable: list[str] | None  # for Landlock, where there is no namespace
+    readable: list[str] | None  # for Landlock, if there is no namespace
 
 
 def python_folders() -> list[str]:
-    """Existing folders and files that Python needs to start; none lies within another, as nsjail requires."""
+    """The existing folders and files that Python needs to start. None lies inside another, as nsjail requires."""
     wanted = {path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)}
     return sorted(path for path in wanted if not any(path.startswith(f"{other}/") for other in wanted))
 
@@ -40,7 +40,7 @@ def python(root: str, descriptor: int) -> list[str]:
 
 
 def command(isolation: str, limits: Limits, descriptor: int, scratch: str) -> Command:
-    """The command of an isolation; `descriptor` is the socket's number, `scratch` a folder that `process` uses."""
+    """The command of an isolation. `descriptor` is the socket's number; `scratch` is a folder that `process` uses."""
     if isolation == "process":
         root = str(HERE.parent)
         readable = [*python_folders(), str(HERE), *DEVICES]
@@ -52,7 +52,7 @@ def command(isolation: str, limits: Limits, descriptor: int, scratch: str) -> Co
 
 
 def bubblewrap(limits: Limits, descriptor: int) -> list[str]:
-    """Arguments of bwrap (0.7 or newer: --size): all namespaces new, everything read-only but the scratch tmpfs."""
+    """Arguments of bwrap (0.7 or newer, for --size): new namespaces, and all is read-only except the scratch tmpfs."""
     words = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
     for path in python_folders():
@@ -65,7 +65,7 @@ def bubblewrap(limits: Limits, descriptor: int) -> list[str]:
 
 
 def nsjail(limits: Limits, descriptor: int) -> list[str]:
-    """Arguments of nsjail: once, quiet, no /proc, no network, rlimits left to `inside`, which sets lower ones."""
+    """Arguments of nsjail: run once, quietly, without /proc and network. `inside` sets the rlimits, which are lower."""
     words = ["--mode", "o", "--really_quiet", "--user", f"{NOBODY}:{os.getuid()}:1"]
     words += ["--group", f"{NOBODY}:{os.getgid()}:1", "--hostname", "sandbox", "--disable_proc", "--iface_no_lo"]
     words += ["--time_limit", "0", "--pass_fd", str(descriptor), "--cwd", SCRATCH]

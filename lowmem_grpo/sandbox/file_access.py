@@ -1,8 +1,8 @@
-"""Landlock: what of the file system a process may still open, where the kernel has it (Linux 5.13, often enabled).
+"""Landlock limits which files a process may still open, if the kernel has it (from Linux 5.13, often enabled).
 
-Below version 3 (Linux 6.2) files outside can still be emptied, by an open with O_TRUNC: `isolation` warns of that.
+Below version 3 (Linux 6.2) files outside can still be emptied by an open with O_TRUNC; `isolation` warns of that.
 
-Needs no privilege. A process under it may not look into processes outside either (/proc/PID/environ, /proc/PID/mem).
+Landlock needs no privilege. It also keeps a process from looking into others (/proc/PID/environ, /proc/PID/mem).
 Source: Documentation/userspace-api/landlock.rst. Its three calls have the same numbers on every machine.
 """
 
@@ -19,16 +19,16 @@ LOOK = EXECUTE | READ_FILE | READ_DIR
 
 
 def version() -> int:
-    """The kernel's version of Landlock; 0 where it is missing or off."""
+    """The kernel's version of Landlock; 0 if it is missing or off."""
     libc = ctypes.CDLL(None, use_errno=True)
     found = libc.syscall(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(VERSION_FLAG))
     return max(int(found), 0)
 
 
 def restrict_files(readable: list[str], writable: list[str]) -> bool:
-    """Allow reading below `readable` and everything below `writable`, nothing else; False where there is no Landlock.
+    """Allow only reading below `readable` and everything below `writable`. Returns False if there is no Landlock.
 
-    no_new_privs must be set. Paths that do not exist are left out. OSError where the kernel has it but refuses.
+    no_new_privs must be set. Paths that do not exist are skipped. Raises OSError if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     known = version()
@@ -50,7 +50,7 @@ def restrict_files(readable: list[str], writable: list[str]) -> bool:
 
 
 def allow(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
-    """Add the rights on everything below a path."""
+    """Allow the rights for everything below a path."""
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         rule = struct.pack("=Qi", rights, place)

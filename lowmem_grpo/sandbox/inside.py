@@ -1,12 +1,12 @@
-"""What runs inside the sandbox: takes an order, gives up its rights, then loads the code and answers.
+"""The program inside the sandbox: it takes an order, gives up its rights, then loads the code and answers.
 
     {"role": "serve", "code": ...}    the code's functions answer calls, one {"call": name, ...} a line
     {"role": "program", "code": ...}  the code runs as a script with "stdin"; its output goes to the pipes
     {"role": "test"}                  asserts run as they come, {"source": ..., "names": [...]} a line: the names are
                                       stubs whose calls go out on the channel
 
-One JSON object a line, both ways. Nothing here is secret and nothing that it says is trusted by the other side, except
-what the role "test" says, in whose process no code of a model ever runs. Standard library alone.
+Messages are one JSON object a line, both ways. Nothing here is secret. The other side trusts nothing that this program
+says, except in the role "test", in whose process no code of a model ever runs. Imports only the standard library.
 """
 
 import array
@@ -29,7 +29,7 @@ from lowmem_grpo.sandbox.plain import decode, encode
 from lowmem_grpo.sandbox.system_calls import give_up_rights
 
 SOURCE = "code.py"
-NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # swallowed by loops; takes more than a text
+NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; the last needs more than a text
 
 
 class Channel:
@@ -40,7 +40,7 @@ class Channel:
         self.lines = self.socket.makefile("rb")
 
     def receive(self) -> Any:
-        """The next message; SystemExit where the other side is gone."""
+        """The next message. Raises SystemExit if the other side is gone."""
         line = self.lines.readline()
         if not line:
             raise SystemExit(0)
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def prepare(order: dict[str, Any]) -> None:
-    """Enter the scratch directory with the code in it, then give up what the code must not have. OSError: cannot."""
+    """Enter the scratch directory with the code in it, then give up what the code must not have. OSError on failure."""
     os.chdir(order["scratch"])
     if order["role"] == "program":
         Path(SOURCE).write_text(order["code"], encoding="utf-8")
@@ -81,7 +81,7 @@ def prepare(order: dict[str, Any]) -> None:
 
 
 def open_as_stdin(text: str) -> None:
-    """Make `text` what descriptor 0 reads."""
+    """Make descriptor 0 read `text`."""
     Path("stdin").write_text(text, encoding="utf-8")
     descriptor = os.open("stdin", os.O_RDONLY)
     os.unlink("stdin")
@@ -90,7 +90,7 @@ def open_as_stdin(text: str) -> None:
 
 
 def limit(limits: dict[str, float]) -> None:
-    """Set this process's resource limits; a second after the signal that says "CPU time is over" comes the last one."""
+    """Set this process's resource limits. SIGXCPU comes when the CPU time is over, SIGKILL a second later."""
     seconds = math.ceil(limits["total_seconds"])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     for kind, value in (
@@ -102,7 +102,7 @@ def limit(limits: dict[str, float]) -> None:
 
 
 class Source(importlib.abc.InspectLoader):
-    """Loads a module from text, so that no file can be changed under it."""
+    """Loads a module from text, so that no file can be changed before it is read."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -112,7 +112,7 @@ class Source(importlib.abc.InspectLoader):
 
 
 def load(name: str, text: str, given: dict[str, Any]) -> ModuleType:
-    """The text as a module `name`, with `given` among its globals. Raises whatever the text raises."""
+    """Run the text as a module `name`, with `given` among its globals. Raises whatever the text raises."""
     spec = importlib.util.spec_from_loader(name, Source(text), origin=f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -123,7 +123,7 @@ def load(name: str, text: str, given: dict[str, Any]) -> ModuleType:
 
 
 def run_program(order: dict[str, Any], channel: Channel) -> None:
-    """Run the code as a script; the channel is closed before."""
+    """Close the channel and run the code as a script."""
     channel.lines.close()
     channel.socket.close()
     runpy.run_path(SOURCE, run_name="__main__")
@@ -153,7 +153,7 @@ def answer(module: ModuleType, request: dict[str, Any]) -> Any:
 
 
 def find(module: ModuleType, name: str) -> Any:
-    """A function, or a method as in "Solution.two_sum", of a new object. NameError where there is none."""
+    """A function, or as in "Solution.two_sum" a method of a new object. NameError if there is none."""
     found: Any = module
     for part in name.split("."):
         found = found() if isinstance(found, type) else found
@@ -164,17 +164,17 @@ def find(module: ModuleType, name: str) -> Any:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """An exception as a message: its built-in type, and one line."""
+    """An exception as a message: its built-in type and one line of text."""
     kinds = [kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001, it is the code's own class
+    except Exception:  # noqa: BLE001, it may be a class of the code's
         text = ""
     return {"error": kinds[0], "text": f"{type(error).__name__}: {text}"[:500]}
 
 
 def run_asserts(order: dict[str, Any], channel: Channel) -> None:
-    """Run one row's test after the other; say of each how it went."""
+    """Run the tests of a row one after another, and report how each went."""
     while True:
         test = channel.receive()
         stubs = Stubs(channel)
@@ -189,7 +189,7 @@ def run_asserts(order: dict[str, Any], channel: Channel) -> None:
 
 
 class Stubs:
-    """Functions that ask the code's process, and what they raised on its behalf."""
+    """Functions that ask the code's process, and the errors that they raised for it."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self.raised = channel, list[BaseException]()
@@ -208,9 +208,9 @@ class Stubs:
 
 
 def as_exception(reply: dict[str, Any]) -> Exception:
-    """The code's exception, as a built-in one of its kind, so that a test can expect it.
+    """The code's exception as a built-in one of its kind, so that a test can expect it.
 
-    But for those that Python takes for the end of an iteration: `all(map(check, inputs))` would pass over them.
+    Those that Python takes for the end of an iteration become RuntimeError: `all(map(check, inputs))` would hide them.
     """
     kind = getattr(builtins, str(reply.get("error")), None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_RAISED):
@@ -219,7 +219,7 @@ def as_exception(reply: dict[str, Any]) -> Exception:
 
 
 def failed_line(error: BaseException, source: str) -> str:
-    """The line of the tests that failed, and what its assert says."""
+    """The line of the test that failed, and what its assert says."""
     numbers, trace = [], error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__") == "tests":

@@ -1,4 +1,4 @@
-"""Which isolation is used: one that was tried and works, or an error that says how to get one. Nothing is silent."""
+"""Chooses an isolation that was tried and works, or raises an error that says how to get one."""
 
 import functools
 import logging
@@ -13,21 +13,21 @@ from lowmem_grpo.sandbox.worker import START_SECONDS, CannotStart, Worker, Worke
 ISOLATIONS = ("bubblewrap", "nsjail", "process")
 CHOSEN_BY_DEFAULT = ("bubblewrap", "nsjail")
 PROCESS_WARNING = (
-    'isolation="process" limits model-written code, but where the kernel lacks Landlock 3 (Linux 6.2) it can read, '
+    'isolation="process" limits model-written code, but if the kernel lacks Landlock 3 (Linux 6.2) the code can read, '
     "write or empty your files and look into your other processes; do not use it on a machine with secrets"
 )
 FIX = (
     "install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap); in a container allow user "
     "namespaces (docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined); or accept less "
-    'with isolation="process": limits on time, memory, processes and network hold there too, but where the kernel '
-    "lacks Landlock 3 (Linux 6.2) the code can read and write your files"
+    'protection with isolation="process": limits on time, memory, processes and network hold there too, but if the '
+    "kernel lacks Landlock 3 (Linux 6.2) the code can read and write your files"
 )
 PROBE = "def probe(number):\n    return number + 1\n"
 logger = logging.getLogger(__name__)
 
 
 class SandboxError(RuntimeError):
-    """No isolation can be used as asked; the message says why and what to do."""
+    """No isolation works as asked for. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Sandbox:
     limits: Limits = field(default_factory=Limits)
 
     def start(self, role: str, code: str, **more: object) -> Worker:
-        """A sandboxed process under an order of `inside`. Raises worker.CannotStart."""
+        """Start a sandboxed process with an order for `inside`. Raises worker.CannotStart."""
         return Worker(self.isolation, self.limits, {"role": role, "code": code, **more})
 
 
 def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> Sandbox:
     """The named isolation, or for None the first of bubblewrap and nsjail that works, after a trial run.
 
-    Raises ValueError for an unknown name, SandboxError where what was asked for does not work here.
+    Raises ValueError for an unknown name, and SandboxError if what was asked for does not work here.
     """
     if isolation is not None and isolation not in ISOLATIONS:
         raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}, or None for the first that "
@@ -64,7 +64,7 @@ def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> 
 
 @functools.cache
 def why_not(isolation: str) -> str | None:
-    """Why an isolation does not work on this machine, None where it does: it runs a small program, once."""
+    """Why an isolation does not work on this machine; None if it does. It is tried once, with a small program."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86_64 or aarch64, this is {sys.platform} on {platform.machine()}"
     limits = Limits()
@@ -75,11 +75,11 @@ def why_not(isolation: str) -> str | None:
             worker.send({"call": "probe", "args": {"tuple": [1]}, "kwargs": {"dict": []}}, deadline)
             reply = worker.receive(deadline)
     except (CannotStart, WorkerEnded) as error:
-        return str(error) or "it ended without a word"
+        return str(error) or "it ended without a message"
     return None if reply == {"value": 2} else f"a trial run answered {reply}"
 
 
 @functools.cache
 def warn_of_process() -> None:
-    """Say once what the opt-in leaves open."""
+    """Warn once of what the opt-in leaves open."""
     logger.warning(PROCESS_WARNING)

@@ -8,7 +8,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each sandboxed process. Raises ValueError for one that is not a finite number above its minimum."""
+    """Limits of each sandboxed process. Raises ValueError for one that is not a finite number, or too low."""
 
     seconds: float = 5.0
     """Wall time of one test."""
@@ -17,11 +17,11 @@ class Limits:
     memory_bytes: int = 512 * MIB
     """Address space of the process; Python alone takes about 30 MiB."""
     scratch_bytes: int = 16 * MIB
-    """Of a single file, and of the scratch directory together."""
+    """Of a single file, and of the whole scratch directory."""
     files: int = 64
-    """Open at a time, and in the scratch directory (counted every 50 ms)."""
+    """Files open at a time, and files in the scratch directory (counted every 50 ms)."""
     output_bytes: int = 256 * 1024
-    """Of standard output and error together, and of one answer."""
+    """Of standard output and standard error together, and of one answer."""
     code_bytes: int = 100_000
     """Of the code itself, as UTF-8."""
 

@@ -1,8 +1,8 @@
-"""Plain data as JSON that keeps Python's types, and the comparison of an expected value with what came back.
+"""Encodes plain data as JSON that keeps Python's types, and compares an expected value with what came back.
 
-None, bool, int, float, str and list are themselves; the others are an object with their type as its one key:
+None, bool, int, float, str and list stay as they are. Other types are an object with the type as its only key:
 {"tuple": [...]}, {"set": [...]}, {"frozenset": [...]}, {"dict": [[key, value], ...]}, {"bytes": "6869"},
-{"complex": [re, im]}, {"int": "0x..."} (beyond 1024 bits), {"iterator": [...]} (a generator, read to its end).
+{"complex": [re, im]}, {"int": "0x..."} (over 1024 bits), {"iterator": [...]} (a generator, read to its end).
 """
 
 import json
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-BIG_INT_BITS = 1024  # longer ones go as hex: Python refuses to print very long ones as decimals
+BIG_INT_BITS = 1024  # longer ones are written as hex: Python refuses to print very long ones as decimals
 UNORDERED = ("set", "frozenset", "dict")
 SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
 SCALARS: dict[str, Callable[[Any], Any]] = {
@@ -19,7 +19,7 @@ SCALARS: dict[str, Callable[[Any], Any]] = {
 
 
 def encode(value: Any) -> Any:
-    """`value` as a JSON tree; instances of subclasses become their base. TypeError for what is not plain data."""
+    """`value` as a JSON tree. Instances of subclasses become their base. TypeError for what is not plain data."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -41,7 +41,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(tree: Any) -> Any:
-    """The value of a JSON tree that `encode` made. ValueError or TypeError for another."""
+    """The value of a JSON tree that `encode` made. ValueError or TypeError for any other tree."""
     if isinstance(tree, list):
         return [decode(item) for item in tree]
     if not isinstance(tree, dict):
@@ -61,8 +61,8 @@ def decode(tree: Any) -> Any:
 def same(expected: Any, got: Any) -> bool:
     """Whether two encoded trees stand for the same value.
 
-    Types must agree (1, 1.0 and True differ), but for list and tuple: a dataset cannot hold tuples. Floats agree within
-    a billionth; NaN agrees with NaN. Works on the trees alone: no hash of foreign values is ever computed.
+    Types must be the same (1, 1.0 and True differ), except that a list equals a tuple: a dataset cannot hold tuples.
+    Floats may differ by a billionth, and NaN equals NaN. Only the trees are compared: no foreign value is ever hashed.
     """
     expected, got = as_list(expected), as_list(got)
     if type(expected) is not type(got):
@@ -88,5 +88,5 @@ def as_list(tree: Any) -> Any:
 
 
 def ordered(items: Any) -> Any:
-    """A list of trees in an order that depends on their content alone."""
+    """A list of trees in an order that depends only on their content."""
     return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))

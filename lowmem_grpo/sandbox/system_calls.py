@@ -1,9 +1,9 @@
 """The filter of system calls (seccomp) of a sandboxed process: no second process or thread, no signal, no socket.
 
-A filter is a small program of the kernel's (classic BPF, `struct sock_filter`) that sees a call's number and arguments.
-Refused calls fail with EPERM; calls of another machine's convention (32-bit on x86-64, x32) kill the process. It
-cannot be taken off again, binds root too, and needs no privilege after PR_SET_NO_NEW_PRIVS. Numbers are of Linux
-6.1's unistd.h, (x86-64, arm64); they never change. Source: Documentation/userspace-api/seccomp_filter.rst.
+A filter is a small program for the kernel (classic BPF, `struct sock_filter`) that sees a call's number and arguments.
+Refused calls fail with EPERM. Calls by another machine's convention (32-bit on x86-64, x32) kill the process. A filter
+cannot be removed, also binds root, and needs no privilege after PR_SET_NO_NEW_PRIVS. The numbers (x86-64, arm64) are
+from Linux 6.1's unistd.h and never change. Source: Documentation/userspace-api/seccomp_filter.rst.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     # limits, and memory that they do not count
     "setrlimit": (160, 164), "prlimit64": (302, 261), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
     "mq_open": (240, 180), "memfd_create": (319, 279), "memfd_secret": (447, 447),
-    # what takes off the order to die with the parent, and makes the process's memory readable
+    # would undo the order to die with the parent, and make the process's memory readable
     "prctl": (157, 167),
     # what Landlock 1 and 2 do not see
     "truncate": (76, 45),
@@ -70,9 +70,9 @@ def filter_program(machine: str) -> bytes:
 
 
 def give_up_rights() -> None:
-    """Drop every capability, die with the parent, and install the filter. OSError where the kernel refuses.
+    """Drop every capability, die with the parent, and install the filter. Raises OSError if the kernel refuses.
 
-    The process is no longer dumpable: its memory is closed to other processes of the same user.
+    After this other processes of the same user cannot read the process's memory: it is not dumpable.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl.argtypes = [ctypes.c_int, *4 * [ctypes.c_ulong]]

@@ -1,4 +1,4 @@
-"""Runs a code against a row's tests in the sandbox: a verdict for each test, whatever the code does."""
+"""Runs a code against a row's tests in the sandbox. Gives a verdict for each test, whatever the code does."""
 
 import json
 import mmap
@@ -13,16 +13,16 @@ from lowmem_grpo.sandbox.worker import Worker, WorkerEnded
 
 OUTCOMES = ("passed", "failed", "error", "timeout", "memory", "output", "files", "refused")
 SHOWN = 200  # characters of a value in a reason
-CALLS = 10_000  # that one test may make
+CALLS = 10_000  # that one test may make of the code
 PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one test: one of OUTCOMES, and why it is not "passed" ("" where it is).
+    """The result of one test: one of OUTCOMES, and why it is not "passed" ("" if it is).
 
     failed: a wrong answer. error: the code raised, ended itself or answered nonsense, or the test never called it.
-    timeout, memory, output, files: it passed a limit. refused: it was not run.
+    timeout, memory, output, files: the code passed a limit. refused: the code was not run.
     """
 
     outcome: str
@@ -34,7 +34,7 @@ class Verdict:
 
 
 def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
-    """One verdict per case, in order; the code decides nothing but its answers. Raises worker.CannotStart alone."""
+    """One verdict for each case, in order. The code decides only its answers. Raises only worker.CannotStart."""
     if fault := why_refused(code, sandbox.limits.code_bytes):
         return [Verdict("refused", fault)] * len(cases)
     trial = Trial(code, sandbox)
@@ -45,7 +45,7 @@ def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
 
 
 def why_refused(code: str, most: int) -> str | None:
-    """Why a code is not run: empty, too long, or not text that a file can hold."""
+    """Why a code is not run: it is empty, too long, or no file can hold it. None if it can be run."""
     if not code.strip():
         return "no code"
     try:
@@ -58,20 +58,20 @@ def why_refused(code: str, most: int) -> str | None:
 
 
 def too_large(code: str, stdin: str, most: int) -> str | None:
-    """Why a code and its input do not fit into the scratch directory, in whole pages; None where they do."""
+    """Why a code and its input do not fit into the scratch directory, in whole pages; None if they do."""
     size = sum(-(-len(text.encode()) // PAGE) * PAGE for text in (code, stdin))
     return f"the code and its input take {size} bytes, the scratch directory {most}" if size > most else None
 
 
 class Trial:
-    """One code under test: its process is kept between tests, and started afresh where a test ended it."""
+    """One code under test. Its process is kept between tests, and started again if a test ended it."""
 
     def __init__(self, code: str, sandbox: Sandbox) -> None:
         self.code, self.sandbox, self.limits = code, sandbox, sandbox.limits
         self.ends = time.monotonic() + sandbox.limits.total_seconds
         self.server: Worker | None = None
         self.tester: Worker | None = None
-        self.broken: WorkerEnded | None = None  # what loading the code came to, where it failed
+        self.broken: WorkerEnded | None = None  # why loading the code failed, if it did
         self.begun: set[str] = set()  # roles that had a process
 
     def verdict(self, case: Case) -> Verdict:
@@ -94,7 +94,7 @@ class Trial:
         self.server = self.tester = None
 
     def started(self, role: str, code: str, **more: str) -> Worker:
-        """A process. Its start is not the code's time, but where it takes the place of one that the code ended."""
+        """A process. Its start does not count as the code's time, unless it replaces a process that the code ended."""
         began = time.monotonic()
         worker = self.sandbox.start(role, code, **more)
         if role == "program" or role not in self.begun:
@@ -107,7 +107,7 @@ class Trial:
         return min(time.monotonic() + self.limits.seconds, self.ends)
 
     def serving(self) -> Worker:
-        """The code's process, started where there is none. A code that does not load is not loaded again."""
+        """The code's process, started if there is none. A code that does not load is not loaded again."""
         if self.broken is not None:
             raise self.broken
         if self.server is None:
@@ -122,7 +122,7 @@ class Trial:
         return self.server
 
     def run_call(self, case: CallCase) -> Verdict:
-        """Ask the code, compare here."""
+        """Ask the code, and compare its answer here."""
         reply = self.ask({"call": case.name, "args": case.args, "kwargs": case.kwargs}, None)
         if "value" not in reply:
             return Verdict(*failure_of(reply))
@@ -131,14 +131,14 @@ class Trial:
         return Verdict("failed", f"{case.name} gave {shown(reply['value'])}, expected {shown(case.expected)}")
 
     def ask(self, request: dict[str, Any], deadline: float | None) -> dict[str, Any]:
-        """One call of the code: {"value": ...} or {"error": ..., "text": ...}."""
+        """Call the code: {"value": ...} or {"error": ..., "text": ...}."""
         server = self.serving()
         deadline = self.deadline() if deadline is None else deadline
         server.send(request, deadline)
         return server.receive(deadline)
 
     def run_assert(self, case: AssertCase) -> Verdict:
-        """Run the asserts in a process of their own, and carry their calls to the code's process and back."""
+        """Run the asserts in a process of their own, and pass their calls to the code's process and back."""
         self.serving()
         if self.tester is None:
             self.tester = self.started("test", "")
@@ -158,7 +158,7 @@ class Trial:
         raise WorkerEnded("error", f"the test made more than {CALLS} calls")
 
     def run_program(self, case: ProgramCase) -> Verdict:
-        """Run the code as a script, compare what it printed here."""
+        """Run the code as a script, and compare here what it printed."""
         if fault := too_large(self.code, case.stdin, self.limits.scratch_bytes):
             return Verdict("refused", fault)
         with self.started("program", self.code, stdin=case.stdin) as worker:
@@ -173,7 +173,7 @@ class Trial:
 
 
 def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
-    """Outcome and reason of an answer that is no value."""
+    """Outcome and reason of an answer that is not a value."""
     kind, text = reply.get("error"), reply.get("text")
     if not isinstance(kind, str) or not isinstance(text, str):
         return "error", "it answered with what is no message"
@@ -181,7 +181,7 @@ def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
 
 
 def is_same(expected: Any, got: Any) -> bool:
-    """`plain.same`, and False where the answer is not encoded data at all."""
+    """`plain.same`, but False if the answer is not encoded data at all."""
     try:
         return same(expected, got)
     except (TypeError, ValueError, AttributeError, RecursionError):
@@ -189,7 +189,7 @@ def is_same(expected: Any, got: Any) -> bool:
 
 
 def shown(tree: Any) -> str:
-    """A value for people. Small ones are decoded; the others are cut off as they came."""
+    """A value as people read it. Small ones are decoded; large ones are cut off as they came."""
     try:
         text = json.dumps(tree)
     except RecursionError:
@@ -203,5 +203,5 @@ def shown(tree: Any) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """Lines without white space at their ends, nor empty lines at the end."""
+    """The lines, without white space at their ends and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

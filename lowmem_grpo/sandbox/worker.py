@@ -1,4 +1,4 @@
-"""One sandboxed process, seen from outside: started, spoken to, watched, and killed with all that it left behind."""
+"""One sandboxed process from outside: starts it, talks to it, watches it, and ends it with all that it left behind."""
 
 import contextlib
 import json
@@ -18,16 +18,16 @@ from typing import Any
 from lowmem_grpo.sandbox.command import command
 from lowmem_grpo.sandbox.limits import Limits
 
-START_SECONDS = 30.0  # for Python to start and give up its rights: no foreign code runs before
+START_SECONDS = 30.0  # for Python to start and give up its rights; no foreign code runs before that
 POLL_SECONDS = 0.05  # between looks at the scratch directory
 HANG_UP_SECONDS = 0.5  # between a process's last answer and its end
-CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # as an exit status, and as the sandboxes pass it on
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # a namespace's first process does not hear SIGXCPU
+CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # as an exit status, and as the sandboxes report it
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the first process of a namespace does not get SIGXCPU
 TAIL = 4096  # bytes of standard error that are kept
 
 
 class WorkerEnded(Exception):  # noqa: N818, it need not be an error
-    """The process is over or must be: `outcome` is one of trial.OUTCOMES, or "ended" where it left by itself."""
+    """The process has ended or must end. `outcome` is one of trial.OUTCOMES, or "ended" if it ended by itself."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(f"{outcome}: {reason}")
@@ -35,19 +35,19 @@ class WorkerEnded(Exception):  # noqa: N818, it need not be an error
 
 
 class CannotStart(RuntimeError):  # noqa: N818, says why
-    """The sandbox itself does not work here; the message says what it printed."""
+    """The sandbox itself does not work here. The message says what it printed."""
 
 
 class Worker:
     """A sandboxed process that follows one order of `inside`. Close it, or use it in a `with` statement."""
 
     def __init__(self, isolation: str, limits: Limits, order: dict[str, Any]) -> None:
-        """Start it and wait until it has given up its rights. Raises CannotStart where it does not get there."""
+        """Start it and wait until it has given up its rights. Raises CannotStart if it does not get that far."""
         self.limits = limits
         self.stdout, self.stderr, self.printed = bytearray(), bytearray(), 0
         self._waiting, self._place, self._began = bytearray(), -1, time.monotonic()
         self._folder = tempfile.mkdtemp(prefix="sandbox-") if isolation == "process" else ""
-        self._removal = weakref.finalize(self, remove, self._folder)  # also where the program ends in between
+        self._removal = weakref.finalize(self, remove, self._folder)  # also if our program ends before `close`
         try:
             self._start(isolation, order)
         except BaseException:
@@ -74,7 +74,7 @@ class Worker:
         self._handshake({**order, **where, "limits": asdict(self.limits)})
 
     def _handshake(self, order: dict[str, Any]) -> None:
-        """Send the order; take the scratch directory's descriptor with the first message."""
+        """Send the order, and take the scratch directory's descriptor with the first message."""
         deadline = time.monotonic() + START_SECONDS
         try:
             self.send(order, deadline)
@@ -84,7 +84,7 @@ class Worker:
             self._waiting += data
             first = self.receive(deadline)
         except (WorkerEnded, OSError) as error:
-            raise CannotStart(self._last_words() or "it ended before it was ready, without a word") from error
+            raise CannotStart(self._last_words() or "it ended before it was ready, without a message") from error
         if "ready" not in first:
             raise CannotStart(str(first.get("refused", first)))
 
@@ -95,7 +95,7 @@ class Worker:
         self.close()
 
     def send(self, message: dict[str, Any], deadline: float) -> None:
-        """Send one message. WorkerEnded where the process takes none before the deadline (of time.monotonic)."""
+        """Send one message. WorkerEnded if the process does not take it before the deadline (of time.monotonic)."""
         self.channel.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             self.channel.sendall(json.dumps(message).encode() + b"\n")
@@ -107,7 +107,7 @@ class Worker:
             raise self.ended() from error
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """The next message. WorkerEnded where none comes before the deadline, or a limit is passed, or it is babble."""
+        """The next message. WorkerEnded if none comes before the deadline, a limit is passed, or it is nonsense."""
         while (end := self._waiting.find(b"\n")) < 0:
             if len(self._waiting) > self.limits.output_bytes:
                 raise WorkerEnded("output", f"an answer of more than {self.limits.output_bytes} bytes")
@@ -123,13 +123,13 @@ class Worker:
         return message
 
     def run_to_end(self, deadline: float) -> int:
-        """Wait until the process has ended; its exit status, negative for a signal. WorkerEnded as in `receive`."""
+        """Wait for the end of the process: its exit status, negative for a signal. WorkerEnded as in `receive`."""
         while self._selector.get_map():
             self._look(deadline, quits=False)
         return self._status()
 
     def _look(self, deadline: float, quits: bool = True) -> None:
-        """Wait a moment, take in what there is, and hold the process to its limits."""
+        """Wait a moment, read what there is, and enforce the limits."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise WorkerEnded("timeout", f"not done within {self.limits.seconds:g} s")
@@ -161,7 +161,7 @@ class Worker:
             self.stderr[:] = (self.stderr + data)[-TAIL:]
 
     def _check_scratch(self) -> None:
-        """WorkerEnded where the scratch directory holds more than it may."""
+        """Raises WorkerEnded if the scratch directory holds more than it may."""
         if self._place < 0:
             return
         entries, size = usage_of_folder(self._folder, self.limits.files) if self._folder else usage_of(self._place)
@@ -169,7 +169,7 @@ class Worker:
             raise WorkerEnded("files", f"{entries} files of {size} bytes in the scratch directory")
 
     def ended(self) -> WorkerEnded:
-        """What to say of a process that hung up: its last words, or how it ended."""
+        """Why a process hung up: its last line on standard error, or how it ended."""
         status = self._status()
         words = self._last_words()
         if words.startswith("MemoryError"):
@@ -179,7 +179,7 @@ class Worker:
         return WorkerEnded("ended", words or f"it ended by itself, with exit status {status}")
 
     def _status(self) -> int:
-        """The exit status; a process that hung up but lives on is killed."""
+        """The exit status. A process that hung up but is still alive is killed."""
         assert self._process is not None
         try:
             return self._process.wait(HANG_UP_SECONDS)
@@ -197,7 +197,7 @@ class Worker:
         return lines[-1][:500] if lines else ""
 
     def close(self) -> None:
-        """Kill what runs, wait for its end, close every descriptor, remove the scratch directory."""
+        """Kill the process, wait for its end, close every descriptor, and remove the scratch directory."""
         process = getattr(self, "_process", None)
         if process is not None:
             kill(process)
@@ -214,7 +214,7 @@ class Worker:
 
 
 def read(source: Any) -> bytes:
-    """What a ready pipe or socket has; empty at its end."""
+    """What a ready pipe or socket holds; empty at its end."""
     try:
         return os.read(source.fileno(), 1 << 16)
     except ConnectionError:
@@ -222,20 +222,20 @@ def read(source: Any) -> bytes:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads its own group, with the group; its PID namespace, where it has one, dies with it."""
+    """Kill a process and its group, which it leads. If it has a PID namespace, that dies with it."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def usage_of(place: int) -> tuple[int, int]:
-    """Files and bytes of a tmpfs of its own."""
+    """Files and bytes in a tmpfs."""
     state = os.fstatvfs(place)
     return max(state.f_files - state.f_ffree - 1, 0), (state.f_blocks - state.f_bfree) * state.f_frsize
 
 
 def usage_of_folder(folder: str, most: int) -> tuple[int, int]:
-    """Files and bytes below a folder, counted until there are more than `most`; one that cannot be read is too many."""
+    """Files and bytes below a folder, counted up to `most` files. A folder that cannot be read counts as too many."""
     waiting, entries, size = [folder], 0, 0
     try:
         while waiting and entries <= most:
@@ -255,7 +255,7 @@ def usage_of_folder(folder: str, most: int) -> tuple[int, int]:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder whatever is in it: the second try is for locked and very deep directories."""
+    """Remove a folder whatever is in it. The second try is for locked and very deep directories."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder and Path(folder).exists():
         subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL, check=False)
