@@ -104,7 +104,7 @@ CORRECTIONS: dict[str, Correction] = {
     ),
     "sequence_truncate": Correction(
         sequence_truncate, "c = min(max(prod_t rho_t, clip_min), clip_max)",
-        "Short completions alone: the product grows or vanishes with length.", "TRL", True,
+        "Only short completions: the product grows or vanishes with length.", "TRL", True,
     ),
     "sequence_mask": Correction(
         sequence_mask, "c = prod_t rho_t where inside of the bounds, else 0",

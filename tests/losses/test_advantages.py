@@ -90,7 +90,7 @@ def test_trls_formula(scale: str) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALE_REWARDS)
-def test_missing_rewards_are_counted_or_get_an_advantage(scale: str) -> None:
+def test_missing_rewards_are_left_out_and_get_no_advantage(scale: str) -> None:
     everything = [value for row in GROUPS for value in present(row)]
     divisor = {"group": std, "batch": lambda row: std(everything), "none": lambda row: 1 - 1e-4}[scale]
     expected = or_zero(lambda value, row: (value - mean(row)) / (divisor(row) + 1e-4), GROUPS)
@@ -98,7 +98,7 @@ def test_missing_rewards_are_counted_or_get_an_advantage(scale: str) -> None:
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])
-def test_groups_see_each_other(scale: str) -> None:
+def test_groups_do_not_see_each_other(scale: str) -> None:
     shifted = REWARDS + torch.tensor([[0.0], [100.0]])
     torch.testing.assert_close(of_group(shifted, scale, None, 0), of_group(REWARDS, scale, None, 0))
 
@@ -106,7 +106,7 @@ def test_groups_see_each_other(scale: str) -> None:
 # The other estimators
 
 
-def test_rloo_is_not_the_reward_less_the_mean_of_the_others() -> None:
+def test_rloo_is_the_reward_less_the_mean_of_the_others() -> None:
     expected = [[0.0] * 4 for _ in GROUPS]
     for p, row in enumerate(GROUPS):
         for i, value in enumerate(row):
@@ -116,14 +116,14 @@ def test_rloo_is_not_the_reward_less_the_mean_of_the_others() -> None:
     close(estimate(GROUPS, "rloo"), expected)
 
 
-def test_reinforce_plus_plus_is_not_normalised_over_the_batch() -> None:
+def test_reinforce_plus_plus_is_normalised_over_the_batch() -> None:
     everything = [value for row in GROUPS for value in present(row)]
     expected = or_zero(lambda value, row: (value - mean(everything)) / (std(everything) + 1e-4), GROUPS)
     close(estimate(GROUPS, "reinforce++"), expected)
     assert estimate(GROUPS, "reinforce++")[1].any()  # a group without spread is told from others
 
 
-def test_reinforce_plus_plus_with_baseline_counts_missing_rewards_in_its_scale() -> None:
+def test_missing_rewards_are_not_in_the_scale_of_reinforce_plus_plus_with_baseline() -> None:
     """The scale is the std of centered rewards that are there, also where the rest of a group are equal."""
     left = [value - mean(present(row)) for row in GROUPS for value in present(row)]
     assert len(left) == 15
@@ -131,7 +131,7 @@ def test_reinforce_plus_plus_with_baseline_counts_missing_rewards_in_its_scale()
     close(estimate(GROUPS, "reinforce++_baseline"), expected)
 
 
-def test_remax_is_not_the_reward_less_the_greedy_completions() -> None:
+def test_remax_is_the_reward_less_the_greedy_completions() -> None:
     rows = [[1.0, 0.0, NAN], [0.5, 0.5, 2.0], [1.0, 2.0, 3.0]]
     close(estimate(rows, "remax", [0.25, 1.0, NAN]), [[0.75, -0.25, 0.0], [-0.5, -0.5, 1.0], [0.0, 0.0, 0.0]])
     with pytest.raises(ValueError, match="remax needs the reward of a greedy completion of each prompt"):
@@ -142,7 +142,7 @@ def test_remax_is_not_the_reward_less_the_greedy_completions() -> None:
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1])
 @pytest.mark.parametrize("size", [3, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_give_almost_zero(name: str, value: float, size: int, dtype: torch.dtype) -> None:
+def test_equal_rewards_give_exactly_zero(name: str, value: float, size: int, dtype: torch.dtype) -> None:
     rewards = torch.tensor([[value] * size, list(range(size)), [NAN] + [value] * (size - 1)], dtype=dtype)
     for scale in ESTIMATORS[name].scales or (None,):
         advantages = estimate(rewards, name, scale_rewards=scale)
@@ -150,13 +150,13 @@ def test_equal_rewards_give_almost_zero(name: str, value: float, size: int, dtyp
 
 
 @pytest.mark.parametrize("name", WITHOUT_BASELINE)
-def test_a_batch_without_spread_or_without_rewards_has_advantages(name: str) -> None:
+def test_a_batch_without_spread_or_without_rewards_has_no_advantages(name: str) -> None:
     for rows in ([[0.1] * 3, [0.1] * 3], [[NAN] * 3, [NAN] * 3], [[0.1, NAN, NAN], [NAN] * 3]):
         assert not estimate(rows, name).any()
 
 
 @pytest.mark.parametrize("name", WITHOUT_BASELINE)
-def test_a_group_without_any_reward_changes_others(name: str) -> None:
+def test_a_group_without_any_reward_changes_no_other(name: str) -> None:
     rows = [[1.0, 0.0, 2.0], [0.5, NAN, 3.0]]
     advantages = estimate([*rows, [NAN] * 3], name)
     assert not advantages[2].any()
@@ -166,7 +166,7 @@ def test_a_group_without_any_reward_changes_others(name: str) -> None:
 @pytest.mark.parametrize("name", WITHOUT_BASELINE)
 @settings(deadline=None, max_examples=25)
 @given(order=st.permutations(range(4)), groups=st.permutations(range(len(GROUPS))))
-def test_the_order_of_completions_or_of_groups_matters(name: str, order: list[int], groups: list[int]) -> None:
+def test_the_order_of_completions_and_of_groups_does_not_matter(name: str, order: list[int], groups: list[int]) -> None:
     moved = [[GROUPS[p][i] for i in order] for p in groups]
     close(estimate(moved, name), estimate(GROUPS, name)[groups][:, order])
 
@@ -194,7 +194,7 @@ VALUES = st.one_of(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5, 0.5, 
 
 @settings(deadline=None, max_examples=150)
 @given(row=st.lists(VALUES, min_size=2, max_size=8), k=st.integers(1, 7), scaled=st.booleans())
-def test_pass_at_k_is_not_the_mean_over_subsets(row: list[float], k: int, scaled: bool) -> None:
+def test_pass_at_k_is_the_mean_over_subsets(row: list[float], k: int, scaled: bool) -> None:
     found = estimate([row], "passk", pass_at_k=k, scale_rewards="group" if scaled else "none")
     expected = table([best_of(row, k, scaled)])
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)  # of a std that is nearly 0
@@ -204,7 +204,7 @@ def test_pass_at_k_is_not_the_mean_over_subsets(row: list[float], k: int, scaled
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 @pytest.mark.parametrize("right", range(9))
-def test_pass_at_k_is_not_the_published_closed_form(right: int, k: int) -> None:
+def test_pass_at_k_is_the_published_closed_form(right: int, k: int) -> None:
     """arXiv 2508.10751, eq. 11 to 15, with N = 8 completions of which some are right."""
     wrong = 8 - right
     center = 1 - math.comb(wrong, k) / math.comb(8, k)
@@ -218,27 +218,27 @@ def test_pass_at_k_is_not_the_published_closed_form(right: int, k: int) -> None:
 
 @pytest.mark.parametrize("scale", ["group", "none"])
 @pytest.mark.parametrize("offset", [0.0, 0.1, 1e6 + 0.1])
-def test_a_prompt_that_any_k_solve_has_a_signal_of_rounding(scale: str, offset: float) -> None:
+def test_a_prompt_that_any_k_solve_has_no_signal(scale: str, offset: float) -> None:
     for right, k in ((6, 4), (7, 2), (3, 7), (1, 8), (8, 3)):
         row = [offset + 1] * right + [offset] * (8 - right)
         assert not estimate([row], "passk", pass_at_k=k, scale_rewards=scale).any()
 
 
 @pytest.mark.parametrize("count", [64, 1000])
-def test_pass_at_k_of_large_groups_is_lost_to_rounding(count: int) -> None:
+def test_pass_at_k_of_large_groups_keeps_its_digits(count: int) -> None:
     row = [1.0] + [0.0] * (count - 1)  # among half of them in half of the cases
     found = estimate([row], "passk", scale_rewards="none")[0]
     torch.testing.assert_close(found[0].item(), 0.5, rtol=1e-9, atol=0.0)
     torch.testing.assert_close(found[1:], torch.full((count - 1,), -0.5 / (count - 1)).double(), rtol=1e-6, atol=0.0)
 
 
-def test_the_usual_k_is_not_half_of_the_group() -> None:
+def test_the_usual_k_is_half_of_the_group() -> None:
     rows = [[1.0, 0.0, 0.5, 2.0, 0.0, 0.1]]
     close(estimate(rows, "passk"), estimate(rows, "passk", pass_at_k=3))
     close(estimate(rows, "passk", scale_rewards="none", pass_at_k=1), [[x - 0.6 for x in rows[0]]])
 
 
-def test_a_large_offset_of_rewards_changes_pass_at_k() -> None:
+def test_a_large_offset_of_rewards_does_not_change_pass_at_k() -> None:
     rows = [[1.0, 0.0, 0.5, 2.0, 0.0, 0.25]]
     moved = estimate([[value + 2.0**20 for value in rows[0]]], "passk")
     close(moved, estimate(rows, "passk"))
@@ -267,7 +267,7 @@ def trls_gdpo(rewards: Tensor, weights: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("missing", [0.0, 0.2, 0.6])
 @pytest.mark.parametrize("weights", [None, [1.0, 0.5, 2.0], [1.0, 0.0, -1.0]])
-def test_gdpo_is_not_trls(missing: float, weights: list[float] | None) -> None:
+def test_gdpo_is_trls(missing: float, weights: list[float] | None) -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         rewards = torch.randn(5, 6, 3, generator=generator, dtype=torch.float64)
@@ -282,7 +282,7 @@ def test_gdpo_is_not_trls(missing: float, weights: list[float] | None) -> None:
         assert not found[0].any() and found[2, 0] == 0
 
 
-def test_completions_without_reward_in_groups_without_spread_shrink_gdpos_scale() -> None:
+def test_completions_without_reward_do_not_shrink_gdpos_scale() -> None:
     rewards = table([[[NAN, NAN], [1.0, 2.0]], [[0.0, 1.0], [1.0, 0.0]], [[3.0, 1.0], [1.0,
                                                                                        0.0]]])  # type: ignore[list-item]
     chosen = AdvantageSettings(multi_objective_aggregation="normalize_then_sum")
@@ -292,7 +292,7 @@ def test_completions_without_reward_in_groups_without_spread_shrink_gdpos_scale(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_groups_without_spread_get_almost_zero_from_gdpo(dtype: torch.dtype) -> None:
+def test_groups_without_spread_get_exactly_zero_from_gdpo(dtype: torch.dtype) -> None:
     chosen = AdvantageSettings(multi_objective_aggregation="normalize_then_sum")
     for seed in range(20):
         rewards = torch.randn(6, 7, 3, generator=torch.Generator().manual_seed(seed), dtype=dtype)
@@ -300,7 +300,7 @@ def test_groups_without_spread_get_almost_zero_from_gdpo(dtype: torch.dtype) -> 
         assert not advantages_of(rewards, chosen)[[0, 3]].any()
 
 
-def test_rewards_are_not_weighted_and_summed() -> None:
+def test_rewards_are_weighted_and_summed() -> None:
     rewards = torch.tensor([[[1.0, 2.0], [NAN, 2.0]], [[1.0, NAN], [NAN, NAN]]])
     combined = combine_rewards(rewards, torch.tensor([10.0, 1.0]))
     torch.testing.assert_close(combined, torch.tensor([[12.0, 2.0], [10.0, NAN]]), equal_nan=True)
@@ -313,7 +313,7 @@ def rollout(**rewards: float | None) -> Rollout:
     return Rollout([1, 2], [0.0, 0.0], "stop", rewards=rewards)
 
 
-def test_rollouts_get_other_rewards_or_advantages_than_the_table() -> None:
+def test_rollouts_get_the_rewards_and_advantages_of_the_table() -> None:
     groups = [RolloutGroup({}, [1], [rollout(a=1.0, b=0.0), rollout(a=3.0, b=None)]),
               RolloutGroup({}, [1], [rollout(a=None, b=None), rollout(a=0.0, b=1.0)])]
     groups[0].rollouts[0].token_advantages = torch.ones(2)  # of an update before
@@ -323,7 +323,7 @@ def test_rollouts_get_other_rewards_or_advantages_than_the_table() -> None:
     assert groups[0].rollouts[0].token_advantages is None
 
 
-def test_remax_takes_another_baseline_than_the_groups() -> None:
+def test_remax_takes_the_groups_baseline() -> None:
     groups = [RolloutGroup({}, [1], [rollout(a=1.0), rollout(a=3.0)], baseline=2.5),
               RolloutGroup({}, [1], [rollout(a=1.0), rollout(a=3.0)])]  # whose greedy completion had no reward
     assign_advantages(groups, ["a"], AdvantageSettings(advantage_estimator="remax"))
@@ -331,7 +331,7 @@ def test_remax_takes_another_baseline_than_the_groups() -> None:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_the_kl_term_in_the_reward_is_not_the_loop_over_tokens(recomputed: bool) -> None:
+def test_the_kl_term_in_the_reward_is_the_loop_over_tokens(recomputed: bool) -> None:
     generator, beta = torch.Generator().manual_seed(0), 0.3
     rollouts = []
     for length, reward in ((3, 1.0), (1, 0.0), (5, 2.0), (4, None), (0, 1.0)):
@@ -362,14 +362,14 @@ def test_the_kl_term_in_the_reward_is_not_the_loop_over_tokens(recomputed: bool)
     ("grpo", "group"), ("rloo", "none"), ("reinforce++", "none"), ("reinforce++_baseline", "none"), ("remax", "none"),
     ("passk", "group"),
 ])
-def test_the_usual_scale_is_not_the_estimators(name: str, scale: str) -> None:
+def test_the_usual_scale_is_the_estimators(name: str, scale: str) -> None:
     chosen = AdvantageSettings(advantage_estimator=name)
     assert chosen.scale_rewards is None and chosen.scale == scale
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("scale", [*SCALE_REWARDS, True, False])
-def test_a_scale_that_an_estimator_does_not_use_is_ignored(name: str, scale: str | bool) -> None:
+def test_a_scale_that_an_estimator_does_not_use_is_refused(name: str, scale: str | bool) -> None:
     said = {True: "group", False: "none"}.get(scale, scale)  # type: ignore[call-overload]
     if said in ESTIMATORS[name].scales:
         assert AdvantageSettings(advantage_estimator=name, scale_rewards=scale).scale == said
@@ -389,14 +389,14 @@ def test_a_scale_that_an_estimator_does_not_use_is_ignored(name: str, scale: str
     ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"}, "it takes no value: leave it"),
     ({"advantage_estimator": "passk", "scale_rewards": "batch"}, "it takes group or none"),
 ])
-def test_unknown_or_contradictory_options_are_accepted(options: dict[str, Any], message: str) -> None:
+def test_unknown_and_contradictory_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as refusal:
         AdvantageSettings(**options)
     assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_an_estimator_says_nothing_of_its_formula_use_or_source(name: str) -> None:
+def test_every_estimator_names_its_formula_use_and_source(name: str) -> None:
     kind = ESTIMATORS[name]
     assert all(len(text) > 5 for text in (kind.formula, kind.when, kind.source))
     assert set(kind.scales) <= set(SCALE_REWARDS)

@@ -32,7 +32,7 @@ def ours(tokens: dict[str, Tensor], **options: Any) -> Any:
 
 @pytest.mark.parametrize("share", [0.0, *SHARES, 1.0])
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 101, 1000])
-def test_a_quantile_is_not_torchs(count: int, share: float) -> None:
+def test_a_quantile_is_torchs(count: int, share: float) -> None:
     values = entropies(count, dtype=torch.float64)
     close(quantile(values, share), torch.quantile(values, share))
 
@@ -40,7 +40,7 @@ def test_a_quantile_is_not_torchs(count: int, share: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("count", [1, 7, 11, 100, 1001])
-def test_a_mask_keeps_more_or_fewer_tokens_than_its_share(count: int, share: float, dtype: torch.dtype) -> None:
+def test_a_mask_keeps_its_share_of_tokens(count: int, share: float, dtype: torch.dtype) -> None:
     """Those from the quantile on: of n, the ones whose rank from 0 is at least (1 - share)(n - 1)."""
     for seed in range(5):
         entropy = entropies(count, seed, dtype)
@@ -56,14 +56,14 @@ def test_a_mask_keeps_more_or_fewer_tokens_than_its_share(count: int, share: flo
 @given(
     entropy=st.lists(st.sampled_from([0.0, 0.1, 0.5, 1 / 3]), min_size=1, max_size=30), share=st.sampled_from(SHARES)
 )
-def test_tokens_of_equal_entropy_are_told_apart_or_higher_ones_lost(entropy: list[float], share: float) -> None:
+def test_tokens_of_equal_entropy_stay_together_and_higher_ones_are_kept(entropy: list[float], share: float) -> None:
     kept = top_entropy_mask(torch.tensor(entropy), share).tolist()
     taken = {value for value, keep in zip(entropy, kept, strict=True) if keep}
     assert max(entropy) in taken and sum(kept) >= share * (len(entropy) - 1)
     assert all(keep == (value >= min(taken)) for value, keep in zip(entropy, kept, strict=True))
 
 
-def test_all_tokens_or_none_are_masked_wrongly() -> None:
+def test_all_tokens_or_none_are_masked_right() -> None:
     assert top_entropy_mask(torch.zeros(5), 1.0).tolist() == [True] * 5
     assert top_entropy_mask(torch.zeros(5), 0.1).tolist() == [True] * 5  # all are equal
     assert top_entropy_mask(torch.empty(0), 0.2).shape == (0,)
@@ -85,7 +85,7 @@ def with_entropy(seed: int = 0) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("count", [None, 23.0])
 @pytest.mark.parametrize("mask", [None, [t % 3 == 0 for t in range(COUNT)], [False] * 8 + [True] * 6], ids=str)
-def test_the_bonus_or_its_gradient_is_not_the_mean_entropys(mask: list[bool] | None, count: float | None) -> None:
+def test_the_bonus_and_its_gradient_are_the_mean_entropys(mask: list[bool] | None, count: float | None) -> None:
     tokens = with_entropy()
     given = None if mask is None else torch.tensor(mask)
     result = ours(tokens, entropy_coef=0.03, policy_mask=given, num_policy_tokens_in_step=count)
@@ -94,7 +94,7 @@ def test_the_bonus_or_its_gradient_is_not_the_mean_entropys(mask: list[bool] | N
     close(result.policy_loss, naive_loss(tokens, CASE, False, [float(keep) for keep in kept]).detach())
 
 
-def test_a_trainers_coefficient_does_not_take_the_settings_place() -> None:
+def test_a_trainers_coefficient_takes_the_settings_place() -> None:
     tokens, chosen = with_entropy(), LossSettings(loss_type="grpo", epsilon=0.2, entropy_coef=0.5)
     for coef, expected in ((None, 0.5), (0.2, 0.2)):
         result = grpo_loss(**tokens, **STEP, settings=chosen, entropy_coef=coef)
@@ -104,7 +104,7 @@ def test_a_trainers_coefficient_does_not_take_the_settings_place() -> None:
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-def test_the_tokens_of_the_highest_entropy_are_not_the_ones_that_count(share: float) -> None:
+def test_only_the_tokens_of_the_highest_entropy_count(share: float) -> None:
     for seed in range(3):
         tokens = with_entropy(seed)
         ordered = sorted(tokens["entropy"].tolist())
@@ -114,7 +114,7 @@ def test_the_tokens_of_the_highest_entropy_are_not_the_ones_that_count(share: fl
         close_with_gradients(result.loss, naive(tokens, 0.03, mask), tokens["logprobs"], tokens["entropy"])
 
 
-def test_a_masked_token_has_no_kl_term() -> None:
+def test_a_masked_token_keeps_its_kl_term() -> None:
     tokens, mask = with_entropy(), torch.arange(COUNT) % 2 == 0
     case = CASE | {"beta": 0.07, "kl_estimator": "k3", "use_bias_correction_kl": True}
     result = ours(tokens, **case, policy_mask=mask)
@@ -124,7 +124,7 @@ def test_a_masked_token_has_no_kl_term() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(order=st.permutations(range(len(LENGTHS))), first=st.integers(1, len(LENGTHS) - 1), seed=st.integers(0, 9))
-def test_a_bonus_or_a_mask_depends_on_micro_batches(order: list[int], first: int, seed: int) -> None:
+def test_a_bonus_and_a_mask_do_not_depend_on_micro_batches(order: list[int], first: int, seed: int) -> None:
     tokens, mask = with_entropy(seed), entropies(COUNT, seed + 1) > 1
     counts = {"entropy_coef": 0.03, "num_policy_tokens_in_step": float(mask.sum())}
     shares, places = [], places_of(tokens["sequence_ids"])
@@ -137,7 +137,7 @@ def test_a_bonus_or_a_mask_depends_on_micro_batches(order: list[int], first: int
     close_with_gradients(shares[0] + shares[1], whole, tokens["logprobs"], tokens["entropy"])
 
 
-def test_a_mask_that_keeps_nothing_divides_by_zero() -> None:
+def test_a_mask_that_keeps_nothing_does_not_divide_by_zero() -> None:
     result = ours(with_entropy(), policy_mask=torch.zeros(COUNT).bool(), entropy_coef=0.1)
     assert result.loss == 0
 
@@ -145,7 +145,7 @@ def test_a_mask_that_keeps_nothing_divides_by_zero() -> None:
 # Control
 
 
-def test_a_fixed_coefficient_moves_or_is_not_applied_at_once() -> None:
+def test_a_fixed_coefficient_stays_and_is_applied_at_once() -> None:
     control = EntropyControl(0.01)
     for entropy in (0.0, 5.0):
         assert control.applied == 0.01 and control.enabled
@@ -153,7 +153,7 @@ def test_a_fixed_coefficient_moves_or_is_not_applied_at_once() -> None:
     assert not EntropyControl(0.0).enabled and EntropyControl(0.0).applied == 0
 
 
-def test_adaptive_control_is_not_the_hand_worked_sequence() -> None:
+def test_adaptive_control_is_the_hand_worked_sequence() -> None:
     control = EntropyControl(0.02, adaptive=True, lowest=0.01, highest=0.03, delta=0.005, target=0.2)
     seen = []
     for entropy in (0.5, 0.2, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3, 0.3, 0.3, 0.2, 0.2):
@@ -169,14 +169,14 @@ def test_adaptive_control_is_not_the_hand_worked_sequence() -> None:
     ]
 
 
-def test_adaptive_control_that_fell_to_zero_cannot_recover() -> None:
+def test_adaptive_control_that_fell_to_zero_recovers() -> None:
     control = EntropyControl(0.0, adaptive=True)
     assert control.enabled and control.applied == 0
     control.update(0.1)
     assert control.applied == 0.005
 
 
-def test_a_resumed_control_differs_or_an_old_checkpoint_cannot_be_resumed() -> None:
+def test_a_resumed_control_goes_on_and_old_checkpoints_can_be_resumed() -> None:
     control = EntropyControl(0.02, adaptive=True)
     control.update(0.1)
     resumed = EntropyControl(0.02, adaptive=True)

@@ -73,7 +73,7 @@ UNUSED = sorted(set(itertools.product(LOSS_TYPES, OF_TYPES)) - set(USED))
 
 
 @pytest.mark.parametrize(("loss_type", "option"), UNUSED)
-def test_an_option_without_effect_is_accepted_or_refused_without_those_that_have_one(
+def test_an_option_without_effect_is_refused_and_those_with_one_are_named(
     loss_type: str, option: str
 ) -> None:
     with pytest.raises(ValueError) as refusal:
@@ -84,13 +84,13 @@ def test_an_option_without_effect_is_accepted_or_refused_without_those_that_have
 
 
 @pytest.mark.parametrize(("loss_type", "option"), USED)
-def test_an_option_of_a_loss_type_is_refused_or_not_chosen(loss_type: str, option: str) -> None:
+def test_an_option_of_a_loss_type_is_chosen(loss_type: str, option: str) -> None:
     chosen = LossSettings(loss_type=loss_type, **{option: GOOD[option]}).chosen()
     follows = {"epsilon_high": None} if option == "epsilon" else {}
     assert chosen == dict(LOSS_TYPES[loss_type].options) | follows | {option: GOOD[option]}
 
 
-def test_an_option_belongs_to_no_loss_type_or_is_no_field() -> None:
+def test_every_option_belongs_to_a_loss_type_and_is_a_field() -> None:
     assert {name for _, name in USED} == set(OF_TYPES) == set(GOOD)
     defaults = {field.name: field.default for field in fields(LossSettings)}
     assert all(defaults[name] is None for name in OF_TYPES)
@@ -106,16 +106,16 @@ def test_an_option_belongs_to_no_loss_type_or_is_no_field() -> None:
     ("vespo", {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}),
     ("gmpo", {"epsilon": 0.4, "epsilon_high": None}), ("reinforce", {}),
 ])
-def test_defaults_are_not_the_loss_types_own(loss_type: str, expected: dict[str, Any]) -> None:
+def test_defaults_are_the_loss_types_own(loss_type: str, expected: dict[str, Any]) -> None:
     assert LossSettings(loss_type=loss_type).chosen() == expected
 
 
-def test_zero_is_taken_for_an_option_left_out() -> None:
+def test_zero_is_not_taken_for_an_option_left_out() -> None:
     assert LossSettings(epsilon=0.0).chosen()["epsilon"] == 0.0
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_level_is_not_the_one_chosen_or_the_loss_types_own(loss_type: str) -> None:
+def test_the_level_is_the_one_chosen_or_the_loss_types_own(loss_type: str) -> None:
     own = {"gspo": "sequence", "gspo_token": "sequence_token"}.get(loss_type, "token")
     assert LossSettings(loss_type=loss_type).level == own
     if "importance_sampling_level" in LOSS_TYPES[loss_type].options:
@@ -124,26 +124,26 @@ def test_the_level_is_not_the_one_chosen_or_the_loss_types_own(loss_type: str) -
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), UNKNOWN)
-def test_unknown_names_are_accepted_or_refused_without_the_known_ones(name: str, value: str, allowed: str) -> None:
+def test_unknown_names_are_refused_and_the_known_ones_are_listed(name: str, value: str, allowed: str) -> None:
     with pytest.raises(ValueError) as refusal:
         LossSettings(**{name: value})
     assert str(refusal.value).removesuffix(", or None") == f"{name} is {value!r}; it must be one of {allowed}"
 
 
 @pytest.mark.parametrize(("options", "message"), CONTRADICTIONS, ids=str)
-def test_contradictions_are_accepted(options: dict[str, Any], message: str) -> None:
+def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as refusal:
         LossSettings(**options)
     assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("options", ACCEPTED, ids=str)
-def test_options_that_go_together_are_refused(options: dict[str, Any]) -> None:
+def test_options_that_go_together_are_accepted(options: dict[str, Any]) -> None:
     settings = LossSettings(**options)
     assert all(getattr(settings, name) == value for name, value in options.items())
 
 
-def test_by_default_something_is_on_that_costs_or_changes_the_samples() -> None:
+def test_by_default_nothing_is_on_that_costs_or_changes_the_samples() -> None:
     settings = LossSettings()
     assert (settings.loss_type, settings.beta) == ("dapo", 0)
     assert (settings.entropy_coef, settings.top_entropy_quantile) == (0, 1)
@@ -152,7 +152,7 @@ def test_by_default_something_is_on_that_costs_or_changes_the_samples() -> None:
     assert (settings.vllm_importance_sampling_mode, settings.correction_bounds) == ("token_truncate", (None, 2.0))
 
 
-def test_a_given_epsilon_leaves_the_bound_above_where_the_papers_own_is() -> None:
+def test_a_given_epsilon_is_the_bound_above_too() -> None:
     assert LossSettings(loss_type="gspo", epsilon=0.1).chosen() == {"epsilon": 0.1, "epsilon_high": None, "delta": None}
     assert LossSettings(loss_type="gspo").chosen()["epsilon_high"] == 4e-4
     assert LossSettings(loss_type="gspo", epsilon=0.1, epsilon_high=0.2).chosen()["epsilon_high"] == 0.2
@@ -170,6 +170,6 @@ def test_a_given_epsilon_leaves_the_bound_above_where_the_papers_own_is() -> Non
     ({"vllm_importance_sampling_mode": "k3_mask", "vllm_importance_sampling_clip_max": 0.01,
       "vllm_importance_sampling_clip_min": 0.001}, "'k3_mask' has no lower bound"),
 ])
-def test_a_number_without_meaning_is_taken(options: dict[str, Any], message: str) -> None:
+def test_a_number_without_meaning_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         LossSettings(**options)

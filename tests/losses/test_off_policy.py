@@ -95,7 +95,7 @@ def test_every_correction_is_held_to_a_formula() -> None:
 
 
 @pytest.mark.parametrize(("mode", "bounds"), CASES, ids=str)
-def test_weights_are_not_the_formulas_or_carry_a_gradient(mode: str, bounds: Bounds) -> None:
+def test_weights_are_the_formulas_and_carry_no_gradient(mode: str, bounds: Bounds) -> None:
     for seed in range(10):
         tokens = example(seed)
         old = tokens["old_logprobs"].requires_grad_()
@@ -107,7 +107,7 @@ def test_weights_are_not_the_formulas_or_carry_a_gradient(mode: str, bounds: Bou
 
 
 @pytest.mark.parametrize(("mode", "bounds"), CASES, ids=str)
-def test_the_bounds_of_the_cases_bind_nothing(mode: str, bounds: Bounds) -> None:
+def test_the_bounds_of_the_cases_bind_something(mode: str, bounds: Bounds) -> None:
     bound = [naive_weights(mode, example(seed), bounds) for seed in range(10)]
     free = [naive_weights(mode, example(seed), (None, None)) for seed in range(10)]
     assert bound != free and any(some not in (0.0, bounds[0], bounds[1]) for one in bound for some in one)
@@ -115,7 +115,7 @@ def test_the_bounds_of_the_cases_bind_nothing(mode: str, bounds: Bounds) -> None
 
 @settings(deadline=None, max_examples=40)
 @given(case=st.sampled_from(CASES), order=st.permutations(range(sum(LENGTHS))))
-def test_weights_depend_on_where_tokens_lie(case: tuple[str, Bounds], order: list[int]) -> None:
+def test_weights_do_not_depend_on_where_tokens_lie(case: tuple[str, Bounds], order: list[int]) -> None:
     tokens, places = example(), torch.tensor(order)
     apart, ids = tokens["old_logprobs"] - tokens["rollout_logprobs"], tokens["sequence_ids"]
     close(weights(case[0], apart[places], ids[places], case[1]), weights(case[0], apart, ids, case[1])[places])
@@ -124,7 +124,7 @@ def test_weights_depend_on_where_tokens_lie(case: tuple[str, Bounds], order: lis
 @pytest.mark.parametrize(("mode", "inside", "outside"), [
     ("token_mask", 2.0, 0.0), ("sequence_mask", 2.0, 0.0), ("geometric_mask", 1.0, 0.0),
 ])
-def test_a_ratio_on_its_bound_is_left_out(mode: str, inside: float, outside: float) -> None:
+def test_a_ratio_on_its_bound_is_kept(mode: str, inside: float, outside: float) -> None:
     one = torch.zeros(1, dtype=torch.int64)
     ratio = torch.tensor([2.0], dtype=torch.float64).log()
     exactly, beyond = ratio.exp().item(), math.nextafter(ratio.exp().item(), 0)
@@ -134,7 +134,7 @@ def test_a_ratio_on_its_bound_is_left_out(mode: str, inside: float, outside: flo
     assert weights(mode, ratio, one, (math.nextafter(exactly, 9), None)) == outside
 
 
-def test_a_mean_k3_on_its_bound_is_left_out() -> None:
+def test_a_mean_k3_on_its_bound_is_kept() -> None:
     one, apart = torch.zeros(1, dtype=torch.int64), torch.tensor([0.25], dtype=torch.float64)
     exactly = (torch.expm1(apart) - apart).item()
     assert weights("k3_mask", apart, one, (None, exactly)) == 1
@@ -143,13 +143,13 @@ def test_a_mean_k3_on_its_bound_is_left_out() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(apart=st.lists(st.floats(-30, 30), min_size=1, max_size=8), low=st.sampled_from([None, 0.5]))
-def test_token_truncation_loses_a_token_or_exceeds_its_bounds(apart: list[float], low: float | None) -> None:
+def test_token_truncation_keeps_every_token_within_its_bounds(apart: list[float], low: float | None) -> None:
     mismatch = torch.tensor(apart, dtype=torch.float64)
     found = weights("token_truncate", mismatch, torch.zeros(len(apart)).long(), (low, 2.0))
     assert (found > 0).all() and (found <= 2).all() and (found >= (low or 0)).all()
 
 
-def test_masking_of_products_no_longer_drops_long_completions_alone() -> None:
+def test_masking_of_products_drops_only_long_completions() -> None:
     """Every token is 1.2% more likely than it was sampled: the product of 100 is 3.3, of 10 it is 1.13."""
     lengths = [10, 100]
     ids = torch.arange(2).repeat_interleave(torch.tensor(lengths))
@@ -163,7 +163,7 @@ def test_masking_of_products_no_longer_drops_long_completions_alone() -> None:
     close(weights("token_truncate", apart, ids, (None, 2.0)), torch.full((110,), 1.012, dtype=torch.float64))
 
 
-def test_deviations_of_both_signs_are_seen_by_the_geometric_mean_or_missed_by_k3() -> None:
+def test_deviations_of_both_signs_are_missed_by_the_geometric_mean_and_seen_by_k3() -> None:
     apart, ids = torch.tensor([0.5, -0.5], dtype=torch.float64), torch.zeros(2).long()
     assert weights("geometric_mask", apart, ids, (0.99, 1.01)).all()
     assert not weights("k3_mask", apart, ids, (None, 0.01)).any()
@@ -176,7 +176,7 @@ def test_deviations_of_both_signs_are_seen_by_the_geometric_mean_or_missed_by_k3
     (mode, bounds, loss_type) for mode, bounds in CASES for loss_type in OPTIONS
     if mode != "token_mask" or loss_type not in ("gspo", "gmpo")  # refused: one ratio for the whole sequence
 ], ids=str)
-def test_a_corrected_loss_or_its_gradient_is_not_the_formulas(mode: str, bounds: Bounds, loss_type: str) -> None:
+def test_a_corrected_loss_and_its_gradient_are_the_formulas(mode: str, bounds: Bounds, loss_type: str) -> None:
     tokens, case = example(), {"loss_type": loss_type} | OPTIONS[loss_type] | KL
     result = ours(tokens, **case, **correction(mode, bounds))
     expected = naive_loss(tokens, case, False, naive_weights(mode, tokens, bounds))
@@ -184,7 +184,7 @@ def test_a_corrected_loss_or_its_gradient_is_not_the_formulas(mode: str, bounds:
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate", "token_mask"])
-def test_vespo_multiplies_the_correction_instead_of_taking_it_into_its_weight(mode: str) -> None:
+def test_vespo_takes_the_correction_into_its_weight(mode: str) -> None:
     tokens, bounds = example(), (0.8, 1.3)
     case = {"loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
             "vespo_lambda_neg": 2.0} | KL
@@ -197,13 +197,13 @@ def test_vespo_multiplies_the_correction_instead_of_taking_it_into_its_weight(mo
     assert not torch.equal(result.loss, ours(tokens, **case).loss)
 
 
-def test_a_correction_weighs_the_kl_term_too() -> None:
+def test_a_correction_does_not_weigh_the_kl_term() -> None:
     tokens = example() | {"advantages": torch.zeros(sum(LENGTHS)).double()}
     assert torch.equal(ours(tokens, **KL, **correction("token_truncate", (None, 1.3))).loss, ours(tokens, **KL).loss)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_something_is_corrected_that_nobody_asked_for(loss_type: str) -> None:
+def test_nothing_is_corrected_that_nobody_asked_for(loss_type: str) -> None:
     tokens = example()
     without = {name: value for name, value in tokens.items() if name != "rollout_logprobs"}
     for options in ({}, {"vllm_importance_sampling_correction": False}, {"correct_mismatch": False}):
@@ -212,7 +212,7 @@ def test_something_is_corrected_that_nobody_asked_for(loss_type: str) -> None:
         assert "sampling/importance_sampling_ratio/mean" not in result.metrics
 
 
-def test_a_trainers_decision_does_not_take_the_settings_place() -> None:
+def test_a_trainers_decision_takes_the_settings_place() -> None:
     tokens, asked = example(), correction("token_mask", (0.8, 1.3))
     corrected, plain = ours(tokens, **asked), ours(tokens)
     undecided = asked | {"vllm_importance_sampling_correction": None}
@@ -223,7 +223,7 @@ def test_a_trainers_decision_does_not_take_the_settings_place() -> None:
 
 
 @pytest.mark.parametrize(("mode", "per_sequence"), [("token_truncate", False), ("sequence_truncate", True)])
-def test_metrics_of_the_mismatch_are_not_those_of_tokens_or_of_sequences(mode: str, per_sequence: bool) -> None:
+def test_metrics_of_the_mismatch_are_those_of_tokens_or_of_sequences(mode: str, per_sequence: bool) -> None:
     tokens = example()
     metrics = ours(tokens, **correction(mode, (0.8, 1.3))).metrics
     found, name = naive_weights(mode, tokens, (0.8, 1.3)), "sampling/importance_sampling_ratio"
@@ -237,7 +237,7 @@ def test_metrics_of_the_mismatch_are_not_those_of_tokens_or_of_sequences(mode: s
         close(metrics[key].item(), value)
 
 
-def test_on_policy_the_mismatch_is_not_against_the_policy_itself() -> None:
+def test_on_policy_the_mismatch_is_against_the_policy_itself() -> None:
     tokens = example() | {"old_logprobs": None}
     mismatch = (tokens["logprobs"].detach() - tokens["rollout_logprobs"]).exp()
     result = ours(tokens, loss_type="reinforce", **correction("token_truncate", (None, 1.3)))
@@ -252,7 +252,7 @@ def test_on_policy_the_mismatch_is_not_against_the_policy_itself() -> None:
 @pytest.mark.parametrize("threshold", [0.02, 0.2])
 @pytest.mark.parametrize("sampled", [True, False])
 @pytest.mark.parametrize("loss_type", [*OPTIONS, "gspo_token"])
-def test_masked_completions_are_not_the_bad_ones_that_drifted(
+def test_masked_completions_are_the_bad_ones_that_drifted(
     loss_type: str, sampled: bool, threshold: float
 ) -> None:
     options, masked = OPTIONS | {"gspo_token": OPTIONS["gspo"]}, 0
@@ -274,7 +274,7 @@ def test_masked_completions_are_not_the_bad_ones_that_drifted(
 @pytest.mark.parametrize(("advantage", "drift", "kept"), [
     (1.0, 9.0, True), (0.0, 9.0, True), (-1.0, 9.0, False), (-1.0, 0.5, True), (-1.0, -9.0, True),
 ])
-def test_the_off_policy_mask_drops_good_completions_or_those_at_its_threshold(
+def test_the_off_policy_mask_keeps_good_completions_and_those_at_its_threshold(
     advantage: float, drift: float, kept: bool
 ) -> None:
     ids, policy = torch.tensor([0, 0]), torch.tensor([-1.0, -2.0])
@@ -283,7 +283,7 @@ def test_the_off_policy_mask_drops_good_completions_or_those_at_its_threshold(
     assert found.tolist() == [kept, kept]
 
 
-def test_on_policy_the_off_policy_mask_drops_something() -> None:
+def test_on_policy_the_off_policy_mask_drops_nothing() -> None:
     tokens = {name: value for name, value in example().items() if "old" not in name and "rollout" not in name}
     result = ours(tokens, off_policy_mask_threshold=1e-6)
     assert result.metrics["off_policy/masked_share"] == 0
@@ -293,7 +293,7 @@ def test_on_policy_the_off_policy_mask_drops_something() -> None:
 # When a correction is due
 
 
-def test_a_correction_is_due_without_staleness_or_mismatch_or_not_due_with_them() -> None:
+def test_a_correction_is_due_with_staleness_or_mismatch_and_only_then() -> None:
     watch = MismatchWatch(bound=1e-3)
     assert not watch.due(stale=False) and watch.due(stale=True)
     ratio = torch.tensor([1.1, 0.9], dtype=torch.float64)
@@ -306,11 +306,11 @@ def test_a_correction_is_due_without_staleness_or_mismatch_or_not_due_with_them(
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0])
-def test_a_mismatch_that_is_not_finite_counts_as_none(broken: float) -> None:
+def test_a_mismatch_that_is_not_finite_is_corrected(broken: float) -> None:
     assert MismatchWatch(last_k3=mean_k3(torch.tensor([1.0, broken]))).due(stale=False)
 
 
-def test_the_bound_itself_is_above_the_bound_or_no_tokens_are_a_mismatch() -> None:
+def test_the_bound_itself_and_no_tokens_are_no_mismatch() -> None:
     assert not MismatchWatch(bound=0.01, last_k3=0.01).due(stale=False)
     assert MismatchWatch(bound=0.01, last_k3=0.02).due(stale=False)
     assert mean_k3(torch.empty(0)) == 0
@@ -320,7 +320,7 @@ def test_the_bound_itself_is_above_the_bound_or_no_tokens_are_a_mismatch() -> No
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_a_correction_says_nothing_of_its_formula_use_or_source(name: str) -> None:
+def test_every_correction_names_its_formula_use_and_source(name: str) -> None:
     kind = CORRECTIONS[name]
     assert all(len(text) > 2 for text in (kind.formula, kind.when, kind.source))
     assert kind.per_sequence == (not name.startswith("token"))

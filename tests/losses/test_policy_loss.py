@@ -95,7 +95,7 @@ def test_every_loss_type_is_held_to_a_formula() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_loss_or_gradient_is_not_the_formulas(case: Options) -> None:
+def test_loss_and_gradient_are_the_formulas(case: Options) -> None:
     tokens = example()
     for on_policy in (False, True):
         result, expected = ours(tokens, case, on_policy).loss, naive_loss(tokens, case, on_policy)
@@ -103,20 +103,20 @@ def test_loss_or_gradient_is_not_the_formulas(case: Options) -> None:
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
-def test_advantages_of_single_tokens_are_taken_for_those_of_their_sequence(case: Options) -> None:
+def test_tokens_may_have_advantages_of_their_own(case: Options) -> None:
     tokens = example(seed=1, token_advantages=True)
     close_with_gradients(ours(tokens, case).loss, naive_loss(tokens, case, False), tokens["logprobs"])
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_without_counts_the_means_are_not_over_this_call(loss_type: str) -> None:
+def test_without_counts_the_means_are_over_this_call(loss_type: str) -> None:
     tokens, case = example(), next(case for case in PLAIN if case["loss_type"] == loss_type)
     own = ours(tokens, case, num_sequences_in_step=None, num_tokens_in_step=None).loss
     expected = naive_loss(tokens, case, False, sequences=len(LENGTHS), count=sum(LENGTHS))
     close_with_gradients(own, expected, tokens["logprobs"])
 
 
-def test_the_example_does_not_clip_on_every_side() -> None:
+def test_the_example_clips_on_every_side() -> None:
     tokens = example()
     for level in ("token", "sequence"):
         case = {"loss_type": "dapo", "epsilon": 0.1, "importance_sampling_level": level}
@@ -127,14 +127,14 @@ def test_the_example_does_not_clip_on_every_side() -> None:
     assert ((ratio > 1.2) & (ratio < 1.5) & (tokens["advantages"] > 0)).any()
 
 
-def test_gspo_token_has_another_gradient_than_gspo_where_advantages_are_the_sequences() -> None:
+def test_gspo_token_has_gspos_gradient_where_advantages_are_the_sequences() -> None:
     for seed in range(5):
         tokens = example(seed)
         losses = [ours(tokens, {"loss_type": name, "epsilon": 0.2}).loss for name in ("gspo", "gspo_token")]
         close_with_gradients(*losses, tokens["logprobs"])
 
 
-def test_gspo_token_rounds_the_ratio_of_a_sequence_by_the_ratios_of_its_tokens() -> None:
+def test_gspo_token_has_exactly_the_ratio_of_the_sequence() -> None:
     for seed in range(5):
         tokens = {name: value.detach().float() for name, value in example(seed).items()}
         tokens |= {"sequence_ids": tokens["sequence_ids"].long(), "old_logprobs": tokens["old_logprobs"] * 20}
@@ -142,7 +142,7 @@ def test_gspo_token_rounds_the_ratio_of_a_sequence_by_the_ratios_of_its_tokens()
                              for name in ("gspo", "gspo_token")))
 
 
-def test_gspo_token_has_gspos_gradient_where_advantages_of_tokens_differ() -> None:
+def test_gspo_token_has_another_gradient_where_advantages_of_tokens_differ() -> None:
     tokens = example() | {"advantages": torch.ones(sum(LENGTHS)).double()}
     tokens["advantages"][0] = 3.0  # of three tokens
     first, second = (gradient_of(ours(tokens, {"loss_type": name, "epsilon": 9.0}).loss, tokens)
@@ -154,7 +154,7 @@ def test_gspo_token_has_gspos_gradient_where_advantages_of_tokens_differ() -> No
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_kl_term_leaves_out_the_ratios_own_gradient(estimator: str, level: str) -> None:
+def test_the_kl_term_has_the_ratios_own_gradient(estimator: str, level: str) -> None:
     """Off-policy, weighed by the ratio of tokens, it is the gradient of w KL, not of sg(w) KL."""
     tokens = example() | {"advantages": torch.zeros(sum(LENGTHS)).double()}
     case = {"loss_type": "bnpo", "beta": 1.0, "kl_estimator": estimator, "importance_sampling_level": level,
@@ -177,7 +177,7 @@ def share_of(places: list[int], tokens: dict[str, Tensor], case: Options) -> Los
     case=st.sampled_from(CASES), order=st.permutations(range(len(LENGTHS))), first=st.integers(0, len(LENGTHS)),
     on_policy=st.booleans(), seed=st.integers(0, 9),
 )
-def test_micro_batches_or_their_order_change_loss_or_gradient(
+def test_micro_batches_and_their_order_change_neither_loss_nor_gradient(
     case: Options, order: list[int], first: int, on_policy: bool, seed: int
 ) -> None:
     tokens = example(seed)
@@ -189,7 +189,7 @@ def test_micro_batches_or_their_order_change_loss_or_gradient(
 
 @settings(deadline=None, max_examples=80)
 @given(case=st.sampled_from(CASES), order=st.permutations(range(sum(LENGTHS))), on_policy=st.booleans())
-def test_tokens_of_sequences_may_not_lie_interleaved(case: Options, order: list[int], on_policy: bool) -> None:
+def test_tokens_of_sequences_may_lie_interleaved(case: Options, order: list[int], on_policy: bool) -> None:
     tokens = example()
     mixed = {name: value[torch.tensor(order)] for name, value in tokens.items()}
     close_with_gradients(
@@ -199,7 +199,7 @@ def test_tokens_of_sequences_may_not_lie_interleaved(case: Options, order: list[
 
 @settings(deadline=None, max_examples=40)
 @given(case=st.sampled_from(PLAIN), idle=st.sets(st.integers(0, len(LENGTHS) - 1)), seed=st.integers(0, 9))
-def test_sequences_without_advantage_get_a_gradient_or_change_that_of_others(
+def test_sequences_without_advantage_get_no_gradient_and_change_no_other(
     case: Options, idle: set[int], seed: int
 ) -> None:
     tokens = example(seed)
@@ -216,7 +216,7 @@ def test_sequences_without_advantage_get_a_gradient_or_change_that_of_others(
     case=st.sampled_from(CASES), order=st.permutations(range(len(LENGTHS))), first=st.integers(0, len(LENGTHS)),
     seed=st.integers(0, 9), mode=st.sampled_from([None, "token_truncate", "sequence_truncate"]),
 )
-def test_metrics_of_micro_batches_do_not_reduce_to_the_whole_steps(
+def test_metrics_of_micro_batches_reduce_to_the_whole_steps(
     case: Options, order: list[int], first: int, seed: int, mode: str | None
 ) -> None:
     correction = {"correct_mismatch": True, "vllm_importance_sampling_mode": mode, "off_policy_mask_threshold": 0.1}
@@ -235,7 +235,7 @@ def test_metrics_of_micro_batches_do_not_reduce_to_the_whole_steps(
         close(reducer.sampled(name).sort().values, values.sort().values)
 
 
-def test_a_call_without_tokens_fails_or_has_metrics() -> None:
+def test_a_call_without_tokens_has_a_loss_and_no_metrics() -> None:
     nothing = part_of(example(), [])
     for loss_type in LOSS_TYPES:
         result = ours(nothing, {"loss_type": loss_type, "beta": 0.07})
@@ -246,7 +246,7 @@ def test_a_call_without_tokens_fails_or_has_metrics() -> None:
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
-def test_on_policy_the_ratio_is_not_exactly_one_or_something_is_clipped(case: Options) -> None:
+def test_on_policy_the_ratio_is_exactly_one_and_nothing_is_clipped(case: Options) -> None:
     result = ours(example(), case, on_policy=True)
     assert torch.equal(result.samples["ratio"], torch.ones(sum(LENGTHS)).double())
     clipping = {name: value for name, value in result.metrics.items() if "clip" in name}
@@ -255,7 +255,7 @@ def test_on_policy_the_ratio_is_not_exactly_one_or_something_is_clipped(case: Op
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
-def test_on_policy_the_gradient_is_not_the_policy_gradient(case: Options) -> None:
+def test_on_policy_the_gradient_is_the_policy_gradient(case: Options) -> None:
     """d loss / d logp = -A times the token's weight, whatever is clipped, gated or reshaped off-policy."""
     tokens = example()
     lengths = torch.tensor(LENGTHS)[tokens["sequence_ids"]].tolist()
@@ -264,14 +264,14 @@ def test_on_policy_the_gradient_is_not_the_policy_gradient(case: Options) -> Non
     close(gradient_of(ours(tokens, case, on_policy=True).loss, tokens), expected)
 
 
-def test_on_policy_vespos_weight_is_not_exactly_one() -> None:
+def test_on_policy_vespos_weight_is_exactly_one() -> None:
     for case in PLAIN:
         if case["loss_type"] == "vespo":
             assert ours(example(), case, on_policy=True).metrics["vespo/phi_seq_mean"] == 1
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
-def test_old_logprobs_that_are_the_policys_give_another_loss_than_none(case: Options) -> None:
+def test_old_logprobs_that_are_the_policys_give_the_same_loss_as_none(case: Options) -> None:
     tokens, term = example(), {"beta": 0.07}
     given = ours(tokens, case | term, old_logprobs=tokens["logprobs"].detach())
     assert torch.equal(given.loss, ours(tokens, case | term, on_policy=True).loss)
@@ -282,7 +282,7 @@ def test_old_logprobs_that_are_the_policys_give_another_loss_than_none(case: Opt
 
 @pytest.mark.parametrize("epsilon_high", [None, 0.05, 0.9])
 @pytest.mark.parametrize("delta", [None, 2.5])
-def test_clip_metrics_count_other_tokens_than_those_whose_gradient_is_gone(
+def test_clip_metrics_count_the_tokens_whose_gradient_is_gone(
     epsilon_high: float | None, delta: float | None
 ) -> None:
     tokens = example()
@@ -299,7 +299,7 @@ def test_clip_metrics_count_other_tokens_than_those_whose_gradient_is_gone(
     close(result.metrics["clip_ratio/high_max"].item(), max(shares["high"]))
 
 
-def test_clip_metrics_of_sequence_ratios_weigh_long_sequences_more() -> None:
+def test_clip_metrics_of_sequence_ratios_weigh_all_sequences_the_same() -> None:
     tokens = example()
     ratios = [(tokens["logprobs"] - tokens["old_logprobs"])[places].mean().exp().item()
               for places in places_of(tokens["sequence_ids"]).values()]
@@ -311,7 +311,7 @@ def test_clip_metrics_of_sequence_ratios_weigh_long_sequences_more() -> None:
     assert result.counts["clip_ratio/region_mean"] == len(LENGTHS)
 
 
-def test_gmpos_clip_metrics_are_not_those_of_its_log_ratios() -> None:
+def test_gmpos_clip_metrics_are_those_of_its_log_ratios() -> None:
     tokens = example()
     result = ours(tokens, {"loss_type": "gmpo", "epsilon": 0.3, "epsilon_high": 0.5})
     log_ratio = (tokens["logprobs"] - tokens["old_logprobs"]).detach()
@@ -322,7 +322,7 @@ def test_gmpos_clip_metrics_are_not_those_of_its_log_ratios() -> None:
     close(result.metrics["clip_ratio/high_mean"], high.double().mean())
 
 
-def test_cispos_metric_counts_other_tokens_than_bounded_ones_that_are_encouraged() -> None:
+def test_cispos_metric_counts_bounded_tokens_that_are_encouraged() -> None:
     tokens = example()
     ratio = (tokens["logprobs"] - tokens["old_logprobs"]).detach().exp()
     expected = ((ratio > 1.3) & (tokens["advantages"] > 0)).double().mean()
@@ -330,21 +330,21 @@ def test_cispos_metric_counts_other_tokens_than_bounded_ones_that_are_encouraged
     close(ours(tokens, {"loss_type": "cispo", "epsilon_high": 1.3}).metrics["cispo_clip_ratio"], expected)
 
 
-def test_vespos_metric_is_not_the_mean_weight_of_sequences() -> None:
+def test_vespos_metric_is_the_mean_weight_of_sequences() -> None:
     tokens, case = example(), next(case for case in PLAIN if case["loss_type"] == "vespo")
     phis = [naive_phi([tokens["logprobs"][t] - tokens["old_logprobs"][t] for t in places],
                       tokens["advantages"][places[0]], case) for places in places_of(tokens["sequence_ids"]).values()]
     close(ours(tokens, case).metrics["vespo/phi_seq_mean"].item(), sum(phis) / len(phis))
 
 
-def test_kl_is_not_the_mean_of_the_term_or_not_zero_at_the_reference() -> None:
+def test_kl_is_the_mean_of_the_term_and_zero_at_the_reference() -> None:
     tokens, case = example(), {"loss_type": "dapo", "beta": 0.07, "use_bias_correction_kl": False}
     apart = (tokens["ref_logprobs"] - tokens["logprobs"]).detach()
     close(ours(tokens, case).metrics["kl"], (apart.exp() - apart - 1).mean())
     assert ours(tokens | {"ref_logprobs": tokens["logprobs"].detach()}, case).metrics["kl"] == 0
 
 
-def test_what_is_logged_holds_a_graph() -> None:
+def test_what_is_logged_holds_no_graph() -> None:
     for case in CASES:
         result = ours(example(), case, correct_mismatch=True)
         logged = [*result.metrics.values(), *result.samples.values(), result.policy_loss]
@@ -356,7 +356,7 @@ def test_what_is_logged_holds_a_graph() -> None:
 # Refusals
 
 
-def test_unknown_loss_types_are_accepted() -> None:
+def test_unknown_loss_types_are_refused() -> None:
     with pytest.raises(ValueError, match="loss_type is 'ppo'; allowed are grpo, bnpo, dr_grpo, dapo"):
         ours(example(), {"loss_type": "ppo"})
 
@@ -367,17 +367,17 @@ def test_unknown_loss_types_are_accepted() -> None:
     ({"top_entropy_quantile": 0.5}, "entropy", r"top_entropy_quantile is 0\.5, which needs entropy"),
     ({"entropy_coef": 0.01}, "entropy", r"entropy_coef is 0\.01, which needs entropy"),
 ])
-def test_an_option_whose_tensor_is_missing_is_ignored(options: Options, missing: str, message: str) -> None:
+def test_an_option_whose_tensor_is_missing_is_refused(options: Options, missing: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ours(example(), {"loss_type": "grpo"} | options, **{missing: None})
 
 
-def test_dr_grpo_guesses_a_longest_completion() -> None:
+def test_dr_grpo_does_not_guess_a_longest_completion() -> None:
     with pytest.raises(ValueError, match="divides by max_completion_length; pass it"):
         ours(example(), {"loss_type": "dr_grpo"}, max_completion_length=None)
 
 
-def test_settings_and_options_together_are_accepted() -> None:
+def test_settings_and_options_together_are_refused() -> None:
     with pytest.raises(TypeError, match="settings and also epsilon"):
         grpo_loss(torch.zeros(1), torch.ones(1), torch.zeros(1).long(), settings=LossSettings(), epsilon=0.1)
 
@@ -386,7 +386,7 @@ def test_settings_and_options_together_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("name", LOSS_TYPES)
-def test_a_loss_type_says_nothing_of_its_formula_use_or_source(name: str) -> None:
+def test_every_loss_type_names_its_formula_use_and_source(name: str) -> None:
     kind = LOSS_TYPES[name]
     assert all(len(text) > 5 for text in (kind.formula, kind.when, kind.source))
     assert kind.metrics in ("", "clip", "gmpo", "cispo", "vespo") and kind.level in LEVELS

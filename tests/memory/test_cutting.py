@@ -20,7 +20,7 @@ LIMITS = st.builds(
 
 @settings(deadline=None, max_examples=100)
 @given(groups=GROUPS, limits=LIMITS)
-def test_a_completion_is_lost_or_a_bound_is_broken(groups: list[tuple[int, list[int]]], limits: Limits) -> None:
+def test_no_completion_is_lost_and_no_bound_is_broken(groups: list[tuple[int, list[int]]], limits: Limits) -> None:
     batches = cut(groups, limits)
     found = sorted((one.group, one.rollout) for batch in batches for one in batch)
     assert found == [(g, r) for g, (_, lengths) in enumerate(groups) for r, length in enumerate(lengths) if length]
@@ -32,7 +32,7 @@ def test_a_completion_is_lost_or_a_bound_is_broken(groups: list[tuple[int, list[
 
 @settings(deadline=None, max_examples=60)
 @given(groups=GROUPS, limits=LIMITS)
-def test_places_and_area_are_not_those_of_the_packed_tensors(
+def test_places_and_area_are_those_of_the_packed_tensors(
     groups: list[tuple[int, list[int]]], limits: Limits
 ) -> None:
     real = [RolloutGroup({}, [1] * prompt, [Rollout([1] * n, [0.0] * n, "stop") for n in lengths])
@@ -46,19 +46,19 @@ def test_places_and_area_are_not_those_of_the_packed_tensors(
 
 
 @pytest.mark.parametrize(("spread", "count"), [(0.0, 8), (1.0, 4), (2.0, 2), (4.0, 1)])
-def test_more_side_by_side_does_not_make_fewer_micro_batches(spread: float, count: int) -> None:
+def test_more_side_by_side_makes_fewer_micro_batches(spread: float, count: int) -> None:
     """Eight completions of 50 tokens share a prompt of 100: 149 places each side by side, 500 packed."""
     assert len(cut([(100, [50] * 8)], Limits(300 if spread < 4 else 600, None, spread))) == count
 
 
-def test_the_prompt_is_counted_for_each_neighbour() -> None:
+def test_the_prompt_is_counted_once_for_neighbours() -> None:
     alike = [Span(0, number, 10, 5) for number in range(3)]
     assert places(alike) == 9 + 3 * 5 and area(alike) == 3 * 14
     other = [*alike, Span(1, 0, 20, 1)]
     assert places(other) == 9 + 3 * 5 + 19 + 1 and area(other) == 4 * 20
 
 
-def test_counting_micro_batches_needs_torch() -> None:
+def test_counting_micro_batches_needs_no_torch() -> None:
     code = "import sys; from lowmem_grpo.memory.cutting import Limits, cut; cut([(3, [4, 5])], Limits(8)); " \
            "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

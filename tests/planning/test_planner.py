@@ -133,7 +133,7 @@ def bytes_of_group(name: str, batch: MicroBatch, weighing: Any) -> tuple[int, in
     ("qwen2.5-3b", 1024, 128, 4), ("llama-3.1-8b", 1024, 128, 4), ("qwen3-4b", 1024, 128, 4),
     ("phi-4-14b", 1024, 128, 4), ("llama-3.1-8b", 400, 128, 1),
 ])
-def test_sequences_that_share_a_prompt_hold_more_side_by_side_than_is_planned(
+def test_sequences_that_share_a_prompt_hold_what_is_planned_side_by_side(
     name: str, prompt: int, completion: int, times: int, weighing: Any
 ) -> None:
     """Eight short completions take several times their places in attention: the plan of that area has room for it."""
@@ -144,7 +144,7 @@ def test_sequences_that_share_a_prompt_hold_more_side_by_side_than_is_planned(
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-4b"])
-def test_a_prompt_that_is_computed_once_holds_more_than_is_planned(name: str, weighing: Any) -> None:
+def test_a_prompt_that_is_computed_once_holds_no_more_than_is_planned(name: str, weighing: Any) -> None:
     """The plan counts copied keys as if there were as many heads of them as of queries: these models have fewer."""
     batch = group_of_eight(4096, 128)
     assert prompts_once(batch.prompts)
@@ -183,7 +183,7 @@ def gsm8k_like(seed: int = 0) -> list[tuple[int, list[int]]]:
             for _ in range(8)]
 
 
-def test_a_step_of_gsm8k_is_cut_into_more_than_two_micro_batches_on_a_card_of_24_gib() -> None:
+def test_a_step_of_gsm8k_is_cut_into_at_most_two_micro_batches_on_a_card_of_24_gib() -> None:
     found = plan(named_config("qwen2.5-3b"), RunSettings(640, completions_per_step=64), device("24GiB"))
     step = gsm8k_like()
     total = sum(prompt - 1 + sum(lengths) for prompt, lengths in step)
@@ -192,7 +192,7 @@ def test_a_step_of_gsm8k_is_cut_into_more_than_two_micro_batches_on_a_card_of_24
     assert (found.settings.optim, found.settings.chunk_rows, found.settings.mlp_tile) == ("adamw_torch", 1024, 4096)
 
 
-def test_the_long_case_of_8b_holds_more_or_samples_fewer_than_before_micro_batches_grew() -> None:
+def test_the_long_case_of_8b_holds_no_more_and_samples_no_fewer_than_before_micro_batches_grew() -> None:
     found = plan(named_config("llama-3.1-8b"), RunSettings(20480), device("16GiB"))
     copy = next(row.train for row in found.rows if row.name == "adapter copy")  # came later: 0.16 GiB
     assert found.train_allocated <= 7.89 * GIB and found.train - copy <= 8.95 * GIB  # 7.88 and 8.94 at commit 56e294e
@@ -210,7 +210,7 @@ def test_the_long_case_of_8b_holds_more_or_samples_fewer_than_before_micro_batch
     ("qwen2.5-3b", "4GiB", 8192, (2, "paged_adamw_8bit", 256, 2048)),  # 1 and 4,096 with prefills of 8,192 tokens
     ("llama-3.1-8b", "12GiB", 4096, (8, "adamw_torch", 1024, 4096)),
 ])
-def test_larger_micro_batches_cost_a_sequence_or_a_slower_setting(
+def test_larger_micro_batches_cost_no_sequence_and_no_slower_setting(
     name: str, card: str, context: int, before: tuple[Any, ...]
 ) -> None:
     found = plan(named_config(name), RunSettings(context), device(card))
@@ -222,11 +222,11 @@ def test_larger_micro_batches_cost_a_sequence_or_a_slower_setting(
     ("llama-3.1-8b", "8GiB", 6528), ("llama-3.1-8b", "12GiB", 38144), ("llama-3.1-8b", "16GiB", 70912),
     ("llama-3.1-8b", "t4", 56576), ("qwen2.5-3b", "4GiB", 11776),
 ])
-def test_the_longest_context_falls_as_micro_batches_grow(name: str, card: str, before: int) -> None:
+def test_the_longest_context_does_not_fall_as_micro_batches_grow(name: str, card: str, before: int) -> None:
     assert max_context(named_config(name), RunSettings(1), device(card)) >= before
 
 
-def test_micro_batches_grow_into_the_last_tenth_of_a_card_or_beyond_a_step() -> None:
+def test_micro_batches_leave_the_last_tenth_of_a_card_and_end_with_a_step() -> None:
     config = named_config("llama-3.1-8b")
     tight = plan(config, RunSettings(640), device("12GiB"))
     assert tight.train <= EASE * 12 * GIB and (tight.settings.max_tokens or 0) > 8 * 640
@@ -236,7 +236,7 @@ def test_micro_batches_grow_into_the_last_tenth_of_a_card_or_beyond_a_step() -> 
     assert plan(config, RunSettings(640), device("24GiB")).settings.max_tokens == 16384 // 640 * 640
 
 
-def test_a_host_with_little_memory_gets_more_layer_inputs_than_it_holds() -> None:
+def test_a_host_with_little_memory_gets_no_more_layer_inputs_than_it_holds() -> None:
     asked = RunSettings(640, host_bytes=2 * GIB)
     found = plan(named_config("llama-3.1-8b"), asked, device("24GiB"))
     assert found.host <= 2 * GIB < plan(named_config("llama-3.1-8b"), RunSettings(640), device("24GiB")).host
