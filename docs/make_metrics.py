@@ -87,7 +87,8 @@ ALARM_HEADER = """
 ## Alarms
 
 An alarm warns when its condition has held for the given number of steps in a row. It warns again only after the
-condition has ended, and writes `alarms/NAME` into that line. Its message says what it means and what to do."""
+condition has ended (`nothing_to_learn` also while it lasts), and writes `alarms/NAME` into that line. Its message says
+what it means and what to do."""
 
 
 def page() -> str:

@@ -41,17 +41,17 @@ def epochs_visited(outcomes: list[list[float]], epochs: int) -> list[int]:
 
 
 @pytest.mark.parametrize("same", [SOLVED, FAILED])
-def test_rests_do_not_grow_from_1_epoch_to_8(same: list[float]) -> None:
+def test_rests_grow_from_1_epoch_to_8(same: list[float]) -> None:
     assert epochs_visited([same], 46) == [0, 2, 5, 10, 19, 28, 37]
     assert LONGEST_REST == 8
 
 
-def test_a_row_with_a_spread_rests_or_its_rests_are_not_forgotten() -> None:
+def test_a_row_with_a_spread_does_not_rest_and_starts_anew() -> None:
     assert epochs_visited([MIXED], 5) == [0, 1, 2, 3, 4]
     assert epochs_visited([SOLVED, SOLVED, MIXED, SOLVED, MIXED], 11) == [0, 2, 5, 6, 8, 9, 10]
 
 
-def test_completions_without_a_reward_count_as_a_reward() -> None:
+def test_completions_without_a_reward_do_not_count() -> None:
     pools = DifficultyPools()
     pools.record(0, 0, [None, None])
     assert not pools.rows
@@ -60,7 +60,7 @@ def test_completions_without_a_reward_count_as_a_reward() -> None:
     assert (pools.rests(0, 1), pools.rests(1, 1)) == (True, False)
 
 
-def test_solved_and_failed_rows_are_mixed_up() -> None:
+def test_solved_and_failed_rows_are_told_apart_by_the_best_reward_seen() -> None:
     pools = DifficultyPools()
     for index in range(3):
         pools.record(index, 0, FAILED)
@@ -74,7 +74,7 @@ def test_solved_and_failed_rows_are_mixed_up() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_a_run_starves_where_every_row_rests(count: int) -> None:
+def test_a_run_goes_on_if_every_row_rests(count: int) -> None:
     prompts = source(rows(count))
     for _ in range(20):
         visit(prompts, 3, lambda _: FAILED)
@@ -82,19 +82,19 @@ def test_a_run_starves_where_every_row_rests(count: int) -> None:
     assert prompts.epoch < 120
 
 
-def test_unusable_rows_make_resting_ones_wait_for_epochs_or_for_ever() -> None:
+def test_unusable_rows_do_not_make_resting_ones_wait() -> None:
     prompts = source([*rows(2), {"prompt": "", "index": 2}], shuffle=False)
     assert [visit(prompts, 1, lambda _: SOLVED) for _ in range(4)] == [[0], [1], [0], [1]]
     assert prompts.epoch <= 4
 
 
-def test_a_dataset_of_bad_rows_alone_loops_for_ever() -> None:
+def test_a_dataset_of_only_bad_rows_is_refused() -> None:
     with pytest.raises(DataError, match="no row of the dataset can be used"):
         source([{"prompt": ""}] * 3).take(1)
 
 
 @given(st.lists(st.sampled_from([MIXED, SOLVED, FAILED]), min_size=5, max_size=5), st.integers(0, 12))
-def test_a_restored_source_goes_on_elsewhere(kinds: list[list[float]], cut: int) -> None:
+def test_a_restored_source_goes_on_where_it_stopped(kinds: list[list[float]], cut: int) -> None:
     prompts, resumed = source(rows(5)), source(rows(5))
     for _ in range(cut):
         visit(prompts, 2, kinds.__getitem__)
@@ -108,7 +108,7 @@ def test_a_restored_source_goes_on_elsewhere(kinds: list[list[float]], cut: int)
     assert json.dumps(saved) == kept  # going back needs what was, not what became of it
 
 
-def test_a_checkpoint_made_without_pools_cannot_be_gone_on_with() -> None:
+def test_a_checkpoint_made_without_pools_can_be_resumed_with_pools() -> None:
     plain = PromptSource(rows(3), PromptEncoder(CharTokenizer(), 20), 0)  # type: ignore[arg-type]
     plain.take(2)
     prompts = source(rows(3))

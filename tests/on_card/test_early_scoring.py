@@ -1,4 +1,4 @@
-"""Rewards while others are sampled, on a card as on the CPU: the names say what breaks."""
+"""Rewards while others are sampled, on a card as on the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from lowmem_grpo.runs.records import read_lines
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_early_rewards_are_of_other_completions_or_a_thread_touches_the_card(
+def test_early_rewards_are_those_of_a_run_that_scores_afterwards(
     device: torch.device, tmp_path: Path
 ) -> None:
     runs: dict[bool, list[Any]] = {}

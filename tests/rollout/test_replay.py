@@ -35,7 +35,7 @@ def taken(buffer: ReplayBuffer, count: int, version: int = 9) -> list[int]:
     return [kept.prompt_ids[-1] for kept in buffer.take(count, version)]
 
 
-def test_the_groups_of_the_smallest_spread_stay() -> None:
+def test_the_groups_of_the_largest_spread_stay() -> None:
     buffer = ReplayBuffer(2)
     buffer.offer([group(0, 0, 1), group(1, 0, 3), group(2, 0, 2)])
     assert held(buffer) == [1, 2]
@@ -43,21 +43,21 @@ def test_the_groups_of_the_smallest_spread_stay() -> None:
     assert held(buffer) == [1, 2]
 
 
-def test_of_equal_groups_the_oldest_stays() -> None:
+def test_of_equal_groups_the_newest_stay() -> None:
     buffer = ReplayBuffer(2)
     for row in range(4):
         buffer.offer([group(row, 0, 1)])
     assert held(buffer) == [2, 3]
 
 
-def test_the_spread_is_not_that_of_the_rewards() -> None:
+def test_the_spread_is_the_deviation_of_the_rewards_that_are_there() -> None:
     assert spread_of(group(0, 1, 3, 1, 3)) == 1
     assert spread_of(group(0, 0, 0, 0, 4)) == pytest.approx(3**0.5)
     assert spread_of(group(0, 2, None, 4)) == 1
     assert spread_of(group(0, None, None)) == 0
 
 
-def test_what_is_taken_is_not_the_largest_spread_or_can_be_taken_twice() -> None:
+def test_the_largest_spread_is_taken_first_and_nothing_twice() -> None:
     buffer = ReplayBuffer(4)
     buffer.offer([group(0, 0, 1), group(1, 0, 3), group(2, 0, 1), group(3, 0, 2)])
     assert taken(buffer, 0) == []
@@ -66,7 +66,7 @@ def test_what_is_taken_is_not_the_largest_spread_or_can_be_taken_twice() -> None
     assert taken(buffer, 3) == []
 
 
-def test_a_replayed_group_is_kept_again() -> None:
+def test_a_replayed_group_is_not_kept_again() -> None:
     buffer = ReplayBuffer(4)
     buffer.offer([group(0, 0, 1)])
     buffer.offer(buffer.take(1, 9))
@@ -74,14 +74,14 @@ def test_a_replayed_group_is_kept_again() -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
-def test_a_group_that_is_not_finite_is_kept(broken: float) -> None:
+def test_a_group_that_is_not_finite_is_not_kept(broken: float) -> None:
     buffer, invalid = ReplayBuffer(4), group(1, 0, 1)
     invalid.rollouts[0].invalid_rewards = {"a": float("nan")}
     buffer.offer([group(0, 0, 1, logprob=broken), invalid])
     assert not buffer.entries
 
 
-def test_groups_beyond_the_largest_age_are_taken() -> None:
+def test_groups_beyond_the_greatest_age_are_not_taken() -> None:
     buffer = ReplayBuffer(4, max_age=2)
     buffer.offer([group(0, 0, 9, version=3), group(1, 0, 1, version=4)])
     assert [age_of(kept, 5) for kept in buffer.entries] == [2, 1]
@@ -89,7 +89,7 @@ def test_groups_beyond_the_largest_age_are_taken() -> None:
     assert not buffer.entries
 
 
-def test_a_replayed_group_carries_what_an_update_filled_in_or_lacks_what_was_sampled() -> None:
+def test_a_replayed_group_has_what_was_sampled_and_nothing_that_an_update_filled_in() -> None:
     fresh, buffer = group(4, 0, 1, version=7), ReplayBuffer(1)
     buffer.offer([fresh])
     fresh.rollouts[0].rewards["a"], fresh.rollouts[0].old_logprobs = 99.0, torch.zeros(2)
@@ -99,7 +99,7 @@ def test_a_replayed_group_carries_what_an_update_filled_in_or_lacks_what_was_sam
     assert replayed.rollouts[0] == expected  # every other field has its default
 
 
-def test_training_on_a_replayed_group_changes_what_going_back_restores() -> None:
+def test_training_on_a_replayed_group_does_not_change_what_is_restored() -> None:
     buffer = ReplayBuffer(2)
     buffer.offer([group(0, 0, 1)])
     marked = buffer.entries
@@ -116,7 +116,7 @@ def restored(buffer: ReplayBuffer, size: int, names: Any = ("a", "b"), generatio
     return fresh
 
 
-def test_a_restored_buffer_differs() -> None:
+def test_a_restored_buffer_is_the_saved_one() -> None:
     buffer = ReplayBuffer(3)
     buffer.offer([group(2, 0, 1), group(0, 0.1, None, version=3), group(5, 0.1 + 0.2, 1)])
     assert restored(buffer, 3).entries == buffer.entries
@@ -125,7 +125,7 @@ def test_a_restored_buffer_differs() -> None:
     assert not restored(buffer, 0).entries
 
 
-def test_kept_groups_that_no_longer_fit_are_trained_on_or_vanish_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_kept_groups_that_no_longer_fit_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     buffer = ReplayBuffer(3)
     buffer.offer([group(0, 0, 1), group(1, 0, 1, 2)])
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""Saved training state: exact continuation, crash safety, refusals. Each name says what is broken if it fails."""
+"""Saved training state: exact continuation, crash safety, refusals."""
 
 import errno
 import json
@@ -113,15 +113,15 @@ def assert_continues(tmp_path: Path, make: Optimizers, dtype: torch.dtype, **lor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resumed_training_differs_from_uninterrupted_training(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_resumed_training_is_identical_to_uninterrupted_training(tmp_path: Path, dtype: torch.dtype) -> None:
     assert_continues(tmp_path, adamw, dtype)
 
 
-def test_resumed_training_loses_trained_copies_of_whole_modules(tmp_path: Path) -> None:
+def test_resumed_training_keeps_trained_copies_of_whole_modules(tmp_path: Path) -> None:
     assert_continues(tmp_path, adamw, torch.float32, modules_to_save=["norm"], use_dora=True)
 
 
-def test_optimizer_state_kept_wider_than_its_parameter_is_cast_on_load(tmp_path: Path) -> None:
+def test_optimizer_state_wider_than_its_parameter_keeps_its_dtype(tmp_path: Path) -> None:
     first = training(1, dtype=torch.bfloat16)
     first.step()
     for held in first.optimizer.state.values():
@@ -133,7 +133,7 @@ def test_optimizer_state_kept_wider_than_its_parameter_is_cast_on_load(tmp_path:
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "PagedAdamW8bit"])
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_resumed_8bit_optimizer_differs_from_an_uninterrupted_one(tmp_path: Path, kind: str) -> None:
+def test_a_resumed_8bit_optimizer_is_identical_to_an_uninterrupted_one(tmp_path: Path, kind: str) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
 
     def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -149,7 +149,7 @@ def test_resumed_8bit_optimizer_differs_from_an_uninterrupted_one(tmp_path: Path
     assert_continues(tmp_path, make, torch.float32)
 
 
-def test_paged_moments_are_left_outside_paged_memory_on_load() -> None:
+def test_paged_moments_are_loaded_into_paged_memory() -> None:
     parameter, buffers = torch.nn.Parameter(torch.zeros(4)), [torch.zeros(4, dtype=torch.uint8) for _ in range(2)]
     moments: dict[str, Any] = {"state1": torch.arange(4).byte(), "state2": torch.arange(4).byte() + 9, "step": 2}
     spare = list(buffers)
@@ -160,13 +160,13 @@ def test_paged_moments_are_left_outside_paged_memory_on_load() -> None:
     assert torch.equal(held["state1"], moments["state1"]) and torch.equal(held["state2"], moments["state2"])
 
 
-def test_run_saved_before_its_first_step_cannot_be_loaded(tmp_path: Path) -> None:
+def test_a_run_saved_before_its_first_step_can_be_loaded(tmp_path: Path) -> None:
     first, second = training(1), training(2)
     second.load(first.save(tmp_path, 0))
     assert_identical(first, second)
 
 
-def test_parameters_are_reallocated_on_load(tmp_path: Path) -> None:
+def test_parameters_are_overwritten_in_place(tmp_path: Path) -> None:
     first, second = training(1), training(2)
     before = {name: (id(tensor), tensor.data_ptr()) for name, tensor in second.model.named_parameters()}
     second.load(first.save(tmp_path, 1))
@@ -174,7 +174,7 @@ def test_parameters_are_reallocated_on_load(tmp_path: Path) -> None:
     assert_identical(first, second)
 
 
-def test_plain_peft_cannot_load_the_folder(tmp_path: Path) -> None:
+def test_plain_peft_loads_the_folder(tmp_path: Path) -> None:
     first = training(1)
     first.step()
     plain = peft.PeftModel.from_pretrained(base_model(), str(first.save(tmp_path, 1)))
@@ -182,7 +182,7 @@ def test_plain_peft_cannot_load_the_folder(tmp_path: Path) -> None:
     assert torch.equal(plain.eval()(rows).logits, first.model.eval()(rows).logits)
 
 
-def test_only_part_of_a_mismatched_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_mismatched_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     folder = training(1).save(tmp_path, 1)
     for other, reason in (
         (training(2, r=4), r"down_proj.lora_A.weight is \[8, 64\] torch.float32 in the checkpoint, \[4, 64\]"),
@@ -210,7 +210,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {"missing": Path.unlink, "truncated"
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_checkpoint_is_trusted_or_its_file_not_named(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_checkpoint_is_refused_and_its_file_named(tmp_path: Path, kind: str) -> None:
     run = training(1)
     older, newer = run.save(tmp_path, 9), run.save(tmp_path, 10)
     whole = shutil.copytree(newer, tmp_path / "whole")
@@ -225,7 +225,7 @@ def test_damaged_checkpoint_is_trusted_or_its_file_not_named(tmp_path: Path, kin
     assert checkpoint.last_good(tmp_path) == (newer, [])
 
 
-def test_manifest_that_lists_too_little_passes(tmp_path: Path) -> None:
+def test_a_manifest_that_lists_too_little_is_refused(tmp_path: Path) -> None:
     folder = training(1).save(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["files"]["rng.safetensors"]
@@ -234,7 +234,7 @@ def test_manifest_that_lists_too_little_passes(tmp_path: Path) -> None:
         checkpoint.verify(folder)
 
 
-def test_checkpoint_of_another_format_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_state, "FORMAT", 2)
     folder = training(1).save(tmp_path, 1)
     monkeypatch.undo()
@@ -249,7 +249,7 @@ class Trap:
         return os._exit, (99,)
 
 
-def test_planted_pickle_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_pickle_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = training(1).save(tmp_path, 1)
     for name in ("adapter_model.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt", "training_args.bin"):
         (folder / name).write_bytes(pickle.dumps(Trap()))
@@ -262,7 +262,7 @@ def test_planted_pickle_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             read(folder)
 
 
-def test_saving_writes_a_pickle_or_names_tensors_otherwise(tmp_path: Path) -> None:
+def test_saving_writes_no_pickle_and_names_tensors_by_their_path(tmp_path: Path) -> None:
     run = training(1)
     run.step()
     folder = run.save(tmp_path, 1)
@@ -283,7 +283,7 @@ def assert_old_one_survives(run: Training, run_dir: Path, step: int, expected: d
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_full_disk_costs_the_old_checkpoint_or_leaves_rubbish(
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """The disk is full at each flush in turn, at the last one (of the run's folder) after the renames."""
@@ -309,7 +309,7 @@ def refuse(*_: Any) -> None:
     raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
-def test_safetensors_own_write_error_is_not_reported_as_a_full_disk(
+def test_an_error_of_safetensors_is_reported_as_a_refused_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = training(1)
@@ -319,7 +319,7 @@ def test_safetensors_own_write_error_is_not_reported_as_a_full_disk(
     assert "os error 28" in assert_old_one_survives(run, tmp_path, 2, expected)
 
 
-def test_state_that_is_not_json_leaves_a_folder_behind(tmp_path: Path) -> None:
+def test_state_that_is_not_json_leaves_no_folder_behind(tmp_path: Path) -> None:
     run = training(1)
     with pytest.raises(TypeError):
         checkpoint.save_checkpoint(tmp_path, 1, run.model, run.optimizer, run.scheduler, {"bad": object()})
@@ -353,7 +353,7 @@ for attempt in range(int(sys.argv[3])):
 
 
 @pytest.mark.timeout(120)
-def test_killed_save_leaves_no_loadable_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_save_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAVER, str(tmp_path), str(Path(__file__).parent), "20"]
     root = Path(__file__).parents[2]
     subprocess.run(command, check=True, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -367,7 +367,7 @@ def test_killed_save_leaves_no_loadable_checkpoint(tmp_path: Path) -> None:
     assert interrupted > 5  # most kills fell into a save
 
 
-def test_kill_between_the_two_renames_loses_the_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_between_the_two_renames_loses_no_checkpoint(tmp_path: Path) -> None:
     folder = training(1).save(tmp_path, 1)
     os.rename(folder, tmp_path / ".checkpoint-1.old-77")
     (tmp_path / ".checkpoint-1.tmp-77").mkdir()
@@ -377,7 +377,7 @@ def test_kill_between_the_two_renames_loses_the_checkpoint(tmp_path: Path) -> No
     checkpoint.verify(folder)
 
 
-def test_leftovers_of_a_process_with_the_same_id_block_saving(tmp_path: Path) -> None:
+def test_leftovers_of_a_process_with_the_same_id_do_not_block_saving(tmp_path: Path) -> None:
     run = training(1)
     run.save(tmp_path, 1)
     for kind in ("tmp", "old"):
@@ -387,7 +387,7 @@ def test_leftovers_of_a_process_with_the_same_id_block_saving(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
-def test_pruning_deletes_the_best_or_the_last_good_or_keeps_too_many(tmp_path: Path) -> None:
+def test_pruning_keeps_the_best_the_newest_and_the_last_good(tmp_path: Path) -> None:
     run = training(1)
     folders = [run.save(tmp_path, step) for step in (2, 9, 10, 30, 100)]
     assert checkpoint.list_checkpoints(tmp_path) == folders
