@@ -1,4 +1,4 @@
-"""Before a run: what would stop it or make it learn nothing, one line for each problem and its fix.
+"""Checks before a run: mistakes that would stop it or make it learn nothing, each with its fix.
 
 Names load when they are first used.
 """

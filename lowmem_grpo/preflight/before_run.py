@@ -1,10 +1,10 @@
-"""Before a run: what it would stumble over, one line for each problem and its fix. docs/preflight.md lists the checks.
+"""Checks before a run: mistakes that would stop it or make it learn nothing. docs/preflight.md lists them.
 
     for finding in trainer.preflight():
         print(finding.severity, finding.problem, finding.fix)
 
-`train()` does this by itself, unless GRPOConfig(preflight=False): errors end it before anything is sampled or written,
-warnings are logged.
+`train()` does this itself, unless GRPOConfig(preflight=False): an error ends the run before anything is sampled or
+written, and warnings are logged.
 """
 
 import logging
@@ -23,23 +23,26 @@ logger = logging.getLogger(__name__)
 
 
 class PreflightError(DataError):
-    """A run would fail or teach nothing: the message has a line for each problem, with its fix."""
+    """A run would fail or learn nothing. The message has one line for each problem, with its fix."""
 
 
 def preflight(trainer: Trainer) -> list[Finding]:
-    """Every finding about a GRPOTrainer or SFTTrainer, errors first. Nothing is sampled, called or written."""
+    """Every finding about a trainer, errors first. Nothing is sampled, called or written."""
     return look_over(Subject.of(trainer))
 
 
 def look_over(subject: Subject) -> list[Finding]:
-    """What the checks find."""
+    """What the checks find, errors first."""
     fitting = [check for check in CHECKS if subject.scorer is not None or check.with_sft]
     return by_severity([finding for check in fitting for finding in check.look(subject)])
 
 
 def before_training(trainer: Trainer) -> None:
-    """What `train()` does: PreflightError for errors, a warning in the log for each other problem, or one line in the
-    live view where nothing is wrong; and, on a card whose data sheet is known, how long the run should take."""
+    """Check a run as `train()` begins.
+
+    Raises PreflightError for errors, and logs a warning for each other problem. Where nothing is wrong, the live view
+    says so in one line. On a card whose data sheet is known, it also says how long the run should take.
+    """
     if not trainer.args.preflight:
         return
     began = time.monotonic()
@@ -52,8 +55,8 @@ def before_training(trainer: Trainer) -> None:
     if not wrong and trainer.view is not None:
         looked = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows"
         seconds = time.monotonic() - began
-        trainer.view.say(f"preflight: {looked} looked at, nothing wrong with them, rewards, disk or memory "
-                         f"({seconds:.1f} s)")
+        trainer.view.say(f"preflight: checked {looked}, the rewards, disk and memory in {seconds:.1f} s; nothing is "
+                         "wrong")
     expected = None if trainer.view is None else how_long(subject)
     if trainer.view is not None and expected is not None:
         trainer.view.say(expected)

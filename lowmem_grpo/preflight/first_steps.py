@@ -1,4 +1,4 @@
-"""What a run's first steps show, said once: what the rewards made of the first one, and how long the run will take."""
+"""What the first steps of a run show: what the rewards paid in the first one, and how long the run will take."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ from lowmem_grpo.views.live import Pace
 
 logger = logging.getLogger(__name__)
 
-ENOUGH_GROUPS = 4  # of which something can be said about each function, and about the share that has signal
+ENOUGH_GROUPS = 4  # with fewer groups, little can be said about each function and about the share with signal
 PHASES = {"time/generate": "sampling", "time/reward": "rewards", "time/train": "training"}
 
 
@@ -34,7 +34,7 @@ class FirstSteps:
     def __init__(
         self, records: RunRecords, say: Callable[[str], None] | None = None, scorer: RewardScorer | None = None
     ) -> None:
-        """`scorer` is that of a run with rewards; `say` prints a line, and is None where nobody wants to see one."""
+        """`scorer` is None in a run without rewards; `say` prints a line, and is None where none is wanted."""
         self.records, self.say, self.scorer = records, say, scorer
         self.pace = Pace()
         self.seen = 0  # updates since `train` was called
@@ -46,7 +46,7 @@ class FirstSteps:
     def on_step_end(
         self, args: Any, state: Any, control: Any, groups: list[RolloutGroup] | None = None, **kwargs: Any
     ) -> None:
-        """`groups` are those sampled in this step, with rewards."""
+        """`groups` are those of this step, with rewards."""
         self.seen += 1
         self.pace.mark(state.global_step)
         if self.seen == 1 and groups and self.scorer is not None and args.preflight:
@@ -57,14 +57,14 @@ class FirstSteps:
             self.expect(args, state)
 
     def expect(self, args: Any, state: TrainerState) -> None:
-        """Write down how long the whole run will take, and say it where some of it is left."""
+        """Record how long the whole run will take, and print it unless the run is over."""
         left = self.pace.left(state.max_steps) or 0.0
         self.records.summary({"expected_seconds": state.elapsed + left})
         if left and self.say is not None and args.preflight:
             self.say(self.expectation(args, state, left))
 
     def expectation(self, args: Any, state: TrainerState, left: float) -> str:
-        """One line, of the second step: the first one warms up."""
+        """One line after the second step; the first step warms up."""
         each = self.pace.per_step or 0.0
         last = (state.unlogged or state.log_history or [{}])[-1]
         shares = ", ".join(f"{name} {last[key]:.0%}" for key, name in PHASES.items() if key in last)
@@ -79,10 +79,10 @@ class FirstSteps:
 
 
 def about_rewards(groups: list[RolloutGroup], scorer: RewardScorer) -> list[Finding]:
-    """What functions really paid for the completions of a step, as `rewards.check` says it of samples.
+    """Findings about what the functions paid for the completions of a step, as in `rewards.check`.
 
-    Of fewer than ENOUGH_GROUPS groups nothing is said but that none of them has signal, that values are no numbers, and
-    that no function had anything to say. Where no group has signal, a function that pays all alike is one of many.
+    With fewer than ENOUGH_GROUPS groups, only three things are reported: no group has signal, values are not numbers,
+    and no function paid anything. If no group has signal, functions that pay the same for all are not listed singly.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     trials = [trial_of(name, weight, rollouts) for name, weight in zip(scorer.names, scorer.weights, strict=True)]

@@ -1,4 +1,4 @@
-"""How long a run should take, said before its first step: an estimate from the card's data sheet, marked as one."""
+"""An estimate, before the first step, of how long a run will take: from the data sheet of the card."""
 
 from statistics import fmean
 
@@ -10,7 +10,7 @@ from lowmem_grpo.units import time_text
 
 
 def how_long(subject: Subject) -> str | None:
-    """One line; None where nothing can be estimated: on the CPU, on a card without a data sheet, in fine-tuning."""
+    """The estimate in one line; None on the CPU, on a card without a data sheet, and in fine-tuning."""
     work = expected_work(subject)
     if work is None:
         return None
@@ -19,7 +19,7 @@ def how_long(subject: Subject) -> str | None:
 
 
 def expected_work(subject: Subject) -> Workload | None:
-    """A step's, with the rows' own prompts, and completions of which nothing is known yet."""
+    """The work of a step, with the prompts of the sampled rows. The length of completions is a guess."""
     args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
     if subject.scorer is None or not lengths:
         return None
@@ -40,4 +40,4 @@ def line_of(found: TimePlan, steps: int) -> str | None:
     each = whole / work.updates
     return (f"estimated, not measured: {time_text(each)} a step on {found.card} (sampling {generate / whole:.0%}, "
             f"training {train / whole:.0%}), so {time_text(each * steps)} for {steps} steps, if completions have "
-            f"{work.completion_length:.0f} of at most {work.longest} tokens; the second step says what it really takes")
+            f"{work.completion_length:.0f} of at most {work.longest} tokens; the second step measures it")

@@ -1,4 +1,4 @@
-"""Checks of rewards before anything is sampled: the columns that they read. No function is called."""
+"""Checks of the columns that rewards read. No function is called."""
 
 import inspect
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from lowmem_grpo.runs.findings import Finding
 
 
 def reserved_names(subject: Subject) -> Iterator[Finding]:
-    """A column with the name of an argument."""
+    """A column with the name of an argument of reward functions."""
     for which, sample in samples_of(subject):
         try:
             passed_columns({name: [] for name in sample.columns})
@@ -30,7 +30,7 @@ def reserved_names(subject: Subject) -> Iterator[Finding]:
 
 
 def missing_columns(subject: Subject) -> Iterator[Finding]:
-    """A function that requires what no column provides."""
+    """A function that needs a column that does not exist."""
     seconds = subject.args.reward_timeout
     for which, sample in samples_of(subject):
         for name, function in functions_of(subject):
@@ -42,7 +42,7 @@ def missing_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def empty_columns(subject: Subject) -> Iterator[Finding]:
-    """A column that a function names, and that holds None in every row looked at."""
+    """A column that a function reads, and that is None in every sampled row."""
     sample = subject.sample
     empty = [name for name in sample.columns if all(looked.row.get(name) is None for looked in sample.usable)]
     for name, function in functions_of(subject):
@@ -53,14 +53,14 @@ def empty_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def unusable_evaluation(subject: Subject) -> Iterator[Finding]:
-    """An evaluation dataset of which no row can be sampled from."""
+    """An evaluation dataset without a usable row."""
     sample = subject.eval_sample
     if sample is None or sample.fitting:
         return
     first = sample.rows[0]
     reason = first.reason or str(first.error or f"prompt longer than {sample.limit} tokens")
     yield Finding("error", "", f"no row of the evaluation dataset can be used; the first one: {reason}",
-                  "mend its column `prompt`, or leave it out")
+                  "correct its column `prompt`, or leave the dataset out")
 
 
 def functions_of(subject: Subject) -> list[tuple[str, RewardFunction]]:
@@ -70,12 +70,12 @@ def functions_of(subject: Subject) -> list[tuple[str, RewardFunction]]:
 
 
 def samples_of(subject: Subject) -> list[tuple[str, RowSample]]:
-    """The rows of each dataset that rewards are asked about, by its name."""
+    """The name and the sampled rows of each dataset that rewards see."""
     evaluation = [] if subject.eval_sample is None else [("evaluation dataset", subject.eval_sample)]
     return [("dataset", subject.sample), *evaluation]
 
 
 def arguments_of(sample: RowSample) -> dict[str, Any]:
-    """All that a function may ask for, by name."""
+    """Every argument that a function may have, by name."""
     columns = [name for name in sample.columns if name not in NOT_PASSED]
     return {name: [] for name in (*columns, *RESERVED, "completion_ids")}

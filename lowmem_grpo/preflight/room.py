@@ -1,4 +1,4 @@
-"""Checks of room: on the disk for what a run writes, on the host for what is kept there, on the card for its plan."""
+"""Checks of space: on the disk for files, on the host for what is kept there, on the card for the memory plan."""
 
 import math
 import os
@@ -17,22 +17,22 @@ from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.units import size_text
 
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES = 300, 40, 5  # of a completion in completions.jsonl; of each reward, each token
-DISK_FIX = "make room, or choose another output_dir"
+DISK_FIX = "free some space, or choose another output_dir"
 
 
 def unwritable(subject: Subject) -> Iterator[Finding]:
-    """A run directory that cannot be made or written to. Nothing is written to find out."""
+    """A run folder that cannot be made or written to. Nothing is written to find out."""
     place = existing(subject.run_dir)
     if not place.is_dir():
         yield Finding("error", "", f"output_dir is {str(subject.run_dir)!r}, and {place} is a file",
                       "choose another output_dir")
     elif not os.access(place, os.W_OK | os.X_OK):
-        yield Finding("error", "", f"output_dir is {str(subject.run_dir)!r}, and {place} may not be written to",
+        yield Finding("error", "", f"output_dir is {str(subject.run_dir)!r}, and {place} cannot be written to",
                       "choose another output_dir, or change the folder's permissions")
 
 
 def full_disk(subject: Subject) -> Iterator[Finding]:
-    """Too little room for one checkpoint, or for all that the run is going to write."""
+    """Too little space for one checkpoint, or for all that the run will write."""
     place = existing(subject.run_dir)
     if not place.is_dir():
         return
@@ -41,43 +41,43 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
     needed, name = copies * one + texts, "one checkpoint" if keeps_checkpoints(subject) else "the adapter"
     fix = DISK_FIX + (", or lower save_total_limit" if keeps_checkpoints(subject) else "")
     if free < one:
-        yield Finding("error", "", f"{place} has {size_text(free)} free, and {name} takes {size_text(one)}",
+        yield Finding("error", "", f"{place} has {size_text(free)} free, but {name} needs {size_text(one)}",
                       fix)
     elif free < needed:
         yield Finding("warning", "", f"{place} has {size_text(free)} free; "
-                      f"{f'{copies} checkpoints take' if keeps_checkpoints(subject) else 'the adapter takes'} "
+                      f"{f'{copies} checkpoints need' if keeps_checkpoints(subject) else 'the adapter needs'} "
                       f"{size_text(copies * one)}, and completions.jsonl up to {size_text(texts)}", fix)
 
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
-    """On a card: layer inputs, and the paged states of an optimizer, that may leave the host too little."""
+    """With a card: layer inputs and the paged states of an optimizer may leave the host too little memory."""
     paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
     needed = (0 if subject.plan is None else subject.plan.host) + paged
     available = available_host_bytes()
     if not needed or available is None or available - needed >= SPARE:
         return
     yield Finding(
-        "warning", "", f"the host has {size_text(available)} of memory to spare; layer inputs and optimizer states may "
-        f"take {size_text(needed)} of it",
+        "warning", "", f"the host has {size_text(available)} of free memory, and layer inputs and optimizer states "
+        f"may take {size_text(needed)} of it",
         "lower max_tokens_per_micro_batch, free host memory, or set use_gradient_checkpointing=True or "
         'optim="adamw_8bit", which keep them on the card',
     )
 
 
 def over_plan(subject: Subject) -> Iterator[Finding]:
-    """A plan that is larger than the card. The run may still work: plans are estimates."""
+    """A plan that needs more than the card has. The run may still work, since plans are estimates."""
     plan = subject.plan
     if plan is None or plan.fits:
         return
     phase = "train" if plan.train > plan.device.budget else "rollout"
     settings = subject.memory.advice.settings.get(phase, [])
-    yield Finding("warning", "", f"by the plan this run takes {size_text(plan.peak)} of the card, and may use "
-                  f"{size_text(plan.device.budget)}: {'; '.join(plan.advice)}. It is tried all the same: plans are "
-                  "estimates", f"try {'; '.join(settings) or 'a shorter context'}")
+    yield Finding("warning", "", f"the plan expects {size_text(plan.peak)} on the card, which is more than the "
+                  f"{size_text(plan.device.budget)} that the run may use: {'; '.join(plan.advice)}. The run goes on, "
+                  "since plans are estimates", f"try {'; '.join(settings) or 'a shorter context'}")
 
 
 def emulated_dtype(subject: Subject) -> Iterator[Finding]:
-    """bfloat16 on a card that does not compute in it."""
+    """bfloat16 on a card that only emulates it."""
     dtypes = (subject.policy.autocast_dtype, subject.policy.head.weight.dtype)
     if subject.policy.device.type == "cuda" and torch.bfloat16 in dtypes and not is_bfloat16_supported():
         yield Finding("warning", "", "the run computes in bfloat16, which this card only emulates", "load the model "
@@ -85,7 +85,7 @@ def emulated_dtype(subject: Subject) -> Iterator[Finding]:
 
 
 def existing(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
+    """The path itself, or the nearest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
@@ -95,7 +95,7 @@ def optimizer_bytes(subject: Subject) -> int:
 
 
 def checkpoint_bytes(subject: Subject) -> int:
-    """The adapter and the states of its optimizer; the adapter alone where no checkpoint is written."""
+    """The adapter and the states of its optimizer; only the adapter where no checkpoints are written."""
     adapter = sum(parameter.nbytes for parameter in subject.policy.trainable)
     return adapter + (optimizer_bytes(subject) if keeps_checkpoints(subject) else 0)
 
@@ -106,7 +106,7 @@ def keeps_checkpoints(subject: Subject) -> bool:
 
 
 def copies_to_come(subject: Subject) -> int:
-    """Checkpoints beside those that are there: a new one is written before the oldest is deleted, the best stays."""
+    """Checkpoints to come beside those on disk. A new one is written before the oldest goes; the best one stays."""
     if not keeps_checkpoints(subject):
         return 1
     left = max(subject.state.max_steps - subject.state.global_step, 0)
@@ -118,7 +118,7 @@ def copies_to_come(subject: Subject) -> int:
 
 
 def completion_bytes(subject: Subject) -> int:
-    """What completions.jsonl may grow to, where every completion has its longest length."""
+    """The size of completions.jsonl if every completion has its longest length."""
     if subject.scorer is None:
         return 0
     args, prompts = subject.args, [len(looked.prompt.text) for looked in subject.sample.usable if looked.prompt]

@@ -1,4 +1,4 @@
-"""A bounded sample of a run's rows, each made into a prompt as the run will make it."""
+"""A bounded sample of a run's rows, each turned into a prompt as the run will do it."""
 
 import sys
 import time
@@ -9,21 +9,21 @@ from typing import Any
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 
 MOST_ROWS, LEAST_ROWS = 256, 16
-SECONDS = 1.0  # after which no more rows are looked at, once there are LEAST_ROWS
+SECONDS = 1.0  # after LEAST_ROWS, no more rows are read once this time has passed
 
 
 @dataclass(frozen=True)
 class LookedAt:
-    """One row, and what became of it."""
+    """One row, and the prompt that it makes."""
 
     row: dict[str, Any]
     prompt: Prompt | None = None  # None where the row cannot be used
-    reason: str = ""  # why it cannot: the encoder's own words
+    reason: str = ""  # why it cannot, as the encoder says
     error: Exception | None = None  # what was raised instead
 
     @property
     def tokens(self) -> int:
-        """Of the prompt; in fine-tuning with its completion."""
+        """Tokens of the prompt; in fine-tuning, with its completion."""
         if self.prompt is None:
             return 0
         return len(self.prompt.ids) + len(getattr(self.prompt, "completion_ids", ()))
@@ -31,14 +31,14 @@ class LookedAt:
 
 @dataclass(frozen=True)
 class RowSample:
-    """R of a dataset's rows, evenly spread over it; prompts of any length count as usable here."""
+    """Rows spread evenly over a dataset. Prompts of any length count as usable here."""
 
     rows: list[LookedAt]
     total: int  # rows of the dataset
     columns: list[str]
     encoder: PromptEncoder  # without a bound on the length
     limit: int  # tokens that a row may have
-    dataset: Any = ()  # that they are of
+    dataset: Any = ()  # where they come from
 
     @property
     def usable(self) -> list[LookedAt]:
@@ -51,14 +51,14 @@ class RowSample:
         return [looked for looked in self.usable if looked.tokens <= self.limit]
 
     def share(self, count: int) -> str:
-        """'3 of 256 rows looked at', or 'all 8 rows'."""
+        """'3 of 256 sampled rows', or 'all 8 rows'."""
         if len(self.rows) < self.total:
-            return f"{count} of {len(self.rows)} rows looked at"
+            return f"{count} of {len(self.rows)} sampled rows"
         return f"all {self.total} rows" if count == self.total else f"{count} of {self.total} rows"
 
 
 def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
-    """At most MOST_ROWS rows, and fewer where a row takes long."""
+    """At most MOST_ROWS rows, and fewer where rows are slow to read."""
     count = min(len(dataset), MOST_ROWS)
     unbounded = copy(encoder)
     unbounded.max_prompt_length = sys.maxsize
@@ -71,14 +71,14 @@ def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
 
 
 def spread(count: int) -> list[int]:
-    """0 .. count - 1 in an order whose beginnings are spread too: where time runs out, the sample stays even."""
+    """0 .. count - 1 in an order whose beginnings are spread evenly too, for when time runs out."""
     width = max(count - 1, 0).bit_length()
     turned = (int(f"{place:0{width}b}"[::-1], 2) if width else place for place in range(1 << width))
     return [place for place in turned if place < count]
 
 
 def look_at(dataset: Any, index: int, encoder: PromptEncoder) -> LookedAt:
-    """One row: a broken one, or a template that refuses it, may raise anything."""
+    """One row. A broken row, or a template that refuses it, may raise anything."""
     row: Any = {}
     try:
         row = dataset[index]
@@ -89,7 +89,7 @@ def look_at(dataset: Any, index: int, encoder: PromptEncoder) -> LookedAt:
 
 
 def columns_of(dataset: Any, rows: list[LookedAt]) -> list[str]:
-    """The names that rows have, sorted; of a plain list, those of every row."""
+    """The sorted names of the columns; in a plain list, of all its rows."""
     named = getattr(dataset, "column_names", None)
     if named is not None:
         return sorted(named)

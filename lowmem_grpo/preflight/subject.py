@@ -34,7 +34,7 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """A trainer, seen by the checks."""
+    """A trainer as the checks see it."""
 
     args: Any  # GRPOConfig or SFTConfig
     tokenizer: Any
@@ -66,7 +66,7 @@ class Subject:
 
     @property
     def plan(self) -> MemoryPlan | None:
-        """The run's plan on its card; None on the CPU, and for models that no plan can be made for."""
+        """The memory plan of the run on its card; None on the CPU, and for models that cannot be planned."""
         plan = self.memory.advice.plan
         return plan if isinstance(plan, MemoryPlan) else None
 
@@ -77,13 +77,13 @@ class Subject:
 
     @property
     def end_texts(self) -> list[str]:
-        """Strings at which a completion is ended on top of `end_ids`."""
+        """Strings that end a completion, beside `end_ids`."""
         params = getattr(self.args, "vllm_sampling_params", None)
         return [] if params is None else list(params.stop_strings)
 
     @property
     def all_end_ids(self) -> set[int]:
-        """`end_ids`, those of `vllm_sampling_params` among them; without the model's own where these are ignored."""
+        """`end_ids` and those of `vllm_sampling_params`; without the model's own if these are ignored."""
         params = getattr(self.args, "vllm_sampling_params", None)
         if params is None:
             return set(self.end_ids)

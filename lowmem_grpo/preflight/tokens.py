@@ -1,6 +1,6 @@
-"""Checks of tokens that decide where a completion ends, and of ids that the model does not have.
+"""Checks of the tokens that end a completion, and of ids that the model does not have.
 
-That padding and end are the same token matters to nothing here: masks come from lengths, never from comparing ids.
+Padding and end may be the same token: masks come from lengths, never from comparing ids.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ STOP = "a string of vllm_sampling_params=SamplingParams(stop=...)"
 
 
 def no_end(subject: Subject) -> Iterator[Finding]:
-    """Nothing ends a completion but its longest length."""
+    """Only the longest length ends a completion."""
     if not subject.all_end_ids and not subject.end_texts and subject.scorer is not None:
         yield Finding("warning", "", "no token ends a completion: neither the tokenizer nor the model's generation "
-                      "config names one, so each goes on to max_completion_length",
+                      "config names one, so each completion goes on to max_completion_length",
                       f"set tokenizer.eos_token, or {STOP}")
 
 
 def other_end(subject: Subject) -> Iterator[Finding]:
-    """The template ends an answer with something that does not end a completion."""
+    """The template ends an answer with a token that does not end a completion."""
     if not subject.all_end_ids:
         return
     for looked in subject.chats[:1]:
@@ -32,25 +32,25 @@ def other_end(subject: Subject) -> Iterator[Finding]:
         if not ids or subject.all_end_ids & {*ids} or any(text in tail for text in subject.end_texts):
             continue
         ends = " or ".join(repr(subject.tokenizer.decode([end])) for end in sorted(subject.all_end_ids))
-        yield Finding("warning", "", f"the chat template ends an answer with {tail.strip()!r}, and completions end at "
-                      f"{ends} alone: answers may run on to their longest length", f"set tokenizer.eos_token to the "
+        yield Finding("warning", "", f"the chat template ends an answer with {tail.strip()!r}, but only {ends} ends a "
+                      "completion, so answers may go on to their longest length", f"set tokenizer.eos_token to the "
                       f"template's, or give {STOP}" if subject.scorer else "set tokenizer.eos_token to the template's")
 
 
 def unknown_ids(subject: Subject) -> Iterator[Finding]:
-    """Ids that the embedding has no row for: the model would fail on them, or never sample them."""
+    """Ids without a row in the embedding: the model would fail on them, or never sample them."""
     rows, tokenizer = subject.embeddings, subject.tokenizer
-    fix = "use the model's own tokenizer; tokens that were added to it need an embedding in the model"
+    fix = "use the model's own tokenizer; tokens that you add to it need an embedding in the model"
     ends = sorted(end for end in subject.all_end_ids if end >= rows)
     if ends:
         severity = "error" if len(ends) == len(subject.all_end_ids) and not subject.end_texts else "warning"
-        yield Finding(severity, "", f"the end token {ends[0]} lies beyond the model's vocabulary of {rows}, so it is "
+        yield Finding(severity, "", f"the end token {ends[0]} is beyond the model's vocabulary of {rows}, so it is "
                       "never sampled", fix)
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
-        yield Finding("error", "", f"the padding token {tokenizer.pad_token_id} lies beyond the model's vocabulary of "
+        yield Finding("error", "", f"the padding token {tokenizer.pad_token_id} is beyond the model's vocabulary of "
                       f"{rows}", fix)
     unknown = (max(looked.prompt.ids) for looked in subject.sample.fitting
                if looked.prompt and looked.prompt.ids and max(looked.prompt.ids) >= rows)
     for token in islice(unknown, 1):
-        yield Finding("error", "", f"a prompt holds the token {token} ({tokenizer.decode([token])!r}), and the model's "
-                      f"vocabulary has {rows}", fix)
+        yield Finding("error", "", f"a prompt contains the token {token} ({tokenizer.decode([token])!r}), but the "
+                      f"model's vocabulary has {rows}", fix)

@@ -1,11 +1,11 @@
-"""The recipes: their names, and what each teaches."""
+"""The recipes by name, and what each of them teaches."""
 
 RECIPES = {
-    "arithmetic": "multi-step arithmetic with the embedded tiny model, on a CPU in minutes",
-    "gsm8k": "grade-school maths: openai/gsm8k, or dataset=PATH to a jsonl, json, csv or parquet file; gpu=16|24|48|80",
-    "countdown": "make a target from given numbers: generated puzzles, any model, max_numbers=3|4 and more",
-    "proximity": "a new answer format by fine-tuning, then GRPO in which closer answers earn more: sft_steps=N",
-    "email": "replies to e-mails: keyword, recipient, length and signature paid one by one, longest_words=N",
-    "code": "small Python functions that must pass their tests in a sandbox: isolation=bubblewrap|nsjail|process",
-    "judge": "summaries scored side by side by a judge (RULER): judge=self, or judge=URL judge_model=NAME",
+    "arithmetic": "multi-step arithmetic with the embedded tiny model, in minutes on a CPU",
+    "gsm8k": "grade-school maths: openai/gsm8k, or your own file with dataset=FILE",
+    "countdown": "reach a target from given numbers with + - * /: generated puzzles",
+    "proximity": "learn a new answer format by fine-tuning, then GRPO that pays more for closer answers",
+    "email": "replies to e-mails, with a reward for each quality of a good reply",
+    "code": "small Python functions that must pass their tests in a sandbox",
+    "judge": "summaries that a language model compares and scores (RULER)",
 }

@@ -1,7 +1,7 @@
-"""Recipe `arithmetic`: the embedded model learns to get multi-step arithmetic right. Minutes on two CPU cores.
+"""Recipe `arithmetic`: teach the embedded tiny model multi-step arithmetic, in minutes on two CPU cores.
 
-    lowmem-grpo run arithmetic                      # what `make demo` runs
-    lowmem-grpo run arithmetic loss_type=gspo scale_rewards=group
+    lowmem-grpo run arithmetic
+    lowmem-grpo run arithmetic loss_type=gspo scale_rewards=group       # another loss
 """
 
 from dataclasses import dataclass
@@ -31,18 +31,18 @@ class ArithmeticOptions(RecipeOptions):
     """The options of `lowmem-grpo run arithmetic`."""
 
     gradient_checkpointing_mode: str = "none"
-    """What get_peft_model takes, by name: "none", "device" or "offload"."""
+    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     train_size: int = 4096
     """Problems to train on."""
     eval_problems: int = 512
-    """Held-out problems, answered before and after."""
+    """Held-out problems that are answered before and after training."""
 
 
 OPTIONS = ArithmeticOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` distinct problems of a split ("train" or "test"; disjoint whatever the seeds): `prompt`, `answer`."""
+    """`size` different problems of a split ("train" or "test"), with columns `prompt` and `answer`."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": problem.question}], "answer": str(problem.answer)}
         for problem in take(problems(split, seed), size)
@@ -64,7 +64,7 @@ def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def make_lesson(options: ArithmeticOptions, seed: int) -> Lesson:
-    """The problems, what pays, and what is right."""
+    """The problems, the rewards, and which reward says that an answer is right."""
     return Lesson(
         "arithmetic", make_dataset("train", options.train_size, seed), [correct_answer, answer_line],
         make_dataset("test", options.eval_problems, seed), correct_answer,
@@ -72,6 +72,6 @@ def make_lesson(options: ArithmeticOptions, seed: int) -> Lesson:
 
 
 def run(options: ArithmeticOptions) -> None:
-    """Load, measure, train, measure again, report."""
+    """Load a model, measure, train, measure again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     teach(setup, make_lesson(options, setup.config.seed))

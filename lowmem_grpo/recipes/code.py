@@ -1,11 +1,11 @@
-"""Recipe `code`: small Python functions, which must pass their tests in a sandbox. Two rewards.
+"""Recipe `code`: small Python functions that must pass their tests in a sandbox. Two rewards.
 
-    lowmem-grpo run code                            # model and settings by the card; or gpu=24
-    lowmem-grpo run code isolation=process          # an opt-in to less protection, where no sandbox can be installed
+    lowmem-grpo run code                            # model and settings fit the card, or gpu=24
+    lowmem-grpo run code isolation=process          # less protection, for machines without a sandbox
 
-`isolation` is bubblewrap or nsjail; by default the one that works here, and without one the run is refused before the
-model is loaded. The embedded tiny model, which is what a CPU takes, knows arithmetic alone: with it the recipe runs
-through in a minute, and its accuracy stays at zero.
+The sandbox is bubblewrap or nsjail, whichever works on this machine. Without one the run is refused before the model is
+loaded. On a CPU the recipe uses the embedded tiny model, which cannot learn this task: the run then only shows in a
+minute that everything works.
 """
 
 from dataclasses import dataclass
@@ -40,26 +40,25 @@ PRESETS: Presets = {
     "80": Preset("Qwen/Qwen2.5-Coder-7B-Instruct", 2048, 64, 128,
                  {"max_completion_length": 1024, "optim": "adamw_8bit"}),
 }
-WRITES_NO_PYTHON = "; the embedded model writes no Python: this shows that all runs, not that anything is learnt"
 
 
 @dataclass
 class CodeOptions(RecipeOptions):
-    """The options of `lowmem-grpo run code`; 4-bit weights by default, but for the embedded model."""
+    """The options of `lowmem-grpo run code`."""
 
     train_size: int = 2048
     """Problems to train on."""
     eval_problems: int = 128
-    """Held-out problems, answered before and after."""
+    """Held-out problems that are answered before and after training."""
     isolation: str | None = None
     """bubblewrap, nsjail or process; None is the first of the two sandboxes that works."""
     workers: int | None = None
-    """Codes that run at a time; None is one per CPU."""
+    """Functions tested at a time; None is one per CPU."""
     seconds: float = 5.0
-    """Wall time of one test."""
+    """Time limit of one test, in seconds."""
 
     def verifier(self) -> CodeVerifier:
-        """What judges the code. SandboxError where nothing can run it safely, with what to do."""
+        """What tests the code. Raises SandboxError where nothing can run it safely, with what to do."""
         limits = Limits(seconds=self.seconds, total_seconds=2 * self.seconds)
         return code_passes_tests(isolation=self.isolation, limits=limits, workers=self.workers)
 
@@ -68,9 +67,9 @@ OPTIONS = CodeOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` distinct problems of a split ("train" or "test"; disjoint whatever the seeds).
+    """`size` different problems of a split ("train" or "test").
 
-    Columns: `prompt`, `answer` (a code that passes), `tests` (asserts).
+    Columns: `prompt`, `answer` (a function that passes), `tests` (asserts).
     """
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": problem.question}], "answer": problem.solution, "tests": problem.tests}
@@ -79,7 +78,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 
 def one_block(completions: list[Any], **kwargs: Any) -> list[float]:
-    """0.1 where the completion has one ```python block, in which `solve` is defined, after imports or not."""
+    """0.1 where the completion has exactly one ```python block, and the block defines `solve`."""
     texts = [completion_text(completion) for completion in completions]
     blocks = ["\n" + text.partition("```python\n")[2].partition("```")[0] for text in texts]
     return [0.1 * (text.count("```") == 2 and "\ndef solve(" in block)
@@ -87,23 +86,23 @@ def one_block(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def right(completions: list[Any], tests: list[list[str]], **kwargs: Any) -> list[float | None]:
-    """1 where a code passes all its tests in the sandbox that works here, None where there was no time to run it."""
+    """1 where the code passes all its tests in the sandbox of this machine; None where there was no time to run it."""
     return exam_verifier().reward()(completions=completions, tests=tests)
 
 
 def exam_problems(size: int, seed: int, source: str | None) -> Dataset:
-    """Problems of the test split. SandboxError where nothing could judge the answers: nothing is sampled then."""
+    """Problems of the test split. Raises SandboxError, before anything is sampled, where nothing can test the code."""
     exam_verifier()
     return make_dataset("test", size, seed)
 
 
 def exam_verifier() -> CodeVerifier:
-    """In the sandbox that works here. SandboxError says what an exam offers in place of `isolation`."""
+    """A verifier in the sandbox of this machine. Its SandboxError says what an exam offers instead of `isolation`."""
     try:
         return code_passes_tests()
     except SandboxError as error:
         raise SandboxError(
-            f"{error}. An exam has no such option: take problems in a file, --dataset FILE --reward MINE.py:judge, "
+            f"{error}. An exam has no such option: test with --dataset FILE --reward MINE.py:judge instead, "
             'with judge = code_passes_tests(isolation="process") in MINE.py'
         ) from error
 
@@ -112,13 +111,14 @@ EXAM = Exam(exam_problems, right, max_tokens=256, size=128)
 
 
 def run(options: CodeOptions) -> None:
-    """Find a sandbox, load, measure, train, measure again, report."""
+    """Find a sandbox, load a model, measure, train, measure again, report."""
     verifier = options.verifier()
     setup = prepare(options, DEFAULTS, PRESETS)
     isolation = verifier.sandbox.isolation
+    notes = [f"Code runs in {isolation}, {verifier.workers} at a time.", setup.tiny_note("cannot write Python")]
     teach(setup, Lesson(
         "code", make_dataset("train", options.train_size, setup.config.seed), [verifier.reward(), one_block],
         make_dataset("test", options.eval_problems, setup.config.seed), verifier.reward(),
-        note=f"code runs in {isolation}, {verifier.workers} at a time" + (WRITES_NO_PYTHON if setup.is_tiny else ""),
+        note=" ".join(filter(None, notes)),
         facts={"isolation": isolation},
     ))

@@ -1,10 +1,10 @@
-"""Recipe `countdown`: make a target from given numbers with + - * /, generated puzzles, three rewards.
+"""Recipe `countdown`: reach a target from given numbers with + - * /. The puzzles are generated; three rewards.
 
-    lowmem-grpo run countdown                                       # model and settings by the card; or gpu=24
+    lowmem-grpo run countdown                                       # model and settings fit the card, or gpu=24
     lowmem-grpo run countdown max_numbers=3 largest_number=20       # easier puzzles
 
-The embedded tiny model, which is what a CPU takes, knows arithmetic alone: with it the recipe runs through in a minute,
-and its accuracy stays where it is. Puzzles that the model never gets right teach it nothing: begin with easy ones.
+Puzzles that the model never solves teach it nothing: begin with easy ones. On a CPU the recipe uses the embedded tiny
+model, which cannot learn this task: the run then only shows in a minute that everything works.
 """
 
 from collections.abc import Callable
@@ -40,26 +40,26 @@ PRESETS: Presets = {
 
 @dataclass
 class CountdownOptions(RecipeOptions):
-    """The options of `lowmem-grpo run countdown`; 4-bit weights by default, but for the embedded model."""
+    """The options of `lowmem-grpo run countdown`."""
 
     train_size: int = 4096
     """Problems to train on."""
     eval_problems: int = 256
-    """Held-out problems, answered before and after."""
+    """Held-out problems that are answered before and after training."""
     min_numbers: int = 3
-    """Given numbers, at least."""
+    """Fewest given numbers."""
     max_numbers: int = 4
-    """Given numbers, at most."""
+    """Most given numbers."""
     largest_number: int = 50
-    """Of those that are given."""
+    """Largest given number."""
     largest_target: int = 99
-    """What they are to make, at most."""
+    """Largest target."""
     operators: str = "+-*/"
-    """Of which a solution is made."""
+    """Operators that a solution may use."""
 
     @property
     def difficulty(self) -> Difficulty:
-        """Which puzzles; ValueError for what makes none."""
+        """Which puzzles are drawn. Raises ValueError for settings that make none."""
         return Difficulty(
             self.min_numbers, self.max_numbers, self.largest_number, self.largest_target, self.operators
         )
@@ -69,9 +69,9 @@ OPTIONS = CountdownOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0, difficulty: Difficulty | None = None) -> Dataset:
-    """`size` distinct puzzles of a split ("train" or "test"; disjoint whatever the seeds and difficulties).
+    """`size` different puzzles of a split ("train" or "test").
 
-    Columns: `prompt`, `answer` (one solution of several), `numbers`, `target`.
+    Columns: `prompt`, `answer` (one of several solutions), `numbers`, `target`.
     """
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": puzzle.question}], "answer": puzzle.solution,
@@ -95,7 +95,7 @@ def solves(text: str, numbers: list[int], target: int) -> bool:
 
 
 def given_numbers(completions: list[Any], numbers: list[list[int]], **kwargs: Any) -> list[float]:
-    """0.1 where that expression uses none but the given numbers, each at most once, and two or more of them."""
+    """0.1 where that expression uses at least two of the given numbers, each at most once, and no others."""
     found = [evaluate(answer_text(completion_text(completion))) for completion in completions]
     return [0.1 * (answer is not None and answer.numbers.total() > 1 and allowed(answer, given))
             for answer, given in zip(found, numbers, strict=True)]
@@ -110,15 +110,14 @@ def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
 
 EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), reaches_target, max_tokens=640)
 REWARDS: list[Callable[..., Any]] = [reaches_target, given_numbers, answer_line]
-KNOWS_NO_COUNTDOWN = "the embedded model knows no countdown: this shows that all runs, not that anything is learnt"
 
 
 def run(options: CountdownOptions) -> None:
-    """Load, measure, train, measure again, report."""
+    """Load a model, measure, train, measure again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     seed, difficulty = setup.config.seed, options.difficulty
     teach(setup, Lesson(
         "countdown", make_dataset("train", options.train_size, seed, difficulty), REWARDS,
         make_dataset("test", options.eval_problems, seed, difficulty), reaches_target,
-        note=KNOWS_NO_COUNTDOWN if setup.is_tiny else "",
+        note=setup.tiny_note("does not know countdown"),
     ))

@@ -1,11 +1,11 @@
-"""Recipe `email`: replies to e-mails, each criterion of a good one paid by itself: the five rewards of `rewards.mail`.
+"""Recipe `email`: replies to e-mails, with one reward for each quality of a good reply (`rewards.email_rewards`).
 
-    lowmem-grpo run email                           # model and settings by the card; or gpu=24
+    lowmem-grpo run email                           # model and settings fit the card, or gpu=24
     lowmem-grpo run email longest_words=25          # shorter replies
 
-A reply is right when it names the recipient, has the keyword, is short enough and ends in the signature; being the
-ideal one word for word earns more, and is not asked for. The embedded tiny model, which is what a CPU takes, knows
-arithmetic alone: with it the recipe runs through in a minute, and its accuracy stays at zero.
+A reply is right when it names the recipient, contains the keyword, is short enough and ends in the signature. A reply
+that equals the ideal one word for word earns more, but that is not required. On a CPU the recipe uses the embedded tiny
+model, which cannot learn this task: the run then only shows in a minute that everything works.
 """
 
 from collections.abc import Callable
@@ -41,28 +41,27 @@ SYSTEM = (
     f"nothing else, and end with these two lines:\n{SIGNATURE}"
 )
 LONGEST_WORDS = 40
-WRITES_NO_MAIL = "the embedded model writes no mail: this shows that all runs, not that anything is learnt"
 
 
 @dataclass
 class EmailOptions(RecipeOptions):
-    """The options of `lowmem-grpo run email`; 4-bit weights by default, but for the embedded model."""
+    """The options of `lowmem-grpo run email`."""
 
     train_size: int = 2048
     """Requests to train on."""
     eval_problems: int = 128
-    """Held-out requests, answered before and after."""
+    """Held-out requests that are answered before and after training."""
     longest_words: int = LONGEST_WORDS
-    """Of a reply; a longer one loses 1."""
+    """Most words of a reply; a longer one loses 1."""
 
 
 OPTIONS = EmailOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` distinct requests of a split ("train" or "test"; disjoint whatever the seeds).
+    """`size` different requests of a split ("train" or "test").
 
-    Columns: `prompt`, `recipient`, `keyword`, `ideal` (the perfect reply), and `answer`, the same.
+    Columns: `prompt`, `recipient`, `keyword`, `ideal` (the perfect reply), and `answer` (the same).
     """
     return Dataset.from_list([
         {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request.text}],
@@ -72,7 +71,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 
 def good_reply(longest_words: int = LONGEST_WORDS) -> Callable[..., list[float]]:
-    """What pays 1 for a reply that meets every criterion but being the ideal one, else 0."""
+    """A reward of 1 for a reply that has every quality except that it may differ from the ideal one, else 0."""
     keyword, _, length, recipient, signature = email_rewards(SIGNATURE, longest_words)
 
     def right(completions: list[Any], **columns: Any) -> list[float]:
@@ -86,11 +85,11 @@ EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), good_re
 
 
 def run(options: EmailOptions) -> None:
-    """Load, measure, train, measure again, report."""
+    """Load a model, measure, train, measure again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     teach(setup, Lesson(
         "email", make_dataset("train", options.train_size, setup.config.seed),
         email_rewards(SIGNATURE, options.longest_words),
         make_dataset("test", options.eval_problems, setup.config.seed), good_reply(options.longest_words),
-        note=WRITES_NO_MAIL if setup.is_tiny else "",
+        note=setup.tiny_note("cannot write e-mails"),
     ))

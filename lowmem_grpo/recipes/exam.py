@@ -1,4 +1,4 @@
-"""What a recipe says of how it is tested, for `lowmem-grpo eval --recipe`: its module has an attribute EXAM."""
+"""How a recipe is tested by `lowmem-grpo eval --recipe`: its module has an attribute EXAM."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from lowmem_grpo.recipes.recipe_file import find_recipe
 
 @dataclass(frozen=True)
 class Exam:
-    """Held-out problems, and what a right answer is."""
+    """Held-out problems, and what counts as a right answer."""
 
     problems: Callable[[int, int, str | None], Any]
-    """(how many, seed, source or None) -> a dataset with `prompt` and the columns that `right` reads."""
+    """(size, seed, source or None) -> a dataset with `prompt` and the columns that `right` reads."""
     right: Callable[..., Any]
     """A reward function that pays more than 0 for a right answer, or a verifier."""
     max_tokens: int
     size: int = 256
-    """Problems where nothing else is asked for."""
+    """Number of problems, unless --limit gives another."""
     takes_source: bool = False
-    """Whether problems can come from a file or a dataset of the hub."""
+    """Whether problems can come from a file or a hub dataset (--dataset)."""
     of_tiny: Callable[[int, int, str | None], Any] | None = None
-    """The problems of the embedded model, where it is trained on others."""
+    """The problems for the embedded model, where it is trained on others."""
 
     def problems_of(self, model: str) -> Callable[[int, int, str | None], Any]:
-        """What a model is asked, by its name."""
+        """The problems for a model, given its name."""
         return self.of_tiny if self.of_tiny is not None and model == TINY else self.problems
 
 

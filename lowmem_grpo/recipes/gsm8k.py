@@ -1,9 +1,9 @@
 """Recipe `gsm8k`: grade-school maths with the five classic reward functions.
 
-    lowmem-grpo run gsm8k                           # openai/gsm8k; model and settings by the card, or gpu=24
+    lowmem-grpo run gsm8k                           # openai/gsm8k; model and settings fit the card, or gpu=24
     lowmem-grpo run gsm8k dataset=rows.jsonl        # your own rows: `question`, and `answer` that ends in `#### 42`
 
-The embedded tiny model, which is what a CPU takes, knows no words: three steps show that all runs.
+On a CPU the recipe uses the embedded tiny model, which cannot learn this task: three steps show that everything works.
 """
 
 import logging
@@ -62,16 +62,18 @@ class Gsm8kOptions(RecipeOptions):
     """The options of `lowmem-grpo run gsm8k`."""
 
     dataset: str = HUB
-    """A name on the hub (or NAME:CONFIG), or a jsonl, json, csv or parquet file: `question`, and `answer` with a label
-    after ####."""
+    """A dataset on the hub (OWNER/NAME, or OWNER/NAME:CONFIG), or a jsonl, json, csv or parquet file. Its rows have a
+    `question`, and an `answer` with the label after ####."""
 
 
 OPTIONS = Gsm8kOptions
 
 
 def make_dataset(source: str = HUB, split: str = "train") -> Dataset:
-    """Chat prompts and labels of GSM8K rows (columns `question` and `answer`): a split of the hub's dataset, or all of
-    a local file. Rows without a label are left out and counted; ValueError where none is left."""
+    """Rows with `prompt`, `question` and `answer`, from a split of a hub dataset or from a whole local file.
+
+    Rows without a label are left out and counted. Raises ValueError where none is left.
+    """
     rows = read_rows(f"{source}:main" if source == HUB else source, split)
     missing = sorted({"question", "answer"} - set(rows.column_names))
     if missing:
@@ -88,7 +90,7 @@ def make_dataset(source: str = HUB, split: str = "train") -> Dataset:
 
 
 def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its chat prompt, and its label as `answer`; None in place of a question or label that is not there."""
+    """A row with its chat prompt, and its label as `answer`; a missing question or label is None."""
     question = cell_text(row["question"])
     return row | {
         "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}],
@@ -97,7 +99,7 @@ def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_out(size: int, seed: int, source: str | None) -> Dataset:
-    """At most `size` rows that the recipe does not train on, in a seeded order: of the hub's test split, or a file."""
+    """At most `size` rows in a seeded order: of the test split of a hub dataset, or of a file."""
     rows = make_dataset(source or HUB, "test").shuffle(seed)
     return rows.select(range(min(size, len(rows))))
 
@@ -106,7 +108,7 @@ EXAM = Exam(held_out, correctness_reward_func, max_tokens=640, takes_source=True
 
 
 def run(options: Gsm8kOptions) -> None:
-    """Load, train, report."""
+    """Load a model, train, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     weights = "4-bit" if setup.load_in_4bit else "16-bit"
     note = f"gsm8k: {setup.model}, {weights} weights, context {setup.max_seq_length}"

@@ -1,13 +1,13 @@
-"""Recipe `judge`: summaries, scored by a judge that sees those of a group side by side (RULER); no labels are needed.
+"""Recipe `judge`: summaries, scored by a judge that compares all summaries of a report (RULER). It needs no labels.
 
     lowmem-grpo run judge                                                   # the base model itself judges
-    lowmem-grpo run judge judge=http://127.0.0.1:8000/v1 judge_model=NAME judge_key=local     # a server of your own
+    lowmem-grpo run judge judge=http://127.0.0.1:8000/v1 judge_model=NAME judge_key=local     # your own server
     lowmem-grpo run judge judge=https://api.openai.com/v1 judge_model=NAME  # with the key in OPENAI_API_KEY
 
-The judge is told to value facts, and a small penalty falls on summaries that are too long. How many facts a summary
-keeps is logged beside it, with weight 0, so that the judge can itself be judged: `rewards/facts_kept/mean` should climb
-with `rewards/ruler/mean`. The embedded tiny model, which is what a CPU takes, can neither sum up nor judge: with it the
-judge babbles, every group goes without a gradient, and the run goes on. See docs/judge.md.
+The judge values facts, and a small penalty falls on summaries that are too long. The share of facts that a summary
+keeps is logged with weight 0, as a check of the judge: `rewards/facts_kept/mean` should climb with
+`rewards/ruler/mean`. On a CPU the recipe uses the embedded tiny model, whose judgements make no sense: no group gets a
+gradient, and the run only shows that everything works. See docs/judge.md.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from lowmem_grpo.rewards.ready.lengths import too_long
 from lowmem_grpo.rewards.texts import completion_texts
 
 SELF = "self"
-ENOUGH = 0.85  # of the facts; with that a summary counts as right
+ENOUGH = 0.85  # a summary with this share of the facts counts as right
 RUBRIC = f"""\
 - A good summary keeps every number and name of the report, each attached to what it belongs to, and adds none.
 - Every fact that is left out or wrong lowers the score; of two with the same facts, the more readable one is better.
@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo",
     "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
     "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
-    "reward_weights": [1.0, 0.2, 0.0],  # the judge, the penalty, and what is only looked at
+    "reward_weights": [1.0, 0.2, 0.0],  # the judge, the penalty for length, and a share that is only logged
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny", 2048, 16, 32, {
@@ -51,32 +51,32 @@ PRESETS: Presets = {
     "48": Preset("Qwen/Qwen2.5-7B-Instruct", 2560, 32, 64, {"optim": "paged_adamw_8bit"}),
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 2560, 64, 128, {"optim": "adamw_8bit"}),
 }
-TOKENS_OF_A_REPLY = {True: 32, False: 768}  # of the embedded model, which only babbles, and of others
+TOKENS_OF_A_REPLY = {True: 32, False: 768}  # of the embedded model, whose replies make no sense, and of others
 
 
 @dataclass
 class JudgeOptions(RecipeOptions):
-    """The options of `lowmem-grpo run judge`; 4-bit weights by default, but for the embedded model."""
+    """The options of `lowmem-grpo run judge`."""
 
     train_size: int = 2048
     """Reports to train on."""
     eval_problems: int = 128
-    """Held-out reports, summed up before and after."""
+    """Held-out reports that are summarized before and after training."""
     judge: str = SELF
     """"self": the base model, in the engine that samples; else the address of an OpenAI-compatible server."""
     judge_model: str | None = None
-    """The model's name at that address."""
+    """The name of the model on that server."""
     judge_key: str | None = None
-    """Its API key; None is OPENAI_API_KEY, and a server of your own takes any text."""
+    """Its API key; None is OPENAI_API_KEY. Your own server takes any text."""
     judge_cache: str | None = None
-    """A file that keeps what the judge said."""
+    """A file that keeps the judge's replies, so that none is paid for twice."""
     price_prompt: float | None = None
-    """Of a million prompt tokens, for the meter."""
+    """Price of a million prompt tokens, for the summary of costs."""
     price_completion: float | None = None
-    """Of a million completion tokens."""
+    """Price of a million completion tokens."""
 
     def url_judge(self) -> UrlJudge | None:
-        """The judge at an address; None where the model judges itself. ValueError for options that do not fit."""
+        """The judge on a server; None where the model judges itself. Raises ValueError for options that do not fit."""
         if self.judge == SELF:
             given = [name for name in ("judge_model", "judge_key", "price_prompt", "price_completion")
                      if getattr(self, name) is not None]
@@ -100,9 +100,9 @@ OPTIONS = JudgeOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` distinct reports of a split ("train" or "test"; disjoint whatever the seeds).
+    """`size` different reports of a split ("train" or "test").
 
-    Columns: `prompt`, `answer` (one summary of many), `facts`.
+    Columns: `prompt`, `answer` (one of many good summaries), `facts`.
     """
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": report.question}], "answer": report.summary,
@@ -117,18 +117,17 @@ def facts_kept(completions: list[Any], facts: list[list[str]], **kwargs: Any) ->
 
 
 def good_summary(completions: list[Any], facts: list[list[str]], **kwargs: Any) -> list[float]:
-    """1 where a summary keeps ENOUGH of the facts in no more words than were allowed."""
+    """1 where a summary keeps ENOUGH of the facts in at most WORDS_ALLOWED words."""
     shares = facts_kept(completions, facts)
     return [float(share >= ENOUGH and is_short(text))
             for share, text in zip(shares, completion_texts(completions), strict=True)]
 
 
 EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), good_summary, max_tokens=128, size=128)
-NEITHER = "the embedded model can neither sum up nor judge: this shows that all runs, not that anything is learnt"
 
 
 def run(options: JudgeOptions) -> None:
-    """Find the judge, load, measure, train, measure again, report, and say what judging took."""
+    """Find the judge, load a model, measure, train, measure again, report, and print what judging cost."""
     setup = prepare(options, DEFAULTS, PRESETS)
     found = options.url_judge()
     judges: list[Judge] = []
@@ -140,7 +139,7 @@ def run(options: JudgeOptions) -> None:
     trainer = teach(setup, Lesson(
         "judge", make_dataset("train", options.train_size, setup.config.seed), rewards,
         make_dataset("test", options.eval_problems, setup.config.seed), good_summary,
-        note=NEITHER if setup.is_tiny else "", facts={"judge": options.judge},
+        note=setup.tiny_note("can neither summarize nor judge"), facts={"judge": options.judge},
     ))
     trainer.finish({"judging": vars(judges[0].meter) | {"cost": judges[0].cost}})
     print(judges[0].summary())

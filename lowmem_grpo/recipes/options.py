@@ -1,4 +1,4 @@
-"""Command-line options of a recipe: `key=value` or `--key value`, typed by the dataclass field they name."""
+"""Command-line options of a recipe: `key=value` or `--key value`, with the type of the dataclass field they name."""
 
 import difflib
 from dataclasses import dataclass, field, fields
@@ -15,43 +15,43 @@ NONE_IS_A_CHOICE = ("scale_rewards",)
 
 @dataclass
 class RecipeOptions:
-    """What every recipe has beside the fields of GRPOConfig."""
+    """What every recipe takes, beside the fields of GRPOConfig."""
 
     gpu: str = "auto"
-    """Which preset: the card's size in GiB (16, 24, 48, 80), "cpu", or "auto", the largest that this machine holds."""
+    """Which preset: the size of the card in GiB (16, 24, 48, 80), "cpu", or "auto" for the largest that fits here."""
     model: str | None = None
-    """A hub name, a folder, or "tiny", the embedded model; None is the preset's."""
+    """A model on the hub, a folder, or "tiny", the embedded model; None takes the preset's."""
     load_in_4bit: bool | None = None
-    """None is 4 bit for all but the embedded model."""
+    """Hold the base model in 4 bits; None does so for every model except the embedded one."""
     engine: str = "auto"
-    """What samples: "transformers", "vllm", or "auto": vLLM where it is installed and there is a card."""
+    """What samples: "vllm", "transformers", or "auto" for vLLM where it is installed and there is a card."""
     max_seq_length: int | None = None
-    """Tokens of prompt and completion; None is the preset's."""
+    """Most tokens of prompt and completion together; None takes the preset's."""
     lora_rank: int | None = None
-    """None is the preset's."""
+    """Rank of LoRA; None takes the preset's."""
     lora_alpha: int | None = None
-    """None is the preset's; where lora_rank is another one, in proportion."""
+    """Scale of LoRA; None takes the preset's, in proportion to lora_rank."""
     gradient_checkpointing_mode: str = "offload"
-    """What get_peft_model takes, by name: "none", "device" or "offload"."""
+    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     resume: bool = False
-    """Go on with the run in output_dir, from its last checkpoint."""
+    """Continue the run in output_dir from its last checkpoint."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Fields of GRPOConfig that differ from the recipe's."""
+    """Fields of GRPOConfig that differ from the recipe's settings."""
 
     @property
     def fast_inference(self) -> bool | str:
-        """What from_pretrained takes; ValueError names what is allowed."""
+        """`fast_inference` of from_pretrained. Raises ValueError for an unknown engine."""
         if self.engine not in ("auto", "transformers", "vllm"):
             raise ValueError(f"engine is {self.engine!r}; allowed: auto, transformers, vllm")
         if self.engine != "auto":
             return self.engine
-        from torch import cuda  # loaded only now: a misspelt option is refused at once
+        from torch import cuda  # imported only now: a misspelled option is refused at once
 
         return cuda.is_available() or "transformers"
 
     @property
     def checkpointing(self) -> bool | str:
-        """`use_gradient_checkpointing` of get_peft_model; ValueError names what is allowed."""
+        """`use_gradient_checkpointing` of get_peft_model. Raises ValueError for an unknown mode."""
         modes: dict[str, bool | str] = {"none": False, "device": True, "offload": "offload"}
         if self.gradient_checkpointing_mode not in modes:
             allowed = ", ".join(modes)
@@ -60,7 +60,7 @@ class RecipeOptions:
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
-    """{"key": "value"} of ["key=value", "--key", "value", "--key=value"]; click.UsageError for anything else."""
+    """{"key": "value"} from ["key=value"], ["--key", "value"] or ["--key=value"], else click.UsageError."""
     options: dict[str, str] = {}
     waiting = list(arguments)
     while waiting:
@@ -75,7 +75,7 @@ def parse(arguments: list[str]) -> dict[str, str]:
 
 
 def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
-    """An instance of a recipe's options from the command line; unknown names and wrong values are click.UsageErrors."""
+    """The options of a recipe from the command line. Raises click.UsageError for unknown names and wrong values."""
     own = {f.name for f in fields(options)} - {"config"}
     given = parse(arguments)
     settings = {name: typed(options, name, value) for name, value in given.items() if name in own}
@@ -90,15 +90,15 @@ def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
 
 
 def typed(owner: type, name: str, text: str) -> Any:
-    """`text` as the type of the field `name`; "null" is None where the field allows it, and so is "none" but where it
-    is a choice of its own."""
+    """`text` as the type of the field `name`. "null" is None where the field allows it; so is "none", unless the field
+    has a choice of that name."""
     hint = get_type_hints(owner)[name]
     adapter: TypeAdapter[Any] = TypeAdapter(hint)
     if text.lower() == "null" or (text.lower() == "none" and name not in NONE_IS_A_CHOICE):
         try:
             return adapter.validate_python(None)
         except ValidationError:
-            pass  # the field has no None: let the text itself be judged
+            pass  # the field cannot be None: check the text itself
     several = "list[" in str(hint) or (hint is Any and "," in text)
     value: Any = text.split(",") if several else text
     try:

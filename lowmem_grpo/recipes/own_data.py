@@ -1,8 +1,8 @@
-"""A user's own rows for a recipe: read, made into prompts and answers, and split so that no test prompt is trained on.
+"""Your own rows for a recipe: read, turned into prompts and answers, and split into training and test rows.
 
-A row belongs to the test by a hash of what the user says in it. So the same prompt never stands on both sides, whatever
-its case and spacing and the system prompt; and rows that are added, removed or put in another order move no other row
-(but in files of a few rows, where one side would be empty).
+Whether a row is held out depends on a hash of what the user says in its prompt. So the same prompt never stands on both
+sides, whatever its case, its spacing and the system prompt. Adding, removing or reordering rows moves no other row,
+except in files of a few rows, where one side would be empty.
 """
 
 import logging
@@ -23,10 +23,10 @@ from lowmem_grpo.recipes.options import RecipeOptions
 logger = logging.getLogger(__name__)
 
 KNOWS_ARITHMETIC_ALONE = (
-    "the embedded tiny model knows its own arithmetic alone: with other data this shows that all runs, not that "
-    "anything is learnt. A model that can learn it: model=Qwen/Qwen2.5-1.5B-Instruct, or any other of the hub"
+    "The embedded tiny model only knows its own arithmetic: with other data, the run only shows that everything works. "
+    "Choose a model that can learn the task: model=Qwen/Qwen2.5-1.5B-Instruct, or any other on the hub"
 )
-PARTS = 1 << 16  # into which a hash of a prompt divides the rows
+PARTS = 1 << 16  # values that the hash of a prompt can have
 
 MakeRow = Callable[[dict[str, Any]], dict[str, Any]]
 """From a row of the data to {"prompt": text or chat, "answer": ..., further columns that the rewards read}."""
@@ -34,27 +34,27 @@ MakeRow = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass
 class OwnOptions(RecipeOptions):
-    """What a recipe for one's own data takes beside the fields of GRPOConfig."""
+    """What a recipe for your own data takes, beside the fields of GRPOConfig."""
 
     check: bool = False
-    """Look at what the rewards pay, and do not train."""
+    """Show what the rewards pay for a few samples, and do not train."""
     eval_problems: int = 128
-    """Held-out problems that are answered before and after training, at most."""
+    """Most held-out problems that are answered before and after training."""
 
 
 @dataclass(frozen=True)
 class OwnData:
-    """Rows of a file (jsonl, json, csv, parquet; a relative path begins where the command runs), or of a hub dataset
+    """Rows of a jsonl, json, csv or parquet file (its path is relative to the current folder), or of a hub dataset
     ("OWNER/NAME" or "OWNER/NAME:CONFIG")."""
 
     source: str | Path
     make_row: MakeRow
     split: str = "train"
-    """Of a dataset on the hub."""
+    """Split of a hub dataset."""
     held_out: float = 0.125
-    """Share of rows that are never trained on."""
+    """Share of the rows that are never trained on."""
     reads: tuple[str, ...] = field(default=("answer",))
-    """What a usable row has beside its prompt."""
+    """What a usable row needs beside its prompt."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
@@ -66,9 +66,9 @@ class OwnData:
         return self.read(self.source, self.split)
 
     def read(self, source: str | Path, split: str) -> Dataset:
-        """The usable rows of a source: those with a prompt and an answer. The others are counted and said.
+        """The usable rows of a source: those with a prompt and an answer. A warning counts the others.
 
-        ValueError where there are fewer than two, or where `make_row` asks for a column that is not there.
+        Raises ValueError for fewer than two usable rows, or where `make_row` asks for a column that does not exist.
         """
         raw = read_rows(str(source), split)
         made = [tidy(self.made(row, source)) for row in raw]
@@ -87,7 +87,7 @@ class OwnData:
             raise ValueError(f"make_row must give one kind of value in each column: {error}") from error
 
     def made(self, row: dict[str, Any], source: str | Path) -> dict[str, Any]:
-        """What `make_row` makes of a row; ValueError where a column is missing or there is no prompt."""
+        """What `make_row` makes of a row. Raises ValueError where a column or the prompt is missing."""
         try:
             found = self.make_row(row)
         except KeyError as error:
@@ -112,8 +112,8 @@ class OwnData:
 
     @cached_property
     def tested(self) -> dict[int, None]:
-        """Indices of held-out rows, in the order of their hashes: those of the lowest `held_out`, at least those of
-        the lowest one, and never all."""
+        """Indices of held-out rows in the order of their hashes: the share `held_out` with the lowest hashes, but at
+        least one prompt and never all."""
         places = [place(row["prompt"]) for row in self.rows]
         bound = max(min(places), min(int(PARTS * self.held_out), max(places)) - 1)
         chosen = sorted((place, index) for index, place in enumerate(places) if place <= bound)
@@ -122,8 +122,7 @@ class OwnData:
         return dict.fromkeys(index for _, index in chosen)
 
     def problems(self, size: int, seed: int, source: str | None) -> Dataset:
-        """What an exam asks: the held-out rows, also where the source is named that is trained on; of another source
-        any rows."""
+        """The problems of an exam: the held-out rows, or any rows of another source."""
         if source is None or same_source(source, self.source):
             rows = self.test(len(self.rows))
         else:
@@ -136,18 +135,18 @@ class OwnData:
 
 
 def same_source(one: str | Path, other: str | Path) -> bool:
-    """Whether both name the same file, or the same dataset of the hub."""
+    """Whether both name the same file or hub dataset."""
     return str(one) == str(other) or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())
 
 
 def tidy(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose prompt is a chat of texts and whose answer is a text, None where it is empty."""
+    """A row with its prompt as chat messages and its answer as text; an empty answer is None."""
     return {name: chat(value) if name == "prompt" else cell_text(value) if name == "answer" else value
             for name, value in row.items()}
 
 
 def chat(prompt: Any) -> list[dict[str, str]]:
-    """Chat messages without empty ones before the last; a text is a user's message."""
+    """A prompt as chat messages; a text becomes a user message. Empty messages before the last are left out."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if not all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in messages):
         raise ValueError(f"make_row gave the prompt {prompt!r:.80}; it is a text, or a list of "
@@ -157,7 +156,7 @@ def chat(prompt: Any) -> list[dict[str, str]]:
 
 
 def flaw(row: dict[str, Any], reads: tuple[str, ...]) -> str:
-    """Why a row cannot be used; empty where it can."""
+    """Why a row cannot be used; empty for a usable one."""
     if not row["prompt"] or not row["prompt"][-1]["content"]:
         return "no prompt"
     if row["prompt"][-1]["role"] == "assistant":
@@ -166,6 +165,6 @@ def flaw(row: dict[str, Any], reads: tuple[str, ...]) -> str:
 
 
 def place(prompt: list[dict[str, str]]) -> int:
-    """Where a prompt lies among PARTS, whatever its case and spacing and its system message."""
+    """The hash of a prompt, below PARTS; its case, spacing and system message do not matter."""
     said = " ".join(message["content"] for message in prompt if message["role"] != "system")
     return zlib.crc32(" ".join(said.split()).casefold().encode()) % PARTS

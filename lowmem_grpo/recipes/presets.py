@@ -1,4 +1,4 @@
-"""What a recipe takes on a card of a size: model, context, LoRA and settings that fit. The CPU has a preset too."""
+"""Presets of a recipe: the model, context, LoRA and settings for each size of card, and for the CPU."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ from lowmem_grpo.units import GIB
 
 CPU = "cpu"
 SIZES = ("16", "24", "48", "80")  # GiB
-FULL = 0.9  # of its nominal size a card reports at least
+FULL = 0.9  # a card reports at least this share of its nominal size
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Preset:
-    """A model with what it needs."""
+    """A model, and the settings that fit it on a card."""
 
     model: str
     max_seq_length: int
@@ -29,12 +29,12 @@ class Preset:
     """Fields of GRPOConfig that differ from the recipe's."""
 
 
-Presets = dict[str, Preset]  # by size in GiB, or CPU; one for CPU alone serves every machine
+Presets = dict[str, Preset]  # by size in GiB, or CPU; a recipe with only a CPU preset uses it on every machine
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe's options, the preset and the recipe's settings made into one."""
+    """What a run uses: the recipe's settings, the preset and the options in one."""
 
     model: str
     max_seq_length: int
@@ -48,17 +48,23 @@ class Setup:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether this is the embedded model, which knows arithmetic alone."""
+        """Whether this is the embedded tiny model."""
         return self.model == TINY
+
+    def tiny_note(self, lack: str) -> str:
+        """What a recipe prints that the embedded tiny model cannot learn; empty for other models."""
+        return f"The embedded tiny model {lack}: this run only shows that everything works." if self.is_tiny else ""
 
 
 def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) -> Setup:
-    """What a run takes: the recipe's `defaults` (fields of GRPOConfig), then the preset's, then what was asked by name.
-    ValueError for a card size without a preset and for settings that GRPOConfig refuses."""
+    """What a run uses. Options win over the preset, and the preset over the recipe's `defaults` (fields of GRPOConfig).
+
+    Raises ValueError for a card size without a preset, and for settings that GRPOConfig refuses.
+    """
     size, preset = choose(options.gpu, presets)
     name = either(options.model, preset.model)
     if size == CPU and name != preset.model:
-        preset = smallest(presets)  # the CPU's is for a look with the tiny model: another model gets a real run's
+        preset = smallest(presets)  # the CPU's own is a short trial of the tiny model: other models get a full run
     rank = either(options.lora_rank, preset.lora_rank)
     four_bit = either(options.load_in_4bit, name != TINY)
     settings = defaults | preset.settings | options.config
@@ -74,8 +80,8 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
 def without_card(
     preset: Preset, model: str, four_bit: bool, settings: dict[str, Any], options: RecipeOptions
 ) -> dict[str, Any]:
-    """What changes where a card's preset is taken and there is no card, which is said: a paged optimizer, unless it was
-    asked for by name, has nothing to page out of."""
+    """What changes where the preset of a card is used without a card; a warning says so. A paged optimizer that nobody
+    asked for by name becomes a plain one: there is no card memory to page out of."""
     import torch
 
     if torch.cuda.is_available():
@@ -84,21 +90,21 @@ def without_card(
     plain = {"optim": optim.removeprefix("paged_")} if optim.startswith("paged_") and "optim" not in options.config \
         else {}
     logger.warning(
-        "no card here: the CPU takes the settings of a card's preset (for %s), with %s, %s weights%s; that can be slow",
+        "There is no card here: the CPU uses the preset of a card (for %s), with %s, %s weights%s. This can be slow.",
         preset.model, model, "4-bit" if four_bit else "16-bit",
-        f" and optim={plain['optim']} in place of {optim}" if plain else "",
+        f" and optim={plain['optim']} instead of {optim}" if plain else "",
     )
     return plain
 
 
 def either(asked: T | None, default: T) -> T:
-    """What was asked for, a 0 too, which is then refused by whom it concerns; else the default."""
+    """What was asked for, else the default. A 0 counts as asked for: whoever uses it refuses it."""
     return default if asked is None else asked
 
 
 def choose(gpu: str, presets: Presets) -> tuple[str, Preset]:
-    """The size and the preset for `gpu`: a size in GiB, "cpu", or "auto", what this machine holds. ValueError names
-    the sizes there are."""
+    """The size and the preset for `gpu`: a size in GiB, "cpu", or "auto" for this machine. Raises ValueError for a size
+    without a preset."""
     size = fitting_size(presets) if gpu == "auto" else re.sub(r"(?i)\s*gi?b$", "", gpu)
     if size not in presets:
         raise ValueError(f"gpu is {gpu!r}; allowed are auto, {', '.join(presets)}")
@@ -106,12 +112,12 @@ def choose(gpu: str, presets: Presets) -> tuple[str, Preset]:
 
 
 def smallest(presets: Presets) -> Preset:
-    """That of the smallest card, or of the CPU where there is no other."""
+    """The preset of the smallest card, or of the CPU where there is no other."""
     return next((presets[size] for size in SIZES if size in presets), presets[CPU])
 
 
 def fitting_size(presets: Presets) -> str:
-    """The largest size that fits this machine's card; CPU without a card, and where there is no other preset."""
+    """The largest size that fits the card of this machine; CPU without a card, or without a preset for one."""
     import torch
 
     sizes = [size for size in SIZES if size in presets]

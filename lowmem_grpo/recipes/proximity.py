@@ -1,11 +1,11 @@
-"""Recipe `proximity`: a new answer format by supervised fine-tuning, then GRPO, in which closer answers earn more.
+"""Recipe `proximity`: teach a new answer format by fine-tuning, then train with GRPO that pays more for closer answers.
 
-    lowmem-grpo run proximity                       # model and settings by the card; or gpu=24
-    lowmem-grpo run proximity sft_steps=0           # without the warm-up: does the model find the format by itself?
+    lowmem-grpo run proximity                       # model and settings fit the card, or gpu=24
+    lowmem-grpo run proximity sft_steps=0           # without fine-tuning: does the model find the format by itself?
 
-A model of the hub learns <start_working_out>...<end_working_out><SOLUTION>...</SOLUTION> on word problems with large
-numbers. The embedded tiny model, which is what a CPU takes, cannot write other words (it has never seen their tokens,
-and LoRA leaves the embeddings alone): on the problems of `arithmetic` it learns `Answer = 36` in place of `Answer: 36`.
+A hub model learns <start_working_out>...<end_working_out><SOLUTION>...</SOLUTION> on word problems with large numbers.
+The embedded tiny model, which the recipe uses on a CPU, has never seen these tokens, and LoRA does not train the
+embeddings. It learns to write `Answer = 36` instead of `Answer: 36` on the problems of `arithmetic`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -51,23 +51,23 @@ PRESETS: Presets = {
 
 @dataclass(frozen=True)
 class Task:
-    """Problems, and the format that answers are to have."""
+    """Problems, and the format that answers should have."""
 
     problems: Callable[[str, int], Iterator[Any]]
-    """(split, seed) -> endless distinct problems with `question`, `answer` and `lines`, the worked solution."""
+    """(split, seed) -> different problems with `question`, `answer` and `lines` (the worked solution)."""
     system: str
     form: str
-    """What a solution ends in, for people."""
+    """The end of a solution, as people read it."""
     solution: Callable[[Iterable[str], int], str]
     """(lines, answer) -> a solution in the format."""
     place: Place
     """Where the answer stands."""
     kept: Verifier
-    """Whether the format is kept."""
+    """Says whether a completion has the format."""
     pays: list[Reward]
-    """Rewards of the format."""
+    """Rewards for the format."""
     sft: dict[str, Any]
-    """Settings of the warm-up."""
+    """Settings of fine-tuning."""
 
     def prompt(self, question: str) -> list[dict[str, str]]:
         """A chat that asks it."""
@@ -96,14 +96,14 @@ STEPS = Task(
 
 @dataclass
 class ProximityOptions(RecipeOptions):
-    """The options of `lowmem-grpo run proximity`; 4-bit weights by default, but for the embedded model."""
+    """The options of `lowmem-grpo run proximity`."""
 
     train_size: int = 4096
     """Problems to train on."""
     eval_problems: int = 256
-    """Held-out problems, answered before and after."""
+    """Held-out problems that are answered before and after training."""
     sft_steps: int = 15
-    """Steps of supervised fine-tuning before GRPO; 0 is none."""
+    """Steps of supervised fine-tuning before GRPO; 0 skips it."""
 
     def __post_init__(self) -> None:
         if self.sft_steps < 0:
@@ -114,7 +114,7 @@ OPTIONS = ProximityOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0, task: Task = WORDS) -> Dataset:
-    """`size` distinct problems of a split ("train" or "test"; disjoint whatever the seeds): `prompt`, `answer`."""
+    """`size` different problems of a split ("train" or "test"), with columns `prompt` and `answer`."""
     return Dataset.from_list([
         {"prompt": task.prompt(problem.question), "answer": str(problem.answer)}
         for problem in take(task.problems(split, seed), size)
@@ -122,7 +122,7 @@ def make_dataset(split: str, size: int, seed: int = 0, task: Task = WORDS) -> Da
 
 
 def make_demonstrations(size: int, seed: int = 0, task: Task = WORDS) -> Dataset:
-    """`size` distinct problems of the training split with a solution in the format: `prompt`, `completion`."""
+    """`size` different training problems with a solution in the format, with columns `prompt` and `completion`."""
     return Dataset.from_list([
         {"prompt": task.prompt(problem.question), "completion": task.solution(problem.lines, problem.answer)}
         for problem in take(task.problems("train", seed), size)
@@ -130,12 +130,12 @@ def make_demonstrations(size: int, seed: int = 0, task: Task = WORDS) -> Dataset
 
 
 def rewards(task: Task) -> list[Reward]:
-    """Near answers earn up to 1, outliers lose 0.5, exact ones earn 1 more; the format by itself earns little."""
+    """Near answers earn up to 1, exact ones 1 more, outliers lose 0.5. The format itself earns little."""
     return [*task.pays, proximity(exact=1.0, outlier=-0.5, where=task.place),
             number_equal(right=1.0, wrong=0.0, where=task.place)]
 
 
-RIGHT = number_match().reward()  # the last number, in the format or not: the share of answers in it is told apart
+RIGHT = number_match().reward()  # the last number, in the format or not; the share in the format is measured apart
 EXAM = Exam(
     lambda size, seed, source: make_dataset("test", size, seed), RIGHT, max_tokens=512,
     of_tiny=lambda size, seed, source: make_dataset("test", size, seed, STEPS),
@@ -143,7 +143,7 @@ EXAM = Exam(
 
 
 def run(options: ProximityOptions) -> None:
-    """Load, measure, teach the format, measure, train, measure again, report."""
+    """Load a model, measure, teach the format, measure, train, measure again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     task, seed = STEPS if setup.is_tiny else WORDS, setup.config.seed
     warm_up = WarmUp(partial(make_demonstrations, task=task), options.sft_steps, task.form, task.has_form, task.sft)

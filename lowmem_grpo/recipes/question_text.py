@@ -1,4 +1,4 @@
-"""One question out of several columns of a row: an instruction and its input, a question with its choices."""
+"""One question from several columns of a row: an instruction and its input, or a question and its choices."""
 
 from itertools import chain, repeat
 from typing import Any
@@ -7,13 +7,16 @@ from lowmem_grpo.data.files import cell_text
 
 
 def question_text(*parts: Any, marks: str = "") -> str:
-    """The parts as paragraphs, without empty ones. Of choices, each has a line: `A. Paris` with marks="ABCD", `- Paris`
-    without; choices are a list, or {"text": list, "label": list}, whose labels are its own marks."""
+    """The parts as paragraphs; empty ones are left out.
+
+    A part may be a list of choices, or {"text": list, "label": list}. Each choice gets its own line: `A. Paris` with
+    its label or with marks="ABCD", otherwise `- Paris`.
+    """
     return "\n\n".join(text for part in parts if (text := choices_text(part, marks)))
 
 
 def choices_text(part: Any, marks: str) -> str:
-    """A list as lines; anything else as it is, as text."""
+    """A list as lines; anything else as text."""
     labels: Any = marks
     if isinstance(part, dict) and isinstance(part.get("text"), list):
         part, labels = part["text"], part.get("label") or marks

@@ -77,7 +77,7 @@ def test_a_recipe_for_answers_of_each_kind_is_clean_and_runs_and_is_tested(
     is_clean(folder / "mine.py")
     ran = invoke("run", "./mine.py", *QUICK)
     assert ran.exit_code == 0, ran.output
-    assert "knows its own arithmetic alone" in said(ran)
+    assert "only knows its own arithmetic" in said(ran)
     summary = json.loads((folder / "runs" / "mine" / "summary.json").read_text())
     assert ("accuracy_after" in summary) == (kind != "long")
     tested = invoke("eval", "runs/mine", "--recipe", "./mine.py", "--limit", 1, "--max-tokens", 2, "--show", 0)

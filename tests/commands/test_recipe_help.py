@@ -34,7 +34,7 @@ OPTIONS = MyOptions
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_option_or_preset_of_a_recipe_is_not_told_as_it_is(name: str) -> None:
+def test_help_shows_every_option_and_preset_of_a_recipe(name: str) -> None:
     module, text = import_module(f"lowmem_grpo.recipes.{name}"), recipe_help(file_of(name))
     options = module.OPTIONS()
     for field in fields(options):
@@ -48,7 +48,7 @@ def test_an_option_or_preset_of_a_recipe_is_not_told_as_it_is(name: str) -> None
     assert text.startswith((module.__doc__ or "").strip().partition("\n")[0])
 
 
-def test_a_file_of_the_users_is_run_or_told_wrong(tmp_path: Path) -> None:
+def test_help_of_a_recipe_file_does_not_run_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     text = recipe_help(tmp_path / "mine.py")
     own, _, shared = text.partition("Of every recipe:")
@@ -57,14 +57,14 @@ def test_a_file_of_the_users_is_run_or_told_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", ["OwnOptions", "Mine"])
-def test_options_of_a_class_of_the_package_are_left_out(options: str, tmp_path: Path) -> None:
+def test_options_inherited_from_the_package_are_listed(options: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from lowmem_grpo.recipes.own_data import OwnData, OwnOptions\n"
         "class Mine(OwnOptions):\n    eval_problems: int = 7\n    rows: int = 3\n"
         f"OPTIONS = {options}\n"
     )
     own, _, shared = recipe_help(tmp_path / "mine.py").partition("Of every recipe:")
-    assert own.count("\n  check=False  Look at what the rewards pay, and do not train.") == 1
+    assert own.count("\n  check=False  Show what the rewards pay for a few samples, and do not train.") == 1
     assert own.count("eval_problems=") == 1 and f"eval_problems={7 if options == 'Mine' else 128}  " in own
     assert ("rows=3" in own) == (options == "Mine") and "  model=" in shared and "  model=" not in own
 
@@ -72,20 +72,20 @@ def test_options_of_a_class_of_the_package_are_left_out(options: str, tmp_path: 
 @pytest.mark.parametrize("words", [
     ["email", "--help"], ["email", "-h"], ["--help", "email"], ["email", "seed=1", "-h"],
 ])
-def test_a_recipes_help_is_that_of_the_command(words: list[str]) -> None:
+def test_help_of_a_recipe_is_not_the_help_of_the_command(words: list[str]) -> None:
     result = CliRunner().invoke(main, ["run", *words])
     assert result.exit_code == 0, result.output
     assert "longest_words=40" in result.output and "Usage:" not in result.output
 
 
-def test_the_commands_help_is_gone() -> None:
+def test_help_of_the_command_lists_the_recipes() -> None:
     for flag in ("--help", "-h"):
         result = CliRunner().invoke(main, ["run", flag])
         assert result.exit_code == 0 and "Usage:" in result.output and "  email  " in result.output
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "No such file"), ("x = (", "never closed")])
-def test_help_of_a_file_that_is_none_ends_in_a_traceback(content: str | None, message: str, tmp_path: Path) -> None:
+def test_help_of_an_unreadable_file_is_an_error_in_words(content: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     if content is not None:
         path.write_text(content)
@@ -94,7 +94,7 @@ def test_help_of_a_file_that_is_none_ends_in_a_traceback(content: str | None, me
     assert "cannot be read as a recipe" in result.output and message in result.output
 
 
-def test_a_recipes_help_loads_heavy_libraries() -> None:
+def test_help_of_a_recipe_loads_no_heavy_library() -> None:
     code = ("import sys; from lowmem_grpo.cli import main; main(['run', 'gsm8k', '--help'], standalone_mode=False); "
             "print(sorted({'torch', 'transformers', 'datasets'} & sys.modules.keys()))")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -27,7 +27,7 @@ def test_a_healthy_run_prints_two_lines_and_takes_no_time(
     trainer.train()
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" ")[0] for line in lines[1:3]] == ["step", "step"] and len(lines) == 5
-    assert lines[0].startswith("preflight: 256 of 1,000 rows looked at, nothing wrong")
+    assert lines[0].startswith("preflight: checked 256 of 1,000 rows, ")
     assert "s a step (sampling " in lines[3] and "to go until step 3" in lines[3]
     assert "the next checkpoint is due at step 3, in " in lines[3]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -59,7 +59,8 @@ def test_a_refused_run_leaves_the_files_of_the_run_before_it(tmp_path: Path, sha
 def test_warnings_are_logged_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert make(tmp_path, [*ROWS, {"prompt": ""}], max_steps=1, disable_tqdm=True).train().finished
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("preflight")]
-    assert said == ["preflight: 1 of 13 rows will be skipped: empty prompt (1). What to do: mend or remove such rows"]
+    assert said == ["preflight: 1 of 13 rows will be skipped: empty prompt (1). What to do: correct or remove these "
+                    "rows"]
 
 
 def test_preflight_can_be_turned_off(
@@ -83,7 +84,7 @@ def test_fine_tuning_is_checked_without_asking_for_rewards(
     assert found(trainer) == []
     trainer.train()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("preflight: 12 of 12 rows") and " s a step: " in lines[3] and len(lines) == 5
+    assert lines[0].startswith("preflight: checked 12 of 12 rows") and " s a step: " in lines[3] and len(lines) == 5
     tokenizer.chat_template = None
     with pytest.raises(PreflightError, match="no chat template"):
         SFTTrainer(shared, rows, SFTConfig(**(settings | {"output_dir": str(tmp_path / "none")}))).train()

@@ -98,23 +98,23 @@ def one_too_long(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make([*TEXTS, {"prompt": "1 + 1 " * 40}], max_prompt_length=60)
 
 
-@case("prompt lengths", "error", r"^no row of the dataset can be used: longer than 8 tokens, all that the context of "
+@case("prompt lengths", "error", r"^no row of the dataset can be used: longer than the 8 tokens that the context of "
                                  r"128 leaves, the longest has \d\d tokens\. What to do: load")
 def all_too_long(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make(max_completion_length=120)
 
 
-@case("few rows", "warning", r"^a generation takes 2 prompts and the dataset has 1: ")
+@case("few rows", "warning", r"^one generation needs 2 prompts and the dataset has 1, so ")
 def one_row(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make(ROWS[:1])
 
 
-@case("duplicates", "warning", r"^3 of 15 rows repeat the prompt of another one\. What to do: remove")
+@case("duplicates", "warning", r"^3 of 15 rows repeat the prompt of another row\. What to do: remove")
 def repeated_rows(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make([*ROWS, *ROWS[:3]])
 
 
-@case("duplicates", "warning", r"^1600 of 2000 rows repeat the prompt of another one\. What to do: remove")
+@case("duplicates", "warning", r"^1600 of 2000 rows repeat the prompt of another row\. What to do: remove")
 def copies_side_by_side(make: Any, tokenizer: Any, patch: Any) -> Any:
     patch.setattr(prompts, "SECONDS", 60)
     return make([{"prompt": f"How much is {i}?"} for i in range(400) for _ in range(5)])
@@ -126,7 +126,7 @@ def no_header(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make()
 
 
-@case("dropped messages", "warning", r"leaves out the text of 12 system messages in 12 prompts looked at")
+@case("dropped messages", "warning", r"leaves out the text of 12 system messages in the 12 sampled prompts")
 def users_alone(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.chat_template = USERS_ALONE
     return make(WITH_SYSTEM)
@@ -146,7 +146,7 @@ def no_end(make: Any, tokenizer: Any, patch: Any) -> Any:
     return trainer
 
 
-@case("another end token", "warning", r"an answer with '<\|im_end\|>', and completions end at '<\|endoftext\|>' alone")
+@case("another end token", "warning", r"an answer with '<\|im_end\|>', but only '<\|endoftext\|>' ends a completion")
 def another_end(make: Any, tokenizer: Any, patch: Any) -> Any:
     trainer = make()
     tokenizer.eos_token = "<|endoftext|>"
@@ -154,7 +154,7 @@ def another_end(make: Any, tokenizer: Any, patch: Any) -> Any:
     return trainer
 
 
-@case("unknown tokens", "error", r"^the end token 9999 lies beyond the model's vocabulary of 384")
+@case("unknown tokens", "error", r"^the end token 9999 is beyond the model's vocabulary of 384")
 def end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
     trainer = make(TEXTS)
     tokenizer.eos_token = None
@@ -162,21 +162,22 @@ def end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
     return trainer
 
 
-@case("unknown tokens", "warning", r"^the end token 9999 lies beyond")
+@case("unknown tokens", "warning", r"^the end token 9999 is beyond")
 def one_end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
     trainer = make()
     patch.setattr(trainer.policy.base.generation_config, "eos_token_id", [2, 9999])
     return trainer
 
 
-@case("unknown tokens", "error", r"^a prompt holds the token 4\d\d \('<new 99>'\), and the model's vocabulary has 384")
+@case("unknown tokens", "error", r"^a prompt contains the token 4\d\d \('<new 99>'\), but the model's vocabulary has "
+                                  r"384")
 def added_tokens(make: Any, tokenizer: Any, patch: Any) -> Any:
     model = load()
     model.loaded.tokenizer.add_tokens([f"<new {n}>" for n in range(100)])
     return make([*TEXTS, {"prompt": "what is <new 99>?"}], model=model)
 
 
-@case("unknown tokens", "error", r"^the padding token 4\d\d lies beyond")
+@case("unknown tokens", "error", r"^the padding token 4\d\d is beyond")
 def padding_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
     model = load()
     model.loaded.tokenizer.add_tokens([f"<new {n}>" for n in range(100)])
@@ -218,7 +219,7 @@ def a_file(make: Any, tokenizer: Any, patch: Any) -> Any:
     return trainer
 
 
-@case("output_dir", "error", r"may not be written to\. What to do: choose another output_dir, or change")
+@case("output_dir", "error", r"cannot be written to\. What to do: choose another output_dir, or change")
 def read_only(make: Any, tokenizer: Any, patch: Any) -> Any:
     patch.setattr(room.os, "access", lambda path, mode: False)
     return make()
@@ -228,19 +229,19 @@ def with_free(patch: Any, free: int) -> None:
     patch.setattr(room.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
 
 
-@case("disk", "error", r"0\.1 MiB free, and one checkpoint takes 0\.\d MiB\. What to do: make room")
+@case("disk", "error", r"0\.1 MiB free, but one checkpoint needs 0\.\d MiB\. What to do: free some space")
 def no_room(make: Any, tokenizer: Any, patch: Any) -> Any:
     with_free(patch, 100_000)
     return make(save_strategy="steps")
 
 
-@case("disk", "error", r"0\.0 MiB free, and the adapter takes 0\.\d MiB\. What to do: make room, or choose")
+@case("disk", "error", r"0\.0 MiB free, but the adapter needs 0\.\d MiB\. What to do: free some space, or choose")
 def no_room_for_the_adapter(make: Any, tokenizer: Any, patch: Any) -> Any:
     with_free(patch, 100)
     return make(save_strategy="no")
 
 
-@case("disk", "warning", r"2\.0 MiB free; 5 checkpoints take \d\.\d MiB, and completions.jsonl up to ")
+@case("disk", "warning", r"2\.0 MiB free; 5 checkpoints need \d\.\d MiB, and completions.jsonl up to ")
 def little_room(make: Any, tokenizer: Any, patch: Any) -> Any:
     with_free(patch, 2**21)
     return make(save_strategy="steps", save_steps=1, max_steps=9)
@@ -253,13 +254,13 @@ def planned(trainer: Any, card: str, **settings: Any) -> Any:
     return trainer
 
 
-@case("host memory", "warning", r"^the host has (0\.50 GiB|512\.0 MiB) of memory to spare; .* may take .*\. ")
+@case("host memory", "warning", r"^the host has (0\.50 GiB|512\.0 MiB) of free memory, and .* may take .*\. ")
 def little_host_memory(make: Any, tokenizer: Any, patch: Any) -> Any:
     patch.setattr(room, "available_host_bytes", lambda: GIB // 2)
     return planned(make(), "16GiB", checkpointing="offload")
 
 
-@case("plan", "warning", r"^by the plan this run takes .* of the card, and may use 1\.0 MiB: .*tried all the same.*\. "
+@case("plan", "warning", r"^the plan expects .* on the card, which is more than the 1\.0 MiB .*: .*The run goes on.*\. "
                          r"What to do: try a lower max_completion_length")
 def over_plan(make: Any, tokenizer: Any, patch: Any) -> Any:
     return planned(make(), "1MiB")
@@ -274,7 +275,7 @@ def emulated(make: Any, tokenizer: Any, patch: Any) -> Any:
     return trainer
 
 
-@case("scale", "note", r"^the run has 2 steps \(from 300 on is usual\) and 12 rows \(from 500 on is usual\)")
+@case("scale", "note", r"^the run has 2 steps \(300 or more are usual\) and 12 rows \(500 or more are usual\)")
 def small(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make()
 

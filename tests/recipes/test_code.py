@@ -108,10 +108,10 @@ def run(folder: Path, *words: str) -> Any:
 
 
 @needs_isolation
-def test_the_recipe_runs_through_on_the_embedded_model(tmp_path: Path) -> None:
+def test_the_recipe_finishes_on_the_embedded_model(tmp_path: Path) -> None:
     result = run(tmp_path / "run", f"isolation={WORKING[0]}", "seconds=3", "seed=3")
     assert result.exit_code == 0, result.output
-    assert f"code runs in {WORKING[0]}" in result.output and "accuracy before" in result.output
+    assert f"Code runs in {WORKING[0]}" in result.output and "accuracy before" in result.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["recipe"], summary["status"], summary["steps"], summary["seed"]) == ("code", "finished", 1, 3)
     assert (summary["isolation"], summary["eval_problems"]) == (WORKING[0], 3)
@@ -145,7 +145,7 @@ def test_without_a_sandbox_the_run_does_not_begin(tmp_path: Path, monkeypatch: p
 
 
 @needs_isolation
-def test_the_exam_takes_right_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exam_only_takes_right_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "code_passes_tests", lambda: code_passes_tests(isolation=WORKING[0]))
     dataset = code.EXAM.problems(3, 0, None)
     answers, tests = list(dataset["answer"]), list(dataset["tests"])

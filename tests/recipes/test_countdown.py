@@ -83,7 +83,7 @@ def test_the_steps_are_wrong_or_do_not_end_at_the_target() -> None:
 
 
 @pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (0, 1), (3407, 7)])
-def test_a_test_puzzle_is_trained_on_in_another_order_or_difficulty(train_seed: int, test_seed: int) -> None:
+def test_no_test_puzzle_is_trained_on_in_any_order_or_difficulty(train_seed: int, test_seed: int) -> None:
     train = {p.key for p in take(2000, "train", train_seed, EASY)} | {p.key for p in take(2000, "train", train_seed)}
     tested = {p.key for p in take(800, "test", test_seed, EASY)} | {p.key for p in take(800, "test", test_seed)}
     assert not train & tested
@@ -108,13 +108,13 @@ def test_the_global_random_state_moves() -> None:
     assert random.getstate() == state
 
 
-def test_every_operator_occurs_often_enough_to_be_learnt() -> None:
+def test_every_operator_occurs_often() -> None:
     text = " ".join(puzzle.solution for puzzle in take(600))
     assert min(text.count(sign) for sign in "+-*/") > 30
     assert text.count("(") > 30
 
 
-def test_asking_for_more_puzzles_than_there_are_never_ends() -> None:
+def test_asking_for_more_puzzles_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match=r"only about \d+ train puzzles with .*largest_number=4.*allow more"):
         make_dataset("train", 5000, difficulty=Difficulty(2, 2, 4, 10))
 
@@ -197,7 +197,7 @@ def test_the_deepest_and_the_longest_text_that_is_read_take_long_or_fail() -> No
 
 
 @given(st.text(alphabet="0123456789+-*/() \n\u00b2\u0663aA_.,=", max_size=140))
-def test_a_strange_text_breaks_the_rewards(text: str) -> None:
+def test_no_strange_text_breaks_the_rewards(text: str) -> None:
     for completion in (text, f"Answer: {text}"):
         values = [reward([completion], numbers=[NUMBERS], target=[54])[0] for reward in countdown.REWARDS]
         assert values[0] in (0.0, 1.0) and set(values[1:]) <= {0.0, 0.1}
@@ -248,10 +248,10 @@ def run(folder: Path, *words: str) -> Any:
     return CliRunner().invoke(main, ["run", "countdown", *small, *words])
 
 
-def test_the_recipe_does_not_run_through_on_the_embedded_model(tmp_path: Path) -> None:
+def test_the_recipe_finishes_on_the_embedded_model(tmp_path: Path) -> None:
     result = run(tmp_path / "run", "max_numbers=3", "seed=3")
     assert result.exit_code == 0, result.output
-    assert "the embedded model knows no countdown" in result.output and "accuracy before" in result.output
+    assert "The embedded tiny model does not know countdown" in result.output and "accuracy before" in result.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["recipe"], summary["status"], summary["steps"], summary["seed"]) == ("countdown", "finished", 1, 3)
     assert summary["eval_problems"] == 4 == len(summary["samples"])

@@ -21,7 +21,7 @@ def take(count: int, split: str = "train", seed: int = 0) -> list[Request]:
     return list(islice(requests(split, seed), count))
 
 
-def test_a_keyword_answers_another_question_too_or_is_not_in_the_ideal_reply() -> None:
+def test_a_keyword_is_in_the_ideal_reply_and_answers_only_its_question() -> None:
     for request in take(2000):
         assert [fact for fact in request.facts if has_word(fact, request.keyword)] == [request.fact]
         assert has_word(request.ideal, request.keyword) and request.text.count(request.fact) == 1
@@ -36,7 +36,7 @@ def test_a_kind_of_question_or_a_name_hardly_ever_comes() -> None:
 
 
 @pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (3407, 7)])
-def test_a_test_request_is_trained_on(train_seed: int, test_seed: int) -> None:
+def test_no_test_request_is_trained_on(train_seed: int, test_seed: int) -> None:
     test = {request.text for request in take(2000, "test", test_seed)}
     assert len(test) == 2000
     assert not test & {request.text for request in take(5000, "train", train_seed)}
@@ -91,10 +91,10 @@ def run(folder: Path, *words: str) -> Result:
     return CliRunner().invoke(main, ["run", "email", *small, *words])
 
 
-def test_the_recipe_does_not_run_through_on_the_embedded_model(tmp_path: Path) -> None:
+def test_the_recipe_finishes_on_the_embedded_model(tmp_path: Path) -> None:
     result = run(tmp_path / "run", "seed=3")
     assert result.exit_code == 0, result.output
-    assert "the embedded model writes no mail" in result.output and "accuracy before" in result.output
+    assert "The embedded tiny model cannot write e-mails" in result.output and "accuracy before" in result.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["recipe"], summary["status"], summary["steps"], summary["seed"]) == ("email", "finished", 1, 3)
     assert (summary["accuracy_before"], summary["eval_problems"]) == (0.0, 4)

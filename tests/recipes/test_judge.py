@@ -89,10 +89,10 @@ def records(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return json.loads((folder / "summary.json").read_text()), json.loads(line)
 
 
-def test_the_recipe_runs_through_on_the_embedded_model(tmp_path: Path) -> None:
+def test_the_recipe_finishes_on_the_embedded_model(tmp_path: Path) -> None:
     result = run(tmp_path / "run", "seed=3")
     assert result.exit_code == 0, result.output
-    assert "can neither sum up nor judge" in result.output and "judge self: 2 calls" in result.output
+    assert "can neither summarize nor judge" in result.output and "judge self: 2 calls" in result.output
     summary, line = records(tmp_path / "run")
     assert (summary["recipe"], summary["status"], summary["judge"], summary["seed"]) == ("judge", "finished", "self", 3)
     assert summary["judging"]["failed"] == 2 and summary["judging"]["cost"] is None
@@ -100,7 +100,7 @@ def test_the_recipe_runs_through_on_the_embedded_model(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_the_recipe_cannot_be_judged_by_a_server(tmp_path: Path) -> None:
+def test_the_recipe_can_be_judged_by_a_server(tmp_path: Path) -> None:
     words = ["judge_model=m", "judge_key=local", "price_prompt=10", f"judge_cache={tmp_path / 'judge.jsonl'}"]
     with serving(by_length) as server:
         result = run(tmp_path / "run", f"judge={server.url}", *words)

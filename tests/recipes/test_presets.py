@@ -118,8 +118,8 @@ def test_a_cards_preset_is_taken_for_a_cpu_without_a_word(
     assert (setup.model, setup.config.optim, setup.load_in_4bit) == (model, "adamw_8bit", True)
     (said,) = caplog.messages
     assert said == (
-        f"no card here: the CPU takes the settings of a card's preset (for some/small), with {model}, 4-bit weights "
-        "and optim=adamw_8bit in place of paged_adamw_8bit; that can be slow"
+        f"There is no card here: the CPU uses the preset of a card (for some/small), with {model}, 4-bit weights "
+        "and optim=adamw_8bit instead of paged_adamw_8bit. This can be slow."
     )
 
 
@@ -127,7 +127,7 @@ def test_a_cards_preset_is_taken_for_a_cpu_without_a_word(
 def test_an_optimizer_that_was_asked_for_is_changed(caplog: pytest.LogCaptureFixture) -> None:
     options = RecipeOptions(engine="transformers", gpu="16", config={"optim": "paged_adamw_8bit"})
     assert prepare(options, {}, PAGED).config.optim == "paged_adamw_8bit"
-    assert "no card here" in caplog.text and "in place of" not in caplog.text
+    assert "no card here" in caplog.text and "instead of" not in caplog.text
 
 
 def test_a_preset_that_fits_the_machine_is_spoken_of(

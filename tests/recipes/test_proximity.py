@@ -62,7 +62,7 @@ def questions(dataset: Dataset) -> list[str]:
     return [prompt[-1]["content"] for prompt in dataset["prompt"]]
 
 
-def test_the_question_says_another_thing_than_the_worked_solution() -> None:
+def test_the_question_and_the_worked_solution_agree() -> None:
     for problem in take(2000):
         held = stocks(problem.question)
         assert held[-1] == problem.answer
@@ -73,7 +73,7 @@ def test_the_question_says_another_thing_than_the_worked_solution() -> None:
             assert line.startswith(f"{before} ") and eval(made_of) == after == int(result), line
 
 
-def test_some_event_hardly_ever_happens() -> None:
+def test_every_event_happens_often() -> None:
     text = "\n".join(". ".join(problem.question.split(". ")[1:-1]) for problem in take(1000))
     for form, _ in RULES:
         assert len(re.findall(form.replace(r"\D+", "[A-Za-z ]+"), text)) > 300, form
@@ -81,7 +81,7 @@ def test_some_event_hardly_ever_happens() -> None:
 
 @TASKS
 @pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (3407, 7)])
-def test_a_test_problem_is_trained_on(task: Task, train_seed: int, test_seed: int) -> None:
+def test_no_test_problem_is_trained_on(task: Task, train_seed: int, test_seed: int) -> None:
     test = set(questions(make_dataset("test", 2000, test_seed, task)))
     assert len(test) == 2000
     assert not test & set(questions(make_dataset("train", 2000, train_seed, task)))
@@ -90,7 +90,7 @@ def test_a_test_problem_is_trained_on(task: Task, train_seed: int, test_seed: in
         assert {problem.split for problem in islice(task.problems(split, 1), 500)} == {split}
 
 
-def test_a_seed_does_not_repeat_its_problems_or_draws_from_the_global_random_state() -> None:
+def test_a_seed_repeats_its_problems_and_leaves_the_global_random_state_alone() -> None:
     state = random.getstate()
     assert take(20, seed=1) == take(40, seed=1)[:20] != take(20, seed=2)
     assert random.getstate() == state
@@ -100,13 +100,13 @@ def test_a_seed_does_not_repeat_its_problems_or_draws_from_the_global_random_sta
     ("validation", 5, '"train" and "test"'), ("train", 0, "size is 0"), ("test", -3, "at least 1"),
 ])
 @TASKS
-def test_a_split_or_size_that_makes_no_sense_is_taken(task: Task, split: str, size: int, message: str) -> None:
+def test_a_split_or_size_that_makes_no_sense_is_refused(task: Task, split: str, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_dataset(split, size, task=task)
 
 
 @TASKS
-def test_a_demonstration_is_wrong_or_does_not_earn_the_most(task: Task) -> None:
+def test_a_demonstration_is_right_and_earns_the_most(task: Task) -> None:
     shown, asked = make_demonstrations(200, 5, task), make_dataset("train", 200, 5, task)
     assert shown["prompt"] == asked["prompt"]
     columns: dict[str, Any] = {"completions": list(shown["completion"]), "answer": list(asked["answer"])}
@@ -118,7 +118,7 @@ def test_a_demonstration_is_wrong_or_does_not_earn_the_most(task: Task) -> None:
 
 
 @TASKS
-def test_a_nearer_answer_earns_no_more_or_one_outside_the_format_does_not_lose(task: Task) -> None:
+def test_nearer_answers_earn_more_and_answers_outside_the_format_lose(task: Task) -> None:
     def total(text: str) -> float:
         return sum(reward(completions=[text], answer=["50"])[0] or 0.0 for reward in rewards(task))
 
@@ -128,7 +128,7 @@ def test_a_nearer_answer_earns_no_more_or_one_outside_the_format_does_not_lose(t
     assert not task.has_form("50") and not task.has_form("Answer: 50")
 
 
-def test_the_embedded_model_is_asked_for_words_that_it_cannot_write() -> None:
+def test_the_embedded_model_is_only_asked_for_words_that_it_can_write() -> None:
     assert [message["role"] for message in STEPS.prompt("1 + 1?")] == ["user"]
     assert [message["role"] for message in WORDS.prompt("1 + 1?")] == ["system", "user"]
     assert make_demonstrations(1, 5, STEPS)[0]["completion"].splitlines()[-1].startswith("Answer = ")
@@ -147,7 +147,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_the_format_is_not_taught_first_or_is_taught_again_by_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_the_format_is_taught_first_and_only_once(tmp_path: Path) -> None:
     result = run(tmp_path, "sft_steps=6", "max_steps=1")
     assert result.exit_code == 0, result.output
     summary = summary_of(tmp_path)
@@ -163,13 +163,13 @@ def test_the_format_is_not_taught_first_or_is_taught_again_by_a_run_that_goes_on
     assert summary_of(tmp_path)["steps"] == 2 and summary_of(tmp_path)["taught_format_after"] >= 0.5
 
 
-def test_without_fine_tuning_there_is_some(tmp_path: Path) -> None:
+def test_fine_tuning_can_be_left_out(tmp_path: Path) -> None:
     result = run(tmp_path, "sft_steps=0", "max_steps=1")
     assert result.exit_code == 0, result.output
     assert "sft_steps" not in summary_of(tmp_path) and not (tmp_path / "sft").exists()
 
 
-def test_fewer_than_no_steps_of_fine_tuning_are_taken(tmp_path: Path) -> None:
+def test_a_negative_number_of_fine_tuning_steps_is_refused(tmp_path: Path) -> None:
     result = run(tmp_path / "run", "sft_steps=-1")
     assert result.exit_code == 1
     assert "sft_steps is -1; it must be 0 or above" in result.output

@@ -70,7 +70,7 @@ def test_problems_are_distinct_and_their_answers_right(split: str) -> None:
         assert 3 <= len(totals) <= 5, question
 
 
-def test_every_kind_of_step_occurs_often_enough_to_be_learnt() -> None:
+def test_every_kind_of_step_occurs_often() -> None:
     text = " ".join(questions(make_dataset("train", 1000)))
     assert all(text.count(verb) > 300 for verb in RULES)
 
@@ -264,7 +264,7 @@ def test_gsm8k_names_what_it_cannot_use(words: list[str], message: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_rows_without_a_label_are_not_left_out(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_without_a_label_are_left_out(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / f"rows.{kind}"
     table = Dataset.from_list([
         {"question": "1 + 1?", "answer": "#### 1,002"}, {"question": None, "answer": "#### 3"},
@@ -278,13 +278,13 @@ def test_rows_without_a_label_are_not_left_out(kind: str, tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("answer", [7, None, "seven"])
-def test_a_run_without_any_label_trains_to_the_end(answer: Any, tmp_path: Path) -> None:
+def test_a_dataset_without_any_label_is_refused(answer: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": 5, "answer": answer}) + "\n")
     with pytest.raises(ValueError, match=r"1 of 1 rows have no question, or no label after ####.*lowmem-grpo new"):
         gsm8k.make_dataset(str(tmp_path / "rows.jsonl"))
 
 
-def test_a_folder_is_taken_for_a_name_on_the_hub(tmp_path: Path) -> None:
+def test_a_folder_is_not_taken_for_a_name_on_the_hub(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"no file .* that can be read; allowed are .*\.csv"):
         gsm8k.make_dataset(str(tmp_path))
 
@@ -355,7 +355,7 @@ def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path:
     ("arithmetic", ["output_dir=held"], "held already holds a run (summary.json)"),
     ("proximity", ["output_dir=warmed"], "sft already holds a run (metrics.jsonl)"),
 ])
-def test_minutes_of_sampling_go_before_a_refusal(
+def test_a_run_is_refused_before_anything_is_sampled(
     name: str, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -370,7 +370,7 @@ def test_minutes_of_sampling_go_before_a_refusal(
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
-def test_another_algorithm_does_not_run_from_the_command_line(tmp_path: Path) -> None:
+def test_another_algorithm_can_be_chosen_on_the_command_line(tmp_path: Path) -> None:
     result = invoke(
         "run", "arithmetic", "loss_type=gspo", "scale_rewards=group", "max_steps=1", "eval_problems=8", "train_size=16",
         "num_generations=2", "per_device_train_batch_size=4", "gradient_accumulation_steps=1",

@@ -1,4 +1,4 @@
-"""A small chat model from scratch: tokenizer, Qwen2, batches of demonstrations, supervised training of all weights."""
+"""A small chat model from scratch: tokenizer, Qwen2, batches of demonstrations, training of all weights."""
 
 import math
 import time
@@ -23,7 +23,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Problem(Protocol):
-    """What demonstrations are made of."""
+    """What a demonstration answers."""
 
     @property
     def question(self) -> str: ...
@@ -34,7 +34,7 @@ P = TypeVar("P", bound=Problem)
 
 @dataclass(frozen=True)
 class Trained:
-    """What training came to: steps made, mean losses of the first and the last hundred of them, seconds."""
+    """The result of training: steps, mean losses of the first and the last hundred of them, seconds."""
 
     steps: int
     first_loss: float
@@ -43,7 +43,7 @@ class Trained:
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE (any text can be encoded) learnt from texts, single digits, ChatML turns."""
+    """Byte-level BPE learned from texts, with single digits and ChatML turns. It can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -61,7 +61,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: dict[str, Any]) -> Qwen2ForCausalLM:
-    """A seeded, untrained Qwen2 with tied embeddings; `shape` is Qwen2Config's sizes, the vocabulary's among them."""
+    """A seeded, untrained Qwen2 with tied embeddings; `shape` gives the sizes of Qwen2Config, with the vocabulary."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         **shape, max_position_embeddings=CONTEXT, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
@@ -75,8 +75,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Endless (input_ids (B, T), labels (B, T)); labels are -100 outside the completion.
 
-    One problem is passed over after each batch (`zip` takes it before it finds the batch full). The embedded model was
-    made so: another order would make another model than its card tells of.
+    One problem is skipped after each batch, since `zip` takes it before it finds the batch full. The embedded model was
+    made this way: another order would make another model than its card describes.
     """
     while True:
         rows = [encode(tokenizer, problem.question, demonstrate(problem))
@@ -91,7 +91,7 @@ def batches(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, question: str, answer: str) -> tuple[list[int], int]:
-    """Token ids of prompt and answer, and the prompt's length."""
+    """Token ids of prompt and answer, and the length of the prompt."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
@@ -100,7 +100,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, question: str, answer: str) -> tu
 
 
 def loss_of(model: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy of the labelled tokens; in bf16 on a card, in the weights' own precision on the CPU."""
+    """Mean cross-entropy of the labelled tokens, in bf16 on a card and in the precision of the weights on the CPU."""
     device = model.device
     input_ids, labels = (part.to(device, non_blocking=True) for part in batch)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -114,9 +114,9 @@ def train(
     model: Qwen2ForCausalLM, data: Iterator[Batch], steps: int, learning_rate: float = 2e-3,
     seconds: float | None = None,
 ) -> Trained:
-    """Plain supervised training where the model is; ends after `steps`, or after `seconds` where these come first.
+    """Plain supervised training on the device of the model. It ends after `steps` or after `seconds`.
 
-    The learning rate rises over WARM_UP steps and falls as a cosine to 0 at whichever end is nearer.
+    The learning rate rises over WARM_UP steps and falls as a cosine to 0 at the nearer of the two ends.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
     losses: list[torch.Tensor] = []
@@ -144,7 +144,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def share(done: float, of: float | None) -> float:
-    """How much of it is done, 0 to 1; never any of None, or of nothing."""
+    """The share that is done, 0 to 1; 0 of None or of nothing."""
     return 0.0 if of is None or of <= 0 else min(1.0, max(0.0, done / of))
 
 
@@ -153,7 +153,7 @@ def mean(losses: list[torch.Tensor]) -> float:
 
 
 def describe(model: Qwen2ForCausalLM) -> dict[str, Any]:
-    """Parameters and sizes, for a card or a row."""
+    """Number of parameters, and sizes."""
     return {
         "parameters": model.num_parameters(), "layers": model.config.num_hidden_layers,
         "hidden": model.config.hidden_size, "vocabulary": model.config.vocab_size,

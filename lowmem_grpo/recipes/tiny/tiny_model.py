@@ -1,11 +1,11 @@
-"""Make the embedded model: a small Qwen2 that knows the format of arithmetic, but errs at it more often than not.
+"""Make the embedded model: a small Qwen2 that knows the format of arithmetic, but is wrong more often than right.
 
     python -m lowmem_grpo.recipes.tiny.tiny_model --out DIR
 
-It is trained from scratch on the CPU, on demonstrations whose steps are wrong with probability ERROR_RATE. A model
-that has learned them well therefore samples wrong steps at that rate, and GRPO has something to mend. Seeded; about
-ten minutes on two cores. The result (5 MiB of safetensors, a byte-level tokenizer with a chat template, a model card)
-ships in `lowmem_grpo/assets/tiny`.
+It is trained from scratch on demonstrations whose steps are wrong with probability ERROR_RATE. A model that learns them
+well therefore samples wrong steps at that rate, and GRPO has something to improve. This takes about ten minutes on two
+CPU cores, and the result depends only on the seed. The files (5 MiB of safetensors, a byte-level tokenizer with a chat
+template, a model card) ship in `lowmem_grpo/assets/tiny`.
 """
 
 import random
@@ -54,13 +54,13 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
 
 
 def wrong_total(right: int, rng: random.Random) -> int:
-    """A plausible wrong total near `right`, within [0, MAX_TOTAL] where that can be."""
+    """A plausible wrong total near `right`, within [0, MAX_TOTAL] where possible."""
     choices = [right + by for by in WRONG_BY if 0 <= right + by <= MAX_TOTAL]
     return rng.choice(choices or [max(right - 1, 0)])
 
 
 def sample_texts(seed: int) -> list[str]:
-    """What the tokenizer is learnt from."""
+    """Texts from which the tokenizer is learned."""
     rng, source = random.Random(seed), problems("train", seed)
     return [f"{problem.question}\n{demonstration(problem, rng)}\nuser\nassistant\nsystem\n"
             for problem, _ in zip(source, range(2000), strict=False)]
@@ -72,7 +72,7 @@ def sample_texts(seed: int) -> list[str]:
 @click.option("--steps", default=3000, show_default=True)
 @click.option("--batch", default=64, show_default=True)
 def main(out: Path, seed: int, steps: int, batch: int) -> None:
-    """Tokenizer, model, training, model card."""
+    """Make the tokenizer and the model, train, write the model card."""
     tokenizer = make_tokenizer(sample_texts(seed), SHAPE["vocab_size"])
     model = make_model(tokenizer, seed, SHAPE)
     rng = random.Random(seed + 1)
