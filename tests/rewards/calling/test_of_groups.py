@@ -445,7 +445,8 @@ def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path) -> None:
     runs = {}
     for chosen in (None, False):
         reward = Digits()
-        trainer = make(tmp_path / str(chosen), reward, score_while_sampling=chosen, per_device_train_batch_size=16)
+        trainer = make(tmp_path / str(chosen), reward, score_while_sampling=chosen, per_device_train_batch_size=16,
+                       max_completion_length=12)
         trainer.memory.rollout.lowered = 4  # a group at a time
         trainer.train()
         runs[chosen] = adapter(trainer), read_lines(trainer.run_dir / "completions.jsonl"), [
