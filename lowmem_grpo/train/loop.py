@@ -165,7 +165,7 @@ class Trainer:
     # The visible loop.
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Train up to `max_steps`, with records, checkpoints and listeners. Raises PreflightError if that is no use.
+        """Train up to `max_steps`, with records, checkpoints and listeners; PreflightError if preflight finds an error.
 
         `resume_from_checkpoint` is True for the newest good checkpoint of `output_dir`, or a checkpoint's folder.
         """

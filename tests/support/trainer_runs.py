@@ -35,14 +35,27 @@ def load(**lora: Any) -> FastPeftModel:
     return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False, **lora)
 
 
+def moved(model: FastPeftModel) -> FastPeftModel:
+    """The model with an adapter that matters, so that both of its factors have a gradient."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.05, generator=generator)
+    return model
+
+
 def make(folder: Path, reward: Any = digit_sum, rows: Any = ROWS, model: Any = None, **settings: Any) -> GRPOTrainer:
     parts = {name: settings.pop(name) for name in ("callbacks", "eval_dataset", "processing_class") if name in settings}
     config = GRPOConfig(output_dir=str(folder), **(SMALL | settings))
     return GRPOTrainer(model or load(), reward, config, rows, **parts)
 
 
+def adapter_of(model: Any) -> Gradients:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
 def adapter(trainer: GRPOTrainer) -> Gradients:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return adapter_of(trainer.model)
 
 
 def same(first: Gradients, second: Gradients) -> bool:
@@ -52,6 +65,7 @@ def same(first: Gradients, second: Gradients) -> bool:
 
 def relative(first: Gradients, second: Gradients) -> float:
     """Norm of the difference over the norm of `second`."""
+    assert first.keys() == second.keys()
     difference = math.sqrt(sum((first[n] - second[n]).square().sum().item() for n in second))
     norm = math.sqrt(sum(g.square().sum().item() for g in second.values()))
     return difference / norm

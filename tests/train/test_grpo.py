@@ -18,6 +18,7 @@ from trainer_runs import (
     adapter,
     load,
     make,
+    moved,
     naive_logprobs,
     plain_peft,
     relative,
@@ -25,22 +26,12 @@ from trainer_runs import (
 )
 
 from lowmem_grpo import GRPOTrainer
-from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses import loss_types
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.train import grpo_objective as objective
 from lowmem_grpo.types import RolloutGroup
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")  # which `naive_gradients` knows
-
-def moved(model: FastPeftModel) -> FastPeftModel:
-    """The model with an adapter that matters."""
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
-    return model
-
 
 def gradients(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> Gradients:
     """The gradient of one step on `groups`, which is then cleared."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from trainer_runs import moved, same
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.models.packing import pack
@@ -62,12 +63,8 @@ def make(folder: Path, reward: Any = None, callbacks: Any = (), **settings: Any)
     """A trainer of the embedded model, with dropout and an adapter that matters."""
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(bare, r=4, lora_dropout=0.1, use_gradient_checkpointing=False)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
     config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
-    return GRPOTrainer(model, reward or DigitSum(), config, ROWS, callbacks=list(callbacks))
+    return GRPOTrainer(moved(model), reward or DigitSum(), config, ROWS, callbacks=list(callbacks))
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +99,6 @@ def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     for parameter, state in trainer.learner.optimizer.state.items():
         held |= {f"{names[parameter]}.{k}": torch.as_tensor(v).clone() for k, v in state.items()}
     return held
-
-
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    assert first.keys() == second.keys()
-    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def written(folder: Path) -> list[dict[str, Any]]:

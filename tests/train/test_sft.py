@@ -11,6 +11,7 @@ import pytest
 import torch
 from live_storage import LiveStorage
 from small_models import SHAPE, TINY
+from trainer_runs import Gradients, adapter_of, moved, relative
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from vllm_models import NEEDS_VLLM
 
@@ -23,8 +24,6 @@ from lowmem_grpo.runs.records import RecordError, read_lines
 from lowmem_grpo.train.nonfinite import NonFiniteError
 from lowmem_grpo.train.sft import as_groups
 from lowmem_grpo.types import RolloutGroup
-
-Gradients = dict[str, torch.Tensor]
 
 END = "<|im_end|>"
 
@@ -57,15 +56,6 @@ def load(name: Any = "tiny", four_bit: bool = False, dtype: Any = None, checkpoi
     return FastLanguageModel.get_peft_model(bare, use_gradient_checkpointing=checkpointing, **options)
 
 
-def moved(model: FastPeftModel) -> FastPeftModel:
-    """The model with an adapter that matters, so that both of its factors have a gradient."""
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
-    return model
-
-
 def make(folder: Path, rows: Any = ROWS, model: Any = None, **settings: Any) -> SFTTrainer:
     parts = {name: settings.pop(name) for name in ("callbacks", "eval_dataset", "processing_class") if name in settings}
     known = {"max_steps": 2, "learning_rate": 3e-3, "disable_tqdm": True} | settings
@@ -76,10 +66,6 @@ def groups_of(trainer: SFTTrainer, rows: list[dict[str, Any]]) -> list[RolloutGr
     encoded = [trainer.source.encoder.encode(row) for row in rows]
     assert all(isinstance(example, Example) for example in encoded)
     return as_groups(encoded)  # type: ignore[arg-type]
-
-
-def adapter(model: Any) -> Gradients:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def gradients(trainer: SFTTrainer, groups: list[RolloutGroup]) -> tuple[float, Gradients]:
@@ -107,13 +93,6 @@ def plain_gradients(model: FastPeftModel, folder: Path, rows: list[dict[str, Any
     loss = plain(input_ids=input_ids, attention_mask=mask, labels=labels).loss
     loss.backward()
     return loss.item(), {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-
-
-def relative(first: Gradients, second: Gradients) -> float:
-    """Norm of the difference over the norm of `second`."""
-    assert first.keys() == second.keys()
-    difference = math.sqrt(sum((first[n] - second[n]).double().square().sum().item() for n in second))
-    return difference / math.sqrt(sum(g.double().square().sum().item() for g in second.values()))
 
 
 # The gradient.
@@ -152,14 +131,14 @@ def test_a_plan_does_not_cut_a_step_alone_or_its_cut_changes_the_gradient(tmp_pa
 
 def test_a_step_takes_as_many_rows_as_batch_and_accumulation_say_and_their_tokens_weigh_alike(tmp_path: Path) -> None:
     model = moved(load())
-    before = adapter(model)
+    before = adapter_of(model)
     trainer = make(tmp_path, model=model, per_device_train_batch_size=2, gradient_accumulation_steps=3, max_steps=1,
                    max_grad_norm=1e6)
     expected = plain_gradients(model, tmp_path / "plain", ROWS)[1]
     metrics = trainer.step()  # six rows, so all of them, in some order
     norm = math.sqrt(sum(g.square().sum().item() for g in expected.values()))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    after = adapter(model)
+    after = adapter_of(model)
     for name, gradient in expected.items():  # Adam's first step goes by the sign alone
         clear = gradient.abs() > 1e-4
         assert torch.equal((after[name] - before[name]).sign()[clear], -gradient.sign()[clear])
@@ -187,8 +166,7 @@ def test_logits_of_all_tokens_never_exist(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [
-    {}, {"dtype": torch.bfloat16}, {"four_bit": True}, {"checkpointing": "offload"},
-    {"four_bit": True, "dtype": torch.bfloat16, "checkpointing": "offload"},
+    {}, {"four_bit": True}, {"four_bit": True, "dtype": torch.bfloat16, "checkpointing": "offload"},
 ], ids=str)
 def test_the_loss_falls_whatever_the_weights_are(parts: dict[str, Any], tmp_path: Path) -> None:
     trainer = make(tmp_path, FORMAT[:6], load(**parts), max_steps=12, learning_rate=1e-2, per_device_train_batch_size=6,
@@ -200,14 +178,14 @@ def test_the_loss_falls_whatever_the_weights_are(parts: dict[str, Any], tmp_path
 
 
 def test_a_seed_repeats_the_run_bit_for_bit_and_another_seed_does_not(tmp_path: Path) -> None:
-    start = adapter(load(lora_dropout=0.1, random_state=0))
+    start = adapter_of(load(lora_dropout=0.1, random_state=0))
     ends = []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         model = load(lora_dropout=0.1, random_state=0)
-        assert all(torch.equal(value, start[name]) for name, value in adapter(model).items())
+        assert all(torch.equal(value, start[name]) for name, value in adapter_of(model).items())
         torch.manual_seed(ord(folder))
         make(tmp_path / folder, model=model, seed=seed, per_device_train_batch_size=4, max_steps=3).train()
-        ends.append(adapter(model))
+        ends.append(adapter_of(model))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in start)
     assert not all(torch.equal(ends[0][name], ends[2][name]) for name in start)
 
@@ -285,8 +263,8 @@ def test_ctrl_c_ends_the_step_and_saves_the_adapter_and_a_checkpoint(tmp_path: P
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
     plain = AutoModelForCausalLM.from_pretrained(TINY)
-    saved = adapter(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True))
-    assert all(torch.equal(value, saved[name]) for name, value in adapter(trainer.model).items())
+    saved = adapter_of(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True))
+    assert all(torch.equal(value, saved[name]) for name, value in adapter_of(trainer.model).items())
 
 
 def test_steps_that_are_not_finite_train_nothing_and_stop_the_run_with_a_checkpoint_of_the_step_before(
@@ -295,13 +273,13 @@ def test_steps_that_are_not_finite_train_nothing_and_stop_the_run_with_a_checkpo
     model = load()
     trainer = make(tmp_path, model=model, max_steps=9)
     trainer.step()
-    before = adapter(model)
+    before = adapter_of(model)
     trainer.policy.backbone.norm.weight.data.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="3 steps in a row") as stopped:
         trainer.train()
     (checkpoint,) = list_checkpoints(tmp_path)
     assert str(checkpoint) in stopped.value.__notes__[0]
-    assert all(torch.equal(value, before[name]) for name, value in adapter(model).items())
+    assert all(torch.equal(value, before[name]) for name, value in adapter_of(model).items())
     assert (checkpoint / "adapter_model.safetensors").is_file()
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
