@@ -78,8 +78,8 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path, straight: Path) ->
 
 @pytest.mark.parametrize("settings", [
     {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 8}, {"optim": "adamw_8bit"},
-    {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ROWS[:2]}, {"logging_steps": 2},
-], ids=["old log-probabilities", "8-bit optimizer", "evaluation", "a log line half done"])
+    {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ROWS[:2], "logging_steps": 2},
+], ids=["old log-probabilities", "8-bit optimizer", "evaluation and a log line half done"])
 def test_a_resumed_run_is_the_undisturbed_one_with(tmp_path: Path, settings: dict[str, Any]) -> None:
     make(tmp_path / "whole", **settings).train()
     make(tmp_path / "parts", callbacks=[StopAt(3)], **settings).train()
@@ -308,13 +308,6 @@ def test_the_best_checkpoint_and_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["best_checkpoint"] == str(tmp_path / "checkpoint-2")
 
 
-def test_a_resumed_run_remembers_the_best_checkpoint(tmp_path: Path) -> None:
-    make(tmp_path, by_step, save_steps=1, save_total_limit=1, callbacks=[StopAt(3)]).train()
-    make(tmp_path, by_step, save_steps=1, save_total_limit=1).train(resume_from_checkpoint=True)
-    names = [path.name for path in checkpoint.list_checkpoints(tmp_path)]
-    assert names == ["checkpoint-2", "checkpoint-6"]
-
-
 def test_the_best_checkpoint_is_chosen_by_the_steps_since_the_last_save(tmp_path: Path) -> None:
     """With several optimizer steps a rollout, one line of metrics stands for all of them."""
     trainer = make(tmp_path, by_step, save_steps=2, num_iterations=2, save_total_limit=1, max_steps=8)
@@ -322,13 +315,8 @@ def test_the_best_checkpoint_is_chosen_by_the_steps_since_the_last_save(tmp_path
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-8"]
 
 
-def test_the_best_checkpoint_is_kept_after_its_run_was_moved(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_best_checkpoint_although_it_was_moved(tmp_path: Path) -> None:
     make(tmp_path / "here", by_step, save_steps=1, save_total_limit=1, callbacks=[StopAt(3)]).train()
     there = shutil.move(tmp_path / "here", tmp_path / "there")
     make(there, by_step, save_steps=1, save_total_limit=1).train(resume_from_checkpoint=True)
     assert [path.name for path in checkpoint.list_checkpoints(there)] == ["checkpoint-2", "checkpoint-6"]
-
-
-def test_without_a_limit_all_checkpoints_are_kept(tmp_path: Path) -> None:
-    make(tmp_path, save_steps=1, save_total_limit=None, max_steps=5).train()
-    assert len(checkpoint.list_checkpoints(tmp_path)) == 5
