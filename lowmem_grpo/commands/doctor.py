@@ -1,4 +1,4 @@
-"""`lowmem-grpo doctor`: what this machine has, what a run will use, what is missing."""
+"""`lowmem-grpo doctor`: what this machine has, what a run will use, and what is missing."""
 
 import json
 import logging
@@ -17,15 +17,15 @@ UNITS = {"total_bytes": "memory", "free_bytes": "free memory", "available_bytes"
 
 
 @click.command(short_help="Check libraries, card, memory and disk.")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def doctor(as_json: bool) -> None:
-    """Look at libraries, card, memory and disk; say what a run will use, and what is missing, with its remedy.
+    """Check libraries, card, memory and disk. Say what a run will use, what is missing, and how to get it.
 
-    Ends with 1 where training is not possible at all, else with 0.
+    The exit status is 1 if training is not possible at all, else 0.
     """
     from lowmem_grpo.preflight.doctor import examine
 
-    logging.disable(logging.WARNING)  # libraries that complain while they load: what is wrong, the report says
+    logging.disable(logging.WARNING)  # hides warnings of libraries that load: the report says what is wrong
     try:
         found = examine()
     finally:
@@ -36,7 +36,7 @@ def doctor(as_json: bool) -> None:
 
 
 def report(found: Any) -> list[str]:
-    """The checkup in lines of plain text: the libraries that draw tables may be what is broken."""
+    """The checkup in lines of plain text, since the library that draws tables may be broken."""
     lines = section("Versions", found.versions) + section("Card", card_lines(found.card))
     lines += section("Host", {name: value for name, value in found.host.items() if value is not None})
     lines += section("A run will use", found.used)

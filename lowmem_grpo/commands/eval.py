@@ -1,4 +1,4 @@
-"""`lowmem-grpo eval`: how often a model is right, and what its adapter changes."""
+"""`lowmem-grpo eval`: how often a model answers right, and what an adapter changes."""
 
 import json
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
 
 
 @dataclass(frozen=True)
-class Subject:
+class Candidate:
     """What is tested: a base model, and the adapter on it."""
 
     model: str
     adapter: Path | None
     load_in_4bit: bool
-    out: Path  # where results go if no place is named
+    out: Path  # where results go without --out
     note: str = ""
     revision: str | None = None  # of the base model on the hub
 
@@ -28,33 +28,41 @@ class Subject:
 @click.command(name="eval", short_help="Measure how often a model or an adapter is right.")
 @click.argument("target")
 @click.option("--adapter", type=click.Path(path_type=Path),
-              help="Folder of a run, a checkpoint or a saved adapter, where TARGET is a model.")
-@click.option("--recipe", help="Take the held-out problems of a recipe, or of your own ./FILE.py, and what it counts "
+              help="Folder of a run, a checkpoint or a saved adapter, if TARGET is a model.")
+@click.option("--recipe", help="Use the held-out problems of a recipe or of your own ./FILE.py, and what it counts "
               "as right.")
-@click.option("--dataset", help="A jsonl, json, csv or parquet file, or a dataset of the hub.")
-@click.option("--split", default="test", show_default=True, help="Of a dataset of the hub.")
+@click.option("--dataset", help="A jsonl, json, csv or parquet file, or a dataset on the hub.")
+@click.option("--split", default="test", show_default=True, help="Split of a hub dataset.")
 @click.option("--prompt-column", default="prompt", show_default=True)
 @click.option("--reward", "rewards", multiple=True, metavar="NAME",
-              help="A function of lowmem_grpo.rewards, or FILE.py:FUNCTION. The first says what is right (above 0); "
-              "others are averaged.")
-@click.option("--samples", "-n", default=1, show_default=True, help="Answers to each prompt.")
-@click.option("--limit", type=click.IntRange(1), help="Prompts; the recipe's number, or the whole dataset.")
-@click.option("--k", "ks", multiple=True, type=click.IntRange(1), help="Of pass@k; 1, 2, 4 ... up to --samples.")
+              help="A function of lowmem_grpo.rewards, or FILE.py:FUNCTION. The first decides what is right (above 0); "
+              "the mean of each further one is reported.")
+@click.option("--samples", "-n", default=1, show_default=True, help="Number of answers to each prompt.")
+@click.option("--limit", type=click.IntRange(1),
+              help="Most prompts.  [default: the recipe's number, or the whole dataset]")
+@click.option("--k", "ks", multiple=True, type=click.IntRange(1),
+              help="k of pass@k; may be given several times.  [default: 1, 2, 4 ... up to --samples]")
 @click.option("--temperature", default=1.0, show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), help="Of an answer; as the run was trained, the recipe's, or "
-              f"{MAX_TOKENS}.")
-@click.option("--max-seq-length", type=click.IntRange(1), help=f"Tokens of prompt and answer; {CONTEXT}, or "
-              f"{PROMPT_ROOM} more than an answer.")
+@click.option("--max-tokens", type=click.IntRange(1),
+              help="Longest answer.  [default: as in training, the recipe's, or "
+              f"{MAX_TOKENS}]")
+@click.option("--max-seq-length", type=click.IntRange(1),
+              help=f"Longest prompt and answer together.  [default: {CONTEXT}, "
+              f"or {PROMPT_ROOM} more than the longest answer]")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None, help="As the adapter was trained, else 16 bit.")
+@click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
+              help="How the base model is held.  [default: as in training, else 16 bit]")
 @click.option("--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto", show_default=True)
-@click.option("--show", type=click.IntRange(0), default=3, show_default=True, help="Prompts whose answers are shown.")
-@click.option("--out", type=click.Path(path_type=Path), help=f"Folder for {FILE}; that of the run or adapter.")
-@click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")
+@click.option("--show", type=click.IntRange(0), default=3, show_default=True,
+              help="Number of prompts whose answers are shown.")
+@click.option("--out", type=click.Path(path_type=Path),
+              help=f"Folder for {FILE}.  [default: that of the run or adapter]")
+@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: Any) -> None:
-    """Test TARGET on prompts with known answers: a model (hub name or folder), or a run, checkpoint or adapter.
+    """Test TARGET on prompts with known answers. TARGET is a model (hub name or folder), a run, a checkpoint or an
+    adapter.
 
-    With an adapter, base and adapter answer the same prompts. All answers go into eval.json.
+    With an adapter, the base model and the adapter answer the same prompts. All answers are written to eval.json.
     """
     check_source(chosen)
     quiet()
@@ -97,7 +105,7 @@ def refuse_beside_recipe() -> None:
                                    "without --recipe")
 
 
-def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Subject:
+def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Candidate:
     """The model and the adapter that TARGET and --adapter mean."""
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
@@ -109,24 +117,24 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -
     if record.model is None:
         raise RunError(f"{path} does not say which model it was trained on; write eval MODEL --adapter {path}")
     held = load_in_4bit if load_in_4bit is not None else bool(record.load_in_4bit)
-    return Subject(record.model, found.folder, held, path, found.note, record.revision)
+    return Candidate(record.model, found.folder, held, path, found.note, record.revision)
 
 
-def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Subject:
+def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Candidate:
     """A model that was named, and the adapter on it; the revision is the record's where that is of this very model."""
     from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
 
     if adapter is None:
         place = Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
-        return Subject(target, None, bool(load_in_4bit), place)
+        return Candidate(target, None, bool(load_in_4bit), place)
     found = find_adapter(adapter, unfinished=True)
     record = base_of_adapter(found.folder)
     held = load_in_4bit if load_in_4bit is not None else bool(record.load_in_4bit)
     revision = record.revision if record.model == target else None
-    return Subject(target, found.folder, held, adapter, found.note, revision)
+    return Candidate(target, found.folder, held, adapter, found.note, revision)
 
 
-def run(subject: Subject, chosen: dict[str, Any]) -> dict[str, Any]:
+def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
     """Sample and score: the content of eval.json."""
     from lowmem_grpo.config.sampling import SamplingParams
     from lowmem_grpo.rollout.assessment import answer
@@ -152,7 +160,7 @@ def run(subject: Subject, chosen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tokens_of_run(subject: Subject) -> int | None:
+def tokens_of_run(subject: Candidate) -> int | None:
     """What the longest answer had in the run that left the adapter; None where that is not known. It is said."""
     if subject.adapter is None:
         return None
@@ -166,7 +174,7 @@ def tokens_of_run(subject: Subject) -> int | None:
     return longest
 
 
-def problems(subject: Subject, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int]:
+def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int]:
     """Rows, the functions that judge, and tokens of an answer."""
     from lowmem_grpo.rewards.by_name import find_function
     from lowmem_grpo.rollout.assessment import rows_of
@@ -188,7 +196,7 @@ def problems(subject: Subject, chosen: dict[str, Any]) -> tuple[list[dict[str, A
     return rows, [exam.right, *functions], chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens
 
 
-def load(subject: Subject, chosen: dict[str, Any], context: int) -> tuple[Any, Any]:
+def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any, Any]:
     """The model, and what makes it answer with its adapter (None without one)."""
     from torch import cuda
 

@@ -1,4 +1,4 @@
-"""`lowmem-grpo export`: an adapter, a merged model or a GGUF file out of a run."""
+"""`lowmem-grpo export`: make an adapter, a merged model or a GGUF file from a run."""
 
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,28 @@ from lowmem_grpo.views.terminal import plain_errors, quiet
 @click.command(short_help="Export an adapter, a merged model or a GGUF file.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--format", "kind", type=click.Choice(["adapter", "merged", "gguf"]), default="merged", show_default=True,
-              help="PEFT's files; the whole model in 16 bits; or a GGUF file, which llama.cpp's converter writes.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the export.")
-@click.option("--base", help="Base model, where the adapter does not say it (or says a place where it is no more).")
+              help="The files of PEFT, the whole model in 16 bits, or a GGUF file (with llama.cpp's converter).")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the export.")
+@click.option("--base", help="Base model, if the adapter does not name it or it has moved.")
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
-              help="How the base was held while the adapter was trained, where the adapter does not say it.")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), help="Of a merged model; that of the run, else "
-              "bfloat16.")
+              help="How the base model was held in training, if the adapter does not say.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16"]),
+              help="Of a merged model.  [default: that of the run, else "
+              "bfloat16]")
 @click.option("--gguf-type", type=click.Choice(["bf16", "f16", "f32", "q8_0"]), default="bf16", show_default=True)
 @click.option("--llama-cpp", type=click.Path(path_type=Path), help="Folder of llama.cpp, for --format gguf.")
-@click.option("--device", help="Where tiles are computed: cpu, cuda:0. Chosen where left out.")
-@click.option("--unfinished", is_flag=True, help="Of a run that never finished, take the last good checkpoint.")
+@click.option("--device", help="Where weights are merged: cpu or cuda:0.  [default: the card, if there is one]")
+@click.option("--unfinished", is_flag=True, help="Export the last good checkpoint of a run that never finished.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in the same folder.")
-@click.option("--push", "repo", metavar="OWNER/NAME", help="Then upload the folder to the Hugging Face hub.")
-@click.option("--public", is_flag=True, help="Make a new repository of the hub public.")
+@click.option("--push", "repo", metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub.")
+@click.option("--public", is_flag=True, help="Make a new hub repository public.")
 def export(
     run: Path, kind: str, out: Path, unfinished: bool, overwrite: bool, repo: str | None, public: bool, **chosen: Any
 ) -> None:
-    """Export the adapter of RUN: the folder of a run, of a checkpoint, or of a saved adapter.
+    """Export the adapter of RUN, which is the folder of a run, of a checkpoint, or of a saved adapter.
 
-    What was written is loaded back and compared before the folder gets its name. A merged model is made one tensor at
-    a time: neither a card nor memory for the whole model is needed.
+    The export is loaded back and compared before its folder gets its name. A model is merged one tensor at a time, so
+    this needs no card, and no memory for the whole model.
     """
     if public and repo is None:
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")

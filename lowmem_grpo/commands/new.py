@@ -1,4 +1,4 @@
-"""`lowmem-grpo new`: a commented recipe for the user's own data, which asks nothing."""
+"""`lowmem-grpo new`: write a commented recipe for your own data, without asking questions."""
 
 import json
 import keyword
@@ -24,18 +24,19 @@ KINDS = ("number", "marked", "choice", "text", "math", "json", "long")  # new_re
 
 @click.command(short_help="Write a recipe for your own data.")
 @click.argument("name")
-@click.option("--data", metavar="FILE", help="A jsonl, json, csv or parquet file, or a dataset of the hub: OWNER/NAME, "
-              "or OWNER/NAME:CONFIG. Without it, example rows are written too.")
-@click.option("--prompt-column", metavar="COLUMN", help="What the model is asked; guessed where left out.")
-@click.option("--answer-column", metavar="COLUMN", help="What is right; guessed where left out.")
-@click.option("--answers", type=click.Choice(KINDS), help="What answers are; told from the data where left out.")
-@click.option("--split", default="train", show_default=True, help="Of a dataset of the hub.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path(), help="Folder of the recipe; the current one.")
-@click.option("--overwrite", is_flag=True, help="Replace a NAME.py that is there; data is never replaced.")
+@click.option("--data", metavar="FILE", help="A jsonl, json, csv or parquet file, or a hub dataset: OWNER/NAME or "
+              "OWNER/NAME:CONFIG. Without --data, example rows are written too.")
+@click.option("--prompt-column", metavar="COLUMN", help="Column with the questions.  [default: guessed]")
+@click.option("--answer-column", metavar="COLUMN", help="Column with the right answers.  [default: guessed]")
+@click.option("--answers", type=click.Choice(KINDS), help="Kind of answers.  [default: guessed from the data]")
+@click.option("--split", default="train", show_default=True, help="Split of a hub dataset.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path(),
+              help="Folder for the recipe.  [default: the current one]")
+@click.option("--overwrite", is_flag=True, help="Replace an existing NAME.py. Data is never replaced.")
 def new(name: str, data: str | None, out: Path, overwrite: bool, **chosen: Any) -> None:
     """Write NAME.py, a short commented recipe for your own data, ready for `lowmem-grpo run ./NAME.py`.
 
-    Looks at the columns and the first rows of --data, and says what it took for what.
+    It looks at the columns and the first rows of --data, and says what it takes for questions and answers.
     """
     with plain_errors():
         check_name(name, out)

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.cli import main
-from lowmem_grpo.commands.eval import Subject, find_subject, load, problems
+from lowmem_grpo.commands.eval import Candidate, find_subject, load, problems
 from lowmem_grpo.data.files import read_dataset
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.recipes.arithmetic import make_dataset
@@ -185,7 +185,7 @@ def test_an_adapter_of_an_older_revision_is_not_put_on_the_newest(
 
 def test_the_adapter_option_takes_a_run_as_well(adapter: Path, tmp_path: Path) -> None:
     run = a_run(adapter, tmp_path / "run")
-    final = Subject("tiny", run / "adapter", False, run, "final adapter of the run run")
+    final = Candidate("tiny", run / "adapter", False, run, "final adapter of the run run")
     assert find_subject("tiny", run, None) == final
     done = invoke("tiny", "--adapter", run, "--recipe", "arithmetic", "--limit", 1, "--max-tokens", 2, "--show", 0)
     assert done.exit_code == 0, done.output
@@ -305,7 +305,7 @@ def asked(**changed: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("model", "task"), [("tiny", STEPS), ("org/model", WORDS)])
 def test_a_model_is_asked_another_task_than_it_was_trained_on(model: str, task: Task, tmp_path: Path) -> None:
-    rows, _, tokens = problems(Subject(model, None, False, tmp_path), asked())
+    rows, _, tokens = problems(Candidate(model, None, False, tmp_path), asked())
     assert rows == proximity_problems("test", 3, 1, task).to_list()
     assert tokens == 512
 
@@ -316,7 +316,7 @@ def test_answers_are_cut_shorter_than_they_were_trained(
 ) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n')
     of = {} if source == "recipe" else {"recipe": None, "dataset": str(tmp_path / "x.jsonl")}
-    trained = Subject("org/model", tmp_path / "run" / "checkpoint-5", False, tmp_path)
+    trained = Candidate("org/model", tmp_path / "run" / "checkpoint-5", False, tmp_path)
     assert problems(trained, asked(**of))[2] == 512
     assert capsys.readouterr().err == ""
     (tmp_path / "run").mkdir()
@@ -324,7 +324,7 @@ def test_answers_are_cut_shorter_than_they_were_trained(
     assert problems(trained, asked(**of))[2] == 3072
     assert "answers of up to 3072 tokens, as the run was trained; --max-tokens" in capsys.readouterr().err
     assert problems(trained, asked(max_tokens=7, **of))[2] == 7
-    assert problems(Subject("org/model", None, False, tmp_path / "run"), asked(**of))[2] == 512
+    assert problems(Candidate("org/model", None, False, tmp_path / "run"), asked(**of))[2] == 512
 
 
 def test_the_context_is_too_small_for_the_answers(tmp_path: Path, monkeypatch: Any) -> None:
