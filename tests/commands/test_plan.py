@@ -114,7 +114,7 @@ def test_a_size_in_place_of_a_card_has_no_time_and_says_why() -> None:
     (["--model", "qwen3-4b", "--gpu", "4900"], "no card '4900'; did you mean"),
     (["--model", "qwen3-8b", "--gpu", "t4", "--context", "99999"], "this model's is 40960 at most"),
     (["--model", "qwen3-8b", "--gpu", "t4", "--generations", "0"], "num_generations is 0"),
-    (["--model", "qwen3-8b", "--gpu", "t4", "--optim", "sgd"], "optim is 'sgd'; allowed are"),
+    (["--model", "qwen3-8b", "--gpu", "t4", "--optim", "sgd"], "optim is 'sgd'; it must be one of"),
 ])
 def test_bad_input_is_answered_in_a_line(words: list[str], message: str) -> None:
     done = plan(*words)
