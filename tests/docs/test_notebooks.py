@@ -44,7 +44,7 @@ PROMISED = {
          "slow: it did not return within 1 s", r"per_line: NaN or infinity for \d+ of 32",
          "short: it pays 1 for the empty answer", "again: on all 32 completions it pays what number_match pays",
          "note always_one: it pays 1 for all 32 completions: all earn it", "may a run begin with these[?] False",
-         "nothing to complain about", "may a run begin with these[?] True",
+         "no problems found", "may a run begin with these[?] True",
          r"base right: \d+ of 64, adapter right: \d+ of 64"],
         samples=1,
     ),
