@@ -9,9 +9,9 @@ from lowmem_grpo import GRPOConfig
 from lowmem_grpo.config.unsupported import transformers_defaults
 
 
-def test_defaults_read_from_the_source_file_are_those_of_the_class() -> None:
+def test_the_defaults_in_our_file_are_those_of_the_class() -> None:
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
-    computed = {"optim", "include_for_metrics"}  # a name and a factory, in the file
+    computed = {"optim", "include_for_metrics"}  # fields of ours, and a factory
     assert transformers_defaults().keys() == fields.keys() - computed
     assert transformers_defaults() == {name: fields[name].default for name in fields.keys() - computed}
 
