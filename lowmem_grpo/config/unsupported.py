@@ -17,8 +17,8 @@ RENAMED = {"evaluation_strategy": "eval_strategy"}  # transformers' name until 4
 def transformers_defaults() -> dict[str, Any]:
     """The default of each field of transformers' TrainingArguments, where it is a plain value.
 
-    They are in a file of ours: importing the class takes seconds, and a wrong option is refused at once. A test compares
-    the file with the class.
+    They are in a file of ours, because importing the class takes seconds and a wrong option is refused at once. A test
+    compares the file with the class.
     """
     source = files("lowmem_grpo") / "assets" / "training_arguments.json"
     defaults: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
