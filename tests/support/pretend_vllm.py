@@ -38,10 +38,12 @@ class Pool:
     error: bool = False
     parts: list[list[int]] = field(default_factory=list)  # bytes, and whether they are mapped
     resets: int = 0
+    pointer_to_data: dict[int, int] = field(default_factory=dict)  # bytes of a part by its address
 
     def allocate(self, size: int) -> None:
         """As torch does by the pool; every part is asked for, and an error that was kept stops the first."""
-        for _ in range(PARTS):
+        for number in range(PARTS):
+            self.pointer_to_data[number] = size // PARTS  # before it is mapped, and nothing drops it where that fails
             if self.error or self.card.free < size // PARTS:
                 self.error = True
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
@@ -82,6 +84,8 @@ class Pool:
             self.card.pool -= size * mapped
             self.card.lost += size * (mapped and self.error)
             self.error = self.error or not mapped
+        for number in range(len(self.parts)):
+            del self.pointer_to_data[number]
         self.parts = []
 
     def python_unmap_and_release(self, device: int, size: int, address: int, handle: int) -> None:
@@ -96,7 +100,7 @@ class FakeLLM:
     def __init__(self, machine: "Machine", options: dict[str, Any]) -> None:
         self.machine, self.options, self.sleeping = machine, options, False
         machine.made.append(options)
-        assert not machine.pool.parts, "the allocator can only be used for one instance per process"
+        assert not machine.pool.pointer_to_data, "CuMem allocator can only be used for one instance per process."
         machine.pool.allocate(options["kv_cache_memory_bytes"])
         self.llm_engine = self
         self.engine_core = self

@@ -3,7 +3,8 @@ memory, and a buffer of our own in it.
 
 The pool (CUDA's virtual memory, `csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping what
 is not mapped sets it, and later allocations then return nothing, or leak. So after a shortage we leave all of the pool
-mapped, or none of it, and clear its error. The pool holds tagged segments. `sleep(level=1)` copies those tagged
+mapped, or none of it, and clear its error. It records a segment before it maps it and keeps the record where mapping
+fails, so it looks in use: we drop such records. The pool holds tagged segments. `sleep(level=1)` copies those tagged
 "weights" to the host and drops the rest, so a buffer under a tag of ours costs nothing while it sleeps.
 
 None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.32; it has not been tested
@@ -35,7 +36,7 @@ TAG = "sampling_weights"  # of segments whose contents may be dropped
 SEGMENT = 32 << 20  # bytes: torch gives 10 MiB or more a segment of its own, in steps of 2 MiB, with nothing left over
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'
 MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported",
-           "one instance per process")  # the last: a start that failed has left something in it
+           "one instance per process")  # the last: something of an engine that ended is still in it
 
 
 def is_missing(error: BaseException) -> bool:
@@ -72,7 +73,16 @@ def reset() -> None:
         forget(extension)
         if held is not None:
             held.release_pools()
+            drop_records_of_failures(held)
         forget(extension)
+
+
+def drop_records_of_failures(allocator: Any) -> None:
+    """Drop what the pool still records and torch does not hold. vLLM starts no engine while there is a record, and
+    sleep would unmap what was never mapped."""
+    held = {segment["address"] for segment in torch.cuda.memory_snapshot()} if torch.cuda.is_available() else set()
+    for address in allocator.pointer_to_data.keys() - held:
+        del allocator.pointer_to_data[address]
 
 
 def forget(extension: Any) -> None:
