@@ -40,7 +40,7 @@ def check_ranges(settings: Any) -> None:
 
     None is allowed where the field's annotation allows it.
     """
-    for name, words, holds, optional in rules_of(type(settings)):
+    for name, words, holds, optional in rules_of(settings.__class__):
         value = getattr(settings, name)
         if not (value is None and optional) and not holds(value):
             raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' if optional else ''}")

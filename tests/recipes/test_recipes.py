@@ -254,7 +254,7 @@ def test_every_real_gsm8k_row_has_a_number_as_its_label() -> None:
     (["dataset=nowhere.jsonl"], "no file 'nowhere.jsonl' that can be read; allowed are .jsonl"),
     (["gpu=99"], "gpu is '99'; allowed are auto, cpu, 16, 24, 48, 80"),
     (["gradient_checkpointing_mode=disk"], "allowed: none, device, offload"),
-    (["loss_type=ppo"], "loss_type is 'ppo'; allowed are"),
+    (["loss_type=ppo"], "loss_type is 'ppo'; it must be one of grpo, bnpo"),
 ])
 def test_gsm8k_names_what_it_cannot_use(words: list[str], message: str, tmp_path: Path) -> None:
     result = invoke("run", "gsm8k", "gpu=cpu", f"output_dir={tmp_path / 'out'}", *words)
