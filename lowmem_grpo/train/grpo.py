@@ -85,7 +85,10 @@ class GRPOTrainer(Trainer):
             stride=config.steps_per_rollout, memory=self.memory.train, mismatch=self.objective.mismatch,
             clock=self.clock,
         )
-        self.evaluation = Evaluation(eval_dataset, config, encoder, self.sampler, self.scoring)
+        self.evaluation = Evaluation(
+            eval_dataset, config.eval_strategy, config.sampling(config.seed, n=config.num_generations_eval or 1),
+            config.per_device_eval_batch_size, encoder, self.sampler, self.scoring,
+        )
         self.collector = Collector(
             config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring, self.parity
         )
