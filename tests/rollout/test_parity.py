@@ -1,5 +1,6 @@
 """The parity gate: it measures right, stops a run that has gone astray, and lets a good one be."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -24,6 +25,17 @@ def sampled(policy: Policy, tokenizer: Any, **options: Any) -> list[RolloutGroup
     return [RolloutGroup({}, prompt, group) for prompt, group in zip(prompts, rollouts, strict=True)]
 
 
+@pytest.fixture(scope="module")
+def sampled_once(tiny_policy: Policy, tokenizer: Any) -> list[RolloutGroup]:
+    return sampled(tiny_policy, tokenizer)
+
+
+@pytest.fixture
+def groups(sampled_once: list[RolloutGroup]) -> list[RolloutGroup]:
+    """Groups of `tiny_policy` that a test may change."""
+    return deepcopy(sampled_once)
+
+
 def gate(policy: Policy, **options: Any) -> ParityGate:
     """Of a run that has made no step yet."""
     own = {name: options.pop(name) for name in ("state", "stride", "mismatch") if name in options}
@@ -32,15 +44,24 @@ def gate(policy: Policy, **options: Any) -> ParityGate:
     return ParityGate(policy, params, config.parity_steps, config.parity_bound, **({"state": TrainerState()} | own))
 
 
-def test_a_sampler_with_the_same_weights_passes_with_a_ratio_of_one(tiny_policy: Policy, tokenizer: Any) -> None:
-    metrics = gate(tiny_policy).check(sampled(tiny_policy, tokenizer))
+def test_a_sampler_with_the_same_weights_passes_with_a_ratio_of_one(
+    tiny_policy: Policy, groups: list[RolloutGroup]
+) -> None:
+    mismatch = MismatchWatch()
+    metrics = gate(tiny_policy, mismatch=mismatch).watch(groups)
     assert metrics["sampling/parity/mean"] < 1e-4 and metrics["sampling/parity/max"] < 1e-3
     assert abs(metrics["sampling/parity/ratio"] - 1) < 1e-3
+    assert mismatch.last_k3 == metrics["sampling/parity/k3"]  # decides on a correction
+    assert gate(tiny_policy).check([]) == {}
 
 
 def test_changed_weights_stop_the_run_with_a_message_that_names_causes(tokenizer: Any) -> None:
-    policy = Policy(with_adapter(load_model("tiny")))
+    """Dropout is off while the gate checks, and back afterwards."""
+    policy = Policy(with_adapter(load_model("tiny"), lora_dropout=0.5))
     groups = sampled(policy, tokenizer)
+    policy.model.train()
+    assert gate(policy).check(groups)
+    assert policy.model.training
     with torch.no_grad():
         for parameter in policy.trainable:
             parameter.add_(0.05)
@@ -48,18 +69,12 @@ def test_changed_weights_stop_the_run_with_a_message_that_names_causes(tokenizer
         gate(policy).check(groups)
 
 
-def test_another_temperature_is_noticed(tiny_policy: Policy, tokenizer: Any) -> None:
+def test_another_temperature_is_noticed_unless_the_users_bound_allows_it(tiny_policy: Policy, tokenizer: Any) -> None:
     groups = sampled(tiny_policy, tokenizer, temperature=0.7)
     assert gate(tiny_policy, temperature=0.7).check(groups)
     with pytest.raises(ParityError):
         gate(tiny_policy).check(groups)
-
-
-def test_log_probabilities_that_are_not_numbers_are_noticed(tiny_policy: Policy, tokenizer: Any) -> None:
-    groups = sampled(tiny_policy, tokenizer)
-    groups[0].rollouts[0].rollout_logprobs[3] = float("nan")
-    with pytest.raises(ParityError, match="nan"):
-        gate(tiny_policy).check(groups)
+    assert gate(tiny_policy, parity_bound=100.0).check(groups)["sampling/parity/mean"] > 0.001
 
 
 def test_truncated_sampling_is_measured_and_not_judged(tiny_policy: Policy, tokenizer: Any) -> None:
@@ -68,21 +83,8 @@ def test_truncated_sampling_is_measured_and_not_judged(tiny_policy: Policy, toke
     assert metrics["sampling/parity/mean"] > 0.001
 
 
-def test_the_bound_is_the_users_where_one_is_given(tiny_policy: Policy, tokenizer: Any) -> None:
-    groups = sampled(tiny_policy, tokenizer, temperature=0.7)
-    assert gate(tiny_policy, parity_bound=100.0).check(groups)["sampling/parity/mean"] > 0.001
-
-
-def test_dropout_is_off_while_checking_and_back_afterwards(tokenizer: Any) -> None:
-    policy = Policy(with_adapter(load_model("tiny"), lora_dropout=0.5))
-    groups = sampled(policy, tokenizer)
-    policy.model.train()
-    assert gate(policy).check(groups)
-    assert policy.model.training
-
-
-def test_checks_come_first_and_then_every_few_steps(tiny_policy: Policy, tokenizer: Any) -> None:
-    groups, state = sampled(tiny_policy, tokenizer), TrainerState()
+def test_checks_come_first_and_then_every_few_steps(tiny_policy: Policy, groups: list[RolloutGroup]) -> None:
+    state = TrainerState()
     watcher, checked = gate(tiny_policy, parity_steps=10, state=state, stride=3), []
     for state.global_step in range(0, 32, 3):
         checked += [state.global_step] if watcher.watch(groups) else []
@@ -90,21 +92,12 @@ def test_checks_come_first_and_then_every_few_steps(tiny_policy: Policy, tokeniz
     assert not gate(tiny_policy, parity_steps=0).watch(groups)
 
 
-def test_a_resumed_run_is_checked_at_once_and_records_nothing_new(tiny_policy: Policy, tokenizer: Any) -> None:
-    groups = sampled(tiny_policy, tokenizer)
+def test_a_resumed_run_is_checked_at_once_and_records_nothing_new(
+    tiny_policy: Policy, groups: list[RolloutGroup]
+) -> None:
     state, mismatch = TrainerState(global_step=7), MismatchWatch()
     assert gate(tiny_policy, state=state, mismatch=mismatch).watch(groups) == {}
     assert mismatch.last_k3 is None
     groups[0].rollouts[0].rollout_logprobs[3] = float("nan")
-    with pytest.raises(ParityError):
+    with pytest.raises(ParityError, match="nan"):
         gate(tiny_policy, state=state).watch(groups)
-
-
-def test_what_was_measured_decides_on_a_correction(tiny_policy: Policy, tokenizer: Any) -> None:
-    mismatch = MismatchWatch()
-    found = gate(tiny_policy, mismatch=mismatch).watch(sampled(tiny_policy, tokenizer))
-    assert mismatch.last_k3 == found["sampling/parity/k3"]
-
-
-def test_no_tokens_give_no_metrics(tiny_policy: Policy) -> None:
-    assert gate(tiny_policy).check([]) == {}
