@@ -27,18 +27,18 @@ def encoded(row: dict[str, Any]) -> tuple[str, str]:
     return tokenizer.decode(found.ids), tokenizer.decode(found.completion_ids)
 
 
-@pytest.mark.parametrize("row", [
-    {"prompt": question("1 + 1?"), "completion": "2"},
-    {"prompt": question("1 + 1?"), "completion": [{"role": "assistant", "content": "2"}]},
-    {"prompt": question("1 + 1?"), "completion": "2<|im_end|>"},
+CHAT = question("1 + 1?"), "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(("prompt", "rendered", "completion", "ended"), [
+    (*CHAT, "2", "2<|im_end|>"), (*CHAT, [{"role": "assistant", "content": "2"}], "2<|im_end|>"),
+    (*CHAT, "2<|im_end|>", "2<|im_end|>"), ("1 + 1 =", "1 + 1 =", " 2", " 2<|im_end|>"),
+    ("1 + 1 =", "1 + 1 =", " 2<|im_end|>", " 2<|im_end|>"),
 ])
-def test_a_chat_row_is_the_prompt_that_is_sampled_from_and_an_answer_that_ends(row: dict[str, Any]) -> None:
-    assert encoded(row) == ("<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n", "2<|im_end|>")
-
-
-def test_a_text_row_is_taken_as_it_is_and_ends_once() -> None:
-    assert encoded({"prompt": "1 + 1 =", "completion": " 2"}) == ("1 + 1 =", " 2<|im_end|>")
-    assert encoded({"prompt": "1 + 1 =", "completion": " 2<|im_end|>"}) == ("1 + 1 =", " 2<|im_end|>")
+def test_a_row_is_the_prompt_that_is_sampled_from_and_an_answer_that_ends_once(
+    prompt: Any, rendered: str, completion: Any, ended: str
+) -> None:
+    assert encoded({"prompt": prompt, "completion": completion}) == (rendered, ended)
 
 
 def test_prompt_and_completion_are_never_merged_into_other_tokens() -> None:

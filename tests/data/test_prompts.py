@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from prompt_rows import CharTokenizer, rows
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, PromptSource
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
@@ -24,24 +25,14 @@ def drawn(prompts: PromptSource, count: int) -> list[int]:
     return [prompt.row["index"] for prompt in prompts.take(count)]
 
 
-def test_the_seed_alone_decides_the_order() -> None:
-    assert drawn(source(rows(50), seed=1), 120) == drawn(source(rows(50), seed=1), 120)
-    assert drawn(source(rows(50), seed=1), 50) != drawn(source(rows(50), seed=2), 50)
-
-
-def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
-    prompts = source(rows(50))
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own_that_the_seed_alone_decides() -> None:
+    prompts = source(rows(50), seed=1)
     first, second, third = (drawn(prompts, 50) for _ in range(3))
     assert sorted(first) == sorted(second) == sorted(third) == list(range(50))
     assert first != second != third != first
-
-
-def test_without_shuffling_rows_come_as_they_are() -> None:
+    assert first + second == drawn(source(Dataset.from_list(rows(50)), seed=1), 100)
+    assert first != drawn(source(rows(50), seed=2), 50)
     assert drawn(source(rows(3), shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_a_dataset_of_datasets_and_a_list_give_the_same_order() -> None:
-    assert drawn(source(Dataset.from_list(rows(20))), 30) == drawn(source(rows(20)), 30)
 
 
 @given(
@@ -60,28 +51,19 @@ def test_a_restored_source_goes_on_where_the_saved_one_stopped(
 
 
 def test_a_saved_state_is_not_changed_by_what_is_drawn_later() -> None:
-    prompts = source([*rows(4), {"prompt": "", "index": 4}])
+    prompts, resumed = (source([*rows(4), {"prompt": "", "index": 4}]) for _ in range(2))
     prompts.take(5)
     state = prompts.state()
     kept = {**state, "skipped": dict(state["skipped"])}
-    prompts.take(20)
-    assert state == kept
-    resumed = source([*rows(4), {"prompt": "", "index": 4}])
     resumed.restore(state)
-    resumed.take(20)
-    assert state == kept
+    for continued in (prompts, resumed):
+        continued.take(20)
+        assert state == kept
 
 
 def test_a_dataset_of_another_size_is_refused_when_resuming() -> None:
     with pytest.raises(DataError, match="5 rows, this one has 4"):
         source(rows(4)).restore(source(rows(5)).state())
-
-
-def test_the_epoch_counts_the_rows_drawn() -> None:
-    prompts = source(rows(4))
-    assert prompts.epoch == 0
-    prompts.take(6)
-    assert prompts.epoch == 1.5
 
 
 @pytest.mark.parametrize(("prompt", "reason"), [
@@ -95,30 +77,29 @@ def test_an_unusable_row_is_skipped_counted_and_named(
     prompt: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = source([{"prompt": prompt, "index": 0}, *rows(3)[1:]], shuffle=False)
+    assert prompts.epoch == 0
     with caplog.at_level(logging.WARNING):
         assert drawn(prompts, 4) == [1, 2, 1, 2]
+    assert prompts.epoch == 2  # it counts skipped rows too
     ((named, count),) = prompts.skipped.items()
     assert named.startswith(reason)
     assert count == 2
     assert caplog.messages[0] == f"row 0 skipped: {named}"
 
 
-def test_a_row_without_a_prompt_key_is_skipped() -> None:
-    assert drawn(source([*rows(1), {"index": 1}], shuffle=False), 2) == [0, 0]
-
-
 def test_the_log_names_only_the_first_few_bad_rows(caplog: pytest.LogCaptureFixture) -> None:
-    prompts = source([{"prompt": "", "index": index} for index in range(50)] + rows(1), shuffle=False)
+    prompts = source([{"prompt": "", "index": index} for index in range(50)] + [*rows(1), {"index": 51}], shuffle=False)
     with caplog.at_level(logging.WARNING):
-        prompts.take(1)
+        assert drawn(prompts, 1) == drawn(prompts, 1) == [0]  # the row without a prompt lies between them
     assert len(caplog.messages) == 3
-    assert prompts.skipped["empty prompt"] == 50
+    assert prompts.skipped["empty prompt"] == 101
 
 
-def test_a_dataset_of_unusable_rows_is_refused_instead_of_searched_for_ever() -> None:
+@pytest.mark.parametrize("pools", [None, DifficultyPools()])
+def test_a_dataset_of_unusable_rows_is_refused_instead_of_searched_for_ever(pools: DifficultyPools | None) -> None:
     bad = [{"prompt": ""}, {"prompt": "x" * 99}]
     with pytest.raises(DataError, match=r"no row of the dataset can be used: .*empty prompt \(1\)"):
-        source(bad).take(1)
+        source(bad, pools=pools).take(1)
 
 
 @pytest.mark.parametrize(("dataset", "message"), [
@@ -140,10 +121,7 @@ def test_a_chat_is_rendered_for_the_assistants_turn(tokenizer: PreTrainedTokeniz
     )
     assert tokenizer.decode(prompt.ids) == prompt.text
     assert prompt.row == {"prompt": CHAT, "answer": "4"}
-
-
-def test_the_longest_allowed_prompt_is_kept_and_one_token_more_is_not(tokenizer: PreTrainedTokenizerBase) -> None:
-    length = len(PromptEncoder(tokenizer, 100).encode({"prompt": CHAT}).ids)  # type: ignore[union-attr]
+    length = len(prompt.ids)  # the longest that is allowed is kept, and one token more is not
     assert isinstance(PromptEncoder(tokenizer, length).encode({"prompt": CHAT}), Prompt)
     assert PromptEncoder(tokenizer, length - 1).encode({"prompt": CHAT}) == f"prompt longer than {length - 1} tokens"
 
