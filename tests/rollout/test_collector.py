@@ -174,13 +174,10 @@ def test_groups_without_signal_are_replaced_and_the_others_keep_their_places() -
     assert loop.watched == [[0, 1, 2, 3]]
 
 
-def test_sampling_ends_once_every_place_has_signal() -> None:
+def test_rounds_end_with_every_place_filled_or_at_their_number_and_the_number_of_groups_stays() -> None:
     loop = Loop(*["mixed"] * 4, *["failed"] * 4, dynamic_sampling_rounds=3)
     loop.step()
     assert (len(loop.calls), loop.counts("rounds", "dropped_groups")) == (1, [0, 0])
-
-
-def test_rounds_come_to_an_end_and_the_number_of_groups_stays() -> None:
     loop = Loop(*["failed"] * 5, "mixed", *["solved"] * 6, dynamic_sampling_rounds=2)
     groups = loop.step()
     assert (rows_of(groups), len(loop.calls)) == ([5, 1, 2, 3], 3)
@@ -216,15 +213,9 @@ def test_what_was_sampled_and_dropped_counts_in_rewards_and_tokens() -> None:
     assert (measured["groups/total"], measured["groups/with_signal"]) == (4, 4)
     assert (measured["num_tokens"], measured["tokens_per_second"]) == (8 * 4 * 8, 8 * 4 * 3)
     assert measured["rewards/table/invalid"] == 0
-
-
-def test_counts_of_several_rounds_are_added_up() -> None:
-    loop = Loop(*["failed"] * 4, dynamic_sampling_rounds=1)
-    infinite = RewardScorer(lambda completions, **_: [float("inf")] * len(completions))
-    loop.scoring.scorer = infinite
-    infinite.names[0] = "table"
-    groups = loop.step()
-    assert loop.collector.metrics(groups, 1.0)["rewards/table/invalid"] == 32
+    loop.scoring.scorer = RewardScorer(lambda completions, **_: [float("inf")] * len(completions))
+    loop.scoring.scorer.names[0] = "table"
+    assert loop.collector.metrics(loop.step(), 1.0)["rewards/table/invalid"] == 32  # of both rounds
 
 
 @pytest.mark.parametrize(("settings", "divisor"), [
@@ -244,8 +235,8 @@ def test_advantages_are_those_within_the_groups_that_are_trained_on(settings: di
 
 def test_a_group_that_differs_only_from_the_batch_has_signal() -> None:
     """REINFORCE++ learns from a group without spread too, where others did better or worse."""
-    loop = Loop("failed", "failed", "failed", "failed", "solved", "mixed", "failed", "failed",
-                advantage_estimator="reinforce++", dynamic_sampling_rounds=5)
+    loop = Loop(*["failed"] * 4, "solved", "mixed", "failed", "failed", advantage_estimator="reinforce++",
+                dynamic_sampling_rounds=5)
     groups = loop.step()
     assert rows_of(groups) == [4, 5, 6, 7]
     mean, std = fmean([1] * 4 + [0, 1, 0, 1] + [0] * 8), stdev([1] * 4 + [0, 1, 0, 1] + [0] * 8)
@@ -295,12 +286,11 @@ def test_replay_comes_after_dynamic_sampling_and_keeps_its_surplus() -> None:
 
 def test_groups_beyond_the_greatest_age_are_not_replayed() -> None:
     loop = Loop(*["wide"] * 4, *["mixed"] * 4, *["failed"] * 4, replay_buffer_size=16, replay_max_age=1)
-    groups = [loop.step() for _ in range(3)]
-    assert rows_of(groups[2]) == [7, 6, 5, 4]
+    assert [rows_of(loop.step()) for _ in range(3)][2] == [7, 6, 5, 4]
 
 
 def test_advantages_of_a_replayed_group_are_those_of_its_first_batch() -> None:
-    loop = Loop("wide", "failed", "failed", "failed", *["failed"] * 4, scale_rewards="batch", replay_buffer_size=4)
+    loop = Loop("wide", *["failed"] * 7, scale_rewards="batch", replay_buffer_size=4)
     before = advantages(loop.step())[0]
     after = advantages(loop.step())[0]
     assert before == pytest.approx(after)  # one "wide" among three "failed" in both
@@ -311,7 +301,7 @@ def test_advantages_of_a_replayed_group_are_those_of_its_first_batch() -> None:
 # ReMax
 
 
-def test_the_baseline_is_the_reward_of_the_greedy_completion() -> None:
+def test_the_baseline_is_the_weighted_reward_of_the_greedy_completion() -> None:
     loop = Loop("mixed", "rare", "silent", "all but greedy", advantage_estimator="remax")
     groups = loop.step()
     assert [group.baseline for group in groups] == [0.25, 1, None, None]
@@ -319,6 +309,9 @@ def test_the_baseline_is_the_reward_of_the_greedy_completion() -> None:
     assert advantages(groups) == expected
     (_, sampled), (count, params) = loop.calls
     assert (count, params.n, params.temperature, params.max_tokens) == (4, 1, 0, sampled.max_tokens)
+    loop = Loop("mixed", "rare", "wide", "failed", advantage_estimator="remax", reward_weights=[3.0])
+    loop.scoring.scorer = RewardScorer(table, [3.0])
+    assert [group.baseline for group in loop.step()] == [0.75, 3, 3, 0]
 
 
 def test_the_greedy_completion_counts_only_as_tokens() -> None:
@@ -334,15 +327,8 @@ def test_the_greedy_completion_counts_only_as_tokens() -> None:
     assert [r.extras for group in groups for r in group.rollouts] == [{"number": str(n)} for n in range(4)] * 4
 
 
-def test_the_baseline_is_weighted_as_rewards_are() -> None:
-    loop = Loop("mixed", "rare", "wide", "failed", advantage_estimator="remax", reward_weights=[3.0])
-    loop.scoring.scorer = RewardScorer(table, [3.0])
-    assert [group.baseline for group in loop.step()] == [0.75, 3, 3, 0]
-
-
 def test_a_replayed_group_keeps_its_baseline_and_is_not_sampled_for_again() -> None:
-    loop = Loop("mixed", "failed", "failed", "failed", *["failed"] * 4, advantage_estimator="remax",
-                replay_buffer_size=4)
+    loop = Loop("mixed", *["failed"] * 7, advantage_estimator="remax", replay_buffer_size=4)
     loop.step()
     replayed = loop.step()[0]
     assert (replayed.replayed, replayed.baseline) == (True, 0.25)

@@ -55,45 +55,37 @@ def fresh(nothing_to_learn_steps: int = 10) -> Alarms:
     return Alarms(TrainerState(), nothing_to_learn_steps)
 
 
+def settled() -> Alarms:
+    """Alarms after twelve healthy steps, in which none sounds."""
+    alarms = fresh()
+    assert watch(alarms, [HEALTHY] * 12) == [[]] * 12
+    return alarms
+
+
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 @pytest.mark.parametrize(("name", "wrong", "patience", "says"), BAD, ids=IDS)
-def test_an_alarm_sounds_in_time_and_says_what_to_do(
+def test_an_alarm_sounds_in_time_and_once_in_each_episode_and_says_what_to_do(
     name: str, wrong: Line, patience: int, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alarms = fresh()
-    assert watch(alarms, [HEALTHY] * 12) == [[]] * 12
+    alarms = settled()
+    if patience > 1:  # a single good step ends an episode
+        assert watch(alarms, ([HEALTHY | wrong] * (patience - 1) + [HEALTHY]) * 3) == [[]] * 3 * patience
     assert watch(alarms, [HEALTHY | wrong] * patience) == [*[[]] * (patience - 1), [name]]
     (message,) = told(caplog)
     (alarm,) = [alarm for alarm in ALARMS if alarm.name == name]
     assert says in message and alarm.title in message and alarm.means in message and alarm.fix in message
     assert (f"for {patience} steps" if patience > 1 else "in step 13") in message
-
-
-@pytest.mark.parametrize(("name", "wrong", "patience", "says"), BAD, ids=IDS)
-def test_an_alarm_sounds_once_in_each_episode(name: str, wrong: Line, patience: int, says: str) -> None:
-    alarms = fresh()
-    watch(alarms, [HEALTHY] * 12)
+    watch(alarms, [HEALTHY])
     episode = [HEALTHY | wrong] * (2 * patience - 1)  # of the one alarm that repeats, twice its patience is the next
-    first, second = (watch(alarms, [*episode, HEALTHY]) for _ in range(2))
-    assert first == second == [*[[]] * (patience - 1), [name], *[[]] * patience]
-
-
-@pytest.mark.parametrize(("name", "wrong", "patience", "says"), BAD, ids=IDS)
-def test_a_single_good_step_ends_an_episode(name: str, wrong: Line, patience: int, says: str) -> None:
-    if patience > 1:
-        alarms = fresh()
-        watch(alarms, [HEALTHY] * 12)
-        assert watch(alarms, ([HEALTHY | wrong] * (patience - 1) + [HEALTHY]) * 3) == [[]] * 3 * patience
+    assert watch(alarms, [*episode, HEALTHY]) == [*[[]] * (patience - 1), [name], *[[]] * patience]
 
 
 def test_a_run_within_the_bounds_sounds_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
-    alarms = fresh()
-    watch(alarms, [HEALTHY] * 12)
     edge = HEALTHY | EDGE
-    assert watch(alarms, [edge | {"rewards/right/mean": 0.5 + 0.01 * n} for n in range(30)]) == [[]] * 30
+    assert watch(settled(), [edge | {"rewards/right/mean": 0.5 + 0.01 * n} for n in range(30)]) == [[]] * 30
     assert told(caplog) == []
 
 
@@ -107,10 +99,8 @@ def test_every_alarm_is_tested_and_has_its_words() -> None:
 @pytest.mark.parametrize("missing", [{}, dict.fromkeys([*HEALTHY, "cispo_clip_ratio"], float("nan"))])
 def test_a_missing_metric_counts_neither_for_nor_against(missing: Line) -> None:
     for _, wrong, patience, _ in BAD:
-        alarms = fresh()
-        watch(alarms, [HEALTHY] * 12)
         bad = HEALTHY | wrong
-        sounded = watch(alarms, [*[bad] * (patience - 1), *[missing] * 40, bad])
+        sounded = watch(settled(), [*[bad] * (patience - 1), *[missing] * 40, bad])
         assert [bool(names) for names in sounded] == [*[False] * (patience + 39), True], wrong
 
 

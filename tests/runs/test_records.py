@@ -33,13 +33,6 @@ def steps(records: RunRecords, name: str = "metrics.jsonl") -> list[int]:
     return [json.loads(line)["step"] for line in (records.run_dir / name).read_text().splitlines()]
 
 
-def test_lines_are_appended_whole_and_in_order(records: RunRecords) -> None:
-    for step in (1, 2, 3):
-        records.metrics({"step": step, "reward": step / 10})
-        assert (records.run_dir / "metrics.jsonl").read_text().endswith("\n")
-    assert steps(records) == [1, 2, 3]
-
-
 def test_every_completion_of_a_step_has_a_line_with_its_rewards(records: RunRecords) -> None:
     records.completions(7, [group("4", "5"), group("six", prompt=[{"role": "user", "content": "3 + 3?"}])])
     lines = read_lines(records.run_dir / "completions.jsonl")
@@ -71,6 +64,7 @@ def test_nan_and_infinity_are_null_so_that_any_json_reader_can_read_the_line() -
 def test_rewinding_drops_later_steps_and_a_half_written_line(records: RunRecords) -> None:
     for step in (1, 2, 3, 4):
         records.metrics({"step": step})
+        assert (records.run_dir / "metrics.jsonl").read_text().endswith("\n")
         records.completions(step, [group("4", "5")])
     for name in ("metrics.jsonl", "completions.jsonl"):
         with (records.run_dir / name).open("a") as file:
@@ -80,6 +74,8 @@ def test_rewinding_drops_later_steps_and_a_half_written_line(records: RunRecords
     assert steps(records, "completions.jsonl") == [1, 1, 2, 2]
     records.metrics({"step": 3})
     assert steps(records) == [1, 2, 3]
+    records.rewind(0)
+    assert steps(records) == []
 
 
 def test_a_line_cut_inside_a_character_is_left_out(tmp_path: Path) -> None:
@@ -87,12 +83,9 @@ def test_a_line_cut_inside_a_character_is_left_out(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
 
 
-def test_rewinding_to_the_start_or_without_files_is_fine(records: RunRecords) -> None:
+def test_rewinding_without_files_makes_none(records: RunRecords) -> None:
     records.rewind(0)
     assert list(records.run_dir.iterdir()) == []
-    records.metrics({"step": 1})
-    records.rewind(0)
-    assert steps(records) == []
 
 
 @pytest.mark.parametrize("held", ["metrics.jsonl", "completions.jsonl", "summary.json", "checkpoint-5"])
@@ -106,19 +99,15 @@ def test_another_run_is_never_overwritten_unasked(tmp_path: Path, held: str) -> 
     assert (tmp_path / held).exists()
 
 
-def test_overwriting_removes_the_run_and_leaves_other_files_alone(tmp_path: Path) -> None:
-    run = ["metrics.jsonl", "completions.jsonl", "summary.json", "report.html"]
-    for name in [*run, "notes.txt"]:
+def test_other_files_do_not_hinder_a_run_and_stay_where_one_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    RunRecords(tmp_path).begin(overwrite=False)
+    for name in ("metrics.jsonl", "completions.jsonl", "summary.json", "report.html"):
         (tmp_path / name).write_text("{}\n")
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5" / "state.json").write_text("{}")
     RunRecords(tmp_path).begin(overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_a_folder_with_other_files_can_be_begun_in(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    RunRecords(tmp_path).begin(overwrite=False)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 

@@ -38,6 +38,12 @@ def run(view: LiveView, *logs: dict[str, Any]) -> None:
         view.on_log(None, state(step), None, logs=entry)
 
 
+def piped_line(logs: dict[str, Any]) -> str:
+    piped = console(terminal=False)
+    run(LiveView(piped), logs)
+    return written(piped)
+
+
 def test_piped_output_has_one_plain_line_a_log_with_the_key_numbers() -> None:
     piped = console(terminal=False, width=40)
     view = LiveView(piped)
@@ -60,16 +66,10 @@ def test_a_step_stands_beside_its_estimate_where_there_is_one() -> None:
     assert "2.51 s, estimated 2.30 s" in written(drawn)
 
 
-def test_logs_without_numbers_print_no_line() -> None:
-    piped = console(terminal=False)
-    run(LiveView(piped), {}, {"loss": float("nan"), "note": "text"})
-    assert written(piped) == ""
-
-
-def test_evaluation_logs_are_shown() -> None:
-    piped = console(terminal=False)
-    run(LiveView(piped), {"eval_reward": 0.5})
-    assert "eval_reward 0.500" in written(piped)
+def test_a_piped_line_has_the_evaluation_and_small_sizes_in_mib_and_there_is_none_without_numbers() -> None:
+    assert piped_line({}) == piped_line({"loss": float("nan"), "note": "text"}) == ""
+    assert "eval_reward 0.500" in piped_line({"eval_reward": 0.5})
+    assert "memory 300.0 MiB" in piped_line({"memory/peak_bytes": 300 * 2**20})
 
 
 def test_a_terminal_gets_a_panel_with_progress_and_sparklines() -> None:
@@ -82,27 +82,17 @@ def test_a_terminal_gets_a_panel_with_progress_and_sparklines() -> None:
     assert "[bold]run" in text and "[red]format" in text
 
 
-def test_memory_below_one_gib_is_shown_in_mib() -> None:
-    piped = console(terminal=False)
-    run(LiveView(piped), {"memory/peak_bytes": 300 * 2**20})
-    assert "memory 300.0 MiB" in written(piped)
-
-
 @pytest.mark.parametrize("ending", ["close", "on_train_end"])
 def test_the_terminal_is_restored_once_however_the_view_ends(ending: str) -> None:
     terminal = console(terminal=True)
     view = LiveView(terminal)
+    view.close()
+    assert written(terminal) == ""  # before training there is nothing to restore
     run(view, LOGS)
     assert written(terminal).count(HIDE_CURSOR) == 1 and SHOW_CURSOR not in written(terminal)
     view.close() if ending == "close" else view.on_train_end(None, state(1), None)
     view.close()
     assert written(terminal).count(SHOW_CURSOR) == 1 and view.live is None
-
-
-def test_close_before_training_does_nothing() -> None:
-    terminal = console(terminal=True)
-    LiveView(terminal).close()
-    assert written(terminal) == ""
 
 
 def test_time_left_counts_only_steps_done_since_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,18 +105,12 @@ def test_time_left_counts_only_steps_done_since_a_resume(monkeypatch: pytest.Mon
     assert view.time_left() == "1 min 20 s"
 
 
-def test_sparkline_spans_lowest_to_highest() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == BLOCKS
-    assert sparkline([5, -5]) == "█▁"
-
-
-def test_sparkline_of_a_constant_or_nothing_is_flat() -> None:
-    assert sparkline([0.3] * 5) == "▁" * 5
-    assert sparkline([]) == ""
-
-
-def test_sparkline_averages_a_long_history_into_its_width() -> None:
-    assert sparkline([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7], width=8) == BLOCKS
+@pytest.mark.parametrize(("values", "drawn"), [
+    ([0, 1, 2, 3, 4, 5, 6, 7], BLOCKS), ([5, -5], "█▁"), ([0.3] * 5, "▁" * 5), ([], ""),
+])
+def test_a_sparkline_spans_lowest_to_highest_and_averages_a_long_history(values: list[float], drawn: str) -> None:
+    assert sparkline(values) == drawn
+    assert sparkline([value for value in values for _ in range(2)], width=len(values)) == drawn
     assert len(sparkline(list(range(1001)), width=32)) == 32
 
 

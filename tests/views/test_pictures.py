@@ -36,34 +36,31 @@ def planned(card: str = "24GiB", **settings: Any) -> MemoryPlan:
     return plan(named_config("llama-3.1-8b"), RunSettings(context=4096, **settings), device(card))
 
 
+def titles(figure: Any) -> list[str]:
+    return [note.text.partition("<br>")[0] for note in figure.layout.annotations]
+
+
 def test_the_chosen_curves_hold_what_the_run_logged(tmp_path: Path) -> None:
     figure = curves(run_folder(tmp_path), "Entropy", "Reward functions")
     lines = {trace.name: list(trace.y) for trace in figure.data}
     assert lines == {"entropy": [0.4] * 3, "right": pytest.approx([0.1, 0.2, 0.3]), "short": [0.5] * 3}
-    titles = [note.text.partition("<br>")[0] for note in figure.layout.annotations]
-    assert titles == ["Entropy", "Reward functions"]
+    assert titles(figure) == ["Entropy", "Reward functions"]
 
 
-def test_without_a_choice_every_curve_is_drawn(tmp_path: Path) -> None:
+def test_without_a_choice_every_curve_is_drawn_and_a_legend_names_lines_of_the_same_chart(tmp_path: Path) -> None:
     figure = curves(run_folder(tmp_path))
-    titles = [note.text.partition("<br>")[0] for note in figure.layout.annotations]
-    assert titles == ["Reward", "Reward functions", "Groups with signal", "Entropy"]
+    assert titles(figure) == ["Reward", "Reward functions", "Groups with signal", "Entropy"]
     assert figure.layout.yaxis3.rangemode == "tozero"  # that of the groups
+    assert {trace.name for trace in figure.data if trace.showlegend} == {"right", "short", "all", "with signal"}
 
 
-def test_a_legend_names_the_lines_of_charts_that_have_several(tmp_path: Path) -> None:
-    shown = {trace.name for trace in curves(run_folder(tmp_path)).data if trace.showlegend}
-    assert shown == {"right", "short", "all", "with signal"}
-
-
-def test_a_curve_that_the_run_does_not_have_is_named_with_those_it_has(tmp_path: Path) -> None:
+def test_a_curve_and_a_folder_that_are_not_there_are_named_and_no_answers_are_no_picture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no curve 'Entropie'; it has Reward, Reward functions, Groups.*, Entropy"):
         curves(run_folder(tmp_path), "Entropie")
-
-
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl; expected the folder of a run"):
         curves(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no answers were given"):
+        accuracies({})
 
 
 def test_the_bars_of_accuracies_reach_to_their_intervals() -> None:
@@ -74,11 +71,6 @@ def test_the_bars_of_accuracies_reach_to_their_intervals() -> None:
     assert bar.error_y.array[0] == pytest.approx(high - 0.25)
     assert bar.error_y.arrayminus[0] == pytest.approx(0.25 - low)
     assert bar.error_y.array[1] == 0.0  # nothing is more than all
-
-
-def test_no_answers_are_no_picture() -> None:
-    with pytest.raises(ValueError, match="no answers were given"):
-        accuracies({})
 
 
 @pytest.mark.parametrize("phase", ["train", "rollout"])

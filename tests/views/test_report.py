@@ -66,6 +66,14 @@ def log(run_dir: Path, name: str, records: list[dict[str, Any]], tail: str = "")
     (run_dir / name).write_text("".join(json.dumps(record) + "\n" for record in records) + tail, encoding="utf-8")
 
 
+def page_of(run_dir: Path, lines: list[dict[str, Any]], completions: list[dict[str, Any]] | None = None) -> Page:
+    """The report of a run with these metrics and completions."""
+    log(run_dir, "metrics.jsonl", lines)
+    if completions is not None:
+        log(run_dir, "completions.jsonl", completions)
+    return Page(write_report(run_dir))
+
+
 def finished(run_dir: Path, **more: Any) -> None:
     summary = {
         "status": "finished", "recipe": "arithmetic", "model": "tiny", "seed": 7, "steps": 3, "train_seconds": 95.0,
@@ -75,10 +83,8 @@ def finished(run_dir: Path, **more: Any) -> None:
 
 
 def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    log(tmp_path, "metrics.jsonl", [metric(1), metric(2)])
-    log(tmp_path, "completions.jsonl", [completion(1)])
     finished(tmp_path)
-    page = Page(write_report(tmp_path))
+    page = page_of(tmp_path, [metric(1), metric(2)], [completion(1)])
     assert not [attrs for _, attrs in page.elements if {"src", "href"} & set(attrs)]
     assert "link" not in dict(page.elements) and "@import" not in page.source.split("</style>")[0]
     assert "plotly.js v" in page.scripts[1]
@@ -87,37 +93,26 @@ def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_model_text_cannot_close_the_script_or_add_elements(tmp_path: Path) -> None:
-    log(tmp_path, "metrics.jsonl", [metric(1)])
-    log(tmp_path, "completions.jsonl", [completion(1, ATTACK)])
     finished(tmp_path, recipe=ATTACK, model=ATTACK, config={ATTACK: ATTACK},
              samples=[dict.fromkeys(("prompt", "answer", "before", "after"), ATTACK)])
-    page = Page(write_report(tmp_path))
+    page = page_of(tmp_path, [metric(1)], [completion(1, ATTACK)])
     assert ATTACK not in page.source
     assert "img" not in dict(page.elements) and len(page.scripts) == 3
     assert page.data["samples"][0]["completion"] == ATTACK
     assert page.prose.count(ATTACK) == 9
-
-
-def test_the_script_puts_model_text_into_text_content_only(tmp_path: Path) -> None:
-    log(tmp_path, "metrics.jsonl", [])
-    script = Page(write_report(tmp_path)).scripts[2]
-    assert "textContent" in script
+    assert "textContent" in page.scripts[2]  # the only way of model text into the page
     assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(")
-                if word in script]
+                if word in page.scripts[2]]
 
 
-def test_the_headline_shows_what_the_summary_says(tmp_path: Path) -> None:
-    log(tmp_path, "metrics.jsonl", [metric(1), metric(2), metric(3)])
+def test_the_headline_shows_what_the_summary_says_and_without_one_that_it_is_running(tmp_path: Path) -> None:
     finished(tmp_path, config={"beta": 0.04}, samples=[{"prompt": "p", "answer": "4", "before": "5", "after": "4!"}])
-    prose = Page(write_report(tmp_path)).prose
+    prose = page_of(tmp_path, [metric(1), metric(2), metric(3)]).prose
     for expected in ("arithmetic", "tiny", "finished", "21.5% → 78.0%", "200 problems", "1 min 35 s", "beta", "4!"):
         assert expected in prose
     assert "running" not in prose
-
-
-def test_a_run_without_summary_is_running(tmp_path: Path) -> None:
-    log(tmp_path, "metrics.jsonl", [metric(1), metric(2)])
-    prose = Page(write_report(tmp_path)).prose
+    (tmp_path / "summary.json").unlink()
+    prose = page_of(tmp_path, [metric(1), metric(2)]).prose
     assert "running" in prose and "20 s" in prose and tmp_path.name in prose and "Accuracy" not in prose
 
 
@@ -137,8 +132,7 @@ def test_a_broken_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -
 
 
 def test_no_steps_yet_is_said(tmp_path: Path) -> None:
-    log(tmp_path, "metrics.jsonl", [])
-    page = Page(write_report(tmp_path))
+    page = page_of(tmp_path, [])
     assert "No steps logged yet" in page.prose and "No completions logged yet" in page.prose
 
 
@@ -150,8 +144,7 @@ def test_a_folder_without_metrics_is_an_error_that_says_what_was_expected(tmp_pa
 
 
 def test_curves_follow_the_log_and_absent_metrics_have_none(tmp_path: Path) -> None:
-    log(tmp_path, "metrics.jsonl", [metric(1), metric(2, kl=float("nan")), {"step": 2, "eval_reward": 0.9}])
-    page = Page(write_report(tmp_path))
+    page = page_of(tmp_path, [metric(1), metric(2, kl=float("nan")), {"step": 2, "eval_reward": 0.9}])
     assert "KL divergence" not in page.titles() and "Peak memory" in page.titles()
     lower, upper, train, evaluation = page.chart("Reward")["traces"]
     assert (train["x"], train["y"]) == ([1, 2], [0.1, 0.2]) and (evaluation["x"], evaluation["y"]) == ([2], [0.9])
@@ -161,14 +154,12 @@ def test_curves_follow_the_log_and_absent_metrics_have_none(tmp_path: Path) -> N
 
 
 def test_a_step_repeated_after_a_resume_is_drawn_once(tmp_path: Path) -> None:
-    log(tmp_path, "metrics.jsonl", [metric(1), metric(2, loss=5.0), metric(2, loss=0.5), metric(3)])
-    assert Page(write_report(tmp_path)).chart("Loss")["traces"][0]["y"] == [0.01, 0.5, 0.01]
+    page = page_of(tmp_path, [metric(1), metric(2, loss=5.0), metric(2, loss=0.5), metric(3)])
+    assert page.chart("Loss")["traces"][0]["y"] == [0.01, 0.5, 0.01]
 
 
 def test_many_samples_are_capped_over_all_of_the_run_and_the_page_says_so(tmp_path: Path) -> None:
-    log(tmp_path, "metrics.jsonl", [metric(1)])
-    log(tmp_path, "completions.jsonl", [completion(step) for step in range(1, 101) for _ in range(20)])
-    page = Page(write_report(tmp_path))
+    page = page_of(tmp_path, [metric(1)], [completion(step) for step in range(1, 101) for _ in range(20)])
     steps = [sample["step"] for sample in page.data["samples"]]
     assert set(steps) == set(range(1, 101)) and len(steps) == MAX_SAMPLES
     assert f"2000 completions were logged; this page holds {MAX_SAMPLES}" in page.prose
@@ -182,9 +173,7 @@ def test_spread_keeps_the_limit_and_the_ends(steps: int, each: int, limit: int) 
 
 
 def test_samples_under_the_cap_are_all_kept_without_a_note(tmp_path: Path) -> None:
-    log(tmp_path, "metrics.jsonl", [metric(1)])
-    log(tmp_path, "completions.jsonl", [completion(1), completion(2)])
-    page = Page(write_report(tmp_path))
+    page = page_of(tmp_path, [metric(1)], [completion(1), completion(2)])
     assert len(page.data["samples"]) == 2 and "were logged" not in page.prose
 
 
