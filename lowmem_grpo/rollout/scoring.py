@@ -7,12 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.losses.advantages import (
-    AdvantageSettings,
-    assign_advantages,
-    combine_rewards,
-    without_metrics_alone,
-)
+from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.calling.scores import Scores

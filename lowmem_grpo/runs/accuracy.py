@@ -50,9 +50,7 @@ def pass_at_k(right: Sequence[int], samples: int, k: int) -> float:
     return sum(1 - math.comb(samples - count, k) / ways for count in right) / len(right)
 
 
-def paired_difference(
-    before: Sequence[int], after: Sequence[int], samples: int
-) -> tuple[float, tuple[float, float]]:
+def paired_difference(before: Sequence[int], after: Sequence[int], samples: int) -> tuple[float, tuple[float, float]]:
     """Difference of the accuracies on the same prompts, and its 95% interval.
 
     Two prompts are added: half a success for each side, and one without a difference (Agresti and Min, 2005). This

@@ -16,10 +16,10 @@ from plotly.subplots import make_subplots
 
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.runs.accuracy import Answers, accuracy_interval
-from lowmem_grpo.runs.records import METRICS, prompt_text, read_lines
+from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.units import GIB
 from lowmem_grpo.views.charts import figures
-from lowmem_grpo.views.report import merge_steps
+from lowmem_grpo.views.report import rows_of_run
 
 COLUMNS = 2  # of charts beside each other
 CHART_HEIGHT, BAR_HEIGHT, LEGEND_LINE = 220, 46, 20  # pixels
@@ -42,10 +42,7 @@ def curves(run_dir: str | Path, *titles: str) -> Figure:
     It also works while the run goes on. FileNotFoundError if the folder holds no metrics.jsonl; ValueError for an
     unknown title, with the titles that this run has.
     """
-    path = Path(run_dir) / METRICS
-    if not path.is_file():
-        raise FileNotFoundError(f"no {path}; expected the folder of a run, which holds {METRICS}")
-    found = {chart["title"]: chart for chart in figures(merge_steps(read_lines(path)))}
+    found = {chart["title"]: chart for chart in figures(rows_of_run(Path(run_dir)))}
     if unknown := [title for title in titles if title not in found]:
         raise ValueError(f"the run in {run_dir} has no curve {unknown[0]!r}; it has {', '.join(found) or 'none yet'}")
     return drawn([found[title] for title in titles or found])

@@ -10,9 +10,7 @@ from lowmem_grpo.units import GIB, size_text
 BYTES = ("kv_bytes",)  # choices whose value is one
 
 
-def show(
-    plan: MemoryPlan, longest: int | None = None, width: int | None = None, time: TimePlan | None = None
-) -> None:
+def show(plan: MemoryPlan, longest: int | None = None, width: int | None = None, time: TimePlan | None = None) -> None:
     """Print rows, choices, a step's time and the verdict; `longest` is the longest context that fits, if it was asked
     for."""
     console = Console(width=width, highlight=False)

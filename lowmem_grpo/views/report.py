@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.runs.records import METRICS, read_lines
 from lowmem_grpo.units import time_text
 from lowmem_grpo.views.charts import Record, figures
 
@@ -27,23 +27,26 @@ def write_report(run_dir: Path) -> Path:
 
     Raises FileNotFoundError without a `metrics.jsonl`, and ValueError for a line in it that is not JSON.
     """
-    metrics = run_dir / "metrics.jsonl"
-    if not metrics.is_file():
-        raise FileNotFoundError(f"no {metrics}; expected the folder of a run, which holds metrics.jsonl")
+    rows = rows_of_run(run_dir)
     summary_path, completions_path = run_dir / "summary.json", run_dir / "completions.jsonl"
     summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {}
     completions = read_lines(completions_path) if completions_path.is_file() else []
-    page = render(run_dir.resolve().name, merge_steps(read_lines(metrics)), completions, summary)
+    page = render(run_dir.resolve().name, rows, completions, summary)
     report, partial = run_dir / "report.html", run_dir / "report.html.partial"
     partial.write_text(page, encoding="utf-8", errors="replace")
     os.replace(partial, report)
     return report
 
 
-def merge_steps(lines: list[Record]) -> list[Record]:
-    """One row per step, in order. Evaluation lines join their step; a step repeated after a resume keeps the later."""
+def rows_of_run(run_dir: Path) -> list[Record]:
+    """One row per step, in order; errors as in `write_report`.
+
+    Evaluation lines join their step; a step repeated after a resume keeps the later."""
+    path = run_dir / METRICS
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path}; expected the folder of a run, which holds {METRICS}")
     rows: dict[int, Record] = defaultdict(dict)
-    for line in lines:
+    for line in read_lines(path):
         rows[line["step"]].update(line)
     return [rows[step] for step in sorted(rows)]
 

@@ -49,9 +49,7 @@ def test_a_generation_without_any_reward_or_end_has_metrics_all_the_same() -> No
 @pytest.mark.parametrize(("rewards", "differ"), [
     ([1.0, 1.0], False), ([1.0, 0.0], True), ([1.0, None], False), ([None, None], False), ([1.0, None, 0.0], True),
 ])
-def test_a_group_has_spread_only_where_rewards_that_are_there_differ(
-    rewards: list[float | None], differ: bool
-) -> None:
+def test_a_group_has_spread_only_where_rewards_that_are_there_differ(rewards: list[float | None], differ: bool) -> None:
     assert spread(RolloutGroup({}, [1], [rollout(1, reward) for reward in rewards])) is differ
 
 
