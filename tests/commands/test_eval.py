@@ -304,14 +304,14 @@ def asked(**changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "task"), [("tiny", STEPS), ("org/model", WORDS)])
-def test_a_model_is_asked_another_task_than_it_was_trained_on(model: str, task: Task, tmp_path: Path) -> None:
+def test_a_model_is_asked_the_task_that_it_is_trained_on(model: str, task: Task, tmp_path: Path) -> None:
     rows, _, tokens = problems(Candidate(model, None, False, tmp_path), asked())
     assert rows == proximity_problems("test", 3, 1, task).to_list()
     assert tokens == 512
 
 
 @pytest.mark.parametrize("source", ["recipe", "file"])
-def test_answers_are_cut_shorter_than_they_were_trained(
+def test_answers_may_be_as_long_as_in_training(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n')
@@ -327,7 +327,7 @@ def test_answers_are_cut_shorter_than_they_were_trained(
     assert problems(Candidate("org/model", None, False, tmp_path / "run"), asked(**of))[2] == 512
 
 
-def test_the_context_is_too_small_for_the_answers(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_context_has_room_for_the_answers(tmp_path: Path, monkeypatch: Any) -> None:
     seen: list[int] = []
 
     def from_pretrained(name: str, max_seq_length: int, **options: Any) -> Any:

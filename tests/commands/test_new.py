@@ -179,7 +179,7 @@ def test_columns_are_guessed_aloud_or_left_to_be_filled_in(
     ({"question": "Which {i}?", "options": ["w", "x"], "passage": "It is {i}.", "answer": "w of all"},
      "Which 4?\n\nIt is 4.\n\n- w\n- x", "passage, options"),
 ])
-def test_a_prompt_lacks_the_columns_that_it_needs(
+def test_a_prompt_has_the_columns_that_it_needs(
     row: dict[str, Any], asked: str, printed: str, folder: Path
 ) -> None:
     rows = [{name: part.format(i=i) if isinstance(part, str) else part for name, part in row.items()}
@@ -192,7 +192,7 @@ def test_a_prompt_lacks_the_columns_that_it_needs(
 
 
 @pytest.mark.parametrize("option", ["--split", "--prompt-column"])
-def test_an_option_that_a_recipe_does_not_heed_is_taken(option: str) -> None:
+def test_an_option_that_a_recipe_does_not_use_is_refused(option: str) -> None:
     done = invoke("eval", "tiny", "--recipe", "./mine.py", "--dataset", "OWNER/NAME", option, "test")
     assert done.exit_code == 2
     assert f"{option} has no effect beside --recipe" in said(done)

@@ -91,7 +91,7 @@ def test_the_table_of_time_says_that_it_is_estimated(monkeypatch: pytest.MonkeyP
         assert max(map(len, shown.splitlines())) <= int(width)
 
 
-def test_more_prompts_take_no_longer_or_no_room_where_they_are_sampled_together() -> None:
+def test_more_prompts_take_more_time_and_more_room_where_they_are_sampled_together() -> None:
     few, many = (json.loads(plan(*CASE, "--prompts", count, "--json").output) for count in (8, 16))
     assert many["time"]["step_seconds"] > few["time"]["step_seconds"]
     assert (few["settings"]["sequences"], many["settings"]["sequences"]) == (64, 128)

@@ -250,7 +250,7 @@ def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1.00 GiB are free on this folder's disk" in found.advice[1]
 
 
-def test_an_old_card_wsl_or_a_vllm_without_its_pool_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_card_wsl_and_a_vllm_without_its_pool_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from lowmem_grpo.engines.choice import EngineChoice
     from lowmem_grpo.offload import host_room
 

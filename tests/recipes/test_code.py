@@ -1,7 +1,5 @@
-"""Recipe code: problems that are exact and never leak, tests that a solution passes, and a short run."""
+"""Recipe code: problems that are exact, and tests that a solution passes."""
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -41,38 +39,12 @@ def test_a_solution_passes_its_own_tests_and_no_other_one_does() -> None:
     assert verifier.verdicts(others, tests=tests) == [False] * len(problems)
 
 
-@pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (0, 1), (3407, 7)])
-def test_no_test_problem_is_trained_on(train_seed: int, test_seed: int) -> None:
-    train, tested = set(take(2000, "train", train_seed)), set(take(300, "test", test_seed))
-    assert not train & tested and (len(train), len(tested)) == (2000, 300)
-    assert not {problem.question for problem in train} & {problem.question for problem in tested}
-
-
-def test_a_seed_repeats_its_problems() -> None:
-    assert take(50) == take(50) != take(50, seed=1)
-    assert [problem.tests for problem in take(20)] == [problem.tests for problem in take(20)]
-
-
-def test_the_global_random_state_stays() -> None:
-    state = random.getstate()
-    code.make_dataset("train", 10)
-    assert random.getstate() == state
-
-
 def test_asking_for_more_problems_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match=r"only \d+ different test problems; ask for fewer"):
         code.make_dataset("test", 5000)
 
 
-@pytest.mark.parametrize(("split", "size", "message"), [
-    ("validation", 5, '"train" and "test"'), ("train", 0, "size is 0; it must be at least 1"),
-])
-def test_a_split_or_size_that_makes_no_sense_is_refused(split: str, size: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        code.make_dataset(split, size)
-
-
-def test_the_question_shows_one_test_alone() -> None:
+def test_the_question_shows_only_one_test() -> None:
     dataset = code.make_dataset("test", 60)
     assert dataset.column_names == ["prompt", "answer", "tests"]
     for row in dataset:
@@ -93,44 +65,18 @@ def test_the_question_shows_one_test_alone() -> None:
     ("def solve(x):\n```python\nx = 1\n```", 0.0),
     ("```python\ndef solve(x):\n```\n```\n1\n```", 0.0), ("```\ndef solve(x):\n```", 0.0),
 ])
-def test_a_form_earns_what_it_deserves(text: str, pay: float) -> None:
+def test_only_a_block_that_defines_the_function_is_paid_for_its_form(text: str, pay: float) -> None:
     for completion in (text, [{"role": "assistant", "content": text}]):
         assert code.one_block([completion], prompts=[""]) == [pay]
 
 
-# short runs
+# without a sandbox, and the exam
 
 
 def run(folder: Path, *words: str) -> Any:
     small = ["max_steps=1", "eval_problems=3", "train_size=8", "num_generations=2", "per_device_train_batch_size=4",
              "gradient_accumulation_steps=1", "max_completion_length=6", f"output_dir={folder}", "engine=transformers"]
     return CliRunner().invoke(main, ["run", "code", *small, *words])
-
-
-@needs_isolation
-def test_the_recipe_finishes_on_the_embedded_model(tmp_path: Path) -> None:
-    result = run(tmp_path / "run", f"isolation={WORKING[0]}", "seconds=3", "seed=3")
-    assert result.exit_code == 0, result.output
-    assert f"Code runs in {WORKING[0]}" in result.output and "accuracy before" in result.output
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["recipe"], summary["status"], summary["steps"], summary["seed"]) == ("code", "finished", 1, 3)
-    assert (summary["isolation"], summary["eval_problems"]) == (WORKING[0], 3)
-    (line,) = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {"rewards/code_passes_tests/mean", "rewards/one_block/mean"} <= line.keys()
-    assert any("tests/error" in name for name in line)
-    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(("word", "message"), [
-    ("isolation=docker", "isolation is 'docker'; allowed are bubblewrap, nsjail, process"),
-    ("seconds=0", "seconds is 0.0; it must be at least"), ("workers=0", "workers is 0"),
-])
-def test_a_wrong_option_is_found_before_the_model_is_loaded(word: str, message: str, tmp_path: Path) -> None:
-    if word == "workers=0" and not WORKING:
-        pytest.skip("no isolation works here")
-    result = run(tmp_path / "run", f"isolation={WORKING[0]}" if WORKING else "seconds=5", word)
-    assert result.exit_code == 1 and message in result.output
-    assert not (tmp_path / "run").exists()
 
 
 def test_without_a_sandbox_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_a_few_rows_leave_something_on_both_sides(count: int, tmp_path: Path) ->
         assert not train & test
 
 
-def test_a_source_that_is_trained_on_is_asked_for_rows_of_the_training(
+def test_the_file_that_is_trained_on_gives_only_held_out_rows_to_a_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "rows.jsonl", some(100))

@@ -25,7 +25,6 @@ ON_A_CARD = [(name, size) for name, size in EVERY if size != "cpu"]
 
 
 
-
 @pytest.fixture
 def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -37,7 +36,7 @@ def setup_of(name: str, size: str) -> Setup:
 
 
 @pytest.mark.parametrize(("name", "size"), EVERY)
-def test_a_preset_has_settings_that_are_refused_or_do_not_fit_its_context(name: str, size: str) -> None:
+def test_every_preset_has_valid_settings_that_fit_its_context(name: str, size: str) -> None:
     setup = setup_of(name, size)
     assert setup.config.rounding() is None
     assert setup.config.max_completion_length + 256 <= setup.max_seq_length or setup.is_tiny
@@ -46,7 +45,7 @@ def test_a_preset_has_settings_that_are_refused_or_do_not_fit_its_context(name: 
 
 
 @pytest.mark.parametrize(("name", "size"), ON_A_CARD)
-def test_a_preset_does_not_fit_the_card_that_it_is_for(name: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_preset_fits_the_card_that_it_is_for(name: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # without one its optimizer is another one
     setup = setup_of(name, size)
     config = setup.config
@@ -59,7 +58,7 @@ def test_a_preset_does_not_fit_the_card_that_it_is_for(name: str, size: str, mon
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "arithmetic"])
-def test_a_card_has_no_preset(name: str) -> None:
+def test_every_size_of_card_has_a_preset(name: str) -> None:
     assert list(MODULES[name].PRESETS) == ["cpu", *SIZES]
 
 
@@ -77,13 +76,13 @@ def prepared(**options: Any) -> Setup:
 
 
 @pytest.mark.parametrize("gpu", ["16", "16GB", "16 GiB", "16gb"])
-def test_a_size_is_misread(gpu: str) -> None:
+def test_a_size_is_read_however_it_is_written(gpu: str) -> None:
     setup = prepared(gpu=gpu)
     assert (setup.model, setup.max_seq_length, setup.lora_rank, setup.lora_alpha) == ("some/small", 512, 8, 16)
     assert (setup.config.max_steps, setup.config.learning_rate) == (2, 1e-3)
 
 
-def test_what_was_asked_by_name_does_not_win() -> None:
+def test_what_was_asked_by_name_wins() -> None:
     setup = prepared(
         gpu="80", model="another", max_seq_length=99, lora_rank=32, load_in_4bit=False, resume=True,
         config={"max_steps": 7, "learning_rate": 0.5},
@@ -94,11 +93,11 @@ def test_what_was_asked_by_name_does_not_win() -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("max_seq_length", 0), ("lora_rank", 0), ("lora_alpha", 0)])
-def test_a_zero_is_taken_for_nothing_asked(option: str, value: int) -> None:
+def test_a_zero_is_taken_as_asked(option: str, value: int) -> None:
     assert getattr(prepared(gpu="16", **{option: value}), option) == value
 
 
-def test_another_model_on_a_cpu_gets_the_look_that_the_tiny_one_has() -> None:
+def test_another_model_on_a_cpu_gets_the_preset_of_a_card() -> None:
     setup = prepared(gpu="cpu", model="some/hub-name")
     assert (setup.max_seq_length, setup.config.max_steps, setup.load_in_4bit) == (512, 2, True)
     assert prepared(gpu="cpu", model="tiny").max_seq_length == 64
@@ -111,7 +110,7 @@ PAGED: Presets = {"cpu": PRESETS["cpu"], "16": Preset("some/small", 512, 8, 16, 
 @pytest.mark.parametrize(("options", "model"), [
     ({"gpu": "16"}, "some/small"), ({"model": "a/model"}, "a/model"), ({"gpu": "cpu", "model": "a/model"}, "a/model"),
 ])
-def test_a_cards_preset_is_taken_for_a_cpu_without_a_word(
+def test_a_cards_preset_on_a_cpu_is_said_with_what_changes(
     options: dict[str, Any], model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     setup = prepare(RecipeOptions(engine="transformers", **options), {}, PAGED)
@@ -124,13 +123,13 @@ def test_a_cards_preset_is_taken_for_a_cpu_without_a_word(
 
 
 @pytest.mark.usefixtures("no_card")
-def test_an_optimizer_that_was_asked_for_is_changed(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_was_asked_for_stays(caplog: pytest.LogCaptureFixture) -> None:
     options = RecipeOptions(engine="transformers", gpu="16", config={"optim": "paged_adamw_8bit"})
     assert prepare(options, {}, PAGED).config.optim == "paged_adamw_8bit"
     assert "no card here" in caplog.text and "instead of" not in caplog.text
 
 
-def test_a_preset_that_fits_the_machine_is_spoken_of(
+def test_nothing_is_said_of_a_preset_that_fits_the_machine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -142,7 +141,7 @@ def test_a_preset_that_fits_the_machine_is_spoken_of(
 
 
 @pytest.mark.parametrize(("gib", "size"), [(14.7, "some/small"), (22.0, "some/small"), (79.2, "some/large")])
-def test_a_card_gets_another_preset_than_the_largest_that_fits(
+def test_a_card_gets_the_largest_preset_that_fits(
     gib: float, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -150,7 +149,7 @@ def test_a_card_gets_another_preset_than_the_largest_that_fits(
     assert prepared().model == size
 
 
-def test_a_card_that_is_too_small_or_a_size_that_is_not_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_is_too_small_or_a_size_without_a_preset_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="gpu is '24'; allowed are auto, cpu, 16, 80"):
         prepared(gpu="24")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -164,13 +163,13 @@ def test_a_card_that_is_too_small_or_a_size_that_is_not_there_is_taken(monkeypat
 # what the list of recipes says
 
 
-def test_a_recipe_is_not_listed_or_there_is_none_of_that_name() -> None:
+def test_the_list_of_recipes_is_the_files_that_are_recipes() -> None:
     folder = Path(next(iter(MODULES.values())).__file__ or "").parent
     runnable = {path.stem for path in folder.glob("*.py") if re.search(r"^OPTIONS = ", path.read_text(), re.MULTILINE)}
     assert runnable == set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_does_not_show_its_command(name: str) -> None:
+def test_every_recipe_shows_its_command(name: str) -> None:
     docstring = MODULES[name].__doc__ or ""
     assert docstring.startswith(f"Recipe `{name}`: ") and f"\n    lowmem-grpo run {name}" in docstring

@@ -1,0 +1,53 @@
+"""What generated problems of all recipes have in common: none leaks, a seed repeats them, bad sizes are refused."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from datasets import Dataset
+
+from lowmem_grpo.recipes import arithmetic, code, countdown, email, judge, proximity
+
+MAKERS: dict[str, Callable[..., Dataset]] = {
+    "arithmetic": arithmetic.make_dataset, "code": code.make_dataset, "countdown": countdown.make_dataset,
+    "email": email.make_dataset, "judge": judge.make_dataset,
+    "proximity words": partial(proximity.make_dataset, task=proximity.WORDS),
+    "proximity steps": partial(proximity.make_dataset, task=proximity.STEPS),
+}
+RECIPE = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def questions(dataset: Dataset) -> set[str]:
+    return {prompt[-1]["content"] for prompt in dataset["prompt"]}
+
+
+@RECIPE
+@pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (0, 1), (3407, 7), (-1, 42)])
+def test_problems_are_distinct_and_no_test_problem_is_trained_on(
+    make: Callable[..., Dataset], train_seed: int, test_seed: int
+) -> None:
+    train, test = questions(make("train", 2000, train_seed)), questions(make("test", 300, test_seed))
+    assert (len(train), len(test)) == (2000, 300)
+    assert not train & test
+
+
+@RECIPE
+def test_a_seed_repeats_its_problems_and_leaves_the_global_random_state_alone(make: Callable[..., Dataset]) -> None:
+    state = random.getstate()
+    rows = make("train", 50, 1).to_list()
+    assert make("train", 20, 1).to_list() == rows[:20]
+    assert make("train", 50, 2).to_list() != rows
+    assert random.getstate() == state
+
+
+@RECIPE
+@pytest.mark.parametrize(("split", "size", "message"), [
+    ("validation", 5, '"train" and "test"'), ("Train", 5, "split is 'Train'"), ("test", -3, "at least 1"),
+    ("train", 0, "size is 0; it must be at least 1"),
+])
+def test_a_split_or_size_that_makes_no_sense_is_refused(
+    make: Callable[..., Dataset], split: str, size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(split, size)
