@@ -36,19 +36,18 @@ gpu-dry: gpu-bundle  ## the gate on a pretend card (a CUDA build of torch is nee
 	bench/gate/pretend.sh $(GPU_TOOLS) $(BUNDLE) $(PRETEND)
 	$(PRETEND)/run -m bench.gate.bench $(GATE)
 
-# With JSON=1 the benches print their rows as JSON on standard output, nothing else, and append none to bench/results.
+# With JSON=1 the benches print their rows on standard output, one JSON object a line and nothing else; none is recorded.
 JSON ?=
 ifneq ($(JSON),)
 .SILENT:
 ROWS := --json
-UNSAVED := --json --output /dev/null
 endif
 
 bench-launches: $(VENV)/.installed  ## launches of a decoder layer and host microseconds of a call, counted on the CPU
 	$(BIN)/python -m bench.launches.bench $(ROWS)
 
 bench-memory: $(VENV)/.installed  ## peaks of a training step on fake tensors, feature by feature
-	$(BIN)/python -m bench.memory.bench $(UNSAVED)
+	$(BIN)/python -m bench.memory.bench $(ROWS)
 
 bench-step: $(VENV)/.installed  ## a training step of ours beside TRL's, on this machine
 	$(BIN)/python -m bench.loop.step_time $(ROWS)

@@ -8,7 +8,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterable
 from contextlib import suppress
-from datetime import date
+from datetime import date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import quantiles
@@ -83,6 +83,19 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def leave(row: dict[str, Any], path: Path, as_json: bool) -> None:
+    """Print a row on standard output in one line, or append it to a results file."""
+    if as_json:
+        print(json.dumps(row), flush=True)
+    else:
+        append_row(path, row)
+
+
+def run_now() -> str:
+    """A name for a run: the time at which it began."""
+    return datetime.now().isoformat(timespec="seconds")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

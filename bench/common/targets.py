@@ -6,6 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.common import tables
+
 OURS = "lowmem_grpo"
 CARD = "H200"  # the card that most goals for cards are meant for
 MET, MISSED, NOT_RUN = "met", "missed", "not run"
@@ -88,16 +90,13 @@ def judged(goals: Iterable[Goal], rows: list[Row], device: str | None = None) ->
 
 def table(found: list[Standing]) -> Table:
     """The standings for a terminal."""
-    result = Table(*COLUMNS, title="targets")
-    for one in found:
-        result.add_row(*one.cells, f"[{COLORS[one.status]}]{one.status}[/]")
-    return result
+    rows = ([*one.cells, f"[{COLORS[one.status]}]{one.status}[/]"] for one in found)
+    return tables.terminal("targets", COLUMNS, rows)
 
 
 def lines(found: list[Standing]) -> list[str]:
     """The standings as a table in Markdown."""
-    return [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}",
-            *(f"| {' | '.join(one.cells)} | {one.status} |" for one in found)]
+    return tables.markdown(COLUMNS, ([*one.cells, one.status] for one in found))
 
 
 def section(title: str, found: list[Standing]) -> list[str]:

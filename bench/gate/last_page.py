@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from bench.common import tables
 from bench.common.rows import read_rows
 from bench.common.targets import COLUMNS, MISSED, Standing, judged, lines
 from bench.gate.runner import CUT_OFF, FAILED, NOT_RUN, PASSED, SKIPPED, Outcome
@@ -17,6 +17,7 @@ from bench.memory.goals import GOALS as MEMORY
 from bench.rollout.goals import GOALS as ROLLOUTS
 
 COLORS = {PASSED: "green", FAILED: "red", SKIPPED: "yellow", NOT_RUN: "dim", CUT_OFF: "red"}
+PIECES = ("piece", "", "seconds", "why")
 MEANS = {
     CARD: "measured on this card",
     PRETEND: "on a pretend card, whose kernels do nothing: times and values mean nothing here",
@@ -51,9 +52,8 @@ def counts(outcomes: list[Outcome]) -> str:
 
 def document(setup: Setup, outcomes: list[Outcome]) -> str:
     """The page as markdown."""
-    page = ["# GPU gate", "", *machine_lines(setup), "", f"{counts(outcomes)}.", "",
-             "| piece | | seconds | why |", "|---|---|---|---|"]
-    page += [f"| {o.name} | {o.status} | {o.seconds:.0f} | {o.reason.replace('|', '/')} |" for o in outcomes]
+    rows = ([o.name, o.status, f"{o.seconds:.0f}", o.reason.replace("|", "/")] for o in outcomes)
+    page = ["# GPU gate", "", *machine_lines(setup), "", f"{counts(outcomes)}.", "", *tables.markdown(PIECES, rows)]
     if setup.form == CARD:
         page += ["", *lines(targets(setup))]
     return "\n".join(page) + "\n"
@@ -61,17 +61,12 @@ def document(setup: Setup, outcomes: list[Outcome]) -> str:
 
 def show(setup: Setup, outcomes: list[Outcome], console: Console) -> None:
     """Print the page; of the targets only those that were missed, and how many were met."""
-    table = Table("piece", "", "seconds", "why", title="GPU gate")
-    for o in outcomes:
-        table.add_row(o.name, f"[{COLORS[o.status]}]{o.status}[/]", f"{o.seconds:.0f}", escape(o.reason[:240]))
-    console.print(table)
+    console.print(tables.terminal("GPU gate", PIECES, (
+        [o.name, f"[{COLORS[o.status]}]{o.status}[/]", f"{o.seconds:.0f}", escape(o.reason[:240])] for o in outcomes)))
     if setup.form == CARD:
         found = targets(setup)
-        missed = Table(*COLUMNS[:3], title="targets missed")
-        for one in found:
-            if one.status == MISSED:
-                missed.add_row(*one.cells)
-        console.print(missed)
+        missed = [one.cells for one in found if one.status == MISSED]
+        console.print(tables.terminal("targets missed", COLUMNS[:3], missed))
         console.print(", ".join(f"{n} {status}" for status, n in Counter(one.status for one in found).items()))
     console.print("\n".join(machine_lines(setup)), f"\n{counts(outcomes)}", highlight=False)
 

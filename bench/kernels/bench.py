@@ -13,7 +13,6 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.rows import append_row, machine, percentiles, read_rows
+from bench.common import options, tables
+from bench.common.rows import append_row, machine, percentiles, read_rows, run_now
 from bench.common.targets import judged
 from bench.common.targets import table as target_table
 from bench.gate.pretend import is_pretend
@@ -34,6 +34,7 @@ from bench.kernels import peer_nf4 as kernel_nf4
 from bench.kernels.goals import GOALS
 from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes
 from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider, Run, UnsupportedError
+from lowmem_grpo.units import MIB
 
 HERE = Path(__file__).resolve().parents[1]
 RESULTS = HERE / "results" / "kernels.jsonl"
@@ -41,6 +42,7 @@ WRONG = 0.1  # a provider with a larger error, relative to the largest value, is
 PROBLEMS = kernel_logprobs.PROBLEMS | kernel_nf4.PROBLEMS | kernel_layers.PROBLEMS
 PRETENDS = torch.cuda.is_available() and is_pretend(torch.cuda.get_device_name(0))  # whose kernels compute nothing
 BOTH = (FWD, FWD_BWD)
+RATES = (("error", ".1e"), ("gbps", ".1f"), ("roofline", ".0%"), ("tflops", ".3g"), ("gemm_ratio", ".2f"))
 PACKAGES = ("lowmem-grpo", "torch", "triton")
 Sizes = dict[str, list[tuple[tuple[str, ...], dict[str, int]]]]
 FULL: Sizes = {  # one transformer layer of 8 billion parameters, 16,384 tokens
@@ -157,13 +159,10 @@ def prepare(provider: Provider, problem: Problem, truth: dict[str, torch.Tensor]
 def case_table(case: Case, rows: list[dict[str, Any]]) -> Table:
     """One case as a table for the terminal."""
     columns = ("p20 ms", "p50 ms", "p80 ms", "peak MiB", "error", "GB/s", "of copy", "TFLOP/s", "x GEMMs")
-    result = Table("provider", *columns, title=case.label, title_justify="left")
-    for row in rows:
-        numbers = [f"{row[name]:.3f}" for name in ("p20", "p50", "p80")] + [f"{row['peak_bytes'] / 2**20:.2f}"]
-        rates = [("error", ".1e"), ("gbps", ".1f"), ("roofline", ".0%"), ("tflops", ".3g"), ("gemm_ratio", ".2f")]
-        shown = ["" if row[name] is None else f"{row[name]:{form}}" for name, form in rates]
-        result.add_row(row["provider"], *numbers, *shown)
-    return result
+    return tables.terminal(case.label, ("provider", *columns), (
+        [row["provider"], *(f"{row[name]:.3f}" for name in ("p20", "p50", "p80")), f"{row['peak_bytes'] / MIB:.2f}",
+         *(tables.number(row, *rate) for rate in RATES)] for row in rows
+    ), title_justify="left")
 
 
 def cases(ops: list[str], shapes: str, dtypes: list[str], device: str) -> list[Case]:
@@ -174,32 +173,19 @@ def cases(ops: list[str], shapes: str, dtypes: list[str], device: str) -> list[C
     ]
 
 
-def several(allowed: list[str]) -> Any:
-    """A callback for an option that takes names separated by commas."""
-
-    def check(_context: Any, _option: Any, value: str | None) -> list[str]:
-        names = [name.strip() for name in value.split(",")] if value else []
-        if wrong := [name for name in names if name not in allowed]:
-            raise click.BadParameter(f"{', '.join(wrong)}; choose from {', '.join(allowed)}")
-        return names
-
-    return check
-
-
 ALL_PROVIDERS = list(dict.fromkeys(provider.name for _, providers in PROBLEMS.values() for provider in providers))
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
-@click.option("--ops", callback=several(list(PROBLEMS)), help=f"Of {', '.join(PROBLEMS)}.")
-@click.option("--providers", callback=several(ALL_PROVIDERS), help="Such as lowmem_grpo,trl_chunked; all by default.")
+@options.DEVICE
+@click.option("--ops", callback=options.names(PROBLEMS), help=f"Of {', '.join(PROBLEMS)}.")
+@click.option("--providers", callback=options.names(ALL_PROVIDERS), help="Such as trl_chunked,dense; all by default.")
 @click.option("--shapes", type=click.Choice(list(SHAPES)), help="full on a card, small on the CPU.")
-@click.option("--dtype", "dtypes", callback=several(list(DTYPES)),
-              help="bfloat16 on a card, float32,bfloat16 on the CPU.")
-@click.option("--threads", default=1, show_default=True, help="Threads on the CPU.")
+@click.option("--dtype", "dtypes", callback=options.names(DTYPES), help="bfloat16 on a card, both on the CPU.")
+@options.THREADS
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=2), help="Fewest on the CPU.")
-@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
-@click.option("--targets", is_flag=True, help="Measure nothing; show which targets the rows of --output meet.")
+@options.output(RESULTS)
+@options.TARGETS
 def main(
     device: str | None, ops: list[str], providers: list[str], shapes: str | None, dtypes: list[str], threads: int,
     rounds: int, output: Path, targets: bool,
@@ -212,7 +198,7 @@ def main(
         torch.set_num_threads(threads)
         clock = Clock(device, rounds)
         common = machine(PACKAGES) | {
-            "run": datetime.now().isoformat(timespec="seconds"), "device": device, "threads": threads,
+            "run": run_now(), "device": device, "threads": threads,
             "copy_gbps": round(copy_bandwidth(clock) / 1e9, 2),
         }
         console.print(f"{common['gpu'] or common['cpu']}, copies at {common['copy_gbps']} GB/s, rows to {output}")

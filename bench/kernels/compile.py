@@ -218,7 +218,7 @@ def main(
     seconds = round(time.perf_counter() - start, 1)
     if as_json:
         click.echo(json.dumps({"triton": version, "seconds": seconds, "compilations": len(weights),
-                               "problems": problems, "rows": rows(wanted, weights)}, indent=1))
+                               "problems": problems, "rows": rows(wanted, weights)}))
     else:
         Console(width=None if sys.stdout.isatty() else 180).print(table(wanted, weights, chips, every_variant))
         click.echo(f"{len(wanted)} variants, {len(weights)} compilations, Triton {version}, {seconds} s")

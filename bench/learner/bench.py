@@ -23,6 +23,7 @@ from typing import Any
 
 import click
 
+from bench.common import options
 from bench.common.rows import append_row, machine, read_rows
 from bench.gate.pretend import environment, is_pretend
 from bench.learner.picture import draw, shown
@@ -64,9 +65,9 @@ def pretrain(size: str, device: str, gpu: str | None, seconds: float, seed: int,
 
 def recipe_command(name: str, model: Path, run: Path, engine: str, size: str, seed: int) -> list[str]:
     """The command that a user would type."""
-    options = {"model": model, "output_dir": run, "engine": engine, "seed": seed, **STACK, **SIZES[size].recipe,
-               **RECIPES[name]}
-    return [sys.executable, "-m", "lowmem_grpo", "run", name, *(f"{key}={value}" for key, value in options.items())]
+    given = {"model": model, "output_dir": run, "engine": engine, "seed": seed, **STACK, **SIZES[size].recipe,
+             **RECIPES[name]}
+    return [sys.executable, "-m", "lowmem_grpo", "run", name, *(f"{key}={value}" for key, value in given.items())]
 
 
 def measure(name: str, model: Path, engine: str, common: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -114,19 +115,10 @@ def verdict(row: dict[str, Any]) -> tuple[bool, str]:
     return not judged, f"{line}: no rise beyond noise ({least:.1%})" + ("" if judged else "; judged only on a card")
 
 
-def chosen(context: click.Context, option: click.Parameter, value: str) -> list[str]:
-    """Names of recipes, by commas."""
-    names = value.split(",")
-    unknown = [name for name in names if name not in RECIPES]
-    if unknown:
-        raise click.BadParameter(f"{', '.join(unknown)}; allowed are {', '.join(RECIPES)}")
-    return names
-
-
 @click.command(help=__doc__)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
+@options.DEVICE
 @click.option("--size", type=click.Choice(list(SIZES)), help="full on a card, tiny on the CPU.")
-@click.option("--recipes", default=",".join(RECIPES), show_default=True, callback=chosen)
+@click.option("--recipes", default=",".join(RECIPES), show_default=True, callback=options.names(RECIPES))
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), help="vllm on a card, transformers on the CPU.")
 @click.option("--time-limit", default=180.0, show_default=True, type=click.FloatRange(min=1),
               help="Most seconds of pretraining; the learning rate falls to 0 by then.")
@@ -136,7 +128,7 @@ def chosen(context: click.Context, option: click.Parameter, value: str) -> list[
 @click.option("--workdir", "--weights", type=click.Path(file_okay=False, path_type=Path),
               default=Path("runs") / "card_learner", show_default=True,
               help="Folder for the model and the runs; a model with the same settings is used again.")
-@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+@options.output(RESULTS)
 @click.option("--picture", "drawing", is_flag=True, help="Only draw docs/card_learning.svg from --output.")
 def main(
     device: str | None, size: str | None, recipes: list[str], engine: str | None, time_limit: float,
@@ -147,8 +139,7 @@ def main(
         click.echo(f"wrote {PICTURE}")
         return
     about = machine()
-    device = device or ("cuda" if about["gpu"] else "cpu")
-    size = size or ("full" if device == "cuda" else "tiny")
+    device, size = options.place(device, size, about["gpu"])
     engine = engine or ("vllm" if device == "cuda" else "transformers")
     model = workdir.resolve() / f"model-{size}"
     lesson = pretrain(size, device, about["gpu"], time_limit, seed, model)

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from bench.common import tables
 from bench.common.rows import newest
 from bench.gate.pretend import is_pretend
 from lowmem_grpo.units import MIB
 
 CASE = ("recipe", "size", "device", "gpu", "cpu", "engine")
+COLUMNS = ("recipe", "parameters", "engine", "before", "after", "problems", "reward, first to last steps", "steps",
+           "training, s", "pretraining, s", "peak, MiB", "machine", "commit")
 
 
 def card_learning_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -18,23 +21,19 @@ def card_learning_table(rows: list[dict[str, Any]]) -> list[str]:
         "", "## Learning with the full stack: NF4 weights, LoRA, activations on the host, packed micro-batches", "",
         "The model was trained from scratch on the same machine, on generated problems with planted mistakes. "
         "Accuracy is the share of held-out problems right at temperature 1, in brackets its standard error.", "",
-        "| recipe | parameters | engine | before | after | problems | reward, first to last steps | steps "
-        "| training, s | pretraining, s | peak, MiB | machine | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    return lines + [line_of(row) for row in kept]
+    return lines + tables.markdown(COLUMNS, map(cells_of, kept))
 
 
-def line_of(row: dict[str, Any]) -> str:
+def cells_of(row: dict[str, Any]) -> list[str]:
     """One row, or why there is none."""
-    where = f"{row['gpu'] if row['device'] == 'cuda' else row['cpu']} | {row['commit']} |"
+    where = [row["gpu"] if row["device"] == "cuda" else row["cpu"], row["commit"]]
     if "missing" in row:
-        reason = row["missing"].replace("|", "/")[:80]
-        return f"| {row['recipe']} | missing: {reason} {'| ' * 9}| {where}"
-    cells = [f"{row['parameters'] / 1e6:.1f} M", row["engine"], accuracy(row, "before"), accuracy(row, "after"),
-             str(row["eval_problems"]), ends(row["rewards"]), str(row["steps"]), f"{row['train_seconds']:.0f}",
-             f"{row['pretrain']['seconds']:.0f}", f"{row['peak_bytes'] / MIB:.0f}"]
-    return f"| {row['recipe']} | {' | '.join(cells)} | {where}"
+        return [row["recipe"], *tables.missing(row["missing"], len(COLUMNS) - 3), *where]
+    return [row["recipe"], f"{row['parameters'] / 1e6:.1f} M", row["engine"], accuracy(row, "before"),
+            accuracy(row, "after"), str(row["eval_problems"]), ends(row["rewards"]), str(row["steps"]),
+            f"{row['train_seconds']:.0f}", f"{row['pretrain']['seconds']:.0f}", f"{row['peak_bytes'] / MIB:.0f}",
+            *where]
 
 
 def accuracy(row: dict[str, Any], when: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from bench.common import options
 from bench.common.rows import append_row, machine
 from lowmem_grpo.recipes import RECIPES
 
@@ -76,22 +77,14 @@ def measured(folder: Path) -> dict[str, Any]:
     }
 
 
-def chosen(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str]:
-    """Names of recipes, separated by commas; by default all."""
-    names = value.split(",") if value else list(RECIPES)
-    if unknown := sorted(set(names) - set(RECIPES)):
-        raise click.BadParameter(f"no recipe {', '.join(unknown)}; there are {', '.join(RECIPES)}")
-    return names
-
-
 @click.command(help=__doc__)
-@click.option("--recipes", callback=chosen, help="Names, separated by commas.")
+@click.option("--recipes", callback=options.names(RECIPES), help="Names, separated by commas; by default all.")
 @click.option("--steps", type=int, help="GRPO steps of each, instead of the recipe's own.")
 @click.option("--seed", type=int)
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/recipes"), show_default=True)
 @click.option("--option", "words", multiple=True, help="RECIPE:key=value for one recipe, key=value for all.")
 @click.option("--time-limit", type=float, default=1800.0, show_default=True, help="Seconds for each recipe.")
-@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@options.output(RESULTS)
 def main(
     recipes: list[str], steps: int | None, seed: int | None, runs: Path, words: tuple[str, ...], time_limit: float,
     output: Path,
@@ -99,7 +92,7 @@ def main(
     here = machine()
     shared = [*([f"max_steps={steps}"] if steps else []), *([] if seed is None else [f"seed={seed}"])]
     failed = []
-    for name in recipes:
+    for name in recipes or RECIPES:
         own = [word.removeprefix(f"{name}:") for word in words if ":" not in word.partition("=")[0]
                or word.startswith(f"{name}:")]
         row = run_recipe(name, runs / name, [*shared, *own], time_limit)

@@ -12,7 +12,6 @@ is named with the reason. Rows go to bench/results/loop.jsonl; bench/README.md e
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,16 +19,15 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench.common import child
+from bench.common import child, options
 from bench.common.model_folder import model_folder
-from bench.common.rows import append_row, machine, read_rows
+from bench.common.rows import append_row, machine, read_rows, run_now
 from bench.common.targets import OURS, judged
 from bench.common.targets import table as target_table
 from bench.gate import pretend
 from bench.loop.goals import GOALS
 from bench.loop.shapes import loop_shape
 from bench.loop.table import show
-from bench.rollout.shapes import SHAPES
 
 BENCH = Path(__file__).resolve().parents[1]
 RESULTS = BENCH / "results" / "loop.jsonl"
@@ -53,10 +51,10 @@ class Plan:
 
     def run(self, provider: str, folder: Path) -> dict[str, Any]:
         """What a provider's own process measured, or why there is nothing (`missing`)."""
-        options = {"folder": folder, "shape": self.shape, "device": self.device, "prompts": self.prompts,
-                   "steps": self.steps, "peer-batch": self.peer_batch, "time-limit": self.time_limit,
-                   **({"gib": self.gib} if self.gib else {})}
-        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        given = {"folder": folder, "shape": self.shape, "device": self.device, "prompts": self.prompts,
+                 "steps": self.steps, "peer-batch": self.peer_batch, "time-limit": self.time_limit,
+                 **({"gib": self.gib} if self.gib else {})}
+        words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
         return child.run("bench.loop.provider", provider, *words, seconds=self.time_limit,
                          python=self.python.get(provider.partition("_")[0], sys.executable),
                          settings=pretend.environment(self.gpu) | {"OMP_NUM_THREADS": str(self.threads)})
@@ -123,7 +121,7 @@ def common_of(plan: Plan, where: dict[str, Any], run_name: str | None) -> dict[s
     """The fields that all rows of a call share."""
     size = loop_shape(plan.shape, plan.prompts)
     return where | {
-        "run": run_name or datetime.now().isoformat(timespec="seconds"), "device": plan.device, "shape": plan.shape,
+        "run": run_name or run_now(), "device": plan.device, "shape": plan.shape,
         "gib": plan.gib, "prompts": plan.prompts, "generations": size.n, "sequences": size.sequences,
         "prompt_tokens": size.prompt_tokens, "completion_tokens": size.completion_tokens, "steps": plan.steps,
         "threads": plan.threads,
@@ -131,24 +129,23 @@ def common_of(plan: Plan, where: dict[str, Any], run_name: str | None) -> dict[s
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
-@click.option("--shape", type=click.Choice(list(SHAPES)), help="full on a card, tiny on the CPU.")
+@options.DEVICE
+@options.SHAPE
 @click.option("--provider", "names", multiple=True, type=click.Choice(PROVIDERS), help="By default all.")
-@click.option("--prompts", default=1, show_default=True, type=click.IntRange(min=1), help="Prompts of a step.")
+@options.PROMPTS
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Timed, after one to warm up.")
 @click.option("--gib", type=click.FloatRange(min=0, min_open=True), help="On a card: the memory that torch may use.")
 @click.option("--peer-batch", default=1, show_default=True, type=click.IntRange(min=1),
               help="Completions of a peer's micro-batch; ours are planned.")
 @click.option("--trl-python", help="Interpreter with TRL 1.16.0; by default this one.")
 @click.option("--unsloth-python", help="Interpreter with Unsloth; by default this one.")
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="Threads on the CPU.")
+@options.THREADS
 @click.option("--time-limit", default=540.0, show_default=True, type=click.FloatRange(min=1),
               help="Seconds for one provider, which makes as many steps as fit; the first is untimed if possible.")
-@click.option("--weights", "--workdir", "weights", type=click.Path(file_okay=False, path_type=Path),
-              help="Where the weights are made once and kept, as in bench/rollout; by default a temporary folder.")
-@click.option("--run", "run_name", help="Joins the rows of several calls: providers of one run are compared.")
-@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
-@click.option("--targets", is_flag=True, help="Measure nothing; show which targets the rows of --output meet.")
+@options.WEIGHTS
+@options.RUN
+@options.output(RESULTS)
+@options.TARGETS
 def main(
     device: str | None, shape: str | None, names: tuple[str, ...], prompts: int, steps: int, gib: float | None,
     peer_batch: int, trl_python: str | None, unsloth_python: str | None, threads: int, time_limit: float,
@@ -159,8 +156,7 @@ def main(
         Console(width=130).print(target_table(judged(GOALS, read_rows(output))))
         return
     where = machine()  # first, so that the commit is the one at the start of the run
-    device = device or ("cuda" if where["gpu"] else "cpu")
-    shape = shape or ("full" if device == "cuda" else "tiny")
+    device, shape = options.place(device, shape, where["gpu"])
     python = {name: path for name, path in (("trl", trl_python), ("unsloth", unsloth_python)) if path}
     plan = Plan(device, shape, prompts, steps, gib, peer_batch, threads, time_limit, where["gpu"], python)
     rows: list[dict[str, Any]] = []

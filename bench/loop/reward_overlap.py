@@ -22,8 +22,8 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from bench.common import options, tables
 from bench.common.rows import append_row, machine
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.recipes.arithmetic import make_dataset
@@ -130,7 +130,7 @@ def row(case: Case, free: Case, settings: dict[str, Any]) -> dict[str, Any]:
 @click.option("--prompts", default=8, show_default=True, type=click.IntRange(min=2))
 @click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of each completion.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Steps of each case.")
-@click.option("--output", default=RESULTS, type=click.Path(path_type=Path))
+@options.output(RESULTS)
 def main(prompts: int, tokens: int, rounds: int, output: Path) -> None:
     where = machine()
     settings = {"prompts": prompts, "generations": GENERATIONS, "at_once": AT_ONCE, "tokens": tokens,
@@ -138,12 +138,13 @@ def main(prompts: int, tokens: int, rounds: int, output: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         cases = make_cases(prompts, tokens, Path(folder))
         measure(cases, rounds)
-    table = Table("reward", "while sampling", "step, s", "x free", "waited, s", "hidden, s")
-    for case in cases:
-        found = row(case, cases[0], settings)
+    rows = [row(case, cases[0], settings) for case in cases]
+    for found in rows:
         append_row(output, found | where)
-        table.add_row(case.name, str(case.early), *(f"{found[name]:.3f}" for name in ("step", "ratio", "waited",
-                                                                                      "hidden")))
+    table = tables.terminal(None, ("reward", "while sampling", "step, s", "x free", "waited, s", "hidden, s"), (
+        [found["reward"], str(found["score_while_sampling"]),
+         *(f"{found[name]:.3f}" for name in ("step", "ratio", "waited", "hidden"))] for found in rows
+    ))
     console.print(table, f"target: below {TARGET:g} times the step whose reward costs nothing")
 
 

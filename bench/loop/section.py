@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from bench.common import tables
 from bench.common.rows import newest
 from bench.common.targets import judged, section
 from bench.loop.goals import GOALS
@@ -19,22 +20,16 @@ def loop_table(rows: list[dict[str, Any]]) -> list[str]:
         "", "## A step of the whole loop: time by phase, and peaks", "",
         "Llama-3.1-8B's shape with random weights. `switch` is sleeping, waking, and updating the sampler's weights. "
         "The peak on the card is all memory in use there; a CPU has none.", "",
-        f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}",
+        *tables.markdown(COLUMNS, map(cells_of, newest(rows, *CASE).values())),
     ]
-    lines += [line_of(row) for row in newest(rows, *CASE).values()]
     return lines + section("The whole loop: the targets", judged(GOALS, rows))
 
 
-def line_of(row: dict[str, Any]) -> str:
+def cells_of(row: dict[str, Any]) -> list[str]:
     """One row, or why it has no figures."""
     where = row["gpu"] if row["device"] == "cuda" else f"{row['cpu']}, {row['threads']} threads"
-    begin, end = [case_of(row), row["provider"]], [where, row["commit"]]
-    if row.get("missing"):
-        reason = row["missing"].replace("|", "/")[:80]
-        cells = [*begin, f"missing: {reason}", *[""] * (len(COLUMNS) - 5), *end]
-    else:
-        cells = [*begin, f"{row['seconds']:.2f}", *measures(row), *end]
-    return f"| {' | '.join(cells)} |"
+    figures = tables.missing(row["missing"], len(COLUMNS) - 4) if row.get("missing") else measures(row)
+    return [case_of(row), row["provider"], *figures, where, row["commit"]]
 
 
 def case_of(row: dict[str, Any]) -> str:
@@ -45,11 +40,11 @@ def case_of(row: dict[str, Any]) -> str:
 
 
 def measures(row: dict[str, Any]) -> list[str]:
-    """Shares, speeds, peaks and the plan."""
+    """Seconds, shares, speeds, peaks and the plan."""
     shares = [f"{row['shares'].get(name, 0):.1%}" for name in PHASES]
-    speeds = [f"{row['tokens_per_second'][name]:.0f}" if name in row["tokens_per_second"] else ""
-              for name in ("step", "generate", "train")]
-    return [*shares, *speeds, peak(row.get("used_bytes")), peak(row.get("host_bytes")), planned(row)]
+    speeds = [tables.number(row["tokens_per_second"], name, ".0f") for name in ("step", "generate", "train")]
+    return [f"{row['seconds']:.2f}", *shares, *speeds, peak(row.get("used_bytes")),
+            peak(row.get("host_bytes")), planned(row)]
 
 
 def peak(phases: dict[str, int] | None) -> str:

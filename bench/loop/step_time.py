@@ -19,10 +19,9 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
-from bench.common import child
-from bench.common.rows import append_row, machine, percentiles
+from bench.common import child, options, tables
+from bench.common.rows import leave, machine, percentiles
 from lowmem_grpo.models.pretrained import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.units import MIB
@@ -117,17 +116,15 @@ def ratio(measured: dict[str, Measured], name: str) -> float:
 
 def show(measured: dict[str, Measured], loss_type: str) -> None:
     """The comparison as a table."""
-    table = Table("provider", "micro-batch", "s / step", "cpu s / step", "of it generation", "tokens / s", "peak MiB",
-                  title=f"one GRPO step of 256 completions, {loss_type}")
-    for provider, own in measured.items():
-        table.add_row(
-            provider, str(own.batch), *(f"{median(own.kept(name)):.3f}" for name in ("seconds", "cpu_seconds")),
-            f"{median(own.kept('generate_seconds')):.3f}", f"{own.tokens_per_second():.0f}", f"{own.peak() / MIB:.0f}",
-        )
-    memory = measured[TRL].peak() / measured[OURS].peak()
-    table.add_row("ratio", "", f"{ratio(measured, 'seconds'):.2f}x", f"{ratio(measured, 'cpu_seconds'):.2f}x", "",
-                  f"{measured[OURS].tokens_per_second() / measured[TRL].tokens_per_second():.2f}x", f"{memory:.2f}x")
-    console.print(table)
+    columns = ("provider", "micro-batch", "s / step", "cpu s / step", "of it generation", "tokens / s", "peak MiB")
+    rows = [[provider, str(own.batch), *(f"{median(own.kept(name)):.3f}" for name in
+                                         ("seconds", "cpu_seconds", "generate_seconds")),
+             f"{own.tokens_per_second():.0f}", f"{own.peak() / MIB:.0f}"] for provider, own in measured.items()]
+    ours, theirs = measured[OURS], measured[TRL]
+    speed, memory = ours.tokens_per_second() / theirs.tokens_per_second(), theirs.peak() / ours.peak()
+    rows.append(["ratio", "", f"{ratio(measured, 'seconds'):.2f}x", f"{ratio(measured, 'cpu_seconds'):.2f}x", "",
+                 f"{speed:.2f}x", f"{memory:.2f}x"])
+    console.print(tables.terminal(f"one GRPO step of 256 completions, {loss_type}", columns, rows))
 
 
 def row(plan: Plan, measured: dict[str, Measured], provider: str, where: dict[str, Any]) -> dict[str, Any]:
@@ -154,9 +151,9 @@ def trl_environment() -> str:
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     marker = folder / "installed"
     if not marker.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         wanted = BENCH / "loop" / "requirements-trl.txt"
-        subprocess.run([python, "-m", "pip", "install", "-q", "-r", wanted], check=True)
+        for command in ([sys.executable, "-m", "venv", folder], [python, "-m", "pip", "install", "-q", "-r", wanted]):
+            subprocess.run(command, check=True, stdout=sys.stderr)  # standard output is for rows
         marker.touch()
     return str(python)
 
@@ -170,7 +167,7 @@ def trl_environment() -> str:
 @click.option("--loss-type", "loss_types", multiple=True, default=("dr_grpo", "dapo"), show_default=True)
 @click.option("--our-batch", type=int, help="Completions of our micro-batch; left out, several are tried.")
 @click.option("--trl-batch", type=int, help="Completions of TRL's micro-batch; left out, several are tried.")
-@click.option("--json", "as_json", is_flag=True, help="Print the rows, one JSON object a line, and append none.")
+@options.AS_JSON
 def main(
     steps: int, rounds: int, trl_python: str | None, device: str, threads: int, loss_types: tuple[str, ...],
     our_batch: int | None, trl_batch: int | None, as_json: bool,
@@ -191,11 +188,7 @@ def main(
             compare(plan, measured, loss_type, rounds)
             show(measured, loss_type)
             for name in measured:
-                made = row(plan, measured, name, where)
-                if as_json:
-                    click.echo(json.dumps(made))
-                else:
-                    append_row(RESULTS, made)
+                leave(row(plan, measured, name, where), RESULTS, as_json)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.common import tables
 from lowmem_grpo.units import GIB
 
 PHASES = ("generate", "switch", "score", "train", "optimizer", "rest")  # as shares are shown
@@ -24,24 +25,20 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def times(rows: list[dict[str, Any]]) -> Table:
     """Seconds of a step, shares of its phases, tokens a second."""
-    result = Table("provider", "s / step", *PHASES, "tokens/s: step", "generate", "train", title=title_of(rows[0]))
-    for row in measured(rows):
-        shares = [f"{row['shares'].get(name, 0):.1%}" for name in PHASES]
-        speeds = [f"{row['tokens_per_second'].get(name, 0):.0f}" for name in ("step", "generate", "train")]
-        result.add_row(row["provider"], f"{row['seconds']:.3f}", *shares, *speeds)
-    return result
+    columns = ("provider", "s / step", *PHASES, "tokens/s: step", "generate", "train")
+    return tables.terminal(title_of(rows[0]), columns, (
+        [row["provider"], f"{row['seconds']:.3f}", *(f"{row['shares'].get(name, 0):.1%}" for name in PHASES),
+         *(f"{row['tokens_per_second'].get(name, 0):.0f}" for name in ("step", "generate", "train"))]
+        for row in measured(rows)))
 
 
 def memory(rows: list[dict[str, Any]]) -> Table:
     """Peaks of each phase in GiB: in use on the card, allocated by torch, resident on the host; what was planned."""
-    result = Table("provider", "GiB", *PHASES, "planned: rollout", "training", "host", title="peaks of memory")
-    for row in measured(rows):
-        plans = [gib(row.get("planned", {}).get(name)) for name in ("rollout_bytes", "train_bytes", "host_bytes")]
-        for measure in PEAKS:
-            if measure in row:
-                cells = [gib(row[measure].get(phase)) for phase in PHASES]
-                result.add_row(row["provider"], measure.removesuffix("_bytes"), *cells, *plans)
-    return result
+    columns = ("provider", "GiB", *PHASES, "planned: rollout", "training", "host")
+    return tables.terminal("peaks of memory", columns, (
+        [row["provider"], measure.removesuffix("_bytes"), *(gib(row[measure].get(phase)) for phase in PHASES),
+         *(gib(row.get("planned", {}).get(name)) for name in ("rollout_bytes", "train_bytes", "host_bytes"))]
+        for row in measured(rows) for measure in PEAKS if measure in row))
 
 
 def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@
 Rows go to bench/results/memory.jsonl; bench/README.md explains them.
 """
 
-import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 
 import click
 
-from bench.common.rows import append_row, machine, read_rows
+from bench.common import options
+from bench.common.rows import leave, machine, read_rows
 from bench.memory.picture import draw
 from bench.memory.section import newest_cases
 from bench.memory.stages import CASES, STAGES, Case, completion_lengths
@@ -98,8 +98,8 @@ def cases(shapes: tuple[str, ...], context: int | None, generations: int | None)
 @click.option("--stage", "stages", multiple=True, type=click.Choice(list(STAGES)), help="By default all.")
 @click.option("--device", type=click.Choice(["fake", "cuda"]), default="fake", show_default=True)
 @click.option("--gib", type=float, help="On a card: the memory that may be used.")
-@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the rows, one JSON object a line.")
+@options.output(RESULTS)
+@options.AS_JSON
 @click.option("--picture", is_flag=True, help="Only draw the newest rows of --output.")
 def main(
     shapes: tuple[str, ...], context: int | None, generations: int | None, stages: tuple[str, ...], device: str,
@@ -113,9 +113,7 @@ def main(
     common = machine()  # first, so that the commit is the one at the start of the run
     for case in cases(shapes, context, generations):
         for row in rows_of(case, list(stages or STAGES), device, gib):
-            append_row(output, row | common)
-            if as_json:
-                click.echo(json.dumps(row | common))
+            leave(row | common, output, as_json)
 
 
 if __name__ == "__main__":

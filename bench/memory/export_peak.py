@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from bench.common import options
 from bench.common.rows import append_row, machine
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.models.pretrained import resolve
@@ -122,7 +123,7 @@ def resident(pid: int) -> dict[str, int]:
 @click.option("--shape", default="llama-3.1-8b", show_default=True, help="A shape of lowmem_grpo/shapes, or tiny.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Room for both models; by default a temporary one.")
 @click.option("--rank", default=16, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@options.output(RESULTS)
 def main(shape: str, folder: Path | None, rank: int, output: Path) -> None:
     where = machine()  # the code that runs is what is there now: another commit may be there at the end
     with tempfile.TemporaryDirectory(prefix="export_", dir=folder) as name:

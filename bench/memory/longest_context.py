@@ -12,15 +12,14 @@ bench/results/longest_context.jsonl at once.
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
-from bench.common.rows import append_row, machine
+from bench.common import options, tables
+from bench.common.rows import append_row, machine, run_now
 from bench.memory.bench import measure_stage, planned, weigh_stage
 from bench.memory.stages import CASES, Case
 from lowmem_grpo.units import GIB
@@ -88,11 +87,10 @@ def tried(case: Case, device: str, gib: float) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]], planned: int) -> None:
     """The trials, and what the planner had said."""
-    table = Table("context", "fits", "device GiB", "host GiB", "", title=f"planned: {planned:,} tokens")
-    for row in rows:
-        sizes = [f"{row[name] / GIB:.2f}" if name in row else "" for name in ("device_bytes", "host_bytes")]
-        table.add_row(f"{row['context']:,}", "yes" if row["fits"] else "no", *sizes, str(row.get("error", ""))[:60])
-    console.print(table)
+    console.print(tables.terminal(f"planned: {planned:,} tokens", ("context", "fits", "device GiB", "host GiB", ""), (
+        [f"{row['context']:,}", "yes" if row["fits"] else "no", tables.number(row, "device_bytes", ".2f", GIB),
+         tables.number(row, "host_bytes", ".2f", GIB), str(row.get("error", ""))[:60]] for row in rows
+    )))
 
 
 @click.command()
@@ -102,12 +100,12 @@ def show(rows: list[dict[str, Any]], planned: int) -> None:
 @click.option("--generations", default=8, show_default=True, type=click.IntRange(min=2))
 @click.option("--trials", default=5, show_default=True, type=click.IntRange(min=1), help="At most.")
 @click.option("--start", type=click.IntRange(min=STEP), help="The first length; by default the planned one.")
-@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+@options.output(RESULTS)
 def main(shape: str, device: str, gib: float, generations: int, trials: int, start: int | None, output: Path) -> None:
     """Find the longest context that fits. The exit code is 1 where none does."""
     from lowmem_grpo.memory.model_shape import named_config
 
-    common = machine() | {"run": datetime.now().isoformat(timespec="seconds")}  # first: the commit it began with
+    common = machine() | {"run": run_now()}  # first: the commit it began with
     case = Case(shape, 0, generations)
     longest = named_config(shape)["max_position_embeddings"]
     first = planned_context(case, gib, longest)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from bench.common import tables
 from bench.common.rows import newest
 from bench.memory.stages import STAGES
 from lowmem_grpo.units import GIB
@@ -21,30 +22,30 @@ def newest_cases(rows: Rows) -> dict[tuple[str, ...], Rows]:
 
 def memory_table(rows: Rows) -> list[str]:
     """A column for each stage of each case: peaks on device and host; then planned beside weighed."""
+    cases = newest_cases(rows)
     lines = [
         "", "## Memory of a training step: peaks on device / host in GiB, one feature after the other", "",
         "NF4 weights, LoRA on all linears; completions from half the context to all of it. Without a GPU's name: the "
         "real step on fake tensors, which shows the memory of tensors, but not the driver's.", "",
-        f"| case | {' | '.join(STAGES)} | machine | commit |", f"|---|{'---|' * len(STAGES)}---|---|",
+        *tables.markdown(("case", *STAGES, "machine", "commit"), map(case_cells, cases.values())), "",
     ]
-    cases = newest_cases(rows)
-    lines += [case_line(found) for found in cases.values()]
     planned = [row for found in cases.values() for row in found if "planned_bytes" in row and "device_bytes" in row]
-    lines += ["", "| case | planned, GiB | weighed or measured, GiB | ratio | planned on the host | weighed |",
-              "|---|---|---|---|---|---|"]
-    return lines + [planned_line(row) for row in planned]
+    columns = ("case", "planned, GiB", "weighed or measured, GiB", "ratio", "planned on the host", "weighed")
+    return lines + tables.markdown(columns, map(planned_cells, planned))
 
 
 def name_of(row: dict[str, Any]) -> str:
     return f"{row['shape']}, {row['context']:,} x {row['generations']}"
 
 
-def case_line(rows: Rows) -> str:
+def case_cells(rows: Rows) -> list[str]:
     """One case: every stage that was run."""
     by_stage = {row["stage"]: row for row in rows}
-    cells = [peaks(by_stage.get(stage)) for stage in STAGES]
-    where = rows[-1].get("gpu") if rows[-1]["device"] == "cuda" else "fake tensors"
-    return f"| {name_of(rows[-1])} | {' | '.join(cells)} | {where} | {rows[-1]['commit']} |"
+    return [name_of(rows[-1]), *(peaks(by_stage.get(stage)) for stage in STAGES), place(rows[-1]), rows[-1]["commit"]]
+
+
+def place(row: dict[str, Any]) -> str:
+    return str(row.get("gpu")) if row["device"] == "cuda" else "fake tensors"
 
 
 def peaks(row: dict[str, Any] | None) -> str:
@@ -56,35 +57,31 @@ def peaks(row: dict[str, Any] | None) -> str:
     return f"{row['device_bytes'] / GIB:.1f}{host}"
 
 
-def planned_line(row: dict[str, Any]) -> str:
+def planned_cells(row: dict[str, Any]) -> list[str]:
     """Planned beside weighed, in GiB."""
     sizes = [row[name] / GIB for name in ("planned_bytes", "device_bytes", "planned_host_bytes", "host_bytes")]
-    return (f"| {name_of(row)} | {sizes[0]:.2f} | {sizes[1]:.2f} | {sizes[0] / sizes[1]:.3f} | {sizes[2]:.2f} "
-            f"| {sizes[3]:.2f} |")
+    planned, weighed, *host = (f"{size:.2f}" for size in sizes)
+    return [name_of(row), planned, weighed, f"{sizes[0] / sizes[1]:.3f}", *host]
 
 
 def longest_table(rows: Rows) -> list[str]:
     """Of each model and bound: the longest context that fitted, and the shortest that did not."""
-    lines = ["", "## The longest context whose training step fits", "",
-             "| model | bound, GiB | planned | fits | peak, GiB | host, GiB | does not fit | machine | commit |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    columns = ("model", "bound, GiB", "planned", "fits", "peak, GiB", "host, GiB", "does not fit", "machine", "commit")
     cases: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
         name = tuple(row.get(field) for field in ("shape", "generations", "gib", "device", "gpu"))
         cases.setdefault((*name, row["run"]), []).append(row)
     newest_runs = {name[:-1]: found for name, found in cases.items()}
-    return lines + [longest_line(found) for found in newest_runs.values()]
+    return ["", "## The longest context whose training step fits", "",
+            *tables.markdown(columns, map(longest_cells, newest_runs.values()))]
 
 
-def longest_line(rows: Rows) -> str:
+def longest_cells(rows: Rows) -> list[str]:
     """One search."""
     best = max((row for row in rows if row["fits"]), key=lambda row: row["context"], default=None)
     failing = min((row["context"] for row in rows if not row["fits"]), default=None)
     last = rows[-1]
-    cells = [f"{last['shape']} x {last['generations']}", f"{last['gib']:g}", f"{last['planned_context']:,}"]
-    if best:
-        cells += [f"{best['context']:,}", f"{best['device_bytes'] / GIB:.2f}", f"{best['host_bytes'] / GIB:.2f}"]
-    else:
-        cells += ["", "", ""]
-    where = last["gpu"] if last["device"] == "cuda" else "fake tensors"
-    return f"| {' | '.join([*cells, f'{failing:,}' if failing else '', str(where), last['commit']])} |"
+    fitted = (("context", ","), ("device_bytes", ".2f", GIB), ("host_bytes", ".2f", GIB))
+    return [f"{last['shape']} x {last['generations']}", f"{last['gib']:g}", f"{last['planned_context']:,}",
+            *(tables.number(best or {}, *figure) for figure in fitted), f"{failing:,}" if failing else "", place(last),
+            last["commit"]]

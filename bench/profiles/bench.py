@@ -22,6 +22,7 @@ from typing import Any
 import click
 
 from bench.common import child
+from bench.common import options as shared
 from bench.common.model_folder import model_folder
 from bench.common.rows import machine
 from bench.gate import pretend
@@ -29,7 +30,6 @@ from bench.loop.shapes import loop_shape
 from bench.profiles.page import page, show
 from bench.profiles.reader import events_of, ops_as_kernels, read_trace
 from bench.profiles.timeline import KERNEL, Summary, summarize
-from bench.rollout.shapes import SHAPES
 
 BENCH = Path(__file__).resolve().parents[1]
 RESULTS = BENCH / "results" / "profiles"
@@ -102,15 +102,14 @@ def look_at_all(parts: tuple[str, ...], options: dict[str, Any], where: dict[str
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
-@click.option("--shape", type=click.Choice(list(SHAPES)), help="full on a card, tiny on the CPU.")
+@shared.DEVICE
+@shared.SHAPE
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="By default both.")
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True,
               help="The engine that decodes.")
-@click.option("--prompts", default=1, show_default=True, type=click.IntRange(min=1), help="Prompts of a step.")
+@shared.PROMPTS
 @click.option("--tokens", type=click.IntRange(min=2), help="Decoded of each completion; by default 64, with tiny 8.")
-@click.option("--weights", "--workdir", "weights", type=click.Path(file_okay=False, path_type=Path),
-              help="Folder where the weights are made once and kept, as in the other benchmarks.")
+@shared.WEIGHTS
 @click.option("--trace", is_flag=True, help="Keep torch's trace of each part, packed.")
 @click.option("--read", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Only summarize this trace.")
@@ -122,8 +121,7 @@ def main(
 ) -> None:
     """Profile a training step and decoding, and write what took the time."""
     where = machine()
-    device = device or ("cuda" if where["gpu"] else "cpu")
-    shape = shape or ("full" if device == "cuda" else "tiny")
+    device, shape = shared.place(device, shape, where["gpu"])
     if read is not None:
         name = read.name.partition(".")[0]
         try:

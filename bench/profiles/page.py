@@ -1,10 +1,12 @@
 """A profile in words: for the terminal, and as a page that can be kept."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
+from bench.common import tables
 from bench.profiles.timeline import Summary
 
 NAME_LENGTH = 90  # characters of a kernel's name that are shown
@@ -32,23 +34,27 @@ def ms(microseconds: float) -> str:
 
 
 def short(name: str) -> str:
+    """A name that fits into a table, without a character that ends a cell or code in Markdown."""
+    name = name.replace("|", "/").replace("`", "'")
     return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 3]}..."
 
 
 def show(title: str, summary: Summary, of_ops: bool) -> None:
     """The profile as tables on the terminal."""
     console = Console(width=150)
-    numbers = Table("", "", title=title)
-    for fact in facts(summary, of_ops):
-        numbers.add_row(*fact)
-    top = Table("op" if of_ops else "kernel", "calls", "ms", "share", title="most time")
-    for one in summary.top:
-        top.add_row(short(one.name), str(one.calls), ms(one.microseconds), f"{one.share:.1%}")
-    gaps = Table("ms", "the CPU ran", title="longest idle times")
-    for gap in summary.gaps:
-        gaps.add_row(ms(gap.duration), short(gap.during))
-    for one in (numbers, top, gaps):
-        console.print(one, markup=False)
+    for columns, rows in parts(summary, of_ops):
+        console.print(tables.terminal(title, [escape(name) for name in columns],
+                                      ([escape(cell) for cell in row] for row in rows)))
+
+
+def parts(summary: Summary, of_ops: bool) -> list[tuple[tuple[str, ...], list[Sequence[str]]]]:
+    """Columns and rows of the three tables: numbers, what took the most time, the longest idle times."""
+    return [
+        (("", ""), list(facts(summary, of_ops))),
+        (("most time", "calls", "ms", "share"), [
+            (f"`{short(one.name)}`", str(one.calls), ms(one.microseconds), f"{one.share:.1%}") for one in summary.top]),
+        (("longest idle times, ms", "the CPU ran"), [(ms(gap.duration), short(gap.during)) for gap in summary.gaps]),
+    ]
 
 
 def page(title: str, row: dict[str, Any], summary: Summary, of_ops: bool) -> str:
@@ -56,13 +62,6 @@ def page(title: str, row: dict[str, Any], summary: Summary, of_ops: bool) -> str
     where = row["gpu"] if row["device"] == "cuda" else row["cpu"]
     lines = [f"# {title}", "", f"{where}; commit {row['commit']}, {row['date']}; torch {row['versions'].get('torch')}."]
     lines += [] if not row.get("note") else ["", row["note"]]
-    lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts(summary, of_ops))]
-    lines += ["", "| most time | calls | ms | share |", "|---|---|---|---|"]
-    lines += [f"| `{cell(one.name)}` | {one.calls} | {ms(one.microseconds)} | {one.share:.1%} |" for one in summary.top]
-    lines += ["", "| longest idle times, ms | the CPU ran |", "|---|---|"]
-    lines += [f"| {ms(gap.duration)} | {cell(gap.during)} |" for gap in summary.gaps]
+    for columns, rows in parts(summary, of_ops):
+        lines += ["", *tables.markdown(columns, rows)]
     return "\n".join(lines) + "\n"
-
-
-def cell(name: str) -> str:
-    return short(name).replace("|", "/").replace("`", "'")

@@ -2,34 +2,35 @@
 
 from typing import Any
 
+from bench.common import tables
 from bench.common.rows import newest
 from bench.common.targets import judged, section
 from bench.rollout.goals import GOALS
 from lowmem_grpo.units import MIB
+
+CASE = ("shape", "provider", "device", "gpu", "cpu", "cores", "threads")
+FIGURES = (  # column, the row's field, how it is printed, what it is divided by
+    ("tokens/s p20", "p20", ".0f", 1), ("p50", "p50", ".0f", 1), ("p80", "p80", ".0f", 1),
+    ("trainer's weights, MiB", "trainer_bytes", ".2f", MIB), ("added, MiB", "added_bytes", ".2f", MIB),
+    ("KV cache, MiB", "kv_bytes", ".2f", MIB), ("parity mean", "parity_mean", ".5f", 1),
+    ("max", "parity_max", ".5f", 1), ("sync, ms", "sync_ms", ".4f", 1),
+)
+COLUMNS = ("shape", "provider", *(name for name, *_ in FIGURES), "machine", "commit")
 
 
 def rollout_table(rows: list[dict[str, Any]]) -> list[str]:
     """The newest row of each provider, shape and machine; then the targets."""
     lines = [
         "", "## Rollouts: our engine on the trainer's NF4 weights and live LoRA, and vLLM with weights of its own", "",
-        "| shape | provider | tokens/s p20 | p50 | p80 | trainer's weights, MiB | added, MiB | KV cache, MiB "
-        "| parity mean | max | sync, ms | machine | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *tables.markdown(COLUMNS, map(cells_of, newest(rows, *CASE).values())),
     ]
-    for row in newest(rows, "shape", "provider", "device", "gpu", "cpu", "cores", "threads").values():
-        lines.append(line_of(row))
     return lines + section("Rollouts: the targets", judged(GOALS, rows))
 
 
-def line_of(row: dict[str, Any]) -> str:
+def cells_of(row: dict[str, Any]) -> list[str]:
     """One row, or why it has no figures."""
     size = f"{row['shape']}: {row['sequences']} x {row['completion_tokens']}"
-    where = f"{row['gpu'] or row['cpu'] + ', ' + str(row['threads']) + ' threads'} | {row['commit']} |"
-    if row.get("missing"):
-        reason = row["missing"].replace("|", "/")[:80]
-        return f"| {size} | {row['provider']} | missing: {reason} {'| ' * 8}| {where}"
-    cells = [f"{row[name]:.0f}" for name in ("p20", "p50", "p80")]
-    cells += [f"{row[name] / MIB:.2f}" if name in row else "" for name in ("trainer_bytes", "added_bytes", "kv_bytes")]
-    cells += [f"{row[name]:.5f}" for name in ("parity_mean", "parity_max")]
-    cells.append(f"{row['sync_ms']:.4f}" if "sync_ms" in row else "")
-    return f"| {size} | {row['provider']} | {' | '.join(cells)} | {where}"
+    figures = (tables.missing(row["missing"], len(FIGURES)) if row.get("missing")
+               else [tables.number(row, *figure) for _, *figure in FIGURES])
+    where = row["gpu"] or f"{row['cpu']}, {row['threads']} threads"
+    return [size, row["provider"], *figures, where, row["commit"]]

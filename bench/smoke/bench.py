@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from bench.common import child
+from bench.common import child, options
 from bench.common.rows import append_row, machine
 from bench.gate.pretend import environment
 from bench.smoke.variants import VARIANTS, complaints
@@ -56,11 +56,11 @@ def in_words(name: str, row: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
+@options.DEVICE
 @click.option("--variant", "names", multiple=True, type=click.Choice(list(VARIANTS)), help="By default all.")
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Rollouts to train on.")
 @click.option("--time-limit", default=240.0, show_default=True, help="Seconds that a variant may take.")
-@click.option("--output", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+@options.output(RESULTS)
 @click.option("--list", "listing", is_flag=True, help="Only list the variants.")
 def main(
     device: str | None, names: tuple[str, ...], steps: int, time_limit: float, output: Path, listing: bool

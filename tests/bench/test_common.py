@@ -1,0 +1,56 @@
+"""What the benchmarks share: rows as JSON and nothing else, tables for a terminal and a page."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from bench.common import tables
+from bench.common.rows import leave, read_rows
+from bench.loop import step_time
+
+COLUMNS, ROWS = ("name", "s"), [["ours", "1.50"], ["theirs", ""]]
+
+
+def test_a_row_is_either_printed_or_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "folder" / "rows.jsonl"
+    leave({"a": "b\nc"}, path, as_json=True)
+    assert capsys.readouterr().out == '{"a": "b\\nc"}\n' and not path.exists()
+    leave({"a": 1}, path, as_json=False)
+    assert read_rows(path) == [{"a": 1}] and capsys.readouterr().out == ""
+
+
+def test_a_table_has_the_same_cells_on_the_terminal_and_on_the_page() -> None:
+    assert tables.markdown(COLUMNS, ROWS) == ["| name | s |", "|---|---|", "| ours | 1.50 |", "| theirs |  |"]
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(tables.terminal("times", COLUMNS, ROWS))
+    printed = console.export_text()
+    assert all(word in printed for word in ("times", "name", "ours", "1.50", "theirs"))
+
+
+def test_what_a_row_lacks_is_an_empty_cell_and_a_missing_row_says_why() -> None:
+    assert [tables.number({"a": 2**21, "b": None}, name, ".1f", 2**20) for name in "abc"] == ["2.0", "", ""]
+    assert tables.missing("no module | at all", 3) == ["missing: no module / at all", "", ""]
+
+
+def test_the_step_benchmark_prints_a_json_object_in_every_line_of_standard_output(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials, rounds and tables are for people: with --json they go to the other stream."""
+    def run(plan: Any, provider: str, batch: int, loss_type: str, steps: int) -> dict[str, Any]:
+        lists = ("seconds", "cpu_seconds", "generate_seconds", "tokens")
+        return {"peak_bytes": 2**20, "loaded_bytes": 2**20, "threads": 1, "versions": {},
+                "config": {"loss_type": loss_type}, **{name: [1.0 + batch] * steps for name in lists}}
+
+    monkeypatch.setattr(step_time.Plan, "run", run)
+    before = read_rows(step_time.RESULTS)
+    done = CliRunner().invoke(step_time.main, ["--json", "--trl-python", "python", "--steps", "4", "--rounds", "1"])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["loss_type"], row["provider"]) for row in rows] == [
+        (loss, name) for loss in ("dr_grpo", "dapo") for name in ("lowmem_grpo", "trl")]
+    assert "one GRPO step of 256 completions" in done.stderr and read_rows(step_time.RESULTS) == before
