@@ -13,8 +13,7 @@ from bench.gate import pretend
 from bench.smoke import provider
 from bench.smoke.bench import judged, main
 from bench.smoke.variants import VARIANTS
-
-GIB = 2**30
+from lowmem_grpo.units import GIB
 
 
 def called(*arguments: str) -> Result:

@@ -202,11 +202,6 @@ def padded(values: list[list[float]]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in values], batch_first=True)
 
 
-def unpadded(values: Tensor, rollouts: Rollouts) -> list[list[float]]:
-    """The values (N, C) of a batch, without the places behind the completions' ends."""
-    return [row[:length] for row, length in zip(values.tolist(), rollouts.lengths, strict=True)]
-
-
 def move(trainer: GRPOTrainer, size: float, seed: int = 2) -> None:
     """Noise on every trained weight: the policy drifts away from the one that the batch was made with."""
     generator = torch.Generator().manual_seed(seed)

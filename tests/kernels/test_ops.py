@@ -1,0 +1,132 @@
+"""What all kernels owe torch: any strides, gradients of one number, the compiler, opcheck, no second derivative."""
+
+from collections.abc import Callable
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels.glu import swiglu
+from lowmem_grpo.kernels.rms_norm import rms_norm
+from lowmem_grpo.kernels.rope import rope
+from lowmem_grpo.kernels.spread import spread
+from lowmem_grpo.models.packing import collate
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+glu, norm, rotary, spreading = (import_module(f"lowmem_grpo.kernels.{name}")
+                                for name in ("glu", "rms_norm", "rope", "spread"))  # some share a function's name
+GROUP = RolloutGroup({}, [1] * 4, [])
+BATCH = collate([(GROUP, Rollout([2] * length, [0.0] * length, "stop")) for length in (3, 2, 6)])
+TABLES = BATCH.sources, BATCH.places, BATCH.copies, BATCH.max_seqlen
+TARGETS = torch.arange(63) * 15
+
+
+def numbers(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Random tensors, the same for the same shapes."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+ANGLES = numbers((2, 7, 6), (2, 7, 6))
+HEADS, NARROW = (2, 4, 7, 10), (2, 2, 7, 10)  # of q and k
+# A function of tensors (which get gradients), and their shapes; "* 1" makes results of them, as in a model.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "swiglu": (lambda gate, up: swiglu(gate * 1, up * 1), [(4, 6, 33)] * 2),
+    "swiglu, reusing": (lambda gate, up: swiglu(gate * 1, up * 1, reuse_inputs=True), [(4, 6, 33)] * 2),
+    "swiglu, fused": (lambda both: swiglu(both * 1), [(4, 6, 66)]),
+    "swiglu, fused and reusing": (lambda both: swiglu(both * 1, reuse_inputs=True), [(4, 6, 66)]),
+    "rms_norm": (lambda x, weight: rms_norm(x, weight, offset=1.0), [(4, 6, 33), (33,)]),
+    "rms_norm of a sum": (lambda x, weight, r: rms_norm(x, weight, residual=r), [(4, 6, 33), (33,), (4, 6, 33)]),
+    "rope": (lambda q, k: rope(q * 1, k * 1, *ANGLES), [HEADS, NARROW]),
+    "rope, in place": (lambda q, k: rope(q * 1, k * 1, *ANGLES, in_place=True), [HEADS, NARROW]),
+    "spread": (lambda q, k: spread([q, k], *TABLES), [(len(BATCH.input_ids), heads, 8) for heads in (4, 2)]),
+    "linear_logprobs": (lambda hidden, weight: linear_logprobs(hidden, weight, TARGETS), [(63, 33), (1003, 33)]),
+}
+
+
+def outcome(function: Any, inputs: list[Tensor], change: Any = lambda x: x, plain: bool = False) -> list[Tensor]:
+    """The results and the gradients of the inputs, for random gradients or (`plain`) ones; all `change`d before."""
+    leaves = [change(one).detach().requires_grad_() for one in inputs]
+    results = function(*leaves)
+    results = [results] if torch.is_tensor(results) else list(results)
+    grads = numbers(*(one.shape for one in results))
+    grads = [change(torch.ones_like(one) if plain else one) for one in grads]
+    return results + list(torch.autograd.grad(results, leaves, grads))
+
+
+@pytest.mark.parametrize("dimension", [-1, -2])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "in place" not in name])  # it refuses them
+def test_tensors_and_gradients_of_any_strides_are_read_right(name: str, dimension: int) -> None:
+    def strided(x: Tensor) -> Tensor:
+        if x.ndim == 1:
+            return torch.stack((x, x), 1)[:, 0]
+        last = -1 if x.ndim == 2 else dimension  # its entries lie farthest apart
+        return x.movedim(last, 0).contiguous().movedim(0, last)
+
+    function, inputs = FUNCTIONS[name][0], numbers(*FUNCTIONS[name][1])
+    assert not any(strided(one).is_contiguous() for one in inputs)
+    torch.testing.assert_close(outcome(function, inputs, strided), outcome(function, inputs))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_gradient_that_is_one_number_for_all_entries_is_read_right(name: str) -> None:
+    function, inputs = FUNCTIONS[name][0], numbers(*FUNCTIONS[name][1])
+    leaves = [one.clone().requires_grad_() for one in inputs]
+    results = function(*leaves)
+    total = sum(one.sum() for one in ([results] if torch.is_tensor(results) else results))
+    expected = outcome(function, inputs, plain=True)[-len(leaves):]
+    torch.testing.assert_close(list(torch.autograd.grad(total, leaves)), expected)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiled_results_and_gradients_are_the_same(name: str) -> None:
+    function, inputs = FUNCTIONS[name][0], numbers(*FUNCTIONS[name][1])
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(outcome(compiled, inputs), outcome(function, inputs))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_second_derivatives_are_refused_not_wrong(name: str) -> None:
+    leaves = [one.requires_grad_() for one in numbers(*FUNCTIONS[name][1])]
+    results = FUNCTIONS[name][0](*leaves)
+    result = results if torch.is_tensor(results) else results[0]
+    (first,) = torch.autograd.grad(result.square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+def calls() -> list[tuple[Any, tuple[Any, ...]]]:
+    """Operations and their arguments, in bfloat16."""
+    gate, up, grad = numbers(*[(5, 33)] * 3, dtype=torch.bfloat16)
+    found: list[tuple[Any, tuple[Any, ...]]] = [
+        *((glu.glu_fwd, (one, up, "gelu_tanh")) for one in (gate, gate.T.contiguous().T)),
+        (glu.glu_fwd_out, (gate, up, torch.empty_like(gate), "silu")),
+        *((glu.glu_bwd, (grad, gate, up, "silu", fused)) for fused in (False, True)),
+        (glu.glu_bwd_reuse, (grad, gate, up, "gelu")), (glu.glu_bwd_all, (grad, gate, up, "gelu_tanh")),
+    ]
+    for residual, needed in product((None, up), (False, True)):
+        weight, total = gate[0], None if residual is None else grad
+        rstd = norm.rms_norm_fwd(gate, weight, residual, 1e-6, 0.0)[2]
+        found += [(norm.rms_norm_fwd, (gate, weight, residual, 1e-6, 0.0)),
+                  (norm.rms_norm_bwd, (grad, total, gate, weight, rstd, 1.0, needed))]
+    q, k, angle = numbers(HEADS, NARROW, (2, 7, 6), dtype=torch.bfloat16)
+    for heads_first, backward in product((True, False), (False, True)):
+        first, second = (one if heads_first else one.transpose(1, 2).contiguous() for one in (q, k))
+        rest = second, angle.cos(), angle.sin(), heads_first, backward
+        for strided in (first, first.mT.contiguous().mT, first.transpose(0, 1).contiguous().transpose(0, 1)):
+            found.append((rotary.rope_new, (strided, *rest)))
+        found.append((rotary.rope_in_place, (first, *rest)))
+    packed = numbers(*((len(BATCH.input_ids), heads, 16) for heads in (2, 1)), dtype=torch.bfloat16)
+    grads = numbers(*((3, heads, BATCH.max_seqlen, 16) for heads in (2, 1)), dtype=torch.bfloat16)
+    return [*found, (spreading.spread_op, (packed, BATCH.sources, BATCH.max_seqlen)),
+            (spreading.spread_once, (packed[0], BATCH.sources, BATCH.places, BATCH.max_seqlen)),
+            (spreading.sum_copies, (grads, *TABLES))]
+
+
+@pytest.mark.parametrize(("operation", "arguments"), calls())
+def test_operations_are_registered_right(operation: Any, arguments: tuple[Any, ...]) -> None:
+    torch.library.opcheck(operation, arguments)
