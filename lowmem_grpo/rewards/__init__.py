@@ -37,39 +37,36 @@ if TYPE_CHECKING:
     from lowmem_grpo.runs.findings import Finding
 
 __all__ = [
-    "SYSTEM_PROMPT", "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores",
-    "SelfJudge", "UrlJudge", "Verifier", "after", "answer_match", "boxed", "boxed_match", "check", "code_passes_tests",
+    "SYSTEM_PROMPT", "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores", "SelfJudge",
+    "UrlJudge", "Verifier", "after", "answer_match", "boxed", "boxed_match", "check", "code_passes_tests",
     "correctness_reward_func", "email_rewards", "extract_hash_answer", "extract_xml_answer", "format_kept",
-    "format_match", "ideal_answer", "in_tag", "int_reward_func", "json_match", "judged", "keyword_present",
-    "last_line", "last_number", "length_near", "math_match", "number_equal", "number_match", "number_present",
-    "proximity", "recipient_named", "regex_match", "repetition_penalty", "ruler", "signed",
-    "soft_format_reward_func", "soft_overlong_penalty", "strict_format_reward_func", "tags_counted", "too_long",
-    "whole", "xmlcount_reward_func",
+    "format_match", "ideal_answer", "in_tag", "int_reward_func", "json_match", "judged", "keyword_present", "last_line",
+    "last_number", "length_near", "math_match", "number_equal", "number_match", "number_present", "proximity",
+    "recipient_named", "regex_match", "repetition_penalty", "ruler", "signed", "soft_format_reward_func",
+    "soft_overlong_penalty", "strict_format_reward_func", "tags_counted", "too_long", "whole", "xmlcount_reward_func",
 ]
 
-NAMES = {
-    "ready.answers": ("answer_match", "boxed_match", "number_match", "regex_match"),
-    "checking.check": ("check",),
-    "ready.code": ("code_passes_tests",),
-    "checking.result": ("RewardCheck",),
-    "ready.formats": ("format_kept", "format_match", "tags_counted"),
-    "ready.gsm8k": ("SYSTEM_PROMPT", "correctness_reward_func", "extract_hash_answer", "extract_xml_answer",
-              "int_reward_func", "soft_format_reward_func", "strict_format_reward_func", "xmlcount_reward_func"),
-    "ready.json_answer": ("json_match",),
-    "ready.lengths": ("length_near", "repetition_penalty", "soft_overlong_penalty", "too_long"),
-    "ready.mail": ("email_rewards", "ideal_answer", "keyword_present", "recipient_named", "signed"),
-    "ready.math_answer": ("math_match",),
-    "ready.numbers": ("number_equal", "number_present", "proximity"),
-    "ready.reading": ("after", "boxed", "in_tag", "last_line", "last_number", "whole"),
-    "reward": ("MeanOf", "Reward"),
-    "calling.scorer": ("RewardError", "RewardScorer", "Scores"),
-    "verifier": ("Verifier",),
-}
-HOMES = {
-    **{name: f"rewards.{module}" for module, names in NAMES.items() for name in names},
-    "Finding": "runs.findings", "judged": "rewards.judge.judge_reward", "ruler": "rewards.judge.judge_reward",
-    "SelfJudge": "rewards.judge.self_judge", "UrlJudge": "rewards.judge.url_judge",
-}
+HOMES = {name: home for home, names in {
+    "runs.findings": "Finding",
+    "rewards.reward": "MeanOf Reward",
+    "rewards.verifier": "Verifier",
+    "rewards.calling.scorer": "RewardError RewardScorer Scores",
+    "rewards.checking.check": "check",
+    "rewards.checking.result": "RewardCheck",
+    "rewards.judge.judge_reward": "judged ruler",
+    "rewards.judge.self_judge": "SelfJudge",
+    "rewards.judge.url_judge": "UrlJudge",
+    "rewards.ready.answers": "answer_match boxed_match number_match regex_match",
+    "rewards.ready.code": "code_passes_tests",
+    "rewards.ready.formats": "format_kept format_match tags_counted",
+    "rewards.ready.json_answer": "json_match",
+    "rewards.ready.lengths": "length_near repetition_penalty soft_overlong_penalty too_long",
+    "rewards.ready.mail": "email_rewards ideal_answer keyword_present recipient_named signed",
+    "rewards.ready.math_answer": "math_match",
+    "rewards.ready.numbers": "number_equal number_present proximity",
+    "rewards.ready.reading": "after boxed in_tag last_line last_number whole",
+}.items() for name in names.split()}
+HOMES = dict.fromkeys(__all__, "rewards.ready.gsm8k") | HOMES
 
 
 def __getattr__(name: str) -> Any:

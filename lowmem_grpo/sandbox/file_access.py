@@ -10,6 +10,8 @@ import ctypes
 import os
 import struct
 
+from lowmem_grpo.sandbox.system_calls import check
+
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG, PATH_BENEATH = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
@@ -58,10 +60,3 @@ def allow(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
                            ctypes.c_uint(0)), f"landlock_add_rule for {path}")
     finally:
         os.close(place)
-
-
-def check(result: int, what: str) -> None:
-    """Raise OSError where a call failed."""
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")

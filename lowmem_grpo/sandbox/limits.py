@@ -10,27 +10,19 @@ MIB = 1 << 20
 class Limits:
     """Limits of each sandboxed process. Raises ValueError for one that is not a finite number, or too low."""
 
-    seconds: float = 5.0
-    """Wall time of one test."""
-    total_seconds: float = 10.0
-    """Wall and CPU time of all tests of a completion together."""
-    memory_bytes: int = 512 * MIB
-    """Address space of the process; Python alone takes about 30 MiB."""
-    scratch_bytes: int = 16 * MIB
-    """Of a single file, and of the whole scratch directory."""
-    files: int = 64
-    """Files open at a time, and files in the scratch directory (counted every 50 ms)."""
-    output_bytes: int = 256 * 1024
-    """Of standard output and standard error together, and of one answer."""
-    code_bytes: int = 100_000
-    """Of the code itself, as UTF-8."""
+    seconds: float = 5.0  # wall time of one test
+    total_seconds: float = 10.0  # wall and CPU time of all tests of a completion together
+    memory_bytes: int = 512 * MIB  # address space of the process; Python alone takes about 30 MiB
+    scratch_bytes: int = 16 * MIB  # of a single file, and of the whole scratch directory
+    files: int = 64  # open at a time, and in the scratch directory (counted every 50 ms)
+    output_bytes: int = 256 * 1024  # of standard output and standard error together, and of one answer
+    code_bytes: int = 100_000  # of the code itself, as UTF-8
 
     def __post_init__(self) -> None:
         least = {"seconds": 0.05, "total_seconds": 0.05, "memory_bytes": 64 * MIB, "scratch_bytes": 64 * 1024,
                  "files": 16, "output_bytes": 1024, "code_bytes": 1}
         for entry in fields(self):
             value, minimum = getattr(self, entry.name), least[entry.name]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not minimum <= value < math.inf:
                 raise ValueError(f"{entry.name} is {value!r}; it must be a finite number, at least {minimum}")
-            if value < minimum:
-                raise ValueError(f"{entry.name} is {value!r}; it must be at least {minimum}")

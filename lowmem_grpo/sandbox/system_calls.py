@@ -90,7 +90,7 @@ def give_up_rights() -> None:
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError where a call failed."""
-    if result != 0:
+    """Raise OSError if a call failed: the C library then returns -1."""
+    if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

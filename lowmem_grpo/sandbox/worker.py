@@ -143,12 +143,8 @@ class Worker:
             elif source is self.channel:
                 self._waiting += data
             else:
-                self._take_output(source is self._standard("stdout"), data)
+                self._take_output(self._process is not None and source is self._process.stdout, data)
         self._check_scratch()
-
-    def _standard(self, name: str) -> Any:
-        assert self._process is not None
-        return getattr(self._process, name)
 
     def _take_output(self, is_stdout: bool, data: bytes) -> None:
         """Keep what was printed, up to the limit."""

@@ -11,8 +11,7 @@ from lowmem_grpo.sandbox.cases import read_cases
 
 @pytest.mark.parametrize(("tests", "message"), [
     ([], "at least one"), (None, "tests are None"), (5, "tests are 5"), (["assert ("], "not Python"),
-    ([""], "a test is ''"),
-    ([{"input": "1"}], "a test is"), ([{"call": "f", "args": 3, "expected": 1}], "a test is"),
+    ([""], "a test is ''"), ([{"input": "1"}], "a test is"), ([{"call": "f", "args": 3, "expected": 1}], "a test is"),
     ([{"call": "f", "args": []}], "a test is"), ([{"call": "f", "expected": 1, "extra": 2}], "a test is"),
     ([{"input": 1, "output": "1"}], "a test is"),
     ([{"input": "\ud800", "output": "1"}], "a test is {'input': '\\ud800', 'output': '1'}; it is not valid Unicode"),

@@ -13,18 +13,18 @@ from lowmem_grpo.sandbox.isolation import SandboxError, open_sandbox, why_not
 from lowmem_grpo.sandbox.limits import MIB, Limits
 
 
-@pytest.fixture
-def no_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine without bubblewrap and nsjail."""
-    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap", "nsjail": "no-such-nsjail"})
-    why_not.cache_clear()
-    isolation.warn_of_process.cache_clear()
-    yield
-    why_not.cache_clear()
-    isolation.warn_of_process.cache_clear()
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The programs of a machine without bubblewrap and nsjail; nothing is remembered of any other machine."""
+    found = {"bubblewrap": "no-such-bwrap", "nsjail": "no-such-nsjail"}
+    monkeypatch.setattr(command, "PROGRAMS", found)
+    for remembers in (why_not, isolation.warn_of_process):
+        remembers.cache_clear()
+    yield found
+    for remembers in (why_not, isolation.warn_of_process):
+        remembers.cache_clear()
 
 
-@pytest.mark.usefixtures("no_programs")
 @pytest.mark.parametrize("asked", [None, "bubblewrap", "nsjail"])
 def test_without_a_sandbox_the_error_names_every_way_out(asked: str | None) -> None:
     with pytest.raises(SandboxError, match=r"apt install bubblewrap") as caught:
@@ -32,7 +32,6 @@ def test_without_a_sandbox_the_error_names_every_way_out(asked: str | None) -> N
     assert 'isolation="process"' in str(caught.value) and "no-such" in str(caught.value)
 
 
-@pytest.mark.usefixtures("no_programs")
 def test_the_plain_process_is_an_opt_in_that_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     if fault := why_not("process"):
         pytest.skip(fault)
@@ -44,19 +43,13 @@ def test_the_plain_process_is_an_opt_in_that_warns_once(caplog: pytest.LogCaptur
     assert f"Landlock {file_access.COMPLETE} " in isolation.PROCESS_WARNING
 
 
-def test_a_sandbox_that_is_installed_but_does_not_work_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sandbox_that_is_installed_but_does_not_work_is_not_used(tmp_path: Path, programs: dict[str, str]) -> None:
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": str(broken), "nsjail": "/bin/true"})
-    why_not.cache_clear()
-    try:
-        with pytest.raises(SandboxError, match=r"No permissions to create new namespace.*nsjail: "):
-            open_sandbox()
-    finally:
-        why_not.cache_clear()
+    programs |= {"bubblewrap": str(broken), "nsjail": "/bin/true"}
+    with pytest.raises(SandboxError, match=r"No permissions to create new namespace.*nsjail: "):
+        open_sandbox()
 
 
 def test_an_unknown_isolation_is_refused_by_name() -> None:

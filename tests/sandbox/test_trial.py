@@ -196,8 +196,7 @@ FORGERIES = {
                             "    opened = True\nresult = 5 if opened else 0\ndef add(a, b):\n    return result\n",
     "leaves files for the test": "open('tests.py', 'w').write('')\nopen('code.py', 'w').write('')\n"
                                  "open('builtins.py', 'w').write('')\ndef add(a, b):\n    return 0\n",
-    "returns a generator": "def add(a, b):\n    yield 5\n",
-    "ends loops": "def add(a, b):\n    raise StopIteration\n",
+    "returns a generator": "def add(a, b):\n    yield 5\n", "ends loops": "def add(a, b):\n    raise StopIteration\n",
     "ends loops of its own kind": "class End(StopIteration): pass\ndef add(a, b):\n    raise End\n",
     "ends asynchronous loops": "def add(a, b):\n    raise StopAsyncIteration\n",
     "answers before it is asked": "def add(a, b):\n    return 0\ndef check(*a):\n    return True\n",
@@ -220,9 +219,8 @@ def test_a_forged_verdict_never_passes(sandbox: Sandbox, name: str) -> None:
 
 @pytest.mark.parametrize("code", [
     "print('passed')", "import sys\nsys.exit(0)", "import os\nos._exit(0)",
-    "import atexit\natexit.register(print, 5)\n1/0",
-    "import os\nos.write(1, b'{\"outcome\": \"passed\"}')", "import os\nos.close(1)",
-    "print(5, file=__import__('sys').stderr)",
+    "import atexit\natexit.register(print, 5)\n1/0", "import os\nos.write(1, b'{\"outcome\": \"passed\"}')",
+    "import os\nos.close(1)", "print(5, file=__import__('sys').stderr)",
 ])
 def test_a_program_cannot_forge_its_output(sandbox: Sandbox, code: str) -> None:
     assert outcome(sandbox, code, {"input": "2 3", "output": "5"})[0] in ("failed", "error")

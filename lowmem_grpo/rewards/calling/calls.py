@@ -65,8 +65,7 @@ class Call:
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
         self.recorder = Recorder(len(self.completions))
-        shared = {"trainer_state": state, "log_extra": self.recorder.log_extra,
-                  "log_metric": self.recorder.log_metric}
+        shared = {"trainer_state": state, "log_extra": self.recorder.log_extra, "log_metric": self.recorder.log_metric}
         self.bound = bind(name, func, {**lists, **shared})
         self.future: Future[Any] = Future()
         self.groups: list[int] = []  # of the batch, to which its completions belong; empty for the whole batch

@@ -39,7 +39,7 @@ class EarlyScoring(EarlyCalls):
     def take_in(self, index: int, rollouts: list[Rollout]) -> None:
         """Take in the rollouts of a prompt when all of them are there."""
         if self.names and index not in self.known:
-            self.add(index, lists_of(self.scorer, [self.rows[index]] * len(rollouts), self.columns, rollouts))
+            self.add(index, lists_of(self.scorer, [RolloutGroup(self.rows[index], [], rollouts)], self.columns))
 
     def settle(self, groups: list[RolloutGroup]) -> Scores:
         """What all functions say of the groups, once all are sampled. RewardError if one of them failed."""
@@ -57,9 +57,7 @@ class EarlyScoring(EarlyCalls):
     def scores(self, groups: list[RolloutGroup]) -> Scores:
         """The scores of finished groups. Functions that are not early are called now, each once."""
         rest = [name for name in self.scorer.names if name not in self.names]
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rows = [group.row for group in groups for _ in group.rollouts]
-        whole = self.scorer.call_whole(rest, lists_of(self.scorer, rows, self.columns, rollouts), self.now)
+        whole = self.scorer.call_whole(rest, lists_of(self.scorer, groups, self.columns), self.now)
         sizes = [len(group.rollouts) for group in groups]
         spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         return self.scorer.scores(whole, self.calls, spans)
@@ -67,10 +65,7 @@ class EarlyScoring(EarlyCalls):
 
 def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Scores:
     """The scores of each rollout."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rows = [group.row for group in groups for _ in group.rollouts]
-    texts, ids = [rollout.text for rollout in rollouts], [rollout.completion_ids for rollout in rollouts]
-    return score_rows(scorer, rows, texts, ids, state)
+    return score_rows(scorer, *flat(groups), state)
 
 
 def score_rows(
@@ -82,11 +77,15 @@ def score_rows(
     return scorer.score([row["prompt"] for row in rows], in_form(rows, texts), ids, columns, state)
 
 
-def lists_of(
-    scorer: RewardScorer, rows: list[dict[str, Any]], columns: list[str], rollouts: list[Rollout]
-) -> Lists:
-    """What functions get: the rows and one rollout for each."""
-    texts, ids = [rollout.text for rollout in rollouts], [rollout.completion_ids for rollout in rollouts]
+def flat(groups: list[RolloutGroup]) -> tuple[list[dict[str, Any]], list[str], list[list[int]]]:
+    """The row, the text and the token ids of each rollout."""
+    rollouts = [(group.row, rollout) for group in groups for rollout in group.rollouts]
+    return [row for row, _ in rollouts], [one.text for _, one in rollouts], [one.completion_ids for _, one in rollouts]
+
+
+def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str]) -> Lists:
+    """What functions get for the rollouts of groups."""
+    rows, texts, ids = flat(groups)
     values = {name: [row.get(name) for row in rows] for name in columns}
     return scorer.lists([row["prompt"] for row in rows], in_form(rows, texts), ids, values)
 

@@ -10,13 +10,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, as_group, longest_prompt
 from lowmem_grpo.losses.advantages import combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.checking.diagnosis import (
-    about_length,
-    about_signal,
-    differs,
-    findings_of,
-    in_groups,
-)
+from lowmem_grpo.rewards.checking.diagnosis import about_length, about_signal, differs, findings_of, in_groups
 from lowmem_grpo.rewards.checking.result import RewardCheck, Trial
 from lowmem_grpo.rewards.checking.trials import try_all
 from lowmem_grpo.runs.findings import Finding, by_severity

@@ -5,7 +5,7 @@ from itertools import combinations
 
 from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError
 from lowmem_grpo.rewards.checking.result import Trial
-from lowmem_grpo.runs.findings import Finding, by_severity
+from lowmem_grpo.runs.findings import Finding
 
 LOW_SHARE = 0.25  # of groups with signal; below this most samples of a step teach nothing
 MOSTLY_CUT = 0.5  # share of completions that reached the length limit
@@ -15,7 +15,7 @@ CONTRACT_FIX = "return a list with one float or None for each completion"
 def findings_of(
     trials: list[Trial], group_size: int, columns: list[str], limit: float, allowed: float, per_step: int
 ) -> list[Finding]:
-    """Findings about functions, errors first. A function may take `limit` seconds here, and `allowed` seconds in the
+    """Findings about functions. A function may take `limit` seconds here, and `allowed` seconds in the
     run for the `per_step` completions of a step."""
     found: list[Finding] = []
     telling = any(trial.weight and any(map(differs, in_groups(trial.pays, group_size))) for trial in trials)
@@ -29,7 +29,7 @@ def findings_of(
         found += about_the_empty(trial)
         found += slow(trial, allowed, per_step)
     found += equal_ones([trial for trial in trials if len(set(trial.paid)) > 1])
-    return by_severity(found)
+    return found
 
 
 def failed(name: str, error: Exception, columns: list[str], limit: float, allowed: float) -> Finding:

@@ -31,15 +31,16 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Criteria:
-    """A rubric, and the dataset columns that hold a row's own rubric and its reference answer."""
+class Form(ABC):
+    """How completions are put to a judge, and what its scores are worth."""
 
     rubric: str
-    rubric_column: str | None = None
-    reference: str | None = None
+    rubric_column: str | None  # of the dataset: holds a row's own rubric
+    reference: str | None  # the dataset column with a row's reference answer
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """The dataset columns that it reads."""
         return tuple(dict.fromkeys(name for name in (self.rubric_column, self.reference) if name is not None))
 
     def rows(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Row]:
@@ -50,18 +51,6 @@ class Criteria:
         together = zip(texts, prompts, rubrics, references, strict=True)
         return [Row(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
                     None if known is None else str(known), text) for text, prompt, rubric, known in together]
-
-
-@dataclass(frozen=True)
-class Form(ABC):
-    """How completions are put to a judge, and what its scores are worth."""
-
-    criteria: Criteria
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The dataset columns that it reads."""
-        return self.criteria.columns
 
     @abstractmethod
     def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
@@ -81,7 +70,7 @@ class SingleForm(Form):
 
     def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
         places: dict[Row, list[int]] = {}
-        for place, row in enumerate(self.criteria.rows(texts, columns, prompts)):
+        for place, row in enumerate(self.rows(texts, columns, prompts)):
             places.setdefault(row, []).append(place)
         return [Asked([found], Question(row.prompt, (row.text,), row.rubric, row.reference, False, self.low, self.high))
                 for row, found in places.items()]
@@ -96,7 +85,7 @@ class GroupForm(Form):
     prompt. If there is nothing to compare, nothing is asked."""
 
     def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
-        rows = enumerate(self.criteria.rows(texts, columns, prompts))
+        rows = enumerate(self.rows(texts, columns, prompts))
         return [self.group(list(found)) for _, found in groupby(rows, lambda item: common(item[1]))]
 
     def group(self, rows: list[tuple[int, Row]]) -> Asked:

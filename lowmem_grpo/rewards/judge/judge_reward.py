@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_grpo.rewards.judge.forms import Asked, Criteria, Form, GroupForm, SingleForm
+from lowmem_grpo.rewards.judge.forms import Asked, Form, GroupForm, SingleForm
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_settings
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question
 from lowmem_grpo.rewards.reward import Reward
@@ -118,7 +118,7 @@ def judged(
     low, high = (float(bound) for bound in score_range)
     allowed = math.isfinite(high - low) and low < high
     check_settings({"score_range": (score_range, allowed, "(worst, best), with worst below best")})
-    return reward(name, judge, SingleForm(criteria(rubric, rubric_column, reference), low, high))
+    return reward(name, judge, SingleForm(rubric, rubric_column, reference, low, high))
 
 
 def ruler(
@@ -132,16 +132,13 @@ def ruler(
     prompt. `reference` and `rubric_column` work as in `judged`. The reward is None if the judge failed. After RULER
     (ART).
     """
-    return reward(name, judge, GroupForm(criteria(rubric, rubric_column, reference)))
-
-
-def criteria(rubric: str, rubric_column: str | None, reference: str | None) -> Criteria:
-    check_settings({"rubric": (rubric, isinstance(rubric, str) and bool(rubric.strip()), "a text that is not empty")})
-    return Criteria(rubric, rubric_column, reference)
+    return reward(name, judge, GroupForm(rubric, rubric_column, reference))
 
 
 def reward(name: str, judge: Judge, form: Form) -> JudgeReward:
-    """The kind of reward that suits the judge."""
+    """The kind of reward that suits the judge. Raises TypeError and ValueError as `judged` says."""
+    sound = isinstance(form.rubric, str) and bool(form.rubric.strip())
+    check_settings({"rubric": (form.rubric, sound, "a text that is not empty")})
     if not isinstance(judge, Judge):
         raise TypeError(f"{name} needs a judge, and got a {type(judge).__name__}: give rewards.UrlJudge(base_url, "
                         "model) or rewards.SelfJudge(model)")

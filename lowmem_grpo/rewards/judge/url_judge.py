@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.rewards.judge.chat_api import FORMS, Failure, Reply, ask, make_client, unknown_options
-from lowmem_grpo.rewards.judge.judge import (
-    Judge,
-    Prices,
-    Round,
-    check_settings,
-    is_count,
-    is_seconds,
-    unanswered,
-)
+from lowmem_grpo.rewards.judge.judge import Judge, Prices, Round, check_settings, is_count, is_seconds, unanswered
 from lowmem_grpo.rewards.judge.question import Question, Ratings
 from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
 from lowmem_grpo.runs.findings import Finding

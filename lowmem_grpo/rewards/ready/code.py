@@ -97,9 +97,7 @@ class CodeVerifier(Verifier):
                  for text, row in zip(completions, tests, strict=True)]
         return self._last.recall(pairs, lambda unknown: self._run_all(unknown, cases))
 
-    def _run_all(
-        self, pairs: list[tuple[str, str]], cases: dict[str, list[Case]]
-    ) -> list[list[TestVerdict] | None]:
+    def _run_all(self, pairs: list[tuple[str, str]], cases: dict[str, list[Case]]) -> list[list[TestVerdict] | None]:
         """Run distinct pairs of a code and the name of its tests, some at a time."""
         until = time.monotonic() + self.batch_seconds
 

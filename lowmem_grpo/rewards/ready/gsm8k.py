@@ -58,13 +58,9 @@ def int_reward_func(completions: list[Any], **_: Any) -> list[float]:
 
 def strict_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
     """0.5 if the completion has exactly the format: each tag once, on a line of its own, and nothing else."""
-    texts = completion_texts(completions)
-    return [0.5 if keeps_strictly(text) else 0.0 for text in texts]
-
-
-def keeps_strictly(text: str) -> bool:
-    """Counts the tags first: the pattern takes linear time only if each occurs once."""
-    return count_single_tags(text) == len(TAGS) and STRICT_FORMAT.fullmatch(text) is not None
+    # Tags are counted first: the pattern takes linear time only if each occurs once.
+    return [0.5 if count_single_tags(text) == len(TAGS) and STRICT_FORMAT.fullmatch(text) else 0.0
+            for text in completion_texts(completions)]
 
 
 def soft_format_reward_func(completions: list[Any], **_: Any) -> list[float]:

@@ -58,9 +58,8 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Call
     added to the other rewards, and `reward_weights` says with what weight. Raises ValueError unless
     1 <= cache_length <= max_completion_length.
     """
-    for name, value in (("max_completion_length", max_completion_length), ("cache_length", cache_length)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number of tokens, at least 1")
+    whole_number("max_completion_length", max_completion_length, 1)
+    whole_number("cache_length", cache_length, 1)
     if cache_length > max_completion_length:
         raise ValueError(
             f"cache_length is {cache_length}; it must be at most max_completion_length ({max_completion_length}), "

@@ -41,9 +41,7 @@ def proximity(
     return LabelReward("proximity", rule, column)
 
 
-def pay_nearness(
-    text: str, label: Any, where: Place, exact: float, outlier: float, reach: Fraction
-) -> float | None:
+def pay_nearness(text: str, label: Any, where: Place, exact: float, outlier: float, reach: Fraction) -> float | None:
     wanted = read_number(label)
     if wanted is None:
         return None

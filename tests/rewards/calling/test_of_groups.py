@@ -64,16 +64,31 @@ def groups_of(prompts: list[Prompt]) -> list[RolloutGroup]:
     ]
 
 
+@contextmanager
+def early(
+    rewards: Any, count: int = 4, state: TrainerState | None = None, **settings: Any
+) -> Iterator[tuple[EarlyScoring, list[RolloutGroup]]]:
+    """The scoring of a batch of `count` groups, and these groups. `rewards` are functions, or a scorer of them."""
+    scorer = rewards if isinstance(rewards, RewardScorer) else RewardScorer(rewards, **settings)
+    prompts = prompts_of(count)
+    with EarlyScoring(scorer, prompts, state) as scoring:
+        yield scoring, groups_of(prompts)
+
+
+def take_in(scoring: EarlyScoring, groups: list[RolloutGroup], *order: int) -> None:
+    """Tell of the groups in this order, or of all in theirs."""
+    for index in order or range(len(groups)):
+        scoring.take_in(index, groups[index].rollouts)
+
+
 def early_scores(
-    scorer: RewardScorer, count: int = 4, order: tuple[int, ...] = ORDER, pause: float = 0.0
+    rewards: Any, count: int = 4, order: tuple[int, ...] = ORDER, pause: float = 0.0, **settings: Any
 ) -> tuple[Scores, list[RolloutGroup], float]:
     """Scores where groups are finished in this order, `pause` seconds apart; and the seconds after the last one."""
-    prompts = prompts_of(count)
-    groups = groups_of(prompts)
-    with EarlyScoring(scorer, prompts, TrainerState()) as scoring:
+    with early(rewards, count, TrainerState(), **settings) as (scoring, groups):
         for index in order:
             time.sleep(pause)
-            scoring.take_in(index, groups[index].rollouts)
+            take_in(scoring, groups, index)
         started = time.monotonic()
         return scoring.settle(groups), groups, time.monotonic() - started
 
@@ -144,13 +159,10 @@ def test_what_is_logged_does_not_depend_on_how_a_batch_was_cut_into_calls(first:
             work(completions)
             return judges(completions, log_metric)
 
-        prompts = prompts_of(4)
-        groups = groups_of(prompts)
-        with EarlyScoring(RewardScorer(function, while_sampling=True), prompts, None) as scoring:
-            scoring.take_in(first, groups[first].rollouts)
+        with early(function, while_sampling=True) as (scoring, groups):
+            take_in(scoring, groups, first)
             assert entered.wait(20)
-            for index, group in enumerate(groups):
-                scoring.take_in(index, group.rollouts)
+            take_in(scoring, groups)
             go_on.set()
             found = scoring.settle(groups).metrics
             cut = [len(one.completions) for one in scoring.calls]
@@ -164,15 +176,18 @@ def test_a_mean_of_nothing_is_refused() -> None:
         MeanOf(0.0, 0)
 
 
-def test_each_group_is_scored_once_whatever_the_engine_tells() -> None:
+def test_each_group_is_scored_once_whatever_the_engine_tells_and_those_finished_at_once_in_one_call() -> None:
     reward = Length()
-    found, _, _ = early_scores(RewardScorer(reward), order=())
+    found, _, _ = early_scores(reward, order=())
     assert found.rewards["length"] == [1.0, 2.0, 3.0] * 4
     assert sorted(text for texts in reward.calls for text in texts) == sorted(
         str(n) * k for n in range(4) for k in (1, 2, 3))
     reward.calls.clear()
-    early_scores(RewardScorer(reward), order=(1, 1, 0, 1))
+    early_scores(reward, order=(1, 1, 0, 1))
     assert sum(map(len, reward.calls)) == 12
+    reward.calls.clear()
+    early_scores(reward)
+    assert [len(texts) for texts in reward.calls] == [12], "finished at once: one call"
 
 
 # Which functions, and how they are called
@@ -185,9 +200,7 @@ def plain(completions: list[str], **_: Any) -> list[float]:
 @pytest.mark.parametrize(("chosen", "early"), [
     (None, ["length"]), (True, ["length", "plain", "logs_later"]), (False, [])
 ])
-def test_the_setting_and_the_functions_decide_which_are_called_early(
-    chosen: bool | None, early: list[str]
-) -> None:
+def test_the_setting_and_the_functions_decide_which_are_called_early(chosen: bool | None, early: list[str]) -> None:
     scorer = RewardScorer([Length(), plain, logs_later, Last(name="last"), Together(name="all")], while_sampling=chosen)
     assert scorer.early == early
     scoring = EarlyScoring(scorer, prompts_of(1), None)
@@ -201,11 +214,8 @@ def test_functions_that_use_the_engine_or_are_plain_are_called_once_after_sampli
         seen.append(len(completions))
         return [0.0] * len(completions)
 
-    prompts = prompts_of(2)
-    groups = groups_of(prompts)
-    with EarlyScoring(RewardScorer([Length(), once, last]), prompts, None) as scoring:
-        for index, group in enumerate(groups):
-            scoring.take_in(index, group.rollouts)
+    with early([Length(), once, last], 2) as (scoring, groups):
+        take_in(scoring, groups)
         scoring.finish(groups)
         assert (last.calls, seen) == ([], [])
         scoring.settle(groups)
@@ -223,23 +233,14 @@ def test_plain_functions_run_one_after_another_on_all_groups_that_wait() -> None
 
     with held() as (entered, go_on, work):
         first, second = Length(work), Length(alone, "second")
-        prompts = prompts_of(4)
-        groups = groups_of(prompts)
-        with EarlyScoring(RewardScorer([first, second, Length(alone, "third")]), prompts, None) as scoring:
-            scoring.take_in(2, groups[2].rollouts)
+        with early([first, second, Length(alone, "third")]) as (scoring, groups):
+            take_in(scoring, groups, 2)
             assert entered.wait(20)
-            for index in (3, 0, 1):
-                scoring.take_in(index, groups[index].rollouts)
+            take_in(scoring, groups, 3, 0, 1)
             go_on.set()
             scores = scoring.settle(groups)
     assert [[text[0] for text in texts] for texts in second.calls] == [["2"] * 3, [*"333000111"]]
     assert scores.rewards["third"] == [1.0, 2.0, 3.0] * 4
-
-
-def test_groups_that_are_finished_at_once_are_scored_in_one_call() -> None:
-    reward = Length()
-    early_scores(RewardScorer(reward))
-    assert [len(texts) for texts in reward.calls] == [12]
 
 
 def test_async_functions_do_not_wait_for_each_other() -> None:
@@ -247,7 +248,7 @@ def test_async_functions_do_not_wait_for_each_other() -> None:
         await asyncio.sleep(0.4)
         return [0.0] * len(completions)
 
-    _, _, seconds = early_scores(RewardScorer(waits, while_sampling=True))
+    _, _, seconds = early_scores(waits, while_sampling=True)
     assert seconds < 0.9  # 0.4 for each of four groups would be 1.6
 
 
@@ -268,9 +269,8 @@ def test_functions_see_the_state_in_which_sampling_began() -> None:
         seen.append((trainer_state.global_step, trainer_state.num_tokens))
         return [0.0] * len(completions)
 
-    prompts, state = prompts_of(1), TrainerState(global_step=3, num_tokens=50)
-    groups = groups_of(prompts)
-    with EarlyScoring(RewardScorer(looks, while_sampling=True), prompts, state) as scoring:
+    state = TrainerState(global_step=3, num_tokens=50)
+    with early(looks, 1, state, while_sampling=True) as (scoring, groups):
         state.num_tokens += 12  # as the collector counts, before it settles
         scoring.settle(groups)
     assert seen == [(3, 50)]
@@ -303,16 +303,23 @@ def text(completions: list[str], **_: Any) -> list[str]:
 ])
 def test_a_failure_reads_as_in_a_single_call(func: Any, message: str) -> None:
     with pytest.raises(RewardError) as caught:
-        early_scores(RewardScorer(func, while_sampling=True), count=2, order=(0, 1))
+        early_scores(func, 2, (0, 1), while_sampling=True)
     assert str(caught.value) == message
 
 
 def test_after_a_failure_no_other_call_begins() -> None:
     second = Length(name="second")
-    scorer = RewardScorer([fails, second], while_sampling=True)
     with pytest.raises(RewardError, match="fails raised"):
-        early_scores(scorer, pause=0.05)
+        early_scores([fails, second], pause=0.05, while_sampling=True)
     assert second.calls == []
+    with early(fails_later, 2, while_sampling=True) as (scoring, groups):
+        take_in(scoring, groups, 0)
+        deadline = time.monotonic() + 2
+        while not scoring.closed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(RewardError, match="fails_later raised"):
+            scoring.settle(groups)
+    assert len(scoring.calls) == 1
 
 
 class Slow(Length):
@@ -334,35 +341,19 @@ def test_a_function_that_never_returns_does_not_hold_up_the_step(kind: str, time
         func = {"plain": Length(work), "own": Slow(work), "async": waits}[kind]
         started = time.monotonic()
         with pytest.raises(TooLateError, match=message):
-            early_scores(RewardScorer(func, timeout=timeout, while_sampling=True))
+            early_scores(func, timeout=timeout, while_sampling=True)
     assert time.monotonic() - started < 3
 
 
 def test_calls_that_a_failure_stopped_are_not_blamed_for_it() -> None:
     with pytest.raises(RewardError, match="fails raised KeyError: 'gold'"):
-        early_scores(RewardScorer([waits, fails], while_sampling=True), pause=0.05)
-
-
-def test_after_an_async_failure_no_other_call_begins() -> None:
-    prompts = prompts_of(2)
-    groups = groups_of(prompts)
-    with EarlyScoring(RewardScorer(fails_later, while_sampling=True), prompts, None) as scoring:
-        scoring.take_in(0, groups[0].rollouts)
-        deadline = time.monotonic() + 2
-        while not scoring.closed and time.monotonic() < deadline:
-            time.sleep(0.01)
-        with pytest.raises(RewardError, match="fails_later raised"):
-            scoring.settle(groups)
-    assert len(scoring.calls) == 1
+        early_scores([waits, fails], pause=0.05, while_sampling=True)
 
 
 def test_a_call_that_took_too_long_fails_although_nobody_waited_for_it() -> None:
-    prompts = prompts_of(1)
-    groups = groups_of(prompts)
-    reward = Slow(lambda texts: time.sleep(0.25))
-    with EarlyScoring(RewardScorer(reward), prompts, None) as scoring:
-        scoring.take_in(0, groups[0].rollouts)
-        time.sleep(0.6)
+    with early(Slow(lambda texts: time.sleep(0.25)), 1) as (scoring, groups):
+        take_in(scoring, groups)
+        time.sleep(0.4)
         with pytest.raises(TooLateError, match=r"length did not return within 0\.2 s"):
             scoring.settle(groups)
 
@@ -372,12 +363,9 @@ def test_seconds_of_calls_side_by_side_are_counted_once() -> None:
         await asyncio.sleep(0.3)
         return [0.0] * len(completions)
 
-    prompts = prompts_of(4)
-    groups = groups_of(prompts)
-    with EarlyScoring(RewardScorer(half, while_sampling=True), prompts, None) as scoring:
+    with early(half, while_sampling=True) as (scoring, groups):
         started = time.monotonic()
-        for index, group in enumerate(groups):
-            scoring.take_in(index, group.rollouts)
+        take_in(scoring, groups)
         time.sleep(0.5)
         assert 0.25 < scoring.finish(groups) <= time.monotonic() - started
     assert covered([(2.0, 3.0), (0.0, 1.0), (0.5, 0.75), (0.5, 1.5)]) == 2.5
@@ -399,20 +387,18 @@ def test_a_missing_column_is_found_before_anything_is_sampled() -> None:
 
 
 def test_sampling_that_fails_leaves_no_calls_behind() -> None:
-    prompts = prompts_of(3)
-    groups = groups_of(prompts)
     with held() as (entered, go_on, work):
         reward = Length(work)
         scorer = RewardScorer(reward)
-        with pytest.raises(RuntimeError, match="the card is gone"), EarlyScoring(scorer, prompts, None) as scoring:
-            scoring.take_in(0, groups[0].rollouts)
+        with pytest.raises(RuntimeError, match="the card is gone"), early(scorer, 3) as (scoring, groups):
+            take_in(scoring, groups, 0)
             assert entered.wait(20)
-            scoring.take_in(1, groups[1].rollouts)
+            take_in(scoring, groups, 1)
             raise RuntimeError("the card is gone")
         go_on.set()
         reward.work = lambda texts: None
         scores, _, _ = early_scores(scorer, count=2, order=(1, 0))
-    scoring.take_in(2, groups[2].rollouts)
+    take_in(scoring, groups, 2)
     time.sleep(0.1)
     assert scores.rewards["length"] == [1.0, 2.0, 3.0] * 2
     assert reward.calls[0] == ["0", "00", "000"] and sum(map(len, reward.calls)) == 3 + 6
@@ -424,7 +410,7 @@ def test_ctrl_c_ends_the_wait_for_a_function() -> None:
         timer.start()
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            early_scores(RewardScorer(Length(work)))
+            early_scores(Length(work))
         timer.join()
         assert time.monotonic() - started < 5
 

@@ -3,6 +3,7 @@
 import io
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,8 +37,17 @@ def texts(completions: list[Any]) -> list[str]:
     return [completion[-1]["content"] for completion in completions]
 
 
-def length(completions: list[Any], **kwargs: Any) -> list[float]:
-    return [float(len(text)) for text in texts(completions)]
+def each(name: str, rule: Callable[[str], float | None]) -> Any:
+    """A reward function of this name that pays each text by a rule."""
+    def reward(completions: list[Any], **kwargs: Any) -> list[float | None]:
+        return [rule(text) for text in texts(completions)]
+
+    reward.__name__ = name
+    return reward
+
+
+length = each("length", len)
+constant = each("constant", lambda text: 0.5)
 
 
 def only(result: rewards.RewardCheck, function: str) -> rewards.Finding:
@@ -59,7 +69,7 @@ def test_sound_rewards_are_not_complained_about(model: FastPeftModel) -> None:
     json.dumps(result.to_dict())
 
 
-def broken(result: Any) -> Any:
+def broken(result: Callable[[int], Any]) -> Any:
     def reward(completions: list[Any], **kwargs: Any) -> Any:
         return result(len(completions))
 
@@ -91,10 +101,10 @@ def test_a_conversion_is_said(model: FastPeftModel) -> None:
 
 def test_a_missing_column_is_named(model: FastPeftModel) -> None:
     def requires(completions: list[Any], solution: list[str], **kwargs: Any) -> list[float]:
-        return [1.0] * len(completions)
+        return length(completions)
 
     def reads(completions: list[Any], **kwargs: Any) -> list[float]:
-        return [float(value) for value in kwargs["gold"]]
+        return length(kwargs["gold"])
 
     result = check(model, requires, reads, rewards.number_match("label").reward())
     for name, column in (("requires", "solution"), ("reads", "gold"), ("number_match", "label")):
@@ -104,16 +114,10 @@ def test_a_missing_column_is_named(model: FastPeftModel) -> None:
 
 
 def test_a_function_that_pays_all_alike_is_found(model: FastPeftModel) -> None:
-    def constant(completions: list[Any], **kwargs: Any) -> list[float]:
-        return [0.5] * len(completions)
-
     def by_prompt(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
         return [-float(len(prompt[0]["content"])) for prompt in prompts]
 
-    def silent(completions: list[Any], **kwargs: Any) -> list[None]:
-        return [None] * len(completions)
-
-    result = check(model, constant, by_prompt, silent)
+    result = check(model, constant, by_prompt, each("silent", lambda text: None))
     assert "it pays 0.5 for all 16 completions" in only(result, "constant").problem
     assert "never differs inside a group" in only(result, "by_prompt").problem
     assert "None for all 16 completions" in only(result, "silent").problem
@@ -122,22 +126,14 @@ def test_a_function_that_pays_all_alike_is_found(model: FastPeftModel) -> None:
 
 
 def test_functions_that_always_pay_the_same_are_found(model: FastPeftModel) -> None:
-    def again(completions: list[Any], **kwargs: Any) -> list[float]:
-        return length(completions)
-
-    found = [f for f in check(model, length, again, length).findings if "pays what" in f.problem]
+    found = [f for f in check(model, length, each("again", len), length).findings if "pays what" in f.problem]
     assert [(finding.about, finding.problem.rpartition(" ")[0].rpartition(" ")[2]) for finding in found] == [
         ("again", "length"), ("length_2", "length"), ("length_2", "again")]
 
 
 def test_pay_for_the_empty_answer_is_found(model: FastPeftModel) -> None:
-    def brief(completions: list[Any], **kwargs: Any) -> list[float]:
-        return [1 / (1 + len(text)) for text in texts(completions)]
-
-    def ragged(completions: list[Any], **kwargs: Any) -> list[float]:
-        return [1 / len(text) for text in texts(completions)]
-
-    result = check(model, brief, ragged, rewards.number_equal(), correct_answer)
+    brief = each("brief", lambda text: 1 / (1 + len(text)))
+    result = check(model, brief, each("ragged", lambda text: 1 / len(text)), rewards.number_equal(), correct_answer)
     assert "it pays 1 for the empty answer; the best sample got 0.0" in only(result, "brief").problem
     failed = [finding for finding in result.of("ragged") if finding.severity == "error"]
     assert "on an empty completion" in failed[0].problem and "ZeroDivisionError" in failed[0].problem
@@ -193,9 +189,6 @@ def test_the_check_changes_no_weights_and_no_random_state_and_repeats_itself(mod
 
 
 def test_pay_signal_and_what_to_do_are_printed_and_the_models_text_is_not_obeyed(model: FastPeftModel) -> None:
-    def constant(completions: list[Any], **kwargs: Any) -> list[float]:
-        return [0.5] * len(completions)
-
     rows = [{"prompt": "[red]\x1b[31m What is 2 + 2?", "answer": "4"}] * 2
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     args = GRPOConfig(**ARGS)

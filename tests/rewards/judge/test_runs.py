@@ -28,17 +28,18 @@ def model() -> FastPeftModel:
     return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
 
 
-def train(model: FastPeftModel, funcs: list[Any], folder: Path, **settings: Any) -> list[dict[str, Any]]:
+def train(
+    model: FastPeftModel, funcs: list[Any], folder: Path, callbacks: Any = None, **settings: Any
+) -> list[dict[str, Any]]:
     """The run's lines of metrics."""
     config = GRPOConfig(**(SETTINGS | {"output_dir": str(folder / "run")} | settings))
-    assert GRPOTrainer(model, funcs, config, DATA).train().finished
+    assert GRPOTrainer(model, funcs, config, DATA, callbacks=callbacks).train().finished
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_server_that_dies_does_not_end_the_run(model: FastPeftModel, tmp_path: Path) -> None:
     with serving(by_length) as server:
         judge = rewards.UrlJudge(server.url, "m", "k", retries=0)
-        reward = rewards.ruler(judge)
 
         class Killer:
             """Ends the server when the first step is over."""
@@ -46,10 +47,7 @@ def test_a_server_that_dies_does_not_end_the_run(model: FastPeftModel, tmp_path:
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
                 server.close()
 
-        config = GRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path / "run")}))
-        trainer = GRPOTrainer(model, [reward, correct_answer], config, DATA, callbacks=[Killer()])
-        assert trainer.train().finished
-    first, second = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        first, second = train(model, [rewards.ruler(judge), correct_answer], tmp_path, [Killer()])
     assert first["judge/ruler/failed"] == 0 and first["judge/ruler/tokens"] == 30 and "rewards/ruler/mean" in first
     assert first["groups/with_signal"] == 2
     assert second["judge/ruler/failed"] == 1 and "rewards/ruler/mean" not in second

@@ -85,6 +85,13 @@ def scripted(tokenizer: Any) -> Scripted:
     return Scripted(Loaded(tokenizer))
 
 
+def judged(scripted: Scripted, expected: list[Any], **settings: Any) -> Any:
+    """A reward of the scripted model, after a call on TEXTS that paid what is expected."""
+    reward = rewards.ruler(rewards.SelfJudge(scripted, **settings))
+    assert reward(prompts=["p"] * 4, completions=TEXTS) == expected
+    return reward
+
+
 def test_a_batch_takes_one_generation(scripted: Scripted) -> None:
     reward = rewards.ruler(rewards.SelfJudge(scripted))
     assert reward.after_sampling and reward.required and reward.time_limit == 3600
@@ -100,8 +107,7 @@ def test_a_batch_takes_one_generation(scripted: Scripted) -> None:
 
 def test_a_reply_without_scores_is_asked_for_again(scripted: Scripted) -> None:
     scripted.says = ["Well, well."]
-    reward = rewards.ruler(rewards.SelfJudge(scripted))
-    assert reward(prompts=["p"] * 4, completions=TEXTS) == GOOD
+    reward = judged(scripted, GOOD)
     assert [params.temperature for params in scripted.params] == [0.0, 0.7]
     assert "could not be used: it is not just one JSON object. Reply" in scripted.asked[1][0]
     assert (reward.meter.calls, reward.meter.retried, reward.meter.failed) == (1, 1, 0)
@@ -112,16 +118,13 @@ def test_a_reply_without_scores_is_asked_for_again(scripted: Scripted) -> None:
 
 def test_a_reply_that_was_cut_is_refused(scripted: Scripted) -> None:
     scripted.finish = "length"
-    reward = rewards.ruler(rewards.SelfJudge(scripted))
-    assert reward(prompts=["p"] * 4, completions=TEXTS) == [None] * 4
-    assert "it was cut off at max_tokens" in reward.trouble.problem
+    assert "it was cut off at max_tokens" in judged(scripted, [None] * 4).trouble.problem
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), ValueError("no room"), ArithmeticError("NaN")])
 def test_an_engine_that_fails_does_not_end_the_run(scripted: Scripted, error: Exception) -> None:
     scripted.says = [error]
-    reward = rewards.ruler(rewards.SelfJudge(scripted))
-    assert reward(prompts=["p"] * 4, completions=TEXTS) == [None] * 4
+    reward = judged(scripted, [None] * 4)
     assert reward.trouble.kind == "engine" and str(error) in reward.trouble.problem
     assert scripted.said[-1] == "sleep", "it sleeps after a failure too"
 
@@ -136,8 +139,8 @@ def test_a_question_that_is_too_long_does_not_take_the_others_with_it(scripted: 
 
 def test_no_second_try_begins_without_time_for_it(scripted: Scripted) -> None:
     scripted.says = ["Well."]
-    reward = rewards.ruler(rewards.SelfJudge(scripted, time_limit=1e-6))
-    assert reward(prompts=["p"] * 4, completions=TEXTS) == [None] * 4 and len(scripted.asked) == 1
+    judged(scripted, [None] * 4, time_limit=1e-6)
+    assert len(scripted.asked) == 1
 
 
 def test_an_answer_cannot_end_its_turn_and_speak_as_the_judge(scripted: Scripted) -> None:
@@ -163,7 +166,7 @@ def test_a_tokenizer_without_a_template_works(scripted: Scripted) -> None:
             return bytes(ids).decode()
 
     scripted.loaded.tokenizer = Plain()
-    assert rewards.ruler(rewards.SelfJudge(scripted))(prompts=["p"] * 4, completions=TEXTS) == GOOD
+    judged(scripted, GOOD)
     assert scripted.asked[0][0].startswith("You are a careful judge.")
 
 
@@ -191,6 +194,7 @@ def model() -> FastPeftModel:
 def test_the_adapter_is_off_while_the_base_model_judges(model: FastPeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[list[int]] = []
     judge = rewards.SelfJudge(model, max_tokens=12)
+    assert "torch.float32" in judge.identity, "the dtype of a loaded model is seen"
     generate = judge.generate
 
     def listening(prompts: list[list[int]], params: SamplingParams) -> list[Any]:
@@ -240,7 +244,3 @@ def test_two_judges_do_not_share_what_was_judged() -> None:
     different = [identity(), identity("float32"), identity(quantization={"bits": 4}), identity(seed=1),
                  identity(temperature=1.0), identity(max_tokens=9), identity(chat_template_kwargs={"a": 1})]
     assert len(set(different)) == len(different) and identity() == identity()
-
-
-def test_the_dtype_of_a_loaded_model_is_seen(model: FastPeftModel) -> None:
-    assert "torch.float32" in rewards.SelfJudge(model).identity

@@ -32,6 +32,13 @@ def score(reward: Any, prompts: list[Any], texts: list[str], **columns: Any) -> 
     return asyncio.run(call())
 
 
+def unjudged(judge: Any, prompt: str = "p") -> Any:
+    """A reward of this judge, after a call that no reply gave a score for."""
+    reward = rewards.ruler(judge)
+    assert score(reward, [prompt] * 4, TEXTS) == [None] * 4
+    return reward
+
+
 def ruled(judge: Any, groups: int = 1) -> list[float | None]:
     prompts = [f"p{number}" for number in range(groups) for _ in TEXTS]
     return score(rewards.ruler(judge), prompts, TEXTS * groups)
@@ -87,8 +94,7 @@ def test_text_in_place_of_scores_is_not_paid(
 ) -> None:
     with serving(in_turn(answer)) as server:
         judge = judge_of(server, retries=2)
-        reward = rewards.ruler(judge)
-        assert score(reward, ["p"] * 4, TEXTS) == [None] * 4
+        reward = unjudged(judge)
         assert len(server.asked) == 3 and (judge.meter.retried, judge.meter.failed) == (2, 1)
         again = server.asked[1]["messages"][1]["content"]
         assert "Your reply before this one could not be used" in again and "lovely" not in again
@@ -96,16 +102,13 @@ def test_text_in_place_of_scores_is_not_paid(
     assert [record.message for record in caplog.records if said in record.message]
 
 
-def test_json_that_is_too_deep_does_not_end_the_run() -> None:
-    with serving(in_turn((200, b"[" * 200_000))) as server:
-        reward = rewards.ruler(judge_of(server, retries=0))
-        assert score(reward, ["p"] * 4, TEXTS) == [None] * 4 and reward.trouble.kind == "server"
-
-
-def test_a_reply_that_was_cut_is_refused() -> None:
-    with serving(lambda body: chat(by_length(body)[1]["choices"][0]["message"]["content"], "length")) as server:
-        reward = rewards.ruler(judge_of(server, retries=0))
-        assert score(reward, ["p"] * 4, TEXTS) == [None] * 4 and reward.trouble.kind == "cut"
+@pytest.mark.parametrize(("answer", "kind"), [
+    (in_turn((200, b"[" * 200_000)), "server"),
+    (lambda body: chat(by_length(body)[1]["choices"][0]["message"]["content"], "length"), "cut"),
+], ids=["nested too deeply", "cut off"])
+def test_json_that_is_too_deep_or_was_cut_does_not_end_the_run(answer: Any, kind: str) -> None:
+    with serving(answer) as server:
+        assert unjudged(judge_of(server, retries=0)).trouble.kind == kind
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -118,7 +121,7 @@ def test_a_prompt_that_is_too_long_is_not_tried_in_each_form_again(is_known: boo
         judge = judge_of(server, retries=0)
         assert not is_known or ruled(judge) == GOOD
         for length in range(3):
-            assert score(rewards.ruler(judge), ["long" * (9 + length)] * 4, TEXTS) == [None] * 4
+            unjudged(judge, "long" * (9 + length))
         assert len(server.asked) == (4 if is_known else 5) and judge.form == 0
         assert score(rewards.ruler(judge), ["other"] * 4, TEXTS) == GOOD
 
@@ -131,20 +134,13 @@ def test_two_servers_do_not_share_what_was_judged(monkeypatch: pytest.MonkeyPatc
     assert len(identities) == 2 and rewards.UrlJudge("http://two/v1", "m", "k").identity in identities
 
 
-def test_a_second_reply_with_scores_counts() -> None:
-    with serving(in_turn(chat("Well, well."), by_length)) as server:
-        judge = judge_of(server)
-        assert ruled(judge) == GOOD
-        assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (1, 1, 0)
-        assert judge.meter.prompt_tokens == 200, "both replies are paid for"
-
-
-@pytest.mark.parametrize("status", [429, 500])
-def test_an_error_that_passes_does_not_cost_the_group(status: int) -> None:
-    with serving(in_turn((status, ERROR), (status, ERROR), by_length)) as server:
+@pytest.mark.parametrize(("first", "replies"), [((429, ERROR), 1), ((500, ERROR), 1), (chat("Well, well."), 3)])
+def test_an_error_that_passes_and_a_reply_without_scores_do_not_cost_the_group(first: Any, replies: int) -> None:
+    with serving(in_turn(first, first, by_length)) as server:
         judge = judge_of(server, retries=2)
         assert ruled(judge) == GOOD and len(server.asked) == 3
         assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (1, 2, 0)
+        assert judge.meter.prompt_tokens == 100 * replies, "each reply is paid for"
 
 
 @pytest.mark.parametrize(("status", "kind", "requests"), [
@@ -156,8 +152,7 @@ def test_an_error_that_stays_does_not_end_the_run(
 ) -> None:
     with serving(in_turn((status, ERROR))) as server:
         judge = judge_of(server, retries=2)
-        reward = rewards.ruler(judge)
-        assert score(reward, ["p"] * 4, TEXTS) == [None] * 4
+        reward = unjudged(judge)
         assert len(server.asked) == requests and judge.meter.retried == requests - 1
         assert reward.trouble.kind == kind and "no such luck" in reward.trouble.problem
         score(reward, ["q"] * 4, TEXTS)
@@ -170,17 +165,16 @@ def test_a_server_that_is_down_does_not_end_the_run() -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     judge = judge_of(url)
-    reward = rewards.ruler(judge)
-    assert score(reward, ["p"] * 4, TEXTS) == [None] * 4
+    reward = unjudged(judge)
     assert reward.trouble.kind == "down" and url in reward.trouble.problem and "base_url" in reward.trouble.fix
     assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (1, 1, 1)
 
 
 def test_a_slow_server_is_not_waited_for() -> None:
     with serving(slowly(5.0)) as server:
-        reward = rewards.ruler(judge_of(server, timeout=0.1, retries=0))
         began = time.monotonic()
-        assert score(reward, ["p"] * 4, TEXTS) == [None] * 4 and time.monotonic() - began < 4
+        reward = unjudged(judge_of(server, timeout=0.1, retries=0))
+        assert time.monotonic() - began < 4
         assert reward.trouble.kind == "slow" and "did not answer within 0.1 s" in reward.trouble.problem
 
 
@@ -192,7 +186,7 @@ def test_answers_before_the_deadline_are_kept_without_the_late_ones() -> None:
         judge = judge_of(server, deadline=2.0, retries=3)
         reward = rewards.ruler(judge)
         began = time.monotonic()
-        found = score(reward, [f"p{number}" for number in range(3) for _ in TEXTS], TEXTS * 3)
+        found = score(reward, ["p0"] * 4 + ["p1"] * 4 + ["p2"] * 4, TEXTS * 3)
         assert found == GOOD + [None] * 4 + GOOD and time.monotonic() - began < 6 < reward.time_limit == 7.0
         assert reward.trouble.kind in ("late", "slow") and judge.meter.failed == 1
 
@@ -225,11 +219,10 @@ def test_an_answer_cannot_give_orders_to_the_reader() -> None:
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000'; it must be an address"),
-    ({"model": ""}, "model is"),
-    ({"timeout": 0}, "timeout is 0"), ({"deadline": float("inf")}, "deadline is inf"), ({"retries": -1}, "retries is"),
-    ({"concurrency": 0}, "concurrency is 0"), ({"price_prompt": -2}, "price_prompt is -2"),
-    ({"options": {"n": 2}}, "without n, which the judge sets itself"), ({"options": {"temprature": 0}}, "temprature"),
-    ({"options": {"temperature": object()}}, "without .'temperature'"),
+    ({"model": ""}, "model is"), ({"timeout": 0}, "timeout is 0"), ({"deadline": float("inf")}, "deadline is inf"),
+    ({"retries": -1}, "retries is"), ({"concurrency": 0}, "concurrency is 0"),
+    ({"price_prompt": -2}, "price_prompt is -2"), ({"options": {"n": 2}}, "without n, which the judge sets itself"),
+    ({"options": {"temprature": 0}}, "temprature"), ({"options": {"temperature": object()}}, "without .'temperature'"),
 ])
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,18 +38,22 @@ def verifier() -> CodeVerifier:
     return code_passes_tests(isolation=working[0], limits=PATIENT, workers=2)
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The codes that were run, in order, by a stand-in: one that says "wrong" fails."""
-    seen: list[str] = []
+class Runs(list[str]):
+    """A stand-in for the sandbox that holds the codes that were run, in order: one that says "wrong" fails."""
 
-    def run(code: str, cases: list[Any], sandbox: Any) -> list[Verdict]:
-        seen.append(code)
-        time.sleep(0.05)
+    act: Callable[[str], Any] = staticmethod(lambda code: time.sleep(0.05))
+
+    def run(self, code: str, cases: list[Any], sandbox: Any) -> list[Verdict]:
+        self.append(code)
+        self.act(code)
         return [Verdict("failed", "as told") if "wrong" in code else Verdict("passed")] * len(cases)
 
-    monkeypatch.setattr(code_rewards, "run_tests", run)
-    yield seen
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    found = Runs()
+    monkeypatch.setattr(code_rewards, "run_tests", found.run)
+    return found
 
 
 # which code
@@ -81,8 +85,7 @@ def test_a_long_completion_is_searched_in_a_moment() -> None:
 
 
 def test_a_completion_earns_what_its_tests_say(verifier: CodeVerifier) -> None:
-    completions = [RIGHT, WRONG, HALF, "I cannot.", RIGHT]
-    tests = [TESTS, TESTS, TESTS, TESTS, None]
+    completions, tests = [RIGHT, WRONG, HALF, "I cannot.", RIGHT], [TESTS, TESTS, TESTS, TESTS, None]
     assert verifier.verdicts(completions, tests=tests) == [True, False, False, False, None]
     assert verifier.reward()(completions=completions, tests=tests) == [1.0, 0.0, 0.0, 0.0, None]
     assert verifier.reward(2.0, -1.0)(completions=completions, tests=tests) == [2.0, -1.0, -1.0, -1.0, None]
@@ -125,8 +128,7 @@ def test_the_verifier_can_be_sent_to_another_process(verifier: CodeVerifier) -> 
 # how often and how long
 
 
-@pytest.mark.usefixtures("runs")
-def test_the_same_code_runs_once(verifier: CodeVerifier, runs: list[str]) -> None:
+def test_the_same_code_runs_once(verifier: CodeVerifier, runs: Runs) -> None:
     texts = ["one", "two", "one", "one", "wrong"]
     tests = [["assert 1"], ["assert 1"], ["assert 1"], ["assert 2"], ["assert 1"]]
     assert verifier.verdicts(texts, tests=tests) == [True, True, True, True, False]
@@ -138,25 +140,23 @@ def test_the_same_code_runs_once(verifier: CodeVerifier, runs: list[str]) -> Non
     assert runs[4:] == ["three", "one"]  # what the last call asked is kept, no more
 
 
-def test_no_more_codes_run_at_a_time_than_asked_for(verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    running, most, lock = [0], [0], threading.Lock()
+def test_no_more_codes_run_at_a_time_than_asked_for(verifier: CodeVerifier, runs: Runs) -> None:
+    running: set[str] = set()
+    most: list[int] = []
 
-    def run(code: str, cases: list[Any], sandbox: Any) -> list[Verdict]:
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
+    def act(code: str) -> None:
+        running.add(code)
+        most.append(len(running))
         time.sleep(0.1)
-        with lock:
-            running[0] -= 1
-        return [Verdict("passed")] * len(cases)
+        running.remove(code)
 
-    monkeypatch.setattr(code_rewards, "run_tests", run)
+    runs.act = act
     verifier.verdicts([str(number) for number in range(12)], tests=[["assert 1"]] * 12)
-    assert most[0] == verifier.workers == 2
+    assert max(most) == verifier.workers == 2
 
 
 def test_slow_codes_do_not_hold_up_the_run(
-    verifier: CodeVerifier, runs: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    verifier: CodeVerifier, runs: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: 0.05 * len(runs))  # a code takes 0.05 s
     monkeypatch.setattr(code_rewards, "time", clock)
@@ -172,16 +172,12 @@ def test_slow_codes_do_not_hold_up_the_run(
     assert len(runs) == done
 
 
-def test_a_sandbox_that_breaks_down_is_an_error(verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    tries: list[str] = []
-
-    def run(code: str, cases: list[Any], sandbox: Any) -> list[Verdict]:
-        tries.append(code)
-        if code == "dead" or len(tries) == 1:
+def test_a_sandbox_that_breaks_down_is_an_error(verifier: CodeVerifier, runs: Runs) -> None:
+    def act(code: str) -> None:
+        if code == "dead" or len(runs) == 1:
             raise CannotStart("out of processes")
-        return [Verdict("passed")] * len(cases)
 
-    monkeypatch.setattr(code_rewards, "run_tests", run)
+    runs.act = act
     assert verifier.verdicts(["x"], tests=[["assert 1"]]) == [True]
     with pytest.raises(SandboxError, match="worked before and no longer does: out of processes"):
         verifier.verdicts(["dead"], tests=[["assert 1"]])

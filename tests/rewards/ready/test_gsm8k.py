@@ -8,7 +8,6 @@ import pytest
 
 from lowmem_grpo.rewards import (
     SYSTEM_PROMPT,
-    RewardScorer,
     correctness_reward_func,
     extract_hash_answer,
     extract_xml_answer,
@@ -74,16 +73,6 @@ def test_chat_completions_are_read_from_the_last_message_and_other_shapes_are_re
     for broken in (3, [], [3], [{"content": ["part"]}]):
         with pytest.raises(TypeError, match="a string or a list of chat messages"):
             int_reward_func([broken])
-
-
-def test_the_five_functions_run_under_the_scorer() -> None:
-    five = [
-        correctness_reward_func, int_reward_func, strict_format_reward_func, soft_format_reward_func,
-        xmlcount_reward_func,
-    ]
-    scores = RewardScorer(five).score(["p"] * 2, [RIGHT, "72"], [[7]] * 2, {"answer": ["72", "72"]}, None)
-    assert list(scores.rewards) == [func.__name__ for func in five]
-    assert list(zip(*scores.rewards.values(), strict=True)) == [(2.0, 0.5, 0.5, 0.5, pytest.approx(0.499)), (0.0,) * 5]
 
 
 def test_answers_are_extracted_as_text_and_labels_as_plain_numbers() -> None:

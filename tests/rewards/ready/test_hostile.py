@@ -34,15 +34,14 @@ HOSTILE = {
     "dots": "1." * 50_000, "minuses": "-" * 100_000, "signs": "-1" * 50_000, "dollars": "$" * 100_000,
     "exponents": "1e" * 50_000, "slashes": "1/" * 50_000, "arabic digits": "\u0663" * 100_000,
     "open boxes": "\\boxed{" * 14_000, "boxes": "\\boxed{5}" * 11_000,
-    "nested boxes": "\\boxed{" * 7000 + "5" + "}" * 7000,
-    "spaced box": "\\boxed" + " " * 100_000 + "{", "bare boxes": "\\boxed " * 14_000, "braces": "{" * 100_000,
-    "closing braces": "}" * 100_000, "open answers": "<answer>" * 12_500, "closed answers": "</answer>" * 11_000,
+    "nested boxes": "\\boxed{" * 7000 + "5" + "}" * 7000, "spaced box": "\\boxed" + " " * 100_000 + "{",
+    "bare boxes": "\\boxed " * 14_000, "braces": "{" * 100_000, "closing braces": "}" * 100_000,
+    "open answers": "<answer>" * 12_500, "closed answers": "</answer>" * 11_000,
     "joints": "<reasoning>" + "</reasoning><answer>" * 5000, "spaces": "<reasoning></reasoning>" + " " * 100_000,
     "lines": "<reasoning>\n" + "\n</reasoning>\n<answer>\n" * 2200 + "\n</answer>\n" * 4000 + "x",
-    "blank lines": "\n" * 100_000,
-    "tags": "<start_working_out>" * 5000, "fences": "```" * 33_000, "brackets": "[" * 100_000, "keys": '{"a":' * 20_000,
-    "large integer": "[" + "9" * 99_000 + "]", "hashes": "####" * 25_000, "keywords": "step " * 20_000,
-    "signatures": "Ada Moss\n" * 11_000,
+    "blank lines": "\n" * 100_000, "tags": "<start_working_out>" * 5000, "fences": "```" * 33_000,
+    "brackets": "[" * 100_000, "keys": '{"a":' * 20_000, "large integer": "[" + "9" * 99_000 + "]",
+    "hashes": "####" * 25_000, "keywords": "step " * 20_000, "signatures": "Ada Moss\n" * 11_000,
 }
 
 

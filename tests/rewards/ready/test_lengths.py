@@ -13,9 +13,10 @@ def completions(*lengths: int) -> list[list[int]]:
     return [[7] * length for length in lengths]
 
 
-def test_the_numbers_of_the_equation() -> None:
-    penalty = soft_overlong_penalty(100, 20)
-    assert penalty(completion_ids=completions(0, 79, 80, 81, 90, 100, 130)) == [0, 0, 0, -0.05, -0.5, -1, -1]
+def test_the_numbers_of_the_equation_whatever_columns_there_are() -> None:
+    penalty, ids = soft_overlong_penalty(100, 20), completions(0, 79, 80, 81, 90, 100, 130)
+    assert penalty(completion_ids=ids, prompts=["p"] * 7, cache_length=[9] * 7) == [0, 0, 0, -0.05, -0.5, -1, -1]
+    assert RewardScorer(penalty).names == ["soft_overlong_reward_func"]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -26,15 +27,6 @@ def test_every_length_is_punished_as_by_trl(seed: int) -> None:
     lengths = completions(*(rng.randint(0, longest + 20) for _ in range(200)), longest - cache, longest)
     theirs = get_soft_overlong_punishment(longest, cache)(completion_ids=lengths)
     assert soft_overlong_penalty(longest, cache)(completion_ids=lengths) == theirs
-
-
-def test_the_scorer_calls_it_under_its_own_name() -> None:
-    def other(completions: list[Any], **_: Any) -> list[float]:
-        return [1.0] * len(completions)
-
-    scorer = RewardScorer([soft_overlong_penalty(4, 2), other])
-    scores = scorer.score(["p"] * 2, ["a", "b"], completions(1, 3), {"cache_length": [9, 9]}, None)
-    assert scores.rewards == {"soft_overlong_reward_func": [0.0, -0.5], "other": [1.0, 1.0]}
 
 
 @pytest.mark.parametrize(("longest", "cache", "message"), [

@@ -1,6 +1,7 @@
 """The ready-made verifiers and rewards: what they say and pay, and bad arguments."""
 
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -12,7 +13,6 @@ import pytest
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.ready import math_answer
 from lowmem_grpo.rewards.ready.reading import read_number
-from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.views.charts import figures
 
 ROW = {"answer": "10", "keyword": "step", "ideal": "Yes.", "recipient": "Bo"}
@@ -62,10 +62,9 @@ def test_a_huge_number_does_not_give_way_to_one_before_it() -> None:
 
 @pytest.mark.parametrize(("text", "found"), [
     (r"\boxed{5}", "5"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\boxed{5}}", "5"),
-    (r"\boxed{a} \boxed{b}", "b"),
-    (r"\boxed{1 \boxed{2} 3}", "2"), (r"\boxed{5", None), (r"\boxed{1} \boxed{2", "1"), (r"\boxed{ \boxed{5}", "5"),
-    (r"{ } } \boxed{\{1\}}", r"\{1\}"), (r"\boxed{}", None), ("boxed{5}", None), (r"\boxed 5", None),
-    (r"\boxed {5}", "5"), ("", None),
+    (r"\boxed{a} \boxed{b}", "b"), (r"\boxed{1 \boxed{2} 3}", "2"), (r"\boxed{5", None), (r"\boxed{1} \boxed{2", "1"),
+    (r"\boxed{ \boxed{5}", "5"), (r"{ } } \boxed{\{1\}}", r"\{1\}"), (r"\boxed{}", None), ("boxed{5}", None),
+    (r"\boxed 5", None), (r"\boxed {5}", "5"), ("", None),
 ])
 def test_the_last_complete_box_is_found(text: str, found: str | None) -> None:
     assert rewards.boxed(text) == found
@@ -313,15 +312,9 @@ def test_a_worker_that_cannot_start_is_an_error_and_no_verdict(tmp_path: Path, m
     worker.close()
 
 
-def test_the_package_of_rewards_does_not_load_heavy_libraries() -> None:
-    import subprocess
-
+def test_rewards_and_the_trials_of_the_sandbox_do_not_load_heavy_libraries() -> None:
     script = ("import sys\nfrom lowmem_grpo.rewards import number_equal, RewardScorer\nnumber_equal()\n"
+              "from lowmem_grpo.sandbox import check, isolation\ncheck.SandboxTrials(lambda: isolation).line(60)\n"
               "print([name for name in ('torch', 'transformers', 'jsonschema', 'math_verify') if name in sys.modules])")
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout.strip() == "[]"
-
-
-def test_a_completion_that_is_neither_text_nor_chat_is_refused() -> None:
-    with pytest.raises(TypeError, match="a string or a list of chat messages"):
-        completion_text(3)
