@@ -16,6 +16,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import answer_line, correct_answer, make_dataset
 from lowmem_grpo.rewards.checking.pay_table import print_check
 from lowmem_grpo.rewards.checking.result import Trial
+from lowmem_grpo.rewards.texts import completion_texts
 
 ARGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 24}
 DATA = make_dataset("train", 16)
@@ -33,14 +34,10 @@ def check(model: Any, *funcs: Any, dataset: Any = DATA, groups: int = 4, **setti
     return rewards.check(list(funcs), dataset, model, args, groups=groups, timeout=timeout, show=False)
 
 
-def texts(completions: list[Any]) -> list[str]:
-    return [completion[-1]["content"] for completion in completions]
-
-
 def each(name: str, rule: Callable[[str], float | None]) -> Any:
     """A reward function of this name that pays each text by a rule."""
     def reward(completions: list[Any], **kwargs: Any) -> list[float | None]:
-        return [rule(text) for text in texts(completions)]
+        return [rule(text) for text in completion_texts(completions)]
 
     reward.__name__ = name
     return reward
