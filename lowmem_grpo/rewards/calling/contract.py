@@ -171,5 +171,4 @@ def as_number(value: Any) -> float | None:
 
 
 def is_invalid(value: float | None) -> bool:
-    """Whether a reward is NaN or infinite."""
     return value is not None and not math.isfinite(value)

@@ -99,7 +99,6 @@ class EarlyCalls:
                 self.changed.notify_all()
 
     def run(self, call: Call) -> None:
-        """Run one call, unless one has failed before."""
         if not self.closed:
             call.run()
             self.over(call)

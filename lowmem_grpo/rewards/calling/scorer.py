@@ -121,14 +121,10 @@ class RewardScorer:
     def scores(self, whole: list[Call], early: list[Call], spans: list[range]) -> Scores:
         """The results of calls of the whole batch and of calls of some of its groups; see `put_together`."""
         scores = put_together(whole, early, self.names, spans)
-        self.tell(scores.converted)
-        return scores
-
-    def tell(self, converted: dict[str, list[str]]) -> None:
-        """Warn once of each function whose results had to be made into floats."""
-        for name in converted.keys() - self.said:
+        for name in scores.converted.keys() - self.said:
             logger.warning(
                 "reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of floats",
-                name, " and ".join(converted[name]),
+                name, " and ".join(scores.converted[name]),
             )
             self.said.add(name)
+        return scores

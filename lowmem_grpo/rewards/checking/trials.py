@@ -15,12 +15,11 @@ from lowmem_grpo.types import RolloutGroup
 
 def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState, limit: float) -> list[Trial]:
     """A trial of each function of the scorer on all rollouts. Each may take `limit` seconds."""
-    named = zip(scorer.names, scorer.funcs, scorer.weights, strict=True)
-    return [try_one(Trial(name, kind_of(func), weight), func, groups, state, limit) for name, func, weight in named]
-
-
-def kind_of(func: Any) -> str:
-    return "verifier" if isinstance(unwrap(func), VerifiedReward) else "reward"
+    found = []
+    for name, func, weight in zip(scorer.names, scorer.funcs, scorer.weights, strict=True):
+        kind = "verifier" if isinstance(unwrap(func), VerifiedReward) else "reward"
+        found.append(try_one(Trial(name, kind, weight), func, groups, state, limit))
+    return found
 
 
 def try_one(trial: Trial, func: Any, groups: list[RolloutGroup], state: TrainerState, limit: float) -> Trial:

@@ -35,7 +35,6 @@ class Cache:
             self.load(self.path)
 
     def load(self, path: Path) -> None:
-        """Take over what the file holds."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_bytes().split(b"\n") if path.exists() else []

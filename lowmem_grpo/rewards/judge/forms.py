@@ -89,7 +89,6 @@ class GroupForm(Form):
         return [self.group(list(found)) for _, found in groupby(rows, lambda item: common(item[1]))]
 
     def group(self, rows: list[tuple[int, Row]]) -> Asked:
-        """The question of one group."""
         places: dict[str, list[int]] = {}
         for place, row in rows:
             places.setdefault(row.text, []).append(place)

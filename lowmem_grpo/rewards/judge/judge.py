@@ -97,7 +97,6 @@ class Judge:
         return now, waiting
 
     def learn(self, now: Round, question: Question, ratings: Ratings) -> None:
-        """Keep the ratings of a question."""
         now.found[question] = ratings
         self.cache.put(question.key(self.identity), ratings)
 

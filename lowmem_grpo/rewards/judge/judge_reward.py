@@ -40,7 +40,6 @@ class JudgeReward(Reward):
         return self.settle(asked, now, time.monotonic() - began, call)
 
     def ask(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Asked]:
-        """Questions about the completions of a call."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         return self.form.ask(texts, columns, prompts)

@@ -75,7 +75,6 @@ class Question:
 
     @property
     def system(self) -> str:
-        """Rubric and rules."""
         count = len(self.answers)
         task = GROUP_TASK.format(count=count) if self.grouped else SINGLE_TASK
         reply = (GROUP_REPLY if self.grouped else SINGLE_REPLY).format(count=count, low=self.low, high=self.high)
@@ -121,7 +120,6 @@ def closed_object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest(texts: list[str]) -> str:
-    """SHA-256 of some texts."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 

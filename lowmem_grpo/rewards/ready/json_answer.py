@@ -10,10 +10,6 @@ from lowmem_grpo.rewards.ready.reading import unfenced
 from lowmem_grpo.rewards.verifier import TextVerifier
 
 
-class JsonError(ValueError):
-    """A text is not JSON."""
-
-
 def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
     """The completion, or the last fenced block in it, is JSON and satisfies `schema` (None: any JSON object or list).
 
@@ -21,7 +17,7 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
     ImportError if a schema is given and the package jsonschema is not installed.
     """
     if schema is None:
-        return TextVerifier("json_match", is_json)
+        return TextVerifier("json_match", holds)
     if find_spec("jsonschema") is None:
         raise ImportError("json_match with a schema needs the package jsonschema: pip install jsonschema")
     from jsonschema import SchemaError
@@ -32,30 +28,20 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
         validator.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"json_match got an invalid schema: {error.message}") from error
-    return TextVerifier("json_match", functools.partial(satisfies, validator=validator(schema)))
+    return TextVerifier("json_match", functools.partial(holds, validator=validator(schema)))
 
 
-def satisfies(text: str, validator: Any) -> bool:
+def holds(text: str, validator: Any = None) -> bool:
+    """Whether a text, or its last fenced block, is JSON that the validator accepts; without one, an object or a list.
+    What is nested too deeply, or has a number of more digits than Python reads, is not JSON here."""
     try:
-        return bool(validator.is_valid(read_json(text)))
-    except (JsonError, RecursionError):
+        found = json.loads(unfenced(text, anywhere=True), parse_float=finite, parse_constant=finite)
+    except (ValueError, RecursionError):
         return False
-
-
-def is_json(text: str) -> bool:
     try:
-        return isinstance(read_json(text), (dict, list))
-    except JsonError:
+        return isinstance(found, (dict, list)) if validator is None else bool(validator.is_valid(found))
+    except RecursionError:
         return False
-
-
-def read_json(text: str) -> Any:
-    """The value of a text or of its last fenced block. Raises JsonError for what is not JSON, nested too deeply, or a
-    number of more digits than Python reads."""
-    try:
-        return json.loads(unfenced(text, anywhere=True), parse_float=finite, parse_constant=finite)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
 
 
 def finite(number: str) -> float:

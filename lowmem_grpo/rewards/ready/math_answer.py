@@ -64,7 +64,6 @@ class MathWorker:
                 raise RuntimeError(f"the process that compares mathematics does not start: {last or 'it says nothing'}")
 
     def compare(self, label: str, answer: str) -> Verdict:
-        """Ask the process."""
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps([label, answer]) + "\n")
@@ -79,7 +78,6 @@ class MathWorker:
         return found
 
     def close(self) -> None:
-        """End the process, if there is one."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
