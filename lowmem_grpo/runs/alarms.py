@@ -108,11 +108,6 @@ def constant(name: str, line: Line, kept: list[float]) -> str | None:
     return f"reward {name} is {mean:.3g} for every completion" if same else ""
 
 
-def any_constant(line: Line, kept: list[float]) -> str | None:
-    """Stands in the table for `constant`, which watches each reward function on its own."""
-    return None
-
-
 ALARMS = (
     Alarm(
         "nothing_to_learn", "nothing to learn", "groups/with_signal is 0 (nothing_to_learn_steps)", 10, no_signal,
@@ -168,7 +163,8 @@ ALARMS = (
     ),
     Alarm(
         "constant_reward", "a reward function is constant",
-        "rewards/NAME/std is 0 and rewards/NAME/mean does not change", CONSTANT_STEPS, any_constant,
+        "rewards/NAME/std is 0 and rewards/NAME/mean does not change", CONSTANT_STEPS,
+        partial(constant, "NAME"),  # `Alarms.expanded` puts the name of each reward function there
         "so the model learns nothing from it",
         "if every completion is right, leave the function out or ask for more; if not, check that it reads what it "
         "should: its columns, and the format of the completions",

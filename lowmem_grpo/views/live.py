@@ -132,10 +132,8 @@ class LiveView:
             if key in self.history:
                 table.add_row(Text(label), Text(shown(key, self.history[key][-1])), Text(sparkline(self.history[key])))
         now = {key: values[-1] for key, values in self.history.items()}
-        rest = (("time", shares(now)), ("step", beside_plan(now)), ("groups with signal", signal_share(now)))
-        for label, value in rest:
-            if value:
-                table.add_row(Text(label), Text(""), Text(value))
+        for label, value in in_words(now).items():
+            table.add_row(Text(label), Text(""), Text(value))
         return table
 
     def curves(self) -> list[tuple[str, str]]:
@@ -154,8 +152,7 @@ class LiveView:
         names += [("eval_reward", "eval_reward"), ("completions/mean_length", "length"), ("entropy", "entropy")]
         names += [("kl", "kl"), ("tokens_per_second", "tokens/s"), ("memory/peak_bytes", "memory")]
         parts += [f"{name} {shown(key, logs[key])}" for key, name in names if key in logs]
-        rest = (("time:", shares(logs)), ("step", beside_plan(logs)), ("groups with signal", signal_share(logs)))
-        parts += [f"{label} {value}" for label, value in rest if value]
+        parts += [f"{'time:' if label == 'time' else label} {value}" for label, value in in_words(logs).items()]
         return "  ".join([*parts, f"left {self.time_left()}"])
 
 
@@ -196,23 +193,17 @@ def shown(key: str, value: float) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:.3f}"
 
 
-def shares(logs: dict[str, float]) -> str:
-    """Where the step's time went; empty if it was not measured."""
-    return " ".join(f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs)
-
-
-def beside_plan(logs: dict[str, float]) -> str:
-    """Measured and estimated seconds of a step; empty without an estimate."""
-    if "step_time" not in logs or "time/planned_step_s" not in logs:
-        return ""
-    return f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
-
-
-def signal_share(logs: dict[str, float]) -> str:
-    """Groups whose completions differ in reward, of all groups; empty if they were not counted."""
-    if "groups/with_signal" not in logs or "groups/total" not in logs:
-        return ""
-    return f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
+def in_words(logs: dict[str, float]) -> dict[str, str]:
+    """Where a step's time went, its measured and estimated seconds, and how many groups' completions differ in reward;
+    without what was not measured."""
+    found = {}
+    if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
+        found["time"] = " ".join(times)
+    if {"step_time", "time/planned_step_s"} <= logs.keys():
+        found["step"] = f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
+    if {"groups/with_signal", "groups/total"} <= logs.keys():
+        found["groups with signal"] = f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
+    return found
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:

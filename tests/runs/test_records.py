@@ -142,8 +142,5 @@ def test_a_full_disk_leaves_whole_lines_and_says_what_to_do(
 
 
 def test_prompts_and_rewards_of_no_value_are_recorded_as_null() -> None:
-    empty = RolloutGroup({}, [1], [Rollout([2], [0.0], "length")])
-    (line,) = completion_lines(1, [empty])
-    assert line["reward"] is None
-    assert line["rewards"] == {}
-    assert line["finish_reason"] == "length"
+    (line,) = completion_lines(1, [RolloutGroup({}, [1], [Rollout([2], [0.0], "length")])])
+    assert (line["reward"], line["rewards"], line["finish_reason"]) == (None, {}, "length")

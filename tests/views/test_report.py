@@ -116,16 +116,13 @@ def test_the_headline_shows_what_the_summary_says_and_without_one_that_it_is_run
     assert "running" in prose and "20 s" in prose and tmp_path.name in prose and "Accuracy" not in prose
 
 
-def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
+def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_error_that_names_it(tmp_path: Path) -> None:
     log(tmp_path, "metrics.jsonl", [metric(1), metric(2)], tail='{"step": 3, "rew')
     log(tmp_path, "completions.jsonl", [completion(1)], tail='{"step": 2, "prompt": "2 +')
     with (tmp_path / "completions.jsonl").open("ab") as file:
         file.write("é".encode()[:1])
     page = Page(write_report(tmp_path))
     assert page.chart("Loss")["traces"][0]["x"] == [1, 2] and len(page.data["samples"]) == 1
-
-
-def test_a_broken_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
     log(tmp_path, "metrics.jsonl", [metric(1)], tail='{"step": 2, "rew\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
         write_report(tmp_path)
@@ -136,10 +133,10 @@ def test_no_steps_yet_is_said(tmp_path: Path) -> None:
     assert "No steps logged yet" in page.prose and "No completions logged yet" in page.prose
 
 
-@pytest.mark.parametrize("folder", ["", "missing"])
-def test_a_folder_without_metrics_is_an_error_that_says_what_was_expected(tmp_path: Path, folder: str) -> None:
-    with pytest.raises(FileNotFoundError, match=r"expected the folder of a run, which holds metrics\.jsonl"):
-        write_report(tmp_path / folder)
+def test_a_folder_without_metrics_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match=r"expected the folder of a run, which holds metrics\.jsonl"):
+            write_report(folder)
     assert not list(tmp_path.iterdir())
 
 
