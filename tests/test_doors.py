@@ -24,6 +24,7 @@ NAMES = {  # module -> names; a folder's name that was a module's offers what th
     "lowmem_grpo.data": "SHOWN DataError Prompt PromptEncoder PromptSource check_dataset is_chat longest_prompt",
     "lowmem_grpo.export": "ADAPTER_FILES COMPUTED FORMATS ExportSettings check_choices export export_adapter "
                           "export_gguf export_merged generation_of matrix_elements settled",
+    "lowmem_grpo.planning": "RunSettings Workload device max_context named_config plan plan_time",
     "lowmem_grpo.preflight": "CHECKS Finding FirstSteps PreflightError before_training preflight",
     "lowmem_grpo.loader": "FastLanguageModel",
     "lowmem_grpo.types": "LossOutput MicroBatch Rollout RolloutGroup",
@@ -43,7 +44,8 @@ def test_the_names_that_people_import_are_where_they_were(module: str) -> None:
         assert getattr(found, name, None) is not None or import_module(f"{module}.{name}")
 
 
-@pytest.mark.parametrize("name", ["", ".rewards", ".losses", ".offload", ".config", ".data", ".export", ".preflight"])
+@pytest.mark.parametrize("name", ["", ".rewards", ".losses", ".offload", ".config", ".data", ".export", ".planning",
+                                  ".preflight"])
 def test_an_unknown_name_of_a_door_raises_an_error_that_lists_the_known_ones(name: str) -> None:
     unknown = "no_such_name"
     with pytest.raises(AttributeError, match="it has "):

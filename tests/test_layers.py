@@ -17,6 +17,7 @@ import lowmem_grpo.data
 import lowmem_grpo.export
 import lowmem_grpo.losses
 import lowmem_grpo.offload
+import lowmem_grpo.planning
 import lowmem_grpo.preflight
 import lowmem_grpo.rewards
 
@@ -56,6 +57,7 @@ LAZY = {  # packages with doors: their names, and the homes of these
     "lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.config": lowmem_grpo.config.HOMES,
     "lowmem_grpo.data": lowmem_grpo.data.HOMES, "lowmem_grpo.export": lowmem_grpo.export.HOMES,
     "lowmem_grpo.losses": lowmem_grpo.losses.HOMES, "lowmem_grpo.offload": lowmem_grpo.offload.HOMES,
+    "lowmem_grpo.planning": lowmem_grpo.planning.HOMES,
     "lowmem_grpo.preflight": lowmem_grpo.preflight.HOMES, "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES,
 }
 FREE = ("torch", *sys.stdlib_module_names)

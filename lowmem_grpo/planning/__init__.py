@@ -1,1 +1,29 @@
-"""What a run will take before it starts: settings with which it fits a card, and the seconds of its steps."""
+"""What a run will take before it starts: settings with which it fits a card, and the seconds of its steps.
+
+Names load when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.memory.cards import device
+    from lowmem_grpo.memory.model_shape import named_config
+    from lowmem_grpo.memory.plan import RunSettings
+    from lowmem_grpo.planning.planner import max_context, plan
+    from lowmem_grpo.planning.time_plan import plan_time
+    from lowmem_grpo.planning.workload import Workload
+
+__all__ = ["RunSettings", "Workload", "device", "max_context", "named_config", "plan", "plan_time"]
+
+HOMES = {
+    "RunSettings": "memory.plan", "Workload": "planning.workload", "device": "memory.cards",
+    "max_context": "planning.planner", "named_config": "memory.model_shape", "plan": "planning.planner",
+    "plan_time": "planning.time_plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'lowmem_grpo.planning' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)
