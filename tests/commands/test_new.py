@@ -1,6 +1,7 @@
 """`lowmem-grpo new`: every recipe that it writes is clean and runs, guesses are said, and bad input writes nothing."""
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -106,22 +107,6 @@ def test_the_kinds_of_the_option_are_those_there_are() -> None:
     assert list(command.KINDS) == CHOICES
 
 
-def test_the_example_is_clean_and_runs_by_itself_and_its_rewards_can_be_tried(folder: Path) -> None:
-    done = invoke("new", "first")
-    assert done.exit_code == 0, done.output
-    is_clean(folder / "first.py")
-    assert len((folder / "first.jsonl").read_text().splitlines()) == 256
-    ran = subprocess.run([sys.executable, "first.py", *QUICK, "max_completion_length=48"], capture_output=True,
-                         text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert "rewards/true_steps/mean" in (folder / "runs" / "first" / "metrics.jsonl").read_text()
-    assert json.loads((folder / "runs" / "first" / "summary.json").read_text())["eval_problems"] == 1
-    tried = invoke("run", "./first.py", "check=true", *QUICK, "max_completion_length=40", "output_dir=runs/tried")
-    assert tried.exit_code == 0, tried.output
-    assert "What the reward functions pay" in tried.output
-    assert not (folder / "runs" / "tried").exists()
-
-
 def test_true_steps_of_the_example_pays_for_true_lines(folder: Path) -> None:
     from lowmem_grpo.rewards.by_name import load_file
 
@@ -198,7 +183,7 @@ def test_an_option_that_a_recipe_does_not_use_is_refused(option: str) -> None:
     assert f"{option} has no effect beside --recipe" in said(done)
 
 
-def test_columns_with_any_names_in_any_place_make_a_recipe_that_runs(folder: Path) -> None:
+def test_columns_with_any_names_in_any_place_make_a_recipe_that_finds_them(folder: Path) -> None:
     names = ('what "is" \\ asked\n$name', "it's {right}")
     (folder / "da ta").mkdir()
     moved = folder / "da ta" / "rows'.jsonl"
@@ -206,8 +191,7 @@ def test_columns_with_any_names_in_any_place_make_a_recipe_that_runs(folder: Pat
     done = invoke("new", "odd", "--data", moved, "--prompt-column", names[0], "--answer-column", names[1])
     assert done.exit_code == 0, done.output
     is_clean(folder / "odd.py")
-    ran = invoke("run", "./odd.py", *QUICK)
-    assert ran.exit_code == 0, ran.output
+    assert len(load_recipe("./odd.py").DATA.rows) == 24
 
 
 def test_data_is_found_from_the_recipe_wherever_the_command_runs(
@@ -216,8 +200,7 @@ def test_data_is_found_from_the_recipe_wherever_the_command_runs(
     done = invoke("new", "mine", "--data", rows_file("number"), "--out", "sub/folder")
     assert done.exit_code == 0, done.output
     monkeypatch.chdir(tmp_path)
-    ran = invoke("run", "here/sub/folder/mine.py", *QUICK)
-    assert ran.exit_code == 0, ran.output
+    assert len(load_recipe("here/sub/folder/mine.py").DATA.rows) == 24
 
 
 def test_a_dataset_of_the_hub_is_looked_at_where_the_hub_answers(
@@ -300,8 +283,8 @@ BAD: dict[str, tuple[bytes, str]] = {
     "blank.csv": (b"question,answer\nwhat?,\nwho?,\n", "the column 'answer' of blank.csv is empty"),
     "ragged.csv": (b"question,answer\na,b,c,d\nx,y\n", "more fields than its first line names"),
     "single.csv": (b"question,answer\na,b\n", "has one row, and a recipe needs two or more"),
-    "wide.csv": (",".join(f"c{i}" for i in range(3000)).encode() + b"\n" + b",".join([b"x"] * 3000) + b"\n"
-                 + b",".join([b"x"] * 3000) + b"\n", "has 3000 columns, too many to guess from"),
+    "wide.csv": (",".join(f"c{i}" for i in range(101)).encode() + b"\n" + b",".join([b"x"] * 101) + b"\n"
+                 + b",".join([b"x"] * 101) + b"\n", "has 101 columns, too many to guess from"),
     "rows.txt": (b"question", "allowed are .jsonl, .json, .csv, .parquet"),
 }
 
@@ -364,15 +347,9 @@ def test_nothing_is_replaced_unasked_and_data_never(folder: Path) -> None:
     assert invoke("new", "third", "--overwrite").exit_code == 1
 
 
-def test_help_loads_no_heavy_library() -> None:
-    code = ("import sys\nfrom lowmem_grpo.cli import main\nmain(['new', '--help'], standalone_mode=False)\n"
-            "print('loaded:', *[n for n in ('torch', 'transformers', 'datasets', 'rich', 'pydantic') "
-            "if n in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.rpartition("loaded:")[2].split() == []
-
-
-def test_the_page_on_own_recipes_is_right(folder: Path) -> None:
+def test_the_page_on_own_recipes_is_right_and_its_example_is_clean_and_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (ROOT / "docs" / "your_own_recipe.md").read_text("utf-8")
     Path("rows.csv").write_text("question,answer\n" + "".join(f"What is {i} and {i}?,{2 * i}\n" for i in range(20)))
     shown = [line.strip() for line in page.splitlines() if line.startswith("    lowmem-grpo ")]
@@ -382,4 +359,15 @@ def test_the_page_on_own_recipes_is_right(folder: Path) -> None:
     for words in commands:
         done = invoke(*words, *short[words[0]])
         assert done.exit_code == 0, done.output
+        if "check=true" in words:
+            assert "What the reward functions pay" in done.output
+            assert not (folder / "runs").exists()
+    is_clean(folder / "first.py")
+    assert len((folder / "first.jsonl").read_text().splitlines()) == 256
+    assert "rewards/true_steps/mean" in (folder / "runs" / "first" / "metrics.jsonl").read_text()
+    assert json.loads((folder / "runs" / "first" / "summary.json").read_text())["eval_problems"] == 1
+    monkeypatch.setattr(sys, "argv", ["first.py", "gpu=99"])
+    with pytest.raises(SystemExit):
+        runpy.run_path("first.py", run_name="__main__")
+    assert "gpu is '99'; allowed are" in capsys.readouterr().err
     assert all(f"| `{kind}` |" in page for kind in CHOICES)

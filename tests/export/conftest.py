@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from adapters import adapted
+from adapters import adapted, export_command
 
 from lowmem_grpo.fast_model import FastPeftModel
 
@@ -14,6 +14,15 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     model, folder = adapted(request.param), tmp_path_factory.mktemp("saved") / "adapter"
     model.save_lora(folder)
     return model, folder
+
+
+@pytest.fixture(scope="module")
+def merged(saved: tuple[FastPeftModel, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of that model merged by the command, and what the command printed."""
+    out = tmp_path_factory.mktemp("merged") / "out"
+    done = export_command(saved[1], "--out", out)
+    assert done.exit_code == 0, done.output
+    return out, done.output
 
 
 @pytest.fixture(scope="module")
