@@ -315,15 +315,18 @@ def test_a_field_of_vllms_sampling_params_that_we_do_not_honour_is_refused_by_na
         sampled.fast_generate("Start", vllm.SamplingParams(**{name: value}))
 
 
+def make_trainer(model: FastPeftModel, folder: Path) -> GRPOTrainer:
+    """For two steps of four completions."""
+    config = GRPOConfig(output_dir=str(folder), max_steps=2, num_generations=4, per_device_train_batch_size=4,
+                        max_completion_length=8, learning_rate=1e-2, save_strategy="no", report_to="none")
+    return GRPOTrainer(model, lambda completions, **_: [float(len(text)) for text in completions], config,
+                       [{"prompt": "Start with 1."}, {"prompt": "Start with 2."}])
+
+
 @needs_vllm
 def test_rollouts_of_the_trainer_come_from_vllm_with_the_live_adapter_and_training_goes_on(tmp_path: Path) -> None:
     model = adapt(load(True))
-    trainer = GRPOTrainer(
-        model=model, reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        args=GRPOConfig(output_dir=str(tmp_path), max_steps=2, num_generations=4, per_device_train_batch_size=4,
-                        max_completion_length=8, learning_rate=1e-2, save_strategy="no", report_to="none"),
-        train_dataset=[{"prompt": "Start with 1."}, {"prompt": "Start with 2."}],
-    )
+    trainer = make_trainer(model, tmp_path)
     engine = model.engine()
     assert isinstance(engine, VLLMEngine)
     assert trainer.engine is engine is living()  # one engine for everyone who asks
@@ -363,12 +366,7 @@ def test_putting_lora_on_a_model_that_sampled_already_closes_its_engine_first() 
 def test_a_second_model_takes_the_engine_over_with_a_warning_and_a_run_of_the_first_takes_it_back(
     sampled: FastPeftModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = GRPOTrainer(
-        model=sampled, reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        args=GRPOConfig(output_dir=str(tmp_path), max_completion_length=8, num_generations=2,
-                        per_device_train_batch_size=2, max_steps=3),
-        train_dataset=[{"prompt": "Start with 1."}, {"prompt": "Start with 2."}],
-    )
+    trainer = make_trainer(sampled, tmp_path)
     groups, first, other = trainer.rollout(), sampled.engine(), load("vllm", load_in_4bit=True)
     with caplog.at_level("WARNING", logger="lowmem_grpo"):
         other.fast_generate("Start", GREEDY)
@@ -376,8 +374,18 @@ def test_a_second_model_takes_the_engine_over_with_a_warning_and_a_run_of_the_fi
     assert (first.llm, living()) == (None, other.engine())  # type: ignore[attr-defined]
     trainer.update(groups)
     (group,) = trainer.rollout()
-    assert [rollout.policy_version for rollout in group.rollouts] == [1, 1]
+    assert [rollout.policy_version for rollout in group.rollouts] == [1] * 4
     assert trainer.engine is living()
+
+
+@needs_vllm
+def test_another_tokenizer_gets_an_engine_that_decodes_with_it(sampled: FastPeftModel) -> None:
+    other = copy.deepcopy(sampled.loaded.tokenizer)
+    first = sampled.engine()
+    second = sampled.engine(tokenizer=other)
+    assert second is not first
+    assert second.tokenizer is other
+    assert first.llm is None
 
 
 @needs_vllm
@@ -407,16 +415,6 @@ def test_an_engine_that_somebody_made_by_hand_is_not_closed_behind_their_back(sa
         assert mine.generate([[5, 6]], GREEDY)
     finally:
         mine.close()
-
-
-@needs_vllm
-def test_another_tokenizer_gets_an_engine_that_decodes_with_it(sampled: FastPeftModel) -> None:
-    other = copy.deepcopy(sampled.loaded.tokenizer)
-    first = sampled.engine()
-    second = sampled.engine(tokenizer=other)
-    assert second is not first
-    assert second.tokenizer is other
-    assert first.llm is None
 
 
 @needs_vllm

@@ -1,12 +1,12 @@
 """The transformers engine: the trainer's own log-probabilities, transformers' own greedy tokens, vLLM's meanings."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from small_models import load_model, with_adapter
 from transformers import PreTrainedTokenizerBase
+from vllm_models import ids_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.kv_cache import GrowingCache
@@ -16,16 +16,7 @@ from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 
-QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of different lengths, a single token among them."""
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
-    question = chat["input_ids"] if not isinstance(chat, list) else chat
-    return [question, tokenizer("Start with 5.")["input_ids"], [100]]
 
 
 @pytest.fixture
@@ -38,11 +29,6 @@ def engine(tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Transform
 def any_engine(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
     """An engine on a model of every family, one after the other."""
     return TransformersEngine(policy, tokenizer, max_seq_length=256)
-
-
-def ids_of(groups: list[list[Any]]) -> list[list[list[int]]]:
-    """Completion ids alone."""
-    return [[rollout.completion_ids for rollout in group] for group in groups]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -110,64 +96,57 @@ def test_the_same_seed_draws_the_same_tokens(engine: TransformersEngine, prompts
     first = ids_of(engine.generate(prompts, params))
     assert ids_of(engine.generate(prompts, params)) == first
     assert ids_of(engine.generate(prompts, replace(params, seed=8))) != first
-    assert ids_of(engine.generate(prompts, replace(params, seed=None))) != first
-
-
-def test_sampling_leaves_the_global_random_state_alone(engine: TransformersEngine, prompts: list[list[int]]) -> None:
     before = torch.get_rng_state()
-    engine.generate(prompts, SamplingParams(n=2, max_tokens=4))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert ids_of(engine.generate(prompts, replace(params, seed=None))) != first
+    assert torch.equal(torch.get_rng_state(), before), "the global random state is left alone"
 
 
-def test_every_prompt_gets_n_completions(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+def test_every_prompt_gets_n_completions_of_the_policys_version(
+    engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    engine.on_policy_update(3)
     groups = engine.generate(prompts, SamplingParams(n=5, max_tokens=3, seed=0))
     assert [len(group) for group in groups] == [5, 5, 5]
     for rollout in (rollout for group in groups for rollout in group):
         assert len(rollout.rollout_logprobs) == len(rollout.completion_ids) <= 3
+        assert rollout.policy_version == 3
     assert engine.generate([], SamplingParams()) == []
     assert engine.kv_bytes > 0
 
 
-def test_the_policy_version_is_recorded(engine: TransformersEngine, prompts: list[list[int]]) -> None:
-    engine.on_policy_update(3)
-    assert engine.generate(prompts[:1], SamplingParams(max_tokens=1))[0][0].policy_version == 3
+ENDLESS = SamplingParams(temperature=0, max_tokens=100)
 
 
-def test_an_end_token_finishes_a_completion_and_is_kept(engine: TransformersEngine, prompts: list[list[int]]) -> None:
-    ((rollout,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100))
-    assert rollout.finish_reason == "stop"
-    assert rollout.completion_ids[-1] == EOS and EOS not in rollout.completion_ids[:-1]
-    assert rollout.text == engine.tokenizer.decode(rollout.completion_ids[:-1])
+@pytest.fixture
+def full(engine: TransformersEngine, prompts: list[list[int]]) -> Rollout:
+    """What is sampled up to the end token, with no other reason to end."""
+    ((rollout,),) = engine.generate(prompts[:1], ENDLESS)
+    return rollout
 
 
-def test_ignore_eos_goes_on(engine: TransformersEngine, prompts: list[list[int]]) -> None:
-    ((rollout,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
-    assert rollout.finish_reason == "length" and len(rollout.completion_ids) == 100 and EOS in rollout.completion_ids
-
-
-def test_max_tokens_cuts_and_says_so(engine: TransformersEngine, prompts: list[list[int]]) -> None:
-    ((full,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100))
-    length = len(full.completion_ids)
-    ((cut,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=length - 1))
-    assert cut.finish_reason == "length" and cut.completion_ids == full.completion_ids[:-1]
-    ((exact,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=length))
-    assert exact.finish_reason == "stop" and exact.completion_ids == full.completion_ids
-
-
-def test_a_stop_token_ends_a_completion(engine: TransformersEngine, prompts: list[list[int]]) -> None:
-    ((full,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100))
-    stop = full.completion_ids[4]
-    ((rollout,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100, stop_token_ids=[stop]))
-    assert rollout.completion_ids == full.completion_ids[: full.completion_ids.index(stop) + 1]
-    assert rollout.finish_reason == "stop"
+def test_a_completion_ends_at_an_end_token_a_stop_token_or_max_tokens_and_says_so(
+    engine: TransformersEngine, prompts: list[list[int]], full: Rollout
+) -> None:
+    ids, length = full.completion_ids, len(full.completion_ids)
+    assert (full.finish_reason, ids[-1], full.text) == ("stop", EOS, engine.tokenizer.decode(ids[:-1]))
+    assert EOS not in ids[:-1]
+    for options, expected, reason in (
+        ({"max_tokens": length - 1}, ids[:-1], "length"), ({"max_tokens": length}, ids, "stop"),
+        ({"stop_token_ids": [ids[4]]}, ids[: ids.index(ids[4]) + 1], "stop"),
+    ):
+        ((found,),) = engine.generate(prompts[:1], replace(ENDLESS, **options))
+        assert (found.completion_ids, found.finish_reason) == (expected, reason), options
+    ((on,),) = engine.generate(prompts[:1], replace(ENDLESS, ignore_eos=True))
+    assert on.finish_reason == "length" and len(on.completion_ids) == 100 and EOS in on.completion_ids
+    ((special,),) = engine.generate(prompts[:1], replace(ENDLESS, skip_special_tokens=False))
+    assert special.text == full.text + engine.tokenizer.eos_token
 
 
 @pytest.mark.parametrize("stop", ["=", ["qqq", "= "]])
 def test_a_stop_string_ends_a_completion(
-    engine: TransformersEngine, prompts: list[list[int]], stop: str | list[str]
+    engine: TransformersEngine, prompts: list[list[int]], full: Rollout, stop: str | list[str]
 ) -> None:
-    ((full,),) = engine.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=100))
-    params = SamplingParams(temperature=0, max_tokens=100, stop=stop)
+    params = replace(ENDLESS, stop=stop)
     ((without,),) = engine.generate(prompts[:1], params)
     ((kept,),) = engine.generate(prompts[:1], replace(params, include_stop_str_in_output=True))
     found = stop if isinstance(stop, str) else stop[1]
@@ -188,27 +167,14 @@ def test_a_stop_string_is_seen_however_many_tokens_it_takes(engine: Transformers
     assert not engine.ends(state, torch.tensor([completion[:-1]]), params).any()
 
 
-def test_special_tokens_are_left_out_of_the_text_unless_asked_for(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
-    params = SamplingParams(temperature=0, max_tokens=100)
-    ((plain,),) = engine.generate(prompts[:1], params)
-    ((special,),) = engine.generate(prompts[:1], replace(params, skip_special_tokens=False))
-    assert special.text == plain.text + engine.tokenizer.eos_token
-
-
 def test_a_prompt_that_fills_the_context_is_refused(tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
     engine = TransformersEngine(tiny_policy, tokenizer, max_seq_length=10)
     with pytest.raises(ValueError, match="a prompt of 10 tokens leaves no room in a context of 10"):
         engine.generate([[5] * 10], SamplingParams(max_tokens=1))
     ((rollout,),) = engine.generate([[5] * 8], SamplingParams(max_tokens=50, ignore_eos=True))
     assert len(rollout.completion_ids) == 2 and rollout.finish_reason == "length"
-
-
-def test_a_long_prompt_takes_no_room_from_a_short_one(tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
-    engine = TransformersEngine(tiny_policy, tokenizer, max_seq_length=20)
-    long, short = engine.generate([[5] * 18, [5] * 4], SamplingParams(max_tokens=10, ignore_eos=True))
-    assert len(long[0].completion_ids) == 2 and len(short[0].completion_ids) == 10
+    long, short = engine.generate([[5] * 8, [5] * 4], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(long[0].completion_ids) == 2 and len(short[0].completion_ids) == 5, "each has its own room"
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -24,12 +24,6 @@ def group(prompt: list[int], *completions: list[int], extra: bool = False) -> Ro
     return RolloutGroup({}, prompt, [rollout(ids, 1.0 + i, extra) for i, ids in enumerate(completions)])
 
 
-def lengths_of(max_tokens: int | None, max_sequences: int | None, *lengths: int) -> list[list[int]]:
-    """The places that each sequence of each micro-batch takes; sequences of `lengths` places."""
-    groups = [group([5], list(range(3, 3 + length))) for length in lengths]
-    return [batch.cu_seqlens.diff().tolist() for batch in pack(groups, max_tokens, max_sequences)]
-
-
 def test_each_target_follows_its_input_in_its_sequence() -> None:
     groups = [group([10, 11, 12], [13, 14], extra=True), group([10, 11, 12], [15, 16, 17], extra=True)]
     (batch,) = pack(groups)
@@ -66,34 +60,26 @@ def test_a_prompt_is_repeated_where_a_bound_splits_its_group() -> None:
     assert [batch.input_ids.tolist() for batch in batches] == [[10, 11, 12, 12], [10, 11, 12]]
 
 
-def test_masks_come_from_lengths_not_from_token_values() -> None:
+def test_masks_come_from_lengths_not_from_token_values_and_a_prompt_of_one_token_is_all_loss() -> None:
     (batch,) = pack([group([PAD, EOS, PAD], [EOS, PAD, EOS, EOS]), group([EOS], [PAD])])
     assert batch.loss_mask.tolist() == [False, False, True, True, True, True, True]
     assert batch.targets[batch.loss_mask].tolist() == [EOS, PAD, EOS, EOS, PAD]
-
-
-def test_a_prompt_of_one_token_has_no_place_without_loss() -> None:
     (batch,) = pack([group([7], [8, 9])])
     assert batch.loss_mask.all() and batch.input_ids.tolist() == [7, 8] and batch.targets.tolist() == [8, 9]
 
 
-def test_without_bounds_all_run_together_longest_first() -> None:
-    assert lengths_of(None, None, 2, 5, 3) == [[5, 3, 2]]
-
-
-def test_tokens_are_bounded() -> None:
-    assert lengths_of(8, None, 5, 3, 4, 2, 2) == [[5], [4, 3], [2, 2]]
-    assert lengths_of(5, None, 5, 3, 2) == [[5], [3, 2]]
-
-
-def test_sequences_are_bounded() -> None:
-    assert lengths_of(None, 2, 5, 4, 3, 2, 1) == [[5, 4], [3, 2], [1]]
-    assert lengths_of(6, 2, 2, 2, 2) == [[2, 2], [2]]
-    assert lengths_of(None, 1, 2, 2) == [[2], [2]]
-
-
-def test_a_sequence_longer_than_the_bound_runs_alone() -> None:
-    assert lengths_of(4, None, 9, 3, 1, 7) == [[9], [7], [3, 1]]
+@pytest.mark.parametrize(("max_tokens", "max_sequences", "lengths", "expected"), [
+    (None, None, (2, 5, 3), [[5, 3, 2]]),  # longest first
+    (8, None, (5, 3, 4, 2, 2), [[5], [4, 3], [2, 2]]), (5, None, (5, 3, 2), [[5], [3, 2]]),
+    (None, 2, (5, 4, 3, 2, 1), [[5, 4], [3, 2], [1]]), (6, 2, (2, 2, 2), [[2, 2], [2]]), (None, 1, (2, 2), [[2], [2]]),
+    (4, None, (9, 3, 1, 7), [[9], [7], [3, 1]]),  # what is longer than the bound is alone
+])
+def test_tokens_and_sequences_are_bounded(
+    max_tokens: int | None, max_sequences: int | None, lengths: tuple[int, ...], expected: list[list[int]]
+) -> None:
+    groups = [group([5], list(range(3, 3 + length))) for length in lengths]
+    batches = pack(groups, max_tokens, max_sequences)
+    assert [batch.cu_seqlens.diff().tolist() for batch in batches] == expected
 
 
 def test_empty_completions_are_left_out() -> None:

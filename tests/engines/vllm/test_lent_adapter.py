@@ -1,6 +1,5 @@
 """Which adapter an engine samples with, and the slots that hold its numbers."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import peft
@@ -22,7 +21,7 @@ from lent_parts import (
     sampled,
     theirs,
 )
-from small_models import SPLIT, load_model, with_adapter
+from small_models import SPLIT, load_model
 from torch import Tensor
 from vllm_models import move_adapter
 
@@ -31,17 +30,7 @@ from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowError
 from lowmem_grpo.engines.vllm.loan import loras_of
 from lowmem_grpo.models.policy import Policy
 
-
-@pytest.fixture(autouse=True)
-def no_layers_left() -> Iterator[None]:
-    yield
-    LAYERS.clear()
-
-
-@pytest.fixture
-def tiny() -> peft.PeftModel:
-    """The embedded model in float32, its own for each test."""
-    return with_adapter(load_model("tiny")).eval()
+pytestmark = pytest.mark.usefixtures("no_layers_left")
 
 
 def second_adapter(model: Any, r: int = 4, alpha: int = 8, targets: Any = SPLIT, **options: Any) -> None:

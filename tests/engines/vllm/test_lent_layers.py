@@ -2,7 +2,7 @@
 
 import copy
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,9 @@ from lowmem_grpo.engines.vllm.loan import Loan, loras_of
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.policy import Policy
 
+pytestmark = pytest.mark.usefixtures("no_layers_left")
 KINDS = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False), "nf4": (torch.float32, True),
          "nf4 in bfloat16": (torch.bfloat16, True)}
-
-
-@pytest.fixture(autouse=True)
-def no_layers_left() -> Iterator[None]:
-    yield
-    LAYERS.clear()
 
 
 @pytest.fixture(params=KINDS)
@@ -54,12 +49,6 @@ def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
     policy = policy_of("tiny", *KINDS[request.param], tmp_path)
     move_adapter(policy, 0.05)
     return policy
-
-
-@pytest.fixture
-def tiny() -> peft.PeftModel:
-    """The embedded model in float32, its own for each test."""
-    return with_adapter(load_model("tiny")).eval()
 
 
 def test_a_borrowed_layer_gives_the_trainers_outputs(policy: Policy) -> None:
@@ -188,21 +177,21 @@ def test_adjacent_weights_take_one_product_with_the_same_result(kind: str, tmp_p
         assert storages(product) <= {tensor.untyped_storage().data_ptr() for tensor in LAYERS[layer].tensors()}
 
 
-@pytest.mark.parametrize("name", ["absmax", "nested absmax", "offset", "offset of another weight", "code"])
+ELSEWHERE: dict[str, Callable[[Any, Any], None]] = {  # of the first state and the second, which changes
+    "absmax": lambda first, second: setattr(second, "absmax", second.absmax.clone()),
+    "nested absmax": lambda first, second: setattr(second.state2, "absmax", second.state2.absmax.clone()),
+    "offset": lambda first, second: setattr(second, "offset", second.offset + 1),
+    "offset of another weight": lambda first, second: setattr(second, "offset", first.offset),
+    "code": lambda first, second: setattr(second, "code", second.code * 2),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
 def test_4_bit_weights_of_which_a_part_lies_elsewhere_are_not_taken_for_one(name: str, tmp_path: Path) -> None:
     policy = policy_of("Llama", torch.float32, True, tmp_path, hidden_size=256, num_key_value_heads=4)
     fuse(policy.model, QKV)
-    states = [linear_of(policy.model, path).base_layer.weight.quant_state for path in MODULES[QKV]]
-    if name == "absmax":
-        states[1].absmax = states[1].absmax.clone()
-    elif name == "nested absmax":
-        states[1].state2.absmax = states[1].state2.absmax.clone()
-    elif name == "offset":
-        states[1].offset = states[1].offset + 1
-    elif name == "offset of another weight":
-        states[1].offset = states[0].offset
-    else:
-        states[1].code = states[1].code * 2
+    first, second = (linear_of(policy.model, path).base_layer.weight.quant_state for path in MODULES[QKV][:2])
+    ELSEWHERE[name](first, second)
     borrow(policy.model)
     x = inputs(policy.model, QKV)
     assert len(LAYERS[QKV].products) == 3
@@ -273,17 +262,15 @@ def test_in_place_changes_are_no_reason_to_refuse(tiny: peft.PeftModel) -> None:
     loan.check()
 
 
-@pytest.mark.parametrize("name", ["packed", "absmax", "nested"])
+@pytest.mark.parametrize("name", ["packed", "absmax", "nested absmax"])
 def test_a_requantized_layer_is_refused(name: str, tmp_path: Path) -> None:
     model = policy_of("tiny", torch.float32, True, tmp_path).model
     loan = borrow(model)
     weight = linear_of(model).base_layer.weight
     if name == "packed":
-        weight.data = weight.data.clone()
-    elif name == "absmax":
-        weight.quant_state.absmax = weight.quant_state.absmax.clone()
+        reallocated(weight)
     else:
-        weight.quant_state.state2.absmax = weight.quant_state.state2.absmax.clone()
+        ELSEWHERE[name](None, weight.quant_state)
     with pytest.raises(BorrowError, match=r"qkv_proj: .*moved or replaced"):
         loan.check()
 
@@ -324,15 +311,13 @@ def test_weights_of_another_format_are_refused_by_name(replace: Callable[[Any], 
         Loan(model, CPU).linear(OUT, PARTS)
 
 
-def test_a_layer_that_is_no_linear_layer_is_refused_by_name() -> None:
-    model = load_model("tiny")
-    with pytest.raises(BorrowError, match=r"self_attn is a Qwen2Attention; expected a torch.nn.Linear"):
-        Loan(model, CPU).linear("model.layers.0.self_attn", PARTS)
-
-
-def test_a_layer_that_the_trainer_lacks_is_named() -> None:
-    with pytest.raises(BorrowError, match=r"Qwen2ForCausalLM has no module model.layers.0.mlp.experts"):
-        Loan(load_model("tiny"), CPU).linear("model.layers.0.mlp.experts", PARTS)
+@pytest.mark.parametrize(("name", "message"), [
+    ("model.layers.0.self_attn", "self_attn is a Qwen2Attention; expected a torch.nn.Linear"),
+    ("model.layers.0.mlp.experts", "Qwen2ForCausalLM has no module model.layers.0.mlp.experts"),
+])
+def test_what_is_no_linear_layer_of_the_trainer_is_refused_by_name(name: str, message: str) -> None:
+    with pytest.raises(BorrowError, match=message):
+        Loan(load_model("tiny"), CPU).linear(name, PARTS)
 
 
 @pytest.mark.parametrize(("name", "like"), [

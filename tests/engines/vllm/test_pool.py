@@ -314,6 +314,14 @@ def test_an_engine_decodes_what_a_run_samples_or_what_was_asked_for(
         engine.close()
 
 
+def test_only_records_of_what_torch_does_not_hold_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"address": 7}])
+    allocator = SimpleNamespace(pointer_to_data={7: "mapped", 8: "never mapped"})
+    vllm_pool.drop_records_of_failures(allocator)
+    assert allocator.pointer_to_data == {7: "mapped"}
+
+
 def test_a_build_without_a_pool_can_close_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, vllm_pool.EXTENSION, None)
     vllm_pool.reset()

@@ -15,26 +15,22 @@ from torch import Tensor
 from vllm_models import CONTEXT, NEEDS_VLLM, differences, engine_on, move_adapter, policy_of
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import sampling_weights
 from lowmem_grpo.engines.vllm.capacity import kv_bytes_of
-from lowmem_grpo.engines.vllm.installed import import_plugin, installed
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowError, Product
 from lowmem_grpo.engines.vllm.loan import Loan
+from lowmem_grpo.engines.vllm.pool import SleepingRoom
 from lowmem_grpo.engines.vllm.sampling_weights import PlainRoom, choose, wide_bytes
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.policy import Policy
 
+pytestmark = pytest.mark.usefixtures("no_layers_left")
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
 PARAMS = SamplingParams(n=4, max_tokens=16, seed=1, ignore_eos=True)
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 2048 bytes"
-
-
-@pytest.fixture(autouse=True)
-def no_layers_left() -> Iterator[None]:
-    yield
-    LAYERS.clear()
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16])
@@ -140,11 +136,6 @@ class FakePool:
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakePool]:
     """Puts a pretend pool in the place of vLLM's."""
-    if installed() is None:
-        pytest.skip("needs vLLM, which is not installed")
-    import_plugin()
-    from lowmem_grpo.engines.vllm import pool as vllm_pool
-
     def make(available: bool = True, version: str = "0.32.0", **options: Any) -> FakePool:
         fake = FakePool(**options)
         allocator = SimpleNamespace(get_instance=lambda: SimpleNamespace(
@@ -158,12 +149,9 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakePool]:
     return make
 
 
-@pytest.mark.vllm
 def test_addresses_are_the_same_after_sleep_and_the_weights_are_made_again(
     policy: Policy, pool: Callable[..., FakePool]
 ) -> None:
-    from lowmem_grpo.engines.vllm.pool import SleepingRoom
-
     fake = pool()
     borrowing = borrow(policy, SleepingRoom())
     places = [product.wide.data_ptr() for product in products() if product.wide is not None]
@@ -182,7 +170,6 @@ def test_addresses_are_the_same_after_sleep_and_the_weights_are_made_again(
     assert segment.handle[1] % (32 << 20) == 0  # a segment of its own: nothing of vLLM's lies behind the weights
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize(("options", "message"), [
     ({"tag": "weights"}, "gave no segment .* but 33,554,432 bytes tagged 'weights'"),
     ({"version": "0.34.0"}, "pool of vLLM 0.34.0 was not checked, only that of 0.26 to 0.32"),
@@ -191,19 +178,14 @@ def test_addresses_are_the_same_after_sleep_and_the_weights_are_made_again(
 def test_a_pool_that_is_not_as_it_was_read_is_refused_by_name(
     pool: Callable[..., FakePool], options: dict[str, Any], message: str
 ) -> None:
-    from lowmem_grpo.engines.vllm.pool import SleepingRoom
-
     pool(**options)
     with pytest.raises(BorrowError, match=message):
         SleepingRoom().take(1000, torch.bfloat16, CPU)
 
 
-@pytest.mark.vllm
 def test_a_pool_that_cannot_be_used_leaves_the_4_bit_kernels_and_says_so(
     policy: Policy, pool: Callable[..., FakePool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from lowmem_grpo.engines.vllm.pool import SleepingRoom
-
     pool(tag="weights")
     with caplog.at_level(logging.WARNING):
         borrowing = borrow(policy, SleepingRoom())
@@ -301,7 +283,6 @@ class FullRoom(PlainRoom):
         return super().take(*arguments)
 
 
-@pytest.mark.vllm
 class TestEngine:
     pytestmark = NEEDS_VLLM
 
