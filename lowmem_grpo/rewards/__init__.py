@@ -66,7 +66,7 @@ HOMES = {name: home for home, names in {
     "rewards.ready.numbers": "number_equal number_present proximity",
     "rewards.ready.reading": "after boxed in_tag last_line last_number whole",
 }.items() for name in names.split()}
-HOMES = dict.fromkeys(__all__, "rewards.ready.gsm8k") | HOMES
+HOMES = dict.fromkeys(__all__, "rewards.ready.gsm8k") | HOMES  # the names that are left are of GSM8K
 
 
 def __getattr__(name: str) -> Any:
