@@ -67,6 +67,7 @@ def test_all_tokens_or_none_are_masked_right() -> None:
     assert top_entropy_mask(torch.zeros(5), 1.0).tolist() == [True] * 5
     assert top_entropy_mask(torch.zeros(5), 0.1).tolist() == [True] * 5  # all are equal
     assert top_entropy_mask(torch.empty(0), 0.2).shape == (0,)
+    assert ours(with_entropy(), policy_mask=torch.zeros(COUNT).bool(), entropy_coef=0.1).loss == 0
 
 
 # Masks and bonus in the loss
@@ -137,20 +138,19 @@ def test_a_bonus_and_a_mask_do_not_depend_on_micro_batches(order: list[int], fir
     close_with_gradients(shares[0] + shares[1], whole, tokens["logprobs"], tokens["entropy"])
 
 
-def test_a_mask_that_keeps_nothing_does_not_divide_by_zero() -> None:
-    result = ours(with_entropy(), policy_mask=torch.zeros(COUNT).bool(), entropy_coef=0.1)
-    assert result.loss == 0
-
-
 # Control
 
 
-def test_a_fixed_coefficient_stays_and_is_applied_at_once() -> None:
+def test_a_fixed_coefficient_stays_and_an_adaptive_one_recovers_from_zero() -> None:
     control = EntropyControl(0.01)
     for entropy in (0.0, 5.0):
         assert control.applied == 0.01 and control.enabled
         control.update(entropy)
     assert not EntropyControl(0.0).enabled and EntropyControl(0.0).applied == 0
+    adaptive = EntropyControl(0.0, adaptive=True)
+    assert adaptive.enabled and adaptive.applied == 0
+    adaptive.update(0.1)
+    assert adaptive.applied == 0.005
 
 
 def test_adaptive_control_is_the_hand_worked_sequence() -> None:
@@ -167,13 +167,6 @@ def test_adaptive_control_is_the_hand_worked_sequence() -> None:
         (0.0, 0.025), (0.0, 0.02), (0.0, 0.015), (0.0, 0.01), (0.0, 0.01),  # 0.01 is the lowest
         (0.015, 0.015),
     ]
-
-
-def test_adaptive_control_that_fell_to_zero_recovers() -> None:
-    control = EntropyControl(0.0, adaptive=True)
-    assert control.enabled and control.applied == 0
-    control.update(0.1)
-    assert control.applied == 0.005
 
 
 def test_a_resumed_control_goes_on_and_old_checkpoints_can_be_resumed() -> None:

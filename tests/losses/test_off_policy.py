@@ -294,26 +294,15 @@ def test_on_policy_the_off_policy_mask_drops_nothing() -> None:
 
 
 def test_a_correction_is_due_with_staleness_or_mismatch_and_only_then() -> None:
-    watch = MismatchWatch(bound=1e-3)
-    assert not watch.due(stale=False) and watch.due(stale=True)
     ratio = torch.tensor([1.1, 0.9], dtype=torch.float64)
     expected = mean([r - math.log(r) - 1 for r in ratio.tolist()])
-    watch.last_k3 = mean_k3(ratio)
-    assert watch.last_k3 == pytest.approx(expected, rel=1e-10) and expected > 1e-3
-    assert watch.due(stale=False)
-    watch.last_k3 = mean_k3(torch.tensor([1.01, 0.99]))
-    assert not watch.due(stale=False) and watch.due(stale=True)
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0])
-def test_a_mismatch_that_is_not_finite_is_corrected(broken: float) -> None:
-    assert MismatchWatch(last_k3=mean_k3(torch.tensor([1.0, broken]))).due(stale=False)
-
-
-def test_the_bound_itself_and_no_tokens_are_no_mismatch() -> None:
-    assert not MismatchWatch(bound=0.01, last_k3=0.01).due(stale=False)
-    assert MismatchWatch(bound=0.01, last_k3=0.02).due(stale=False)
-    assert mean_k3(torch.empty(0)) == 0
+    assert mean_k3(ratio) == pytest.approx(expected, rel=1e-10) and mean_k3(torch.empty(0)) == 0
+    broken = [mean_k3(torch.tensor([1.0, one])) for one in (math.nan, math.inf, 0.0)]
+    assert not MismatchWatch(bound=1e-3).due(stale=False)
+    for bound, k3, due in ((1e-3, expected, True), (1e-3, mean_k3(torch.tensor([1.01, 0.99])), False),
+                           (0.01, 0.01, False), (0.01, 0.02, True), *((1e-3, one, True) for one in broken)):
+        watch = MismatchWatch(bound=bound, last_k3=k3)
+        assert watch.due(stale=False) is due and watch.due(stale=True)
 
 
 # The registry

@@ -127,16 +127,12 @@ def test_the_example_clips_on_every_side() -> None:
     assert ((ratio > 1.2) & (ratio < 1.5) & (tokens["advantages"] > 0)).any()
 
 
-def test_gspo_token_has_gspos_gradient_where_advantages_are_the_sequences() -> None:
+def test_gspo_token_has_gspos_gradient_and_exactly_its_ratio_where_advantages_are_the_sequences() -> None:
     for seed in range(5):
         tokens = example(seed)
         losses = [ours(tokens, {"loss_type": name, "epsilon": 0.2}).loss for name in ("gspo", "gspo_token")]
         close_with_gradients(*losses, tokens["logprobs"])
-
-
-def test_gspo_token_has_exactly_the_ratio_of_the_sequence() -> None:
-    for seed in range(5):
-        tokens = {name: value.detach().float() for name, value in example(seed).items()}
+        tokens = {name: value.detach().float() for name, value in tokens.items()}
         tokens |= {"sequence_ids": tokens["sequence_ids"].long(), "old_logprobs": tokens["old_logprobs"] * 20}
         assert torch.equal(*(ours(tokens, {"loss_type": name, "epsilon": 0.2, "epsilon_high": 9.0}).loss
                              for name in ("gspo", "gspo_token")))
@@ -166,10 +162,6 @@ def test_the_kl_term_has_the_ratios_own_gradient(estimator: str, level: str) -> 
 
 
 # What a batch is made of does not change the step
-
-
-def share_of(places: list[int], tokens: dict[str, Tensor], case: Options) -> LossOutput:
-    return ours(part_of(tokens, places), case)
 
 
 @settings(deadline=None, max_examples=80)
@@ -246,12 +238,13 @@ def test_a_call_without_tokens_has_a_loss_and_no_metrics() -> None:
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
-def test_on_policy_the_ratio_is_exactly_one_and_nothing_is_clipped(case: Options) -> None:
+def test_on_policy_ratio_and_weight_are_exactly_one_and_nothing_is_clipped(case: Options) -> None:
     result = ours(example(), case, on_policy=True)
     assert torch.equal(result.samples["ratio"], torch.ones(sum(LENGTHS)).double())
     clipping = {name: value for name, value in result.metrics.items() if "clip" in name}
     assert not any(value.any() for value in clipping.values())
     assert bool(clipping) == (LOSS_TYPES[case["loss_type"]].metrics in ("clip", "cispo", "gmpo"))
+    assert case["loss_type"] != "vespo" or result.metrics["vespo/phi_seq_mean"] == 1
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
@@ -262,12 +255,6 @@ def test_on_policy_the_gradient_is_the_policy_gradient(case: Options) -> None:
     over = [denominator(case["loss_type"], length, sequences=7, count=31.5) for length in lengths]
     expected = -tokens["advantages"] / torch.tensor(over).double()
     close(gradient_of(ours(tokens, case, on_policy=True).loss, tokens), expected)
-
-
-def test_on_policy_vespos_weight_is_exactly_one() -> None:
-    for case in PLAIN:
-        if case["loss_type"] == "vespo":
-            assert ours(example(), case, on_policy=True).metrics["vespo/phi_seq_mean"] == 1
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
@@ -311,30 +298,22 @@ def test_clip_metrics_of_sequence_ratios_weigh_all_sequences_the_same() -> None:
     assert result.counts["clip_ratio/region_mean"] == len(LENGTHS)
 
 
-def test_gmpos_clip_metrics_are_those_of_its_log_ratios() -> None:
-    tokens = example()
-    result = ours(tokens, {"loss_type": "gmpo", "epsilon": 0.3, "epsilon_high": 0.5})
+def test_metrics_of_gmpo_cispo_and_vespo_are_their_formulas() -> None:
+    tokens, vespo = example(), next(case for case in PLAIN if case["loss_type"] == "vespo")
     log_ratio = (tokens["logprobs"] - tokens["old_logprobs"]).detach()
-    low = (log_ratio < -0.3) & (tokens["advantages"] < 0)
-    high = (log_ratio > 0.5) & (tokens["advantages"] > 0)
-    assert low.any() and high.any()
-    close(result.metrics["clip_ratio/low_mean"], low.double().mean())
-    close(result.metrics["clip_ratio/high_mean"], high.double().mean())
-
-
-def test_cispos_metric_counts_bounded_tokens_that_are_encouraged() -> None:
-    tokens = example()
-    ratio = (tokens["logprobs"] - tokens["old_logprobs"]).detach().exp()
-    expected = ((ratio > 1.3) & (tokens["advantages"] > 0)).double().mean()
-    assert expected > 0
-    close(ours(tokens, {"loss_type": "cispo", "epsilon_high": 1.3}).metrics["cispo_clip_ratio"], expected)
-
-
-def test_vespos_metric_is_the_mean_weight_of_sequences() -> None:
-    tokens, case = example(), next(case for case in PLAIN if case["loss_type"] == "vespo")
-    phis = [naive_phi([tokens["logprobs"][t] - tokens["old_logprobs"][t] for t in places],
-                      tokens["advantages"][places[0]], case) for places in places_of(tokens["sequence_ids"]).values()]
-    close(ours(tokens, case).metrics["vespo/phi_seq_mean"].item(), sum(phis) / len(phis))
+    discouraged, encouraged = tokens["advantages"] < 0, tokens["advantages"] > 0
+    phis = [naive_phi([log_ratio[t] for t in places], tokens["advantages"][places[0]], vespo)
+            for places in places_of(tokens["sequence_ids"]).values()]
+    gmpo = {"loss_type": "gmpo", "epsilon": 0.3, "epsilon_high": 0.5}
+    for options, name, expected in (
+        (gmpo, "clip_ratio/low_mean", ((log_ratio < -0.3) & discouraged).double().mean()),
+        (gmpo, "clip_ratio/high_mean", ((log_ratio > 0.5) & encouraged).double().mean()),
+        ({"loss_type": "cispo", "epsilon_high": 1.3}, "cispo_clip_ratio",
+         ((log_ratio.exp() > 1.3) & encouraged).double().mean()),
+        (vespo, "vespo/phi_seq_mean", torch.tensor(sum(phis) / len(phis), dtype=torch.float64)),
+    ):
+        assert expected > 0
+        close(ours(tokens, options).metrics[name], expected)
 
 
 def test_kl_is_the_mean_of_the_term_and_zero_at_the_reference() -> None:
@@ -356,25 +335,19 @@ def test_what_is_logged_holds_no_graph() -> None:
 # Refusals
 
 
-def test_unknown_loss_types_are_refused() -> None:
-    with pytest.raises(ValueError, match="loss_type is 'ppo'; allowed are grpo, bnpo, dr_grpo, dapo"):
-        ours(example(), {"loss_type": "ppo"})
-
-
 @pytest.mark.parametrize(("options", "missing", "message"), [
+    ({"loss_type": "ppo"}, "", "loss_type is 'ppo'; it must be one of grpo, bnpo, dr_grpo, dapo"),
+    ({"loss_type": "dr_grpo"}, "max_completion_length", "divides by max_completion_length; pass it"),
     ({"beta": 0.04}, "ref_logprobs", r"beta is 0\.04, which needs ref_logprobs"),
     ({"vllm_importance_sampling_correction": True}, "rollout_logprobs", "mismatch is to be corrected, which needs"),
     ({"top_entropy_quantile": 0.5}, "entropy", r"top_entropy_quantile is 0\.5, which needs entropy"),
     ({"entropy_coef": 0.01}, "entropy", r"entropy_coef is 0\.01, which needs entropy"),
 ])
-def test_an_option_whose_tensor_is_missing_is_refused(options: Options, missing: str, message: str) -> None:
+def test_an_unknown_loss_type_and_what_an_option_needs_and_lacks_are_refused(
+    options: Options, missing: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        ours(example(), {"loss_type": "grpo"} | options, **{missing: None})
-
-
-def test_dr_grpo_does_not_guess_a_longest_completion() -> None:
-    with pytest.raises(ValueError, match="divides by max_completion_length; pass it"):
-        ours(example(), {"loss_type": "dr_grpo"}, max_completion_length=None)
+        ours(example(), {"loss_type": "grpo"} | options, **({missing: None} if missing else {}))
 
 
 def test_settings_and_options_together_are_refused() -> None:
