@@ -63,43 +63,36 @@ def test_a_transformers_model_with_lora_has_the_same_gradients(family: str, dtyp
     assert offload.host_bytes_peak >= 2 * 24 * 32 * dtype.itemsize
 
 
-def test_on_the_cpu_the_door_changes_nothing_and_holds_nothing() -> None:
+def test_on_the_cpu_and_switched_off_the_door_changes_nothing_and_holds_nothing() -> None:
     model = Stack()
     with offload_activations(model) as offload:
         saved = model(*inputs()).grad_fn._saved_self
     assert isinstance(offload, ActivationOffload)
     assert saved.grad_fn is not None
-    assert same(step(model, offload_activations(model)), step(model, nullcontext()))
-    assert same(step(model, offload_activations(torch.device("cpu"))), step(model, nullcontext()))
+    for subject in (model, torch.device("cpu")):
+        assert same(step(model, offload_activations(subject)), step(model, nullcontext()))
     assert (offload.host_bytes, offload.host_bytes_peak, offload.host_storages()) == (0, 0, [])
     offload.release()
-
-
-def test_switched_off_the_door_is_an_empty_context() -> None:
     assert isinstance(offload_activations(torch.device("cuda"), enabled=False), nullcontext)
 
 
 # What goes to the host
 
 
-def test_of_checkpointed_layers_only_the_inputs_go_and_a_shared_one_goes_once() -> None:
+def test_of_checkpointed_layers_only_the_inputs_go_and_a_dropped_graph_gives_its_pages_back() -> None:
     model = Stack()
     offload = offloading(model)
+    with offload, torch.no_grad():
+        model(*inputs())
+    assert (offload.store.copies.started, offload.host_bytes_peak) == (0, 0)
     with offload:
         out = model(*inputs())
     sent = offload.store.copies.log.count("out")
     assert sent == LAYERS + 2  # each layer's hidden, `other` once for all layers, and what square() saves
     assert offload.host_bytes == sent * LAYER_INPUT
     del out
-    assert offload.host_bytes == 0
-
-
-def test_without_gradients_nothing_goes() -> None:
-    model = Stack()
-    offload = offloading(model)
-    with offload, torch.no_grad():
-        model(*inputs())
-    assert (offload.store.copies.started, offload.host_bytes_peak) == (0, 0)
+    assert offload.host_bytes == 0 and offload.store.residents == {}
+    assert same(step(model, offload), step(model, nullcontext()))
 
 
 WEIGHT = nn.Linear(32, 32)
@@ -160,18 +153,6 @@ def test_gradients_of_gradients_pass_through() -> None:
         return grads(model)
 
     assert same(second(offloading(model)), second(nullcontext()))
-
-
-def test_a_graph_that_is_dropped_gives_its_pages_back() -> None:
-    model = Stack()
-    offload = offloading(model)
-    with offload:
-        out = model(*inputs())
-    assert offload.host_bytes > 0
-    del out
-    assert offload.host_bytes == 0
-    assert offload.store.residents == {}
-    assert same(step(model, offload), step(model, nullcontext()))
 
 
 def test_a_forward_that_fails_gives_its_pages_back() -> None:
@@ -300,12 +281,9 @@ def test_every_layer_is_checkpointed_and_the_embeddings_need_no_gradient(mode: b
     assert not model.model.embed_tokens(torch.tensor([1])).requires_grad
     assert enable_checkpointing(model, False) is False
     assert checkpointed_layers(model) == []
-
-
-def test_a_model_under_peft_is_switched_too() -> None:
-    model = with_adapter(random_model("Llama"))
-    enable_checkpointing(model, "offload")
-    assert len(checkpointed_layers(model)) == 2
+    adapted = with_adapter(model)
+    enable_checkpointing(adapted, mode)
+    assert len(checkpointed_layers(adapted)) == 2
 
 
 class Deaf(nn.Module):
@@ -332,7 +310,7 @@ def test_a_model_whose_layers_ignore_checkpointing_is_refused_by_name(model: nn.
     assert enable_checkpointing(model, False) is False
 
 
-def test_a_transformers_model_that_says_no_is_refused_by_name() -> None:
+def test_a_transformers_model_that_says_no_and_an_unknown_mode_are_refused_by_name() -> None:
     model = random_model("Llama")
     type(model).supports_gradient_checkpointing, before = False, True
     try:
@@ -340,9 +318,6 @@ def test_a_transformers_model_that_says_no_is_refused_by_name() -> None:
             enable_checkpointing(model, True)
     finally:
         type(model).supports_gradient_checkpointing = before
-
-
-def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="use_gradient_checkpointing is 'disk'; allowed are True, False"):
         enable_checkpointing(nn.Linear(2, 2), "disk")
 

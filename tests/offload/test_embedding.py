@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,21 +30,20 @@ def test_logits_are_bit_for_bit_those_of_an_embedding_on_the_device(family: str,
     assert list(model.state_dict()) == names
 
 
-def test_a_tied_embedding_is_refused_since_nothing_would_be_saved() -> None:
-    with pytest.raises(ValueError, match="ties its input embedding to its output head"):
-        FastLanguageModel.from_pretrained(str(TINY), max_seq_length=64, load_in_4bit=False, offload_embedding=True)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"load_in_4bit": False}, "ties its input embedding to its output head"),  # nothing would be saved
+    ({"fast_inference": True}, "vLLM looks the embedding up on the device"),
+    ({"fast_inference": "vllm"}, "vLLM looks the embedding up on the device"),
+])
+def test_a_tied_embedding_and_vllm_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FastLanguageModel.from_pretrained("tiny", max_seq_length=64, offload_embedding=True, **options)
 
 
 def test_a_trained_embedding_is_refused() -> None:
     model = random_model("Llama")
     with pytest.raises(ValueError, match="only a frozen one can be on the host"):
         embed_on_host(model)
-
-
-@pytest.mark.parametrize("engine", [True, "vllm"])
-def test_vllm_and_an_embedding_on_the_host_are_refused_together(engine: bool | str) -> None:
-    with pytest.raises(ValueError, match="vLLM looks the embedding up on the device"):
-        FastLanguageModel.from_pretrained("tiny", fast_inference=engine, offload_embedding=True)
 
 
 def test_a_loaded_model_samples_and_trains_with_it(tmp_path: Path) -> None:

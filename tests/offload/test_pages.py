@@ -22,12 +22,15 @@ def test_pages_are_handed_out_again_and_made_only_when_none_is_free() -> None:
     assert not {id(page) for page in second} & {id(page) for page in third}
 
 
-def test_a_page_given_back_twice_is_refused() -> None:
+def test_release_drops_free_pages_and_no_others_and_none_is_given_back_twice() -> None:
+    assert PAGE_BYTES & (PAGE_BYTES - 1) == 0  # a size that torch does not round up
     pool = PagePool(ImmediateCopies(), page_bytes=64)
-    pages = pool.take(64)
-    pool.give(pages)
+    kept, gone = pool.take(64), pool.take(128)
+    pool.give(gone)
     with pytest.raises(KeyError):
-        pool.give(pages)
+        pool.give(gone)
+    pool.release()
+    assert [storage._cdata for storage in pool.storages()] == [kept[0].untyped_storage()._cdata]
 
 
 def test_where_a_page_cannot_be_had_none_is_taken() -> None:
@@ -57,18 +60,6 @@ def test_bytes_are_spread_over_pages_and_gathered_unchanged(count: int, dtype: t
     pool.copies.start(list(pool.pairs(pages, values)))
     pool.copies.start([(part, page) for page, part in pool.pairs(pages, back)])
     assert torch.equal(values, back)
-
-
-def test_release_drops_free_pages_and_no_others() -> None:
-    pool = PagePool(ImmediateCopies(), page_bytes=64)
-    kept, gone = pool.take(64), pool.take(128)
-    pool.give(gone)
-    pool.release()
-    assert [storage._cdata for storage in pool.storages()] == [kept[0].untyped_storage()._cdata]
-
-
-def test_a_page_is_a_size_that_torch_does_not_round_up() -> None:
-    assert PAGE_BYTES & (PAGE_BYTES - 1) == 0
 
 
 # The CUDA side stream, on streams that only take notes

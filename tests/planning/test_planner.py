@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,7 +242,7 @@ def test_a_host_with_little_memory_gets_no_more_layer_inputs_than_it_holds() -> 
     assert found.settings.optim == "adamw_torch"
 
 
-def test_rows_add_up_and_every_component_has_one() -> None:
+def test_rows_add_up_every_component_has_one_and_json_holds_them() -> None:
     found = plan(named_config("llama-3.1-8b"), RunSettings(20480), device("16GiB"))
     assert sum(row.train for row in found.rows) == found.train
     assert sum(row.rollout for row in found.rows) == found.rollout
@@ -252,13 +251,8 @@ def test_rows_add_up_and_every_component_has_one() -> None:
         "MLP tile", "logits chunk", "U and hidden states", "attention workspace", "host buffers", "CUDA context",
         "reserve",
     }
-
-
-def test_a_plan_can_be_written_as_json() -> None:
-    found = plan(named_config("qwen3-4b"), RunSettings(4096), device("t4"), "qwen3-4b")
     again = json.loads(json.dumps(found.to_dict()))
-    assert again["train"] == found.train
-    assert again["fits"] is True
+    assert again["train"] == found.train and again["fits"] is True
     assert [row["name"] for row in again["rows"]] == [row.name for row in found.rows]
 
 
@@ -287,13 +281,6 @@ def test_the_cache_takes_what_is_left_and_never_more_than_a_group_needs() -> Non
     tight = plan(named_config("llama-3.1-8b"), RunSettings(20480), device("14GiB"))
     assert tight.rollout <= 14 * GIB
     assert 1 <= tight.concurrent_sequences < 8
-
-
-def test_memory_grows_with_the_context() -> None:
-    settings = [RunSettings(n, max_tokens=n, spread=0.0) for n in (16384, 32768, 65536)]
-    found = [plan(named_config("llama-3.1-8b"), one, device("h200")).train for one in settings]
-    assert found == sorted(found)
-    assert found[0] < found[1] < found[2]
 
 
 def test_the_longest_context_fits_and_a_longer_one_does_not() -> None:
@@ -333,6 +320,7 @@ def test_a_context_beyond_the_models_is_refused() -> None:
     ({"mlp_tile": -1}, "mlp_tile is -1"), ({"spread": -1.0}, "spread is -1.0"),
     ({"host_bytes": -1}, "host_bytes is -1"),
     ({"completions_per_step": 0}, "completions_per_step is 0"), ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"sampling_weights": "8bit"}, "sampling_weights is '8bit'; allowed are 4bit, 16bit and None"),
 ])
 def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -348,9 +336,11 @@ def test_a_hub_name_finds_its_shape(name: str, shape: str | None) -> None:
     assert shape_name(name) == shape
 
 
-def test_an_unknown_model_is_told_the_close_ones() -> None:
+def test_an_unknown_model_or_card_is_told_the_close_ones() -> None:
     with pytest.raises(ValueError, match=r"no model 'lama-3.1-8b'; did you mean llama-3.1-8b"):
         named_config("lama-3.1-8b")
+    with pytest.raises(ValueError, match="no card '4900'; did you mean"):
+        device("4900")
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -378,22 +368,6 @@ def test_a_share_of_the_card_is_what_may_be_filled() -> None:
     assert device("16GiB", 0.5).budget == 8 * GIB
     with pytest.raises(ValueError, match=r"gpu_memory_utilization is 1\.5"):
         device("t4", 1.5)
-
-
-def test_an_unknown_card_is_told_the_close_ones() -> None:
-    with pytest.raises(ValueError, match="no card '4900'; did you mean"):
-        device("4900")
-
-
-def test_planning_needs_neither_torch_nor_transformers() -> None:
-    import subprocess
-
-    code = ("import sys; from lowmem_grpo.planning.planner import plan, named_config, RunSettings; "
-            "from lowmem_grpo.memory.cards import device; "
-            "plan(named_config('qwen3-4b'), RunSettings(2048), device('t4')); "
-            "print([name for name in ('torch', 'transformers', 'rich') if name in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_plan_says_which_phase_wants_more() -> None:
@@ -445,8 +419,3 @@ def test_weights_that_are_not_4_bit_or_not_vllms_are_never_planned_twice(changes
     assert found.settings.sampling_weights is None
     with pytest.raises(ValueError, match="sampling_weights is '16bit', which vLLM does with 4-bit weights"):
         RunSettings(640, sampling_weights="16bit", **changes)
-
-
-def test_a_form_of_weights_that_there_is_none_of_is_refused() -> None:
-    with pytest.raises(ValueError, match="sampling_weights is '8bit'; allowed are 4bit, 16bit and None"):
-        RunSettings(640, sampling_weights="8bit")

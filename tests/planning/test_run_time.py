@@ -77,30 +77,20 @@ def test_a_step_is_planned_with_the_lengths_that_it_had() -> None:
     }
 
 
-def test_groups_that_were_sampled_and_not_trained_on_cost_sampling_and_no_training() -> None:
-    one, all_of_them = [group(100, *[200] * 8)], [group(100, *[200] * 8)] * 8
-    few, many = planned().metrics(one, one), planned().metrics(all_of_them, one)
-    assert many["time/planned_train_s"] == few["time/planned_train_s"]
-    assert many["time/planned_generate_s"] > few["time/planned_generate_s"]
-
-
-def test_passes_before_training_and_more_updates_are_planned_for() -> None:
+def test_sampling_passes_before_training_and_more_updates_are_each_planned_for() -> None:
     groups = [group(100, *[200] * 8)] * 8
-    plain = planned().metrics(groups, groups)["time/planned_train_s"]
-    reference = planned().metrics(groups, groups, fields=("ref_logprobs",))["time/planned_train_s"]
-    both = planned().metrics(groups, groups, fields=("old_logprobs", "entropy", "ref_logprobs"))["time/planned_train_s"]
-    assert plain < reference < both
-    assert both - reference == pytest.approx(reference - plain)
-    assert planned().metrics(groups, groups, 2, 2)["time/planned_train_s"] == pytest.approx(2 * plain)
+    sampled, plain = planned().metrics(groups, groups[:1]), planned().metrics(groups[:1], groups[:1])
+    assert sampled["time/planned_train_s"] == plain["time/planned_train_s"]
+    assert sampled["time/planned_generate_s"] > plain["time/planned_generate_s"]
+    before = [(), ("ref_logprobs",), ("old_logprobs", "entropy", "ref_logprobs")]
+    none, one, two = (planned().metrics(groups, groups, fields=fields)["time/planned_train_s"] for fields in before)
+    assert none < one < two and two - one == pytest.approx(one - none)
+    assert planned().metrics(groups, groups, 2, 2)["time/planned_train_s"] == pytest.approx(2 * none)
 
 
-@pytest.mark.parametrize("groups", [[], [group(10)], [group(10, 0)]])
-def test_a_step_without_completions_has_no_plan(groups: list[RolloutGroup]) -> None:
-    assert planned().metrics(groups, groups) == {}
-    assert workload_of(groups) is None
-
-
-def test_nothing_is_planned_without_a_plan_or_a_data_sheet() -> None:
+def test_nothing_is_planned_without_completions_a_plan_or_a_data_sheet() -> None:
+    for groups in ([], [group(10)], [group(10, 0)]):
+        assert planned().metrics(groups, groups) == {} and workload_of(groups) is None
     groups = [group(100, 200)]
     assert PlannedTime(None, CONFIG).metrics(groups, groups) == {}
     assert planned("24GiB").metrics(groups, groups) == {}

@@ -212,19 +212,14 @@ def test_the_transformers_engine_waits_for_its_host() -> None:
     assert found.seconds["decode"] == pytest.approx(512 * 36 * 1.2e-3)
 
 
-def test_lengths_follow_their_mean_and_their_longest() -> None:
-    assert replace(GSM8K, completion_length=512).squared_length == pytest.approx(612**2)
+def test_lengths_have_their_mean_and_none_is_longer_than_the_longest() -> None:
+    equal, many = replace(GSM8K, completion_length=512), replace(GSM8K, generations=1000).lengths()
+    assert equal.squared_length == pytest.approx(612**2) and equal.lengths() == pytest.approx([512.0] * 8)
     spread = replace(GSM8K, longest=10**9).squared_length
     assert spread == pytest.approx(100**2 + 2 * 100 * 200 + 2 * 200**2)
     assert GSM8K.places == 8 * (99 + 8 * 200)
-
-
-def test_lengths_of_a_group_have_their_mean_and_none_is_longer_than_the_longest() -> None:
-    many = replace(GSM8K, generations=1000).lengths()
     assert sum(many) / 1000 == pytest.approx(200, rel=0.01)
-    assert many == sorted(many, reverse=True)
-    assert 500 < max(many) <= 512
-    assert replace(GSM8K, completion_length=512).lengths() == pytest.approx([512.0] * 8)
+    assert many == sorted(many, reverse=True) and 500 < max(many) <= 512
 
 
 @pytest.mark.parametrize(("tokens", "most", "expected"), [
@@ -271,17 +266,13 @@ def test_a_t4_without_bfloat16_is_estimated_at_its_rate_of_float16() -> None:
     assert found.step_seconds > 5 * (seconds().step_seconds or 0)
 
 
-def test_a_size_has_no_speed_and_says_how_to_name_a_card() -> None:
+def test_a_size_and_a_plan_that_does_not_fit_have_no_time_and_say_why() -> None:
     found = seconds(card="16GiB")
     assert found.step_seconds is None and found.seconds == {}
     assert found.why is not None and "'16GiB'" in found.why and "name a card, such as t4" in found.why
-
-
-def test_a_plan_that_does_not_fit_has_no_time() -> None:
-    shape = ModelShape.of(named_config("llama-3.3-70b"))
-    found = plan_time(plan(named_config("llama-3.3-70b"), RunSettings(2048), device("4090")), shape, GSM8K)
-    assert found.step_seconds is None
-    assert found.why == "the plan does not fit rtx4090"
+    config = named_config("llama-3.3-70b")
+    found = plan_time(plan(config, RunSettings(2048), device("4090")), ModelShape.of(config), GSM8K)
+    assert found.step_seconds is None and found.why == "the plan does not fit rtx4090"
 
 
 @pytest.mark.parametrize(("model", "context", "work"), [
