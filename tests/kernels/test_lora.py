@@ -107,15 +107,12 @@ def test_mlp_gradients_are_the_derivatives(activation: str, fused: bool) -> None
 
 
 @pytest.mark.parametrize("without", ["gate_lora", "up_lora", "down_lora"])
-def test_mlp_layers_without_lora_are_plain(without: str) -> None:
-    arguments = mlp_problem(63, torch.float32) | {without: None}
-    assert_no_worse(arguments, outcome(lora_mlp, arguments), torch.float32)
-
-
-def test_mlp_takes_batches_of_sequences() -> None:
-    arguments = mlp_problem(60, torch.float32)
+def test_mlp_layers_without_lora_are_plain_and_batches_of_sequences_are_taken(without: str) -> None:
+    arguments = mlp_problem(60, torch.float32) | {without: None}
+    ours = outcome(lora_mlp, arguments)
+    assert_no_worse(arguments, ours, torch.float32)
     batched = arguments | {"x": arguments["x"].detach().view(3, 20, IN).requires_grad_()}
-    torch.testing.assert_close(lora_mlp(**batched).flatten(0, 1), lora_mlp(**arguments))
+    torch.testing.assert_close(lora_mlp(**batched).flatten(0, 1), ours["y"])
 
 
 @pytest.mark.parametrize("tile_rows", [None, 64])
@@ -170,12 +167,6 @@ def test_a_checkpoint_around_a_tiled_mlp_computes_it_only_once_more_in_tiles() -
     assert torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("tile_rows", [0, -3])
-def test_tiles_without_rows_are_refused(tile_rows: int) -> None:
-    with pytest.raises(ValueError, match=f"tile_rows is {tile_rows}; it must be at least 1"):
-        lora_mlp(**mlp_problem(7, torch.float32), tile_rows=tile_rows)
-
-
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_a_bias_is_added_and_changes_no_gradient(dtype: torch.dtype, four_bit: bool) -> None:
@@ -201,18 +192,13 @@ def test_biases_that_do_not_fit_are_refused() -> None:
         lora_linear(*call, [torch.zeros(INNER, requires_grad=True)])
 
 
-def test_a_second_backward_through_used_buffers_is_refused_not_wrong() -> None:
+def test_a_second_backward_is_refused_through_used_buffers_and_gives_the_same_through_tiles() -> None:
     arguments = mlp_problem(7, torch.float32)
-    y = lora_mlp(**arguments)
+    y, tiled = lora_mlp(**arguments), lora_mlp(**arguments, tile_rows=3)
     torch.autograd.grad(y.sum(), arguments["x"], retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y.sum(), arguments["x"])
-
-
-def test_a_second_backward_through_a_tiled_mlp_gives_the_same() -> None:
-    arguments = mlp_problem(7, torch.float32)
-    y = lora_mlp(**arguments, tile_rows=3)
-    first, second = (torch.autograd.grad(y.sum(), arguments["x"], retain_graph=True)[0] for _ in range(2))
+    first, second = (torch.autograd.grad(tiled.sum(), arguments["x"], retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -297,6 +283,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"up": torch.zeros(5, IN)}, "(5, 63)"), ({"gate": torch.zeros(INNER, IN, dtype=torch.bfloat16)}, "bfloat16"),
     ({"gate": torch.zeros(INNER, IN, requires_grad=True)}, "frozen"), ({"activation": "relu"}, "'relu'"),
     ({"gate_lora": adapter(5, IN, torch.float32, 1)}, "(5, 5)"), ({"up": None}, "up_lora"),
+    *(({"tile_rows": rows}, f"tile_rows is {rows}; it must be at least 1") for rows in (0, -3)),
 ]
 
 

@@ -225,14 +225,10 @@ def test_triton_writes_bands_of_columns_and_rows(double: bool) -> None:
     assert torch.equal(out, full[35:, 128:448])
 
 
-def test_operator_is_sound() -> None:
+def test_operator_is_sound_and_it_compiles_and_fakes() -> None:
     for double in (False, True):
-        weight = NF4Weight.from_bitsandbytes(quantized((33, 64), double=double))
+        weight = NF4Weight.from_bitsandbytes(quantized((33, 64), torch.bfloat16, double=double))
         torch.library.opcheck(nf4_dequantize_op, (torch.zeros(33, 64), *weight.tensors, *weight.sizes, 0))
-
-
-def test_it_compiles_and_fakes() -> None:
-    weight = NF4Weight.from_bitsandbytes(quantized((33, 64), torch.bfloat16))
     compiled = torch.compile(lambda index: nf4_dequantize(weight.gather(index)), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(torch.tensor([3, 1])), nf4_dequantize(weight)[[3, 1]])
     with FakeTensorMode() as mode:

@@ -320,7 +320,7 @@ def test_a_context_beyond_the_models_is_refused() -> None:
     ({"mlp_tile": -1}, "mlp_tile is -1"), ({"spread": -1.0}, "spread is -1.0"),
     ({"host_bytes": -1}, "host_bytes is -1"),
     ({"completions_per_step": 0}, "completions_per_step is 0"), ({"max_tokens": 0}, "max_tokens is 0"),
-    ({"sampling_weights": "8bit"}, "sampling_weights is '8bit'; allowed are 4bit, 16bit and None"),
+    ({"sampling_weights": "8bit"}, "sampling_weights is '8bit'; it must be one of 4bit, 16bit, or None"),
 ])
 def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
