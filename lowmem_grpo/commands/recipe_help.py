@@ -1,4 +1,4 @@
-"""`lowmem-grpo run RECIPE --help`: its options and presets, read off its file, which is not run: nothing is loaded."""
+"""`lowmem-grpo run RECIPE --help`: options and presets, read from the recipe's file. The file is not run."""
 
 import ast
 import textwrap
@@ -19,18 +19,19 @@ def file_of(recipe: str) -> Path:
 
 
 def recipe_help(path: Path) -> str:
-    """What a recipe's docstring, options and presets say. ValueError for a file that cannot be read."""
+    """A recipe's docstring, options and presets as text. ValueError for a file that cannot be read."""
     tree, common = parsed(path), parsed(file_of("options"))
     own = list(options_of(tree, named(tree, "OPTIONS")))
     names = {option[0] for option in own}
     shared = [option for option in options_of(common, "RecipeOptions") if option[0] not in {*names, "config"}]
-    parts = [ast.get_docstring(tree) or "", listed("Options of this recipe:", own), listed("Of every recipe:", shared),
+    parts = [ast.get_docstring(tree) or "", listed("Options of this recipe:", own),
+             listed("Options of every recipe:", shared),
              presets_of(tree), FOOT]
     return "\n\n".join(part for part in parts if part)
 
 
 def parsed(path: Path) -> ast.Module:
-    """The file's syntax tree; the file is not run."""
+    """The file's syntax tree. ValueError for a file that cannot be read."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, SyntaxError, ValueError) as error:
@@ -38,13 +39,13 @@ def parsed(path: Path) -> ast.Module:
 
 
 def named(tree: ast.Module, name: str) -> str:
-    """What is assigned to `name` at a file's top level, as it is written there; empty where there is nothing."""
+    """The source of what a file assigns to `name` at its top level; empty if it assigns nothing."""
     values = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name]
     return ast.unparse(values[-1]) if values else ""
 
 
 def options_of(tree: ast.Module, owner: str) -> Iterator[Option]:
-    """The fields of a dataclass, each with the text beneath it: after those that it has from a class of the package."""
+    """The fields of a dataclass, each with the text below it. Fields of its base classes come first."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and owner != "RecipeOptions":
             yield from imported(node, owner)
@@ -69,14 +70,14 @@ def imported(node: ast.ImportFrom, owner: str) -> Iterator[Option]:
 
 
 def text_of(node: ast.stmt | None) -> str:
-    """A string that stands by itself; empty for anything else."""
+    """The text of a statement that is only a string; empty for any other statement."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return " ".join(node.value.value.split())
     return ""
 
 
 def listed(title: str, options: list[Option]) -> str:
-    """A title, and a paragraph for each option; empty without any."""
+    """A title, and a paragraph for each option; empty if there are no options."""
     paragraphs = [
         textwrap.fill(f"{name}={default}" + (f"  {text}" if text else f"  ({kind})"), WIDTH,
                       initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
@@ -86,7 +87,7 @@ def listed(title: str, options: list[Option]) -> str:
 
 
 def presets_of(tree: ast.Module) -> str:
-    """A line for each preset that is written out in the file."""
+    """A line for each preset that the file defines."""
     for node in tree.body:
         value = node.value if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "PRESETS" else None
         if isinstance(value, ast.Dict):
@@ -99,7 +100,7 @@ def presets_of(tree: ast.Module) -> str:
 
 
 def preset_line(size: str, made: ast.Call) -> str:
-    """Size, model, context, LoRA and what differs from the recipe's settings."""
+    """A preset's size, model, context and LoRA, and the settings that it changes."""
     given = dict(zip(PRESET, made.args, strict=False)) | {word.arg or "": word.value for word in made.keywords}
     settings = given.pop("settings", None)
     if isinstance(settings, ast.Dict):

@@ -1,6 +1,6 @@
-"""An adapter as PEFT folder, merged model or GGUF file.
+"""Exporting an adapter as a PEFT folder, a merged model or a GGUF file.
 
-Names load when they are first used.
+A name is imported when it is first used.
 """
 
 from importlib import import_module

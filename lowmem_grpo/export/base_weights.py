@@ -1,8 +1,8 @@
-"""The frozen weights of a model one after the other, by rows and without loading the model: for merging.
+"""The frozen weights that are merged with an adapter. They are read one tensor at a time, by rows.
 
-`stored_weights` reads a checkpoint's safetensors files. A weight that a run held in 4 bit is quantized as the loader
-quantizes it and read out of that: the adapter was trained on what quantization left. One tensor is held at a time.
-`live_weights` reads a loaded model, whichever layout its weights have.
+`stored_weights` reads a checkpoint's safetensors files, without loading the model. A weight that a run held in 4 bit is
+first quantized as the loader does it, because the adapter was trained on the quantized values.
+`live_weights` reads a loaded model, in any layout of its weights.
 """
 
 import json
@@ -26,19 +26,19 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PARTS = ".weight."  # of a 4-bit weight: `q_proj.weight.absmax` beside `q_proj.weight`
 STATE = ".quant_state.bitsandbytes__"
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-            "BOOL": torch.bool}  # safetensors' names; the others float
+            "BOOL": torch.bool}  # safetensors' names; all others are floating point
 Rows = Callable[[int, int], Tensor]  # (start, stop) -> (stop - start, ...)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of a model. `open` gives its reader, which holds at most this one tensor while it lives."""
+    """A tensor of a model. `open` returns a reader, which holds no other tensor."""
 
     name: str  # as in a checkpoint
     shape: tuple[int, ...]
     dtype: torch.dtype
     open: Callable[[], Rows]
-    step: int = 1  # a reader starts at multiples of so many rows
+    step: int = 1  # a reader can only start at multiples of this many rows
 
     @property
     def module(self) -> str:
@@ -56,7 +56,7 @@ def nf4_rows(weight: NF4Weight) -> Rows:
 
 
 def plain_rows(tensor: Any, dtype: torch.dtype | None, device: torch.device | str) -> Rows:
-    """A reader of a tensor, or of a slice of a file; floating values in `dtype` where one is given."""
+    """A reader of a tensor or of a slice of a file. It gives floating values in `dtype`, if there is one."""
     def rows(start: int, stop: int) -> Tensor:
         band: Tensor = (tensor[start:stop] if len(shape_of(tensor)) else tensor).to(device)
         return band.to(dtype) if dtype is not None and band.is_floating_point() else band
@@ -65,7 +65,7 @@ def plain_rows(tensor: Any, dtype: torch.dtype | None, device: torch.device | st
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Of a tensor, or of a slice of a file."""
+    """The shape of a tensor, or of a slice of a file."""
     return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
 
@@ -73,7 +73,7 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 
 
 def live_weights(model: Any) -> list[Weight]:
-    """Every parameter and saved buffer of a model (under PEFT, or bare), LoRA's own left out, tied ones once."""
+    """Every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones come once."""
     found = []
     for name, tensor in (*model.named_parameters(), *saved_buffers(model)):
         if ".lora_" not in name:
@@ -83,7 +83,7 @@ def live_weights(model: Any) -> list[Weight]:
 
 
 def live_weight(name: str, tensor: Any) -> Weight:
-    """One of them."""
+    """The Weight of a parameter or buffer."""
     if not is_quantized(tensor):
         return Weight(name, tuple(tensor.shape), tensor.dtype, lambda: plain_rows(tensor, None, tensor.device))
     weight = NF4Weight.from_bitsandbytes(tensor)
@@ -96,7 +96,7 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong into a checkpoint."""
+    """The buffers that a checkpoint contains."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -109,7 +109,10 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def stored_weights(
     folder: Path, config: Any, load_in_4bit: bool, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> list[Weight]:
-    """Every tensor of a stored model as it is after loading in `dtype` (linear layers in NF4 with `load_in_4bit`)."""
+    """Every tensor of a stored model, with the values that it has when loaded in `dtype`.
+
+    With `load_in_4bit` the linear layers have the values that NF4 gives them.
+    """
     places = tensor_files(folder)
     whole = {name for name in places if name.partition(PARTS)[0] == name}
     in_4_bit = {name for name in whole if f"{name}.absmax" in places}
@@ -125,7 +128,7 @@ def stored_weights(
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor; OSError where the folder holds no safetensors (pickled weights are never opened)."""
+    """The file of each tensor. OSError if the folder has no safetensors files: pickled weights are never opened."""
     if (folder / INDEX).is_file():
         names: dict[str, str] = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
         if missing := sorted({file for file in names.values() if not (folder / file).is_file()}):
@@ -139,7 +142,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def stored_weight(name: str, file: Path, quantize: bool, dtype: torch.dtype, device: torch.device | str) -> Weight:
-    """A tensor in 16 or 32 bits, which loading may quantize."""
+    """A tensor that is stored in 16 or 32 bits; `quantize` says whether loading puts it in 4 bit."""
     part = file_slice(file, name)
     shape = shape_of(part)
     if not quantize:
@@ -155,7 +158,7 @@ def stored_weight(name: str, file: Path, quantize: bool, dtype: torch.dtype, dev
 
 
 def stored_in_4bit(name: str, places: dict[str, Path], dtype: torch.dtype, device: torch.device | str) -> Weight:
-    """A tensor that bitsandbytes has quantized, with its scales beside it."""
+    """A tensor that bitsandbytes has quantized; its scales are stored beside it."""
     parts = [other for other in places if other.startswith(f"{name}.")]
     state = next(part for part in parts if STATE in part)
     described = json.loads(bytes(file_slice(places[state], state)[:].tolist()))
@@ -171,14 +174,14 @@ def stored_in_4bit(name: str, places: dict[str, Path], dtype: torch.dtype, devic
 
 
 def file_slice(file: Path, name: str) -> Any:
-    """A tensor of a file, read when it is sliced; the file is mapped, not loaded. A number is read at once."""
+    """A tensor of a file. It is read when it is sliced (a scalar at once); the file is mapped, not loaded."""
     opened = safe_open(file, "pt")
     part = opened.get_slice(name)
     return part if part.get_shape() else opened.get_tensor(name)
 
 
 def linears_to_quantize(config: Any, dtype: torch.dtype) -> set[str]:
-    """The modules that transformers puts in 4 bit when it loads such a model: asked of an empty one."""
+    """The modules that transformers puts in 4 bit when it loads such a model. An empty model is asked."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     AutoHfQuantizer.from_config(nf4(dtype)).preprocess_model(model, device_map=None)

@@ -1,7 +1,7 @@
-"""A merged model against the adapter that it was made from: logits of a few prompts, for models that fit twice.
+"""Compares the logits of a merged model with those of base and adapter, on a few prompts.
 
-Both compute in float32. What the merge may change is the rounding of weights to 16 bits; what is allowed is what 16
-bits change anyway: the difference that the merged model shows between computing in float32 and in its own dtype.
+Both compute in float32. A merge may only round weights to 16 bits. The allowed difference is therefore a small multiple
+of what 16 bits change anyway: the merged model's own difference between float32 and its dtype.
 """
 
 import gc
@@ -24,22 +24,22 @@ from lowmem_grpo.models.pretrained import Pretrained, compute_in
 TEXTS = (
     "Start with 17. Add 8. Subtract 13. What is the result?", "The capital of France is", "def add(a, b):\n    return",
 )
-LARGEST = 2**31  # bytes in float32 of a model that is compared by its logits; larger ones by their weights alone
-ALLOWED = 2.0  # times the difference between float32 and 16 bits: the adapter's own side may be in 16 bits as well
+LARGEST = 2**31  # bytes in float32; of larger models only the weights are compared, not the logits
+ALLOWED = 2.0  # times the difference between float32 and 16 bits: base and adapter may be in 16 bits too
 Logits = Callable[[Tensor], Tensor]  # ids (1, T) -> (1, T, V)
 
 
 @dataclass(frozen=True)
 class LogitCheck:
-    """Root mean squares over all places and tokens."""
+    """Root mean squares over all positions and tokens."""
 
     difference: float  # between the merged model and the adapter
     rounding: float  # between the merged model in float32 and in 16 bits
-    same_choice: float  # share of places where both find the same token likeliest
+    same_choice: float  # share of positions where both give the same token the highest logit
 
 
 def compare_logits(reference: Logits, folder: Path, dtype: torch.dtype, tokenizer: Any, device: str) -> LogitCheck:
-    """Load a merged model with transformers and compare; MergeError where the difference is more than rounding."""
+    """Load a merged model with transformers and compare. MergeError if it differs by more than rounding explains."""
     prompts = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in TEXTS]
     wanted = [reference(ids).float() for ids in prompts]
     exact, rounded = (answers(folder, kind, prompts, device) for kind in (torch.float32, dtype))
@@ -61,7 +61,7 @@ def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str
 
 @contextmanager
 def freed() -> Iterator[None]:
-    """Afterwards what was held inside can be used again."""
+    """Frees the memory that was used inside."""
     try:
         yield
     finally:
@@ -75,7 +75,7 @@ def rms(left: list[Tensor], right: list[Tensor]) -> float:
 
 
 def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, load_in_4bit: bool) -> Logits:
-    """What plain PEFT computes in float32 with base and adapter, the base held in `dtype` or 4 bit as in training."""
+    """What plain PEFT computes in float32. The base is held in `dtype` or 4 bit, as in training."""
     model, _ = base.load(dtype, device, load_in_4bit)
     adapted: Any = PeftModel.from_pretrained(in_float32(model), str(adapter)).eval()
     adapted.get_base_model().set_attn_implementation("sdpa")
@@ -89,8 +89,8 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
 
 
 def in_float32(model: Any) -> Any:
-    """The model with its weights as they are, computing in float32: what is in 4 bit stays so, and keeps its values
-    (weights that are quantized out of another dtype would not)."""
+    """The same model, computing in float32. Weights in 4 bit stay as they are: quantizing them again
+    out of another dtype would change their values."""
     compute_in(model, torch.float32)
     for parameter in model.parameters():
         if not isinstance(parameter, Params4bit) and parameter.is_floating_point():
@@ -99,7 +99,7 @@ def in_float32(model: Any) -> Any:
 
 
 def live_logits(model: Any) -> Logits:
-    """What a loaded model computes now; its mode is as before afterwards."""
+    """What a loaded model computes now. Its training mode is restored afterwards."""
     def logits(ids: Tensor) -> Tensor:
         training = model.training
         try:
@@ -113,10 +113,10 @@ def live_logits(model: Any) -> Logits:
 
 
 def check_loads(folder: Path, names: set[str]) -> None:
-    """MergeError unless the folder's config describes a model of exactly these tensors: asked of an empty one."""
+    """MergeError unless `names` has every parameter of the model that the folder's config describes."""
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
-        raise MergeError(f"{folder}/config.json still speaks of quantization")
+        raise MergeError(f"{folder}/config.json still has a quantization_config")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     own = {name for name, _ in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""The folder of an export: written beside its final place, and given its name only when it is whole."""
+"""The folder of an export. It is written under another name, and renamed when it is complete."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 from lowmem_grpo.runs.whole_folder import aside_of, remove, removed_after, swap_in
 from lowmem_grpo.units import size_text
 
-RECORD = "export.json"  # marks a folder as an export: only such a one is overwritten
+RECORD = "export.json"  # marks a folder as an export; only such a folder is overwritten
 
 
 class ExportError(ValueError):
@@ -21,7 +21,7 @@ class ExportError(ValueError):
 
 @dataclass
 class Exported:
-    """What was made, and what comparing it has shown."""
+    """What was exported, and the results of its checks."""
 
     folder: Path
     format: str
@@ -34,8 +34,8 @@ class Exported:
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
-    """A folder beside `out` (or beside what `out` is a link to) that takes its name at the end, and is gone after an
-    error. ExportError where `out` is taken, or cannot be made."""
+    """A new folder that becomes `out` at the end, and is deleted after an error. It lies beside `out`, or beside the
+    target if `out` is a link. ExportError if `out` is taken or cannot be made."""
     check_out(out, overwrite, source)
     final = out.resolve()  # a link cannot be renamed over, and stays
     temp = final.parent / f".{final.name}.export-{os.getpid()}"
@@ -52,7 +52,7 @@ def new_folder(out: Path, overwrite: bool, source: Path | None = None) -> Iterat
 
 
 def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
-    """ExportError where something is at `out` that would be lost."""
+    """ExportError if something at `out` would be lost."""
     if out.exists() and not out.is_dir():
         raise ExportError(f"{out} is a file; choose a folder for the export")
     if not out.is_dir() or not any(out.iterdir()):
@@ -62,19 +62,19 @@ def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
     if not overwrite:
         raise ExportError(f"{out} is not empty; choose another --out, or replace an earlier export with --overwrite")
     if not (out / RECORD).is_file():
-        raise ExportError(f"{out} holds something that is no export of this command ({RECORD} is missing), and "
-                          "--overwrite would delete it; choose another --out")
+        raise ExportError(f"{out} holds something that is no export of this command ({RECORD} is missing); "
+                          "--overwrite would delete it. Choose another --out")
 
 
 def finish(temp: Path, done: Exported) -> None:
-    """Note sizes and checks in the folder."""
+    """Write the record of sizes and checks into the folder."""
     done.bytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
     record = asdict(done) | {"folder": done.folder.name}
     (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """ExportError where the disk has no room."""
+    """ExportError if the disk has no room."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(f"the export needs {size_text(needed)} and {size_text(free)} are free in "

@@ -1,6 +1,6 @@
-"""From an adapter to a model in use: a PEFT folder, a merged model in 16 bits, or a GGUF file.
+"""Exports an adapter as a PEFT folder, as a merged model in 16 bits, or as a GGUF file.
 
-Everything is written into a folder beside its final place, loaded back and compared, and only then given its name.
+Everything is written into a temporary folder, read back and compared. Only then the folder gets its name.
 """
 
 import shutil
@@ -34,7 +34,7 @@ ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, "README.md")
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """What can be chosen; None is what the adapter's record says."""
+    """What can be chosen. None means: as the adapter's record says."""
 
     base: str | None = None
     load_in_4bit: bool | None = None
@@ -48,11 +48,11 @@ def export(
     run: Path, kind: str, out: Path, settings: ExportSettings | None = None, unfinished: bool = False,
     overwrite: bool = False, repo: str | None = None, private: bool = True, api: Any = None,
 ) -> Exported:
-    """Export the adapter that `run` means (a run, a checkpoint, a saved adapter) as one of FORMATS into `out`, and
-    push the folder to the hub where a `repo` is named.
+    """Export the adapter of `run` (a run, a checkpoint or a saved adapter) as one of FORMATS into `out`. With `repo`,
+    push the folder to the hub as well.
 
-    Raises ExportError, RunError, CheckpointError, AdapterError, MergeError, GGUFError, HubError or OSError; `out` is
-    then as it was.
+    Raises ExportError, RunError, CheckpointError, AdapterError, MergeError, GGUFError, HubError or OSError. `out` is
+    then as it was, except after a failed push: then it holds the complete export.
     """
     settings = settings or ExportSettings()
     check_choices(kind, settings)
@@ -75,7 +75,7 @@ def export(
 
 
 def check_choices(kind: str, settings: ExportSettings) -> None:
-    """ExportError for a format, a dtype or a type of GGUF that there is not."""
+    """ExportError for an unknown format, dtype or type of GGUF."""
     given = {"format": (kind, FORMATS), "dtype": (settings.dtype, (None, *DTYPES)),
              "gguf_type": (settings.gguf_type, gguf.TYPES)}
     for name, (value, allowed) in given.items():
@@ -84,7 +84,7 @@ def check_choices(kind: str, settings: ExportSettings) -> None:
 
 
 def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
-    """PEFT's own files, read back with PEFT."""
+    """Copy PEFT's own files, and read them back with PEFT."""
     pairs = read_pairs(adapter.folder)
     for name in ADAPTER_FILES:
         if (adapter.folder / name).is_file():
@@ -98,7 +98,7 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
 
 
 def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:
-    """Merge a saved adapter into the stored base. Neither is loaded as a model, but for small ones, to compare."""
+    """Merge a saved adapter into the stored base, without loading a model. Only small ones are loaded, to compare."""
     pairs = read_pairs(adapter.folder)
     record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
     name, four_bit = str(record.model), bool(record.load_in_4bit)
@@ -121,7 +121,7 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
 def export_gguf(
     adapter: RunAdapter, settings: ExportSettings, converter: Path, temp: Path, done: Exported
 ) -> None:
-    """Merge, convert, and compare the number of weights; the merged model is deleted again."""
+    """Merge, convert and compare the number of weights. The merged model is deleted afterwards."""
     merged = temp / "merged"
     merged.mkdir()
     export_merged(adapter, settings, merged, done)
@@ -135,29 +135,30 @@ def export_gguf(
 
 
 def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseRecord:
-    """The record with what was chosen; ExportError where something that decides the result is not known."""
+    """The record, with what was chosen in its place. ExportError if something that the result depends on is unknown."""
     model = settings.base or record.model
     four_bit = record.load_in_4bit if settings.load_in_4bit is None else settings.load_in_4bit
     if model is None:
         raise ExportError(f"the adapter in {folder} does not say which model it was trained on; name it with --base")
     if four_bit is None:
         raise ExportError(f"the adapter in {folder} does not say whether {model} was held in 4 bit while it was "
-                          "trained; say --load-in-4bit or --16bit: the adapter fits what it was trained on")
+                          "trained; say --load-in-4bit or --16bit, because the adapter only fits the weights that it "
+                          "was trained on")
     if record.dtype not in (None, *COMPUTED):
         raise ExportError(f"{folder / BASE_FILE} says dtype {record.dtype!r}; allowed are {', '.join(COMPUTED)}")
     return BaseRecord(model, four_bit, record.dtype or "bfloat16", None if settings.base else record.revision)
 
 
 def generation_of(path: str) -> Any:
-    """The stored generation config; None where there is none."""
+    """The stored generation config; None if there is none."""
     return GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").is_file() else None
 
 
 def matrix_elements(folder: Path) -> int:
-    """Numbers in all matrices of a merged model."""
+    """The number of elements in all matrices of a merged model."""
     total = 0
     for file in sorted(set(tensor_files(folder).values())):
         with safe_open(file, "pt") as opened:
-            shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118 - it is no dict
+            shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118 - not a dict
         total += sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
     return total

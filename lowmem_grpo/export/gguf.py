@@ -1,4 +1,4 @@
-"""GGUF files, written by llama.cpp's own converter and read back with its package `gguf`."""
+"""GGUF files: llama.cpp's own converter writes them, and its package `gguf` reads them back."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ PACKAGE = "the package gguf, which reads GGUF files, is not installed; pip insta
 
 
 class GGUFError(RuntimeError):
-    """No GGUF file could be made, or not the right one. The message says why, and what to do."""
+    """No GGUF file could be made, or it is wrong. The message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class GGUFContent:
 
     @property
     def elements(self) -> int:
-        """Numbers in all matrices. Vectors do not count: the converter adds some of its own."""
+        """The number of elements in all matrices. Vectors do not count, because the converter adds some."""
         return sum(shape[0] * shape[1] for shape in self.shapes.values() if len(shape) == 2)
 
 
 def find_converter(llama_cpp: Path | None) -> Path:
-    """The converter in a folder of llama.cpp, or on the PATH. Raises GGUFError with the way to get what is missing."""
+    """The converter in a folder of llama.cpp, or on the PATH. A GGUFError says how to get what is missing."""
     if find_spec("gguf") is None:
         raise GGUFError(PACKAGE)
     if llama_cpp is not None:
@@ -55,7 +55,7 @@ def command(script: Path, merged: Path, out: Path, kind: str) -> list[str]:
 
 
 def convert(script: Path, merged: Path, out: Path, kind: str) -> GGUFContent:
-    """Run the converter, and read the file that it wrote."""
+    """Run the converter and read the file that it wrote. GGUFError if either fails."""
     done = subprocess.run(command(script, merged, out, kind), capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not out.is_file():
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
@@ -64,11 +64,11 @@ def convert(script: Path, merged: Path, out: Path, kind: str) -> GGUFContent:
 
 
 def read_gguf(path: Path) -> GGUFContent:
-    """Names and shapes of the tensors in a GGUF file. Raises GGUFError for a file that is not whole."""
+    """Names and shapes of the tensors in a GGUF file. Raises GGUFError for a damaged file."""
     from gguf import GGUFReader
 
     class BoundedReader(GGUFReader):
-        """Ends where the file ends: the reader itself goes on over lengths that a damaged file promises."""
+        """Stops at the end of the file. GGUFReader itself believes the lengths that a damaged file gives."""
 
         def _get(self, offset: int, dtype: Any, count: Any = 1, *order: Any, **named: Any) -> Any:
             values = super()._get(offset, dtype, count, *order, **named)

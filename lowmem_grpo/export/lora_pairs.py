@@ -1,4 +1,4 @@
-"""The two factors that LoRA adds to each weight, out of a saved adapter or a live model, for merging: W + s B A."""
+"""LoRA's two factors for each weight, from a saved adapter or a loaded model. A merge computes W + s B A."""
 
 import json
 import math
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, check_adapter_folder
 
-PREFIX = "base_model.model."  # that PEFT puts before the names of a model's modules
-PLAIN: dict[str, tuple[Any, ...]] = {  # settings of PEFT that change what is computed: the values that we merge
+PREFIX = "base_model.model."  # PEFT puts this before the names of a model's modules
+PLAIN: dict[str, tuple[Any, ...]] = {  # PEFT's settings that change what is computed, with values that can be merged
     "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []), "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "lora_bias": (False, None),
     "layer_replication": (None,), "target_parameters": (None, []), "trainable_token_indices": (None, []),
@@ -23,7 +23,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # settings of PEFT that change what is co
 
 
 class AdapterError(ValueError):
-    """An adapter cannot be merged; the message says what in it, and what to do."""
+    """An adapter cannot be merged; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LoraPair:
 
 
 def read_pairs(folder: Path) -> dict[str, LoraPair]:
-    """The pairs of a saved adapter by the name of their module; AdapterError for what is not plain, finite LoRA."""
+    """The pairs of a saved adapter by the name of their module. AdapterError if it is not plain, finite LoRA."""
     check_adapter_folder(folder)
     try:
         config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
@@ -75,7 +75,7 @@ def check_settings(config: dict[str, Any], folder: Path) -> None:
 
 
 def live_pairs(model: Any) -> dict[str, LoraPair]:
-    """The pairs that a PEFT model computes with now; none for a model without an adapter."""
+    """The pairs that a PEFT model computes with now. AdapterError if there are none, or a layer has several."""
     pairs = {}
     for path, layer in model.named_modules():
         if not hasattr(layer, "lora_A"):
@@ -92,7 +92,7 @@ def live_pairs(model: Any) -> dict[str, LoraPair]:
 
 
 def checked(pairs: dict[str, LoraPair], where: str) -> dict[str, LoraPair]:
-    """The same pairs; AdapterError where one is not finite, or there is none."""
+    """The same pairs. AdapterError if there are none, or one is not finite."""
     if not pairs:
         raise AdapterError(f"{where} has no LoRA layer: there is nothing to merge")
     for name, pair in pairs.items():

@@ -1,11 +1,11 @@
-"""A merged model on disk: every weight in 16 bits, LoRA's product added in float32 and rounded once.
+"""Writes a merged model: LoRA's product is added in float32 and rounded once, to 16 bits.
 
-Written shard by shard: a shard of about a GiB and one tile of float32 rows are all that is held, whatever the model's
-size. Everything is read back and compared with W + s B A in float64: the same rounded value but for ties that float32
-decides otherwise, and never off by more than half a unit of the last place.
+The files are written shard by shard. For a model of any size, memory holds only a shard of about a GiB and one tile of
+float32 rows. Everything is read back and compared with W + s B A in float64. Each value must be off by at most half a
+unit of its last place, and equal the rounded one; only near a tie float32 may round the other way.
 
-Rounding keeps an update on average where W lies anywhere between two 16-bit numbers, as weights out of NF4 do. Where W
-is a 16-bit number itself, an update of less than half a unit is lost; how much is kept is measured and said.
+If W lies anywhere between two 16-bit numbers, as values of NF4 do, rounding keeps an update on average. If W is a
+16-bit number itself, an update of less than half a unit is lost. The kept share is measured and reported.
 """
 
 import json
@@ -24,17 +24,17 @@ from lowmem_grpo.export.base_weights import INDEX, SINGLE, Weight
 from lowmem_grpo.export.lora_pairs import LoraPair
 
 SHARD_BYTES = 2**30
-TILE_ELEMENTS = 2**23  # of a float32 tile: 32 MiB
-OTHERWISE = 1e-3  # share of elements that may be rounded to the neighbour: sums of float32 near a tie
+TILE_ELEMENTS = 2**23  # in a tile; 32 MiB in float32
+OTHERWISE = 1e-3  # share of elements that float32 may round to the neighbouring value, near a tie
 
 
 class MergeError(RuntimeError):
-    """A merged model cannot be made, or is not what it should be; the message says where and what to do."""
+    """A merged model cannot be made, or is wrong; the message says where, and what to do."""
 
 
 @dataclass
 class MergeCheck:
-    """What reading a merged model back has shown."""
+    """The results of reading a merged model back."""
 
     tensors: int = 0
     merged: int = 0
@@ -53,8 +53,11 @@ def write_merged(
     folder: Path, weights: list[Weight], pairs: dict[str, LoraPair], dtype: torch.dtype,
     said: Callable[[int, int], None] = lambda done, total: None, shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write model*.safetensors (and their index) into `folder`; the bytes of all tensors. `said(done, total)` is told
-    how many tensors are written. MergeError where a layer of the adapter has no weight, or a weight overflows."""
+    """Write model*.safetensors and their index into `folder`; returns the bytes of all tensors.
+
+    Calls `said(done, total)` after each tensor. MergeError if a layer of the adapter has no weight, or if a weight
+    overflows.
+    """
     check_layers(weights, pairs)
     shards = plan_shards(weights, dtype, shard_bytes)
     names = [SINGLE] if len(shards) == 1 else [shard_name(i + 1, len(shards)) for i in range(len(shards))]
@@ -76,12 +79,12 @@ def write_merged(
 
 
 def pair_of(weight: Weight, pairs: dict[str, LoraPair]) -> LoraPair | None:
-    """What is added to a tensor: nothing to biases."""
+    """What is added to a tensor; None for a bias."""
     return pairs.get(weight.module) if weight.name.endswith(".weight") else None
 
 
 def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
-    """MergeError where the adapter's layers are not the model's."""
+    """MergeError if a layer of the adapter is not in the model, or has another shape."""
     shapes = {weight.module: weight.shape for weight in weights if weight.name.endswith(".weight")}
     for name, pair in pairs.items():
         wanted = (pair.b.shape[0], pair.a.shape[1])
@@ -92,7 +95,7 @@ def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
 
 
 def plan_shards(weights: list[Weight], dtype: torch.dtype, shard_bytes: int) -> list[list[Weight]]:
-    """The tensors of each file, in order; a tensor that is larger than a shard has one to itself."""
+    """The tensors of each file, in order. A tensor that is larger than a shard gets its own."""
     shards: list[list[Weight]] = [[]]
     room = shard_bytes
     for weight in weights:
@@ -125,7 +128,7 @@ def tiles(weight: Weight) -> Iterator[tuple[int, int]]:
 
 
 def merged_tensor(weight: Weight, pair: LoraPair | None, dtype: torch.dtype) -> Tensor:
-    """The tensor to be written, on the host."""
+    """The tensor to be written, in host memory. MergeError if it is not finite."""
     rows = weight.open()
     if not weight.shape:
         return rows(0, 1).to("cpu", written_dtype(weight, dtype))
@@ -152,7 +155,7 @@ def overflow(name: str, tile: Tensor, dtype: torch.dtype) -> str:
 
 
 def check_merged(folder: Path, files: dict[str, Path], weights: list[Weight], pairs: dict[str, LoraPair]) -> MergeCheck:
-    """Compare what was written with base and adapter, by rows; MergeError where it is not within rounding."""
+    """Compare the written files with base and adapter, by rows. MergeError if they differ by more than rounding."""
     wanted = {weight.name for weight in weights}
     if files.keys() != wanted:
         odd = sorted(files.keys() ^ wanted)[0]
@@ -168,7 +171,7 @@ def check_merged(folder: Path, files: dict[str, Path], weights: list[Weight], pa
 
 
 def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: MergeCheck) -> None:
-    """One of them; what it shows goes into `check`. `written` is a slice of the file."""
+    """Compare one tensor, and add the result to `check`. `written` is a slice of the file."""
     rows, otherwise, elements = weight.open(), 0, max(1, math.prod(weight.shape))
     for start, stop in tiles(weight):
         base, found = rows(start, stop), written[start:stop]
@@ -185,13 +188,13 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
 
 
 def check_same(weight: Weight, base: Tensor, found: Tensor) -> None:
-    """MergeError where what nothing is added to is not the base's, in the dtype that was written."""
+    """MergeError if a tensor to which nothing is added is not the base's, in the dtype that was written."""
     if not torch.equal(base.to(found.device, found.dtype), found):
         raise MergeError(f"{weight.name} was read back and is not what the base model has")
 
 
 def check_rows(name: str, base: Tensor, found: Tensor, update: Tensor, check: MergeCheck) -> int:
-    """Rows of a merged weight, in float64; how many elements are rounded otherwise."""
+    """Compare rows of a merged weight in float64. Returns how many elements were rounded the other way."""
     base, values = base.double(), found.double()
     exact = base + update
     worst = worst_rounding(exact, values, found.dtype, base.abs().amax().item())
@@ -204,7 +207,7 @@ def check_rows(name: str, base: Tensor, found: Tensor, update: Tensor, check: Me
 
 
 def worst_rounding(exact: Tensor, values: Tensor, dtype: torch.dtype, summed: float) -> float:
-    """Largest error of `values`, in half units of their last place; `summed` is the size of what float32 has added."""
+    """Largest error of `values`, in half units of their last place; `summed` is the largest |W|."""
     info = torch.finfo(dtype)
     half = info.eps / 2 * (1 + 1e-3) * values.abs() + info.smallest_normal * info.eps / 2 + 1e-6 * summed
     return ((values - exact).abs() / half).max().item()

@@ -1,4 +1,4 @@
-"""The folder of a merged model: weights, cleaned config, tokenizer, generation config; compared with the adapter."""
+"""Writes the folder of a merged model (weights, config, tokenizer, generation config) and checks it."""
 
 import copy
 import logging
@@ -17,13 +17,13 @@ from lowmem_grpo.memory.trim import freed_memory_returned
 
 logger = logging.getLogger(__name__)
 
-MUCH = 0.9  # of an update: where rounding keeps less, that is said
+MUCH = 0.9  # of an update; if rounding keeps less, a warning says so
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Merge:
-    """A merged model that is to be written: tensors, what is added to them, and what comes along."""
+    """A merged model to be written: the tensors, what is added to them, and the files beside them."""
 
     weights: list[Weight]
     pairs: dict[str, LoraPair]
@@ -36,7 +36,7 @@ class Merge:
 def save_merged(
     model: Any, out: Path, tokenizer: Any, dtype: str | None, overwrite: bool, name: str | None = None
 ) -> Exported:
-    """Merge a loaded model (under PEFT, or bare) with the adapter that is in it."""
+    """Write a loaded model, merged with its adapter if it has one."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     computed = base.get_input_embeddings().weight.dtype
     weights = live_weights(model)
@@ -53,7 +53,7 @@ def save_merged(
 
 
 def save_adapter(model: Any, out: Path, overwrite: bool, name: str | None = None) -> Exported:
-    """Write the adapter in a loaded model under PEFT, as `save_pretrained` does, and mark the folder as an export."""
+    """Write the adapter of a loaded PEFT model as `save_pretrained` does, and mark the folder as an export."""
     done = Exported(out, "adapter", "a loaded model", name)
     with new_folder(out, overwrite) as temp:
         model.save_pretrained(str(temp))
@@ -62,7 +62,7 @@ def save_adapter(model: Any, out: Path, overwrite: bool, name: str | None = None
 
 
 def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
-    """Weights, config, tokenizer and generation config; then everything but the logits is checked."""
+    """Write weights, config, tokenizer and generation config. Then check everything except the logits."""
     check_disk(temp, sum(size_of(weight, merge.dtype) for weight in merge.weights))
     total = write_merged(temp, merge.weights, merge.pairs, merge.dtype)
     config = copy.deepcopy(merge.config)
@@ -85,18 +85,20 @@ def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
 
 
 def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Exported) -> None:
-    """The check of the logits; its numbers go into the record."""
+    """Compare the logits, and add the result to the record."""
     found = compare_logits(reference, temp, merge.dtype, merge.tokenizer, device)
     done.checks |= {f"logits_{name}": value for name, value in asdict(found).items()}
 
 
 def tied_names(merge: Merge) -> set[str]:
-    """Tensors that the config makes out of others."""
+    """Names of tensors that are not stored, because the config ties them to others."""
     return {"lm_head.weight"} if getattr(merge.config.get_text_config(), "tie_word_embeddings", False) else set()
 
 
 def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:
-    """The dtype asked for, else the one computed in, bfloat16 where that has 32 bits. ExportError for another one."""
+    """The dtype that was asked for, else the one that the model computes in, with bfloat16 in place of float32.
+
+    ExportError for a dtype that is not in DTYPES."""
     if asked is not None:
         if asked not in DTYPES:
             raise ExportError(f"dtype is {asked!r}; allowed are {', '.join(DTYPES)}")
@@ -105,5 +107,5 @@ def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:
 
 
 def elements(weights: list[Weight]) -> int:
-    """Numbers in all tensors."""
+    """The number of elements in all tensors."""
     return sum(torch.Size(weight.shape).numel() for weight in weights)

@@ -1,6 +1,6 @@
 """What a run will use on this machine, and what is missing: the content of `lowmem-grpo doctor`.
 
-Every look may fail, and none of them ends the visit: a failure becomes a finding.
+Any look may fail. A failure becomes a finding, and the others go on.
 """
 
 from typing import Any
@@ -35,9 +35,9 @@ def examine(look: Look | None = None) -> Checkup:
 
 
 def look_at_engine(look: Look, found: Checkup) -> None:
-    """What samples."""
+    """Which engine samples."""
     if not found.can_train:
-        found.used["engine"] = "none: see below"
+        found.used["engine"] = "none: see the findings below"
         return
     device = "cuda:0" if found.card.get("name") else "cpu"
     wanted = True if found.card.get("name") else "transformers"  # as `lowmem-grpo run` chooses
@@ -48,23 +48,24 @@ def look_at_engine(look: Look, found: Checkup) -> None:
     found.used["engine"] = f"{choice.name}: {choice.why if wanted is True else 'there is no card'}"
     capability = str(found.card.get("capability") or "8.0")
     if float(capability) < 8:
-        found.say(f"vLLM was not seen to run on a card of compute capability {capability}",
+        found.say(f"vLLM is not known to work on a card of compute capability {capability}",
                   'sample with the transformers engine (fast_inference="transformers")')
     elif choice.name == "vllm" and device != "cpu" and not has_pool(look):
-        found.say("this vLLM has no memory pool (vllm.cumem_allocator): its key-value cache stays on the card while "
+        found.say("this vLLM has no memory pool (vllm.cumem_allocator): its key-value cache stays on the card during "
                   "training", "install vLLM's own build for CUDA")
     elif choice.name != "vllm" and device != "cpu":
-        found.say(f"vLLM does not sample here: {choice.why}", "mend that: transformers samples several times slower")
+        found.say(f"vLLM does not sample here: {choice.why}",
+                  "mend that, because transformers samples several times slower")
 
 
 def has_pool(look: Look) -> bool:
-    """Whether the installed vLLM has what its sleep mode needs; nothing of it is imported."""
+    """Whether the installed vLLM has what its sleep mode needs. vLLM is not imported."""
     files, _ = attempt(lambda: look.files("vllm"))
     return any(str(file).startswith("vllm/cumem_allocator") for file in files or [])
 
 
 def look_at_kernels(torch: Any, found: Checkup) -> None:
-    """Triton's kernels or the reference; which attention."""
+    """Whether Triton's kernels or the reference will be used, and which attention."""
     if torch is None:
         return
     if not found.card.get("name"):
@@ -74,15 +75,15 @@ def look_at_kernels(torch: Any, found: Checkup) -> None:
     _, why = attempt(lambda: run_kernel(torch))
     found.used["kernels"] = "Triton" if why is None else f"none that works: {why}"
     if why is not None:
-        found.say(f"a Triton kernel does not run on this card ({why})",
-                  "install the triton that this torch asks for, and a C compiler", fatal=True)
+        found.say(f"a Triton kernel does not work on this card ({why})",
+                  "install the version of triton that this torch needs, and a C compiler", fatal=True)
     flash = float(found.card["capability"]) >= 8
-    found.used["attention"] = ("flash, of torch, with shared key heads" if flash
-                               else "memory-efficient, of torch: the flash form needs compute capability 8.0")
+    found.used["attention"] = ("torch's flash attention, with shared key heads" if flash
+                               else "torch's memory-efficient attention: flash attention needs compute capability 8.0")
 
 
 def run_kernel(torch: Any) -> None:
-    """One small kernel of ours on the card."""
+    """Run one small kernel of this package on the card."""
     from lowmem_grpo.kernels import rms_norm
 
     rms_norm(torch.ones(2, 64, device="cuda"), torch.ones(64, device="cuda"), 1e-6)
@@ -90,7 +91,7 @@ def run_kernel(torch: Any) -> None:
 
 
 def look_at_weights(look: Look, torch: Any, broken: set[str], found: Checkup) -> None:
-    """Whether weights can be held in 4 bit, by holding some."""
+    """Whether weights can be held in 4 bit: a few are quantized."""
     if torch is None or "bitsandbytes" in broken:
         found.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load with load_in_4bit=False"
         return
@@ -102,7 +103,7 @@ def look_at_weights(look: Look, torch: Any, broken: set[str], found: Checkup) ->
     _, why = attempt(quantize)
     found.used["4-bit weights"] = "NF4 by bitsandbytes" if why is None else f"no: {why}"
     if why is not None:
-        found.say(f"bitsandbytes cannot quantize here ({why})", "install it anew, or use load_in_4bit=False")
+        found.say(f"bitsandbytes cannot quantize here ({why})", "install it again, or use load_in_4bit=False")
 
 
 def look_at_training(look: Look, found: Checkup) -> None:
@@ -110,4 +111,5 @@ def look_at_training(look: Look, found: Checkup) -> None:
     for name in ("lowmem_grpo.loader", "lowmem_grpo.train.grpo"):
         _, why = attempt(lambda name=name: look.load(name)) if found.can_train else (None, None)  # type: ignore[misc]
         if why is not None:
-            found.say(f"{name} cannot be imported ({why})", "install this package and what it needs anew", fatal=True)
+            found.say(f"{name} cannot be imported ({why})", "install this package and its requirements again",
+                      fatal=True)

@@ -1,6 +1,6 @@
-"""What this machine has for training: libraries, card, memory, disk. Any look may fail, and then says so.
+"""What this machine has for training: libraries, card, memory, disk. A look that fails becomes a finding.
 
-Only the standard library is imported at the top: torch itself may be missing or broken.
+The top of the file imports only the standard library, because torch itself may be missing or broken.
 """
 
 import importlib.metadata
@@ -35,23 +35,23 @@ class Checkup:
     versions: dict[str, str] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
     host: dict[str, Any] = field(default_factory=dict)
-    used: dict[str, str] = field(default_factory=dict)  # what a run takes, and why
+    used: dict[str, str] = field(default_factory=dict)  # what a run will use, and why
     findings: list[Finding] = field(default_factory=list)
 
     @property
     def can_train(self) -> bool:
-        """Whether nothing that training needs is missing or broken."""
+        """Whether everything that training needs is there and works."""
         return all(finding.severity != "error" for finding in self.findings)
 
     @property
     def advice(self) -> list[str]:
-        """What is wrong and what to do, a line each, in the order to mend it."""
+        """What is wrong and what to do, one line for each, in the order in which to mend it."""
         if self.can_train:
             return [str(finding) for finding in self.findings]
-        return ["training is not possible here; mend what follows, the first line first", *map(str, self.findings)]
+        return ["training is not possible here; mend the following, from the first line on", *map(str, self.findings)]
 
     def say(self, problem: str, fix: str, fatal: bool = False) -> None:
-        """Add a finding; `fatal` where training is not possible with it."""
+        """Add a finding; `fatal` means that it makes training impossible."""
         self.findings.append(Finding("error" if fatal else "warning", "", problem, fix))
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Checkup:
 
 @dataclass(frozen=True)
 class Look:
-    """How the machine is looked at; tests look at others."""
+    """How the machine is looked at. Tests pass other functions."""
 
     version: Callable[[str], str] = importlib.metadata.version
     load: Callable[[str], Any] = import_module
@@ -87,13 +87,13 @@ def look_at_versions(look: Look, found: Checkup) -> None:
         found.versions[name] = str(version) if why is None else absent(name) if missing else f"unreadable ({why})"
         if why is not None and name in NEEDED:
             install = f"pip install '{wanted.get(name, name)}'"
-            found.say(f"{name} is {found.versions[name]} and needed", install, fatal=True)
+            found.say(f"{name} is {found.versions[name]}, and training needs it", install, fatal=True)
         elif why is None and excluded(name, str(version), wanted):
-            found.say(f"{name} {version} was not checked", f"pip install '{wanted[name]}'")
+            found.say(f"{name} {version} is a version that was not checked", f"pip install '{wanted[name]}'")
 
 
 def absent(name: str) -> str:
-    """What is said of a library that is not there: worse of one that training needs. This one is there all the same."""
+    """What to say of a library that is not installed. This package itself can be used from its folder."""
     if name == PACKAGE:
         return f"{__version__} (not installed: used from its folder)"
     return "missing" if name in NEEDED else "not installed"
@@ -107,7 +107,7 @@ def requirements() -> dict[str, str]:
 
 
 def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
-    """Whether a version is not one that the package asks for; False where that cannot be told."""
+    """Whether this package's requirements exclude a version; False if that cannot be told."""
 
     def outside() -> bool:
         from packaging.requirements import Requirement
@@ -118,7 +118,7 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
 
 
 def look_at_imports(look: Look, found: Checkup) -> set[str]:
-    """Libraries that are installed and cannot be imported, with what they say; those on top of torch only with it."""
+    """The libraries that cannot be used. Those that need torch are only tried if torch works."""
     broken: set[str] = set()
     for name in TRIED:
         if name in ON_TORCH and "torch" in broken:
@@ -131,7 +131,7 @@ def look_at_imports(look: Look, found: Checkup) -> set[str]:
         if why is not None:
             broken.add(name)
             found.versions[name] += " (broken)"
-            found.say(f"{name} is installed and cannot be imported ({why})", "install it anew", fatal=name in NEEDED)
+            found.say(f"{name} is installed but cannot be imported ({why})", "install it again", fatal=name in NEEDED)
     return broken
 
 
@@ -151,7 +151,7 @@ def look_at_card(torch: Any, found: Checkup) -> None:
         found.say(f"the card does not answer ({why})", "restart the machine, or its driver")
         return
     if not found.card["bf16"]:
-        found.say("this card does not compute in bfloat16", "nothing: runs take float16, with a loss scale")
+        found.say("this card does not compute in bfloat16", "nothing: runs use float16, with a loss scale")
 
 
 def card_facts(torch: Any) -> dict[str, Any]:
@@ -167,10 +167,10 @@ def card_facts(torch: Any) -> dict[str, Any]:
 def no_card(torch: Any, driver: str | None, why: str | None) -> tuple[str, str]:
     """Why there is no card, and what to do."""
     if driver and not torch.version.cuda:
-        return f"a card is here (driver {driver}) and torch is built for CPUs", "pip install torch from a CUDA index"
+        return f"there is a card (driver {driver}), but torch is built for CPUs", "pip install torch from a CUDA index"
     if driver:
-        return f"driver {driver} is here and torch finds no card ({why or 'too old for it?'})", "update the driver"
-    return "no card: runs compute on the CPU", "use it for the embedded tiny model only, or find a machine with a card"
+        return f"driver {driver} is there, but torch finds no card ({why or 'too old for it?'})", "update the driver"
+    return "there is no card: runs use the CPU", "use only the embedded tiny model here, or find a machine with a card"
 
 
 def driver_version() -> str | None:
@@ -187,7 +187,7 @@ def driver_version() -> str | None:
 
 
 def look_at_host(look: Look, found: Checkup) -> None:
-    """Memory that can be had, and room on the disks of this folder and of downloaded models."""
+    """Available memory, and room on the disks of this folder and of downloaded models."""
     memory, _ = attempt(lambda: look.load("lowmem_grpo.offload.host_room").available_host_bytes())
     cache, _ = attempt(lambda: Path(look.load("huggingface_hub.constants").HF_HUB_CACHE))
     found.host = {"available_bytes": memory, "disk_free_bytes": disk_free(Path.cwd()),
@@ -196,7 +196,7 @@ def look_at_host(look: Look, found: Checkup) -> None:
     if attempt(lambda: look.load("lowmem_grpo.offload.host_room").on_wsl())[0]:
         found.say(*look.load("lowmem_grpo.offload.host_room").WSL_ADVICE.split(". ", 1))
     if memory is not None and memory < LITTLE_HOST:
-        found.say(f"{size_text(memory)} of host memory are free, where layer inputs go with "
+        found.say(f"{size_text(memory)} of host memory are free; it holds layer inputs with "
                   'use_gradient_checkpointing="offload"', "set it to True, which keeps them on the card")
     for name, what in (("disk_free_bytes", "this folder's disk"), ("model_cache_free_bytes", "the model cache's disk")):
         if found.host[name] is not None and found.host[name] < LITTLE_DISK:
@@ -204,6 +204,6 @@ def look_at_host(look: Look, found: Checkup) -> None:
 
 
 def disk_free(folder: Path) -> int | None:
-    """Bytes that are free where a folder is, or would be made."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), None)
     return None if there is None else attempt(lambda: shutil.disk_usage(there).free)[0]

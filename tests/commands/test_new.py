@@ -238,7 +238,7 @@ def test_a_hub_that_does_not_answer_leaves_columns_to_fill_in_and_says_so(
         assert words in said(done)
     text = (folder / "mine.py").read_text()
     assert text.count("FILL IN the name of a column") == 2
-    assert "Nobody has looked at the answers" in text
+    assert "The answers could not be looked at" in text
     is_clean(folder / "mine.py")
     named = invoke("new", "named", "--data", "openai/gsm8k:main", "--prompt-column", "question", "--answer-column",
                    "answer", "--answers", "marked")

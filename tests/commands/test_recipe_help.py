@@ -49,7 +49,7 @@ def test_help_shows_every_option_and_preset_of_a_recipe(name: str) -> None:
 def test_help_of_a_recipe_file_does_not_run_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     text = recipe_help(tmp_path / "mine.py")
-    own, _, shared = text.partition("Of every recipe:")
+    own, _, shared = text.partition("Options of every recipe:")
     assert "engine=vllm  Mine." in own and "rows=3  (int)" in own and "engine=" not in shared
     assert "24  model=my/model, max_seq_length=512, lora_rank=8, lora_alpha=16, beta=0.1" in text
 
@@ -61,7 +61,7 @@ def test_options_inherited_from_the_package_are_listed(options: str, tmp_path: P
         "class Mine(OwnOptions):\n    eval_problems: int = 7\n    rows: int = 3\n"
         f"OPTIONS = {options}\n"
     )
-    own, _, shared = recipe_help(tmp_path / "mine.py").partition("Of every recipe:")
+    own, _, shared = recipe_help(tmp_path / "mine.py").partition("Options of every recipe:")
     assert own.count("\n  check=False  Show what the rewards pay for a few samples, and do not train.") == 1
     assert own.count("eval_problems=") == 1 and f"eval_problems={7 if options == 'Mine' else 128}  " in own
     assert ("rows=3" in own) == (options == "Mine") and "  model=" in shared and "  model=" not in own

@@ -129,7 +129,7 @@ def test_each_needed_library_may_be_missing(name: str) -> None:
     found = examine(Look(without(name), light))
     assert not found.can_train
     assert found.versions[name] == "missing"
-    said = f"{name} is missing and needed. What to do: pip install '{name}"
+    said = f"{name} is missing, and training needs it. What to do: pip install '{name}"
     assert any(line.startswith(said) for line in found.advice)
     assert report(found)[-1] == "Training is NOT possible here."
 
@@ -146,7 +146,7 @@ def test_a_library_may_break_in_any_way(name: str, error: Exception) -> None:
         "lowmem_grpo_loader": ImportError("no"), "lowmem_grpo_engines_choice": ImportError("no"),
     })))
     assert "(broken)" in found.versions[name]
-    assert any(f"{name} is installed and cannot be imported ({type(error).__name__}" in line for line in found.advice)
+    assert any(f"{name} is installed but cannot be imported ({type(error).__name__}" in line for line in found.advice)
     assert all("\n" not in line for line in found.advice)
     assert not found.can_train
     json.dumps(found.to_dict())
@@ -181,7 +181,7 @@ def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
                           "free_bytes": 20 * 2**30, "capability": "9.0", "bf16": True}
     assert found.used["engine"] == "vllm: vllm 0.30 is installed"
     assert found.used["kernels"] == "Triton"
-    assert found.used["attention"].startswith("flash")
+    assert found.used["attention"].startswith("torch's flash attention")
     lines = "\n".join(report(found))
     assert "24.00 GiB" in lines
     assert "bfloat16              yes" in lines
@@ -214,9 +214,9 @@ def test_a_kernel_that_does_not_compile_makes_training_impossible(monkeypatch: p
 
 
 @pytest.mark.parametrize(("driver", "cuda", "message"), [
-    ("580.1", None, "a card is here (driver 580.1) and torch is built for CPUs"),
+    ("580.1", None, "there is a card (driver 580.1), but torch is built for CPUs"),
     ("440.2", "13.0", "torch finds no card (too old for it?)"),
-    (None, "13.0", "no card: runs compute on the CPU"),
+    (None, "13.0", "there is no card: runs use the CPU"),
 ])
 def test_no_card_has_three_reasons(driver: str | None, cuda: str | None, message: str) -> None:
     torch = type("Torch", (), {"version": type("Version", (), {"cuda": cuda})()})()

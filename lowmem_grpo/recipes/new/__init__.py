@@ -1,1 +1,1 @@
-"""What `lowmem-grpo new` writes: a look at the user's data, and a recipe for it out of a template."""
+"""What `lowmem-grpo new` does: it looks at the user's data, and fills a template with a recipe for it."""

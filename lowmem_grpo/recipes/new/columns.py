@@ -1,4 +1,4 @@
-"""Which column of a user's data holds the prompts and which the answers: by their names, else by what is in them."""
+"""Finds the columns of prompts and of answers in a user's data: by their names, else by their content."""
 
 import re
 from dataclasses import dataclass, replace
@@ -12,24 +12,24 @@ ANSWERS = ("answer", "final_answer", "answers", "solution", "label", "target", "
            "correct_answer", "gold", "output", "response", "completion", "result", "ideal", "reference")
 CHOICES = ("choices", "options")
 BELONGING = ("context", "passage", "input", *CHOICES)  # columns that a prompt needs as well
-CLEARLY = 2.0  # so many times the letters of the other column
+CLEARLY = 2.0  # a column with this many times the letters of the other one holds the prompts
 NUMBERING = ("", "id", "idx", "index", "row", "number", "no", "nr", "unnamed: 0")  # columns that say nothing
-MOST = 100  # columns among which one is looked for
+MOST = 100  # the largest number of columns to guess from
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The two columns, and what made them so."""
+    """The two columns, and why they were chosen."""
 
     prompt: str = ""
-    """Empty where it cannot be told."""
+    """Empty if it cannot be told."""
     answer: str | None = ""
-    """Empty where it cannot be told, None where no answers are wanted."""
+    """Empty if it cannot be told; None if no answers are wanted."""
     why_prompt: str = ""
     why_answer: str = ""
 
     more: tuple[str, ...] = ()
-    """Columns that are asked together with the prompt's."""
+    """Further columns that go into the prompt."""
 
     @property
     def known(self) -> bool:
@@ -38,8 +38,7 @@ class Columns:
 
 
 def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | None, source: str) -> Columns:
-    """The columns that were named, or a guess from their names and the first rows; ValueError where there is none to
-    choose from."""
+    """The columns that the user named, or a guess from names and first rows. ValueError if no column can be used."""
     names = list(rows[0])
     for name in (prompt, answer):
         if name is not None and name not in names:
@@ -58,7 +57,7 @@ def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | N
 
 
 def with_more(rows: list[dict[str, Any]], found: Columns) -> Columns:
-    """The columns with those that belong to the prompt, where that is a text: without them it cannot be answered."""
+    """The same columns, with those that a prompt cannot be answered without. A prompt of chat messages gets none."""
     if not found.prompt or not all(isinstance(row[found.prompt], str | None) for row in rows):
         return found
     names = {name.strip().lower(): name for name in rows[0] if name not in (found.prompt, found.answer)}
@@ -66,7 +65,7 @@ def with_more(rows: list[dict[str, Any]], found: Columns) -> Columns:
 
 
 def separated(name: str) -> str:
-    """What a name says of a table with another separator than the comma."""
+    """What to say of a table whose first line uses another separator than the comma; empty if it uses none."""
     for mark, word in ((";", "semicolons"), ("\t", "tabs")):
         if mark in name:
             return f" (its fields are separated by {word}: save it with commas)"
@@ -74,7 +73,7 @@ def separated(name: str) -> str:
 
 
 def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answer: str | None) -> Columns:
-    """By name; of two columns the other one, that with clearly longer texts, or the first; else not at all."""
+    """A guess by name. Of two columns: the other one, the one with clearly longer texts, or the first. Else none."""
     why_prompt = why_answer = "named"
     if prompt is None:
         prompt, why_prompt = by_name(PROMPTS, [name for name in names if name != answer])
@@ -95,7 +94,7 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
 
 
 def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, str]:
-    """Of two columns the one with clearly longer texts, else the first; and how it was found."""
+    """Of two columns, the one with clearly longer texts, else the first; and how it was found."""
     longer, shorter = sorted(names, key=lambda name: letters(rows, name), reverse=True)
     if letters(rows, longer) > CLEARLY * letters(rows, shorter):
         return longer, "guessed: its texts are longer"
@@ -103,8 +102,8 @@ def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, 
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """The column with the most usual name, or the only one that has such a word in its name, and how it was found;
-    empty texts without one."""
+    """The column with the most usual name, or the only one whose name contains such a word; and how it was found. Empty
+    texts if there is none."""
     lower = {name.strip().lower(): name for name in reversed(names)}
     found = next((lower[name] for name in usual if name in lower), "")
     if not found and len(part := [name for name in names if set(re.findall(r"[a-z]+", name.lower())) & {*usual}]) == 1:
@@ -113,12 +112,12 @@ def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
 
 
 def letters(rows: list[dict[str, Any]], name: str) -> int:
-    """Characters of a column's texts."""
+    """The number of characters in a column's texts."""
     return sum(len(row[name]) if isinstance(row[name], str) else 0 for row in rows)
 
 
 def checked(rows: list[dict[str, Any]], found: Columns, source: str) -> Columns:
-    """ValueError where a column is empty throughout, or holds no texts to ask."""
+    """The same columns. ValueError if one is empty in every row, or if no column has texts for prompts."""
     for name in (found.prompt, found.answer):
         if name and all(row[name] in (None, "", []) for row in rows):
             raise ValueError(f"the column {name!r} of {source} is empty in all of the first {len(rows)} rows; name "

@@ -1,5 +1,5 @@
-"""Kinds of answers, told by what they look like, and what a new recipe says for each: how to ask, what is right, and a
-reward function of one's own as an example."""
+"""The kinds of answers, how to recognize them, and what a new recipe contains for each: a system prompt, a verifier and
+an example of the user's own reward function."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from lowmem_grpo.rewards.ready.reading import boxed, read_number
 
-MOSTLY = 0.9  # share of answers that a kind must suit
+MOSTLY = 0.9  # a kind must fit this share of the answers
 SHORT = (8, 60)  # words and characters of a short answer
 LATEX = re.compile(r"\\[a-zA-Z]+|\$[^$]+\$|\^|_\{")
 
@@ -19,43 +19,43 @@ class Kind:
     """The parts of a recipe that depend on its answers."""
 
     about: str
-    """The answers, for people."""
+    """The answers in words."""
     system: str
     """The system prompt."""
     right: str
-    """The verifier as code; empty where nothing is right or wrong."""
+    """The verifier as code; empty if no answer is simply right or wrong."""
     comment: str
-    """Above it."""
+    """The comment above the verifier."""
     own: str
-    """A reward function as code, and the constants before it."""
+    """An example of the user's own reward function as code, with its constants."""
     rewards: str
     """The list of rewards as code."""
     uses: tuple[str, ...] = ("re",)
     """Modules of the standard library that the code imports."""
     label: str = "row[ANSWER_COLUMN]"
-    """What an answer is compared with."""
+    """Code for the text that a completion is compared with."""
 
 
 ANSWER_LINE = '''
 def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
-    """0.1 where the last line reads `Answer: ` and {what}."""
+    """0.1 if the last line is `Answer: ` and {what}."""
     lines = [rewards.last_line(text) or "" for text in completion_texts(completions)]
     return [0.1 if re.fullmatch(r"Answer: {pattern}", line) else 0.0 for line in lines]
 '''
 BOXED_ONCE = '''
 def boxed_once(completions: list[Any], **kwargs: Any) -> list[float]:
-    """0.1 where one answer is boxed, and not several."""
+    """0.1 if the completion has exactly one boxed answer."""
     return [0.1 if len(re.findall(r"\\\\boxed", text)) == 1 else 0.0 for text in completion_texts(completions)]
 '''
 SAME_JSON = '''
 def same_json(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """1 where the completion is JSON of the same value as the answer; the order of keys does not matter."""
+    """1 if the completion is JSON with the same value as the answer; the order of keys does not matter."""
     pairs = zip(completion_texts(completions), answer, strict=True)
     return [float(parsed(text) == parsed(label)) for text, label in pairs]
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text, in a ``` block or not; the text itself where it is no JSON."""
+    """The value of a JSON text, with or without a ``` block around it; the text itself if it is not JSON."""
     try:
         return json.loads(text.strip().removeprefix("```json").strip("`"))
     except (ValueError, RecursionError):
@@ -63,7 +63,7 @@ def parsed(text: str) -> Any:
 '''
 SHARED_WORDS = '''
 def shared_words(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """From 0 to 1: how many words a completion shares with the answer, of those that the two have together."""
+    """From 0 to 1: the share of the words in completion and answer that both contain."""
     pairs = zip(completion_texts(completions), answer, strict=True)
     both = [(words(text), words(label)) for text, label in pairs]
     return [len(said & wanted) / max(len(said | wanted), 1) for said, wanted in both]
@@ -75,7 +75,7 @@ def words(text: str) -> set[str]:
 '''
 WHOLE_SENTENCES = '''
 def whole_sentences(completions: list[Any], **kwargs: Any) -> list[float]:
-    """1 where a completion ends as a sentence does."""
+    """1 if a completion ends like a sentence."""
     return [1.0 if text.strip().endswith((".", "!", "?")) else 0.0 for text in completion_texts(completions)]
 '''
 TRUE_STEPS = '''
@@ -88,8 +88,8 @@ def true_steps(completions: list[Any], **kwargs: Any) -> list[float]:
     true = [[OPERATORS[sign](int(a), int(b)) == int(c) for a, sign, b, c in lines] for lines in found]
     return [0.2 * sum(lines) / max(len(lines), 1) for lines in true]
 '''
-JUDGE = """# Nothing here says right or wrong: no accuracy is measured, and there is no EXAM for `lowmem-grpo eval`. A
-# language model as judge reads better than such functions do (docs/judge.md):
+JUDGE = """# No answer is simply right or wrong here: accuracy is not measured, and `lowmem-grpo eval` has no EXAM.
+# A language model judges such texts better than these functions do (docs/judge.md):
 #     judge = rewards.UrlJudge("http://localhost:8000/v1", "MODEL")
 #     REWARDS = [rewards.judged(judge{reference})]"""
 
@@ -99,7 +99,7 @@ def ends_in(what: str) -> str:
     return f"Think step by step. Then end with a line of its own: `Answer: ` and {what}, nothing else."
 
 
-LAST_NUMBER = "The last number of the completion must be the answer's. Stricter: where=rewards.after(\"Answer:\")"
+LAST_NUMBER = "The last number of the completion must be the answer's. Stricter is where=rewards.after(\"Answer:\")"
 EXAMPLE = "example"  # the kind of the rows that come with a new recipe
 KINDS = {
     EXAMPLE: Kind(
@@ -135,7 +135,7 @@ KINDS = {
     ),
     "json": Kind(
         "JSON", "Reply with JSON and nothing else.", "",
-        "`rewards.json_match(schema)` says whether it is JSON of a form; same_json, whether it is the answer.",
+        "`rewards.json_match(schema)` says whether a text is JSON of that schema; same_json, whether it is the answer.",
         SAME_JSON, "[CORRECT, rewards.json_match().reward(right=0.2, wrong=0.0)]", ("json",),
     ),
     "long": Kind(
@@ -151,7 +151,7 @@ CHOICES = [name for name in KINDS if name not in (EXAMPLE, "none")]
 
 
 def kind_of(answers: list[str]) -> str:
-    """Which kind suits most of the answers, in the order of this list; "long" where none does."""
+    """The first kind that fits most of the answers; "text" or "long" if none does."""
     if mostly(answers, lambda answer: read_number(answer.rpartition("####")[2]) is not None and "####" in answer):
         return "marked"
     suits: list[tuple[str, Callable[[str], bool]]] = [
@@ -166,7 +166,7 @@ def kind_of(answers: list[str]) -> str:
 
 
 def marks_of(kind: str, answers: list[str]) -> str:
-    """What stands before each of several choices: that by which answers name them; empty where they name none."""
+    """The marks of choices (A, B, ... or 0, 1, ...) if the answers are such marks; else empty."""
     if kind == "choice":
         return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     if kind == "number" and set(answers) <= set("0123456789"):
@@ -175,7 +175,7 @@ def marks_of(kind: str, answers: list[str]) -> str:
 
 
 def mostly(answers: list[str], suits: Callable[[str], bool], share: float = MOSTLY) -> bool:
-    """Whether a share of the answers suits."""
+    """Whether at least this share of the answers fits."""
     return sum(map(suits, answers)) >= share * len(answers)
 
 
@@ -205,10 +205,10 @@ def is_letter(answer: str) -> bool:
 
 
 def math_verifier() -> tuple[str, str]:
-    """The verifier of mathematics that works here, as code, and what to say of it."""
+    """The mathematics verifier that can be used on this machine, as code, and the comment above it."""
     if find_spec("math_verify") is not None:
         return "rewards.math_match()", "What is in the last \\boxed{} must equal the answer as mathematics."
     return "rewards.boxed_match()", (
         "What is in the last \\boxed{} must be the answer's number or text; after `pip install math-verify`,\n"
-        "# rewards.math_match() takes 1/2 for \\frac{1}{2} as well."
+        "# rewards.math_match() also accepts 1/2 for \\frac{1}{2}."
     )

@@ -1,4 +1,4 @@
-"""The text of a new recipe: the template, and the parts that the user's data decides."""
+"""Writes the text of a new recipe: the template, filled with the parts that depend on the user's data."""
 
 import os
 from dataclasses import dataclass
@@ -10,40 +10,40 @@ from lowmem_grpo.recipes.new.columns import CHOICES, Columns
 from lowmem_grpo.recipes.new.kinds import EXAMPLE, KINDS, Kind, math_verifier
 
 TEMPLATE = Path(__file__).parents[2] / "assets" / "new_recipe" / "recipe.txt"
-EXAMPLE_CPU = '''    "cpu": Preset("tiny", 128, 16, 32, {  # the embedded model, which errs at just this arithmetic
+EXAMPLE_CPU = '''    "cpu": Preset("tiny", 128, 16, 32, {  # the embedded model, which makes mistakes in this arithmetic
         "max_steps": 20, "learning_rate": 3e-3, "max_completion_length": 64, "per_device_train_batch_size": 64,
         "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "warmup_ratio": 0.0,
     }),'''
-LOOK_CPU = '''    "cpu": Preset("tiny", 2048, 16, 32, {  # the embedded model: a look at whether all runs
+LOOK_CPU = '''    "cpu": Preset("tiny", 2048, 16, 32, {  # the embedded model: shows that the recipe works
         "max_steps": 5, "max_completion_length": 64, "gradient_accumulation_steps": 2,
     }),'''
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a recipe is written for."""
+    """What a recipe is written from."""
 
     name: str
     folder: Path
-    """Where the recipe will lie."""
+    """The folder of the recipe."""
     source: str
-    """The user's file, a dataset of the hub, or the example rows, which lie beside the recipe."""
+    """The user's file, a dataset of the hub, or the file of example rows beside the recipe."""
     is_file: bool
     columns: Columns
     others: list[str]
-    """The data's further columns."""
+    """The columns that the recipe does not use."""
     kind: str
     sure: bool = True
-    """Whether the answers were looked at."""
+    """Whether the kind is known from the answers or from the user."""
     marks: str = ""
-    """Before each of several choices."""
+    """The marks before several choices; empty for none."""
     split: str = "train"
     unseen: str = ""
-    """Why the data could not be looked at."""
+    """Why the data could not be looked at; empty if it was."""
 
     @property
     def example(self) -> bool:
-        """Whether it is for the rows that come with it."""
+        """Whether the recipe is for the example rows."""
         return self.kind == EXAMPLE
 
 
@@ -54,7 +54,7 @@ def recipe_text(wanted: Wanted) -> str:
         name=wanted.name,
         data_name="your rows in " + shown(wanted.source) if not wanted.example else f"the rows in {wanted.name}.jsonl",
         how_long="a minute on a CPU, with the embedded tiny model" if wanted.example
-        else "model and settings by the card; a look on a CPU",
+        else "the card decides the model and settings",
         eval_line=f"    lowmem-grpo eval runs/{wanted.name} --recipe ./{wanted.name}.py   # before and after, on rows "
         "held out\n" if has_right(kind) else "",
         imports="".join(f"import {name}\n" for name in kind.uses) + ("from pathlib import Path\n" if wanted.is_file
@@ -72,29 +72,29 @@ def recipe_text(wanted: Wanted) -> str:
 
 
 def has_right(kind: Kind) -> bool:
-    """Whether its answers are right or wrong."""
+    """Whether an answer of this kind is either right or wrong."""
     return "CORRECT" in kind.rewards
 
 
 def shown(source: str) -> str:
-    """A source in a docstring: its last part, where that is plain."""
+    """A source as the docstring names it: its last part, or "a file" if that has odd characters."""
     name = source if source.count("/") == 1 else Path(source).name
     return name if name.replace("/", "").isprintable() and not set(name) & set('"\\$') else "a file"
 
 
 def literal(text: str) -> str:
-    """A text as Python source, in double quotes where that needs no escapes."""
+    """A text as Python source, in double quotes unless that needs escapes."""
     return f'"{text}"' if text.isprintable() and not set(text) & set('"\\') else repr(text)
 
 
 def columns_code(wanted: Wanted) -> str:
-    """The two constants, with what made them so."""
+    """The constants that name the columns, with the reason for each."""
     found = wanted.columns
     lines = [column_line("PROMPT_COLUMN", found.prompt, found.why_prompt)]
     if found.answer is not None:
         lines.append(column_line("ANSWER_COLUMN", found.answer, found.why_answer))
     if found.more:
-        lines.append(f"MORE_COLUMNS = ({', '.join(map(literal, found.more))},)  # asked with it, guessed from "
+        lines.append(f"MORE_COLUMNS = ({', '.join(map(literal, found.more))},)  # go into the prompt, guessed from "
                      f"{'its name' if len(found.more) == 1 else 'their names'}")
         if marked(wanted):
             lines.append(f"MARKS = {literal(wanted.marks)}  # before each of several choices")
@@ -104,7 +104,7 @@ def columns_code(wanted: Wanted) -> str:
 
 
 def asked_code(wanted: Wanted) -> str:
-    """What the user says."""
+    """The expression for the user's message."""
     if not wanted.columns.more:
         return "row[PROMPT_COLUMN]"
     return ("question_text(row[PROMPT_COLUMN], *(row[name] for name in MORE_COLUMNS)"
@@ -112,35 +112,35 @@ def asked_code(wanted: Wanted) -> str:
 
 
 def marked(wanted: Wanted) -> bool:
-    """Whether there are choices, and answers that name them by a mark."""
+    """Whether there are choices that the answers name by a mark."""
     return bool(wanted.marks) and any(name.strip().lower() in CHOICES for name in wanted.columns.more)
 
 
 def column_line(constant: str, name: str, why: str) -> str:
-    """A constant; one that has to be filled in says so."""
+    """A line with a constant; if the user has to fill it in, it says so."""
     return f"{constant} = {literal(name)}  # {why}" if name else f'{constant} = ""  # FILL IN the name of a column'
 
 
 def system_code(wanted: Wanted, kind: Kind) -> str:
-    """The system prompt; the example's rows need none."""
+    """The line of the system prompt; empty for the example."""
     if wanted.example:
-        return 'SYSTEM_PROMPT = ""  # none: the embedded tiny model has not met one\n'
+        return 'SYSTEM_PROMPT = ""  # none: the embedded tiny model was trained without one\n'
     return f"SYSTEM_PROMPT = {literal(kind.system)}\n"
 
 
 def absolute(wanted: Wanted) -> bool:
-    """Whether a file is named by its whole path: it does not lie beside the recipe, or below it."""
+    """Whether a file is named by its whole path, because it is not in the recipe's folder."""
     return relative(wanted) is None
 
 
 def relative(wanted: Wanted) -> str | None:
-    """A file's path as seen from the recipe's folder; None for one that is not in it."""
+    """A file's path from the recipe's folder; None if it is not in that folder."""
     path = os.path.relpath(Path(wanted.source).resolve(), wanted.folder.resolve())
     return None if path.startswith("..") or Path(path).is_absolute() else Path(path).as_posix()
 
 
 def data_arguments(wanted: Wanted) -> list[str]:
-    """Of OwnData."""
+    """The arguments of OwnData."""
     if not wanted.is_file:
         place = literal(wanted.source)
     elif (path := relative(wanted)) is not None:
@@ -153,10 +153,11 @@ def data_arguments(wanted: Wanted) -> list[str]:
 
 
 def rewards_code(wanted: Wanted, kind: Kind) -> str:
-    """The verifier, the user's own function, the list of both."""
+    """The verifier, an example of the user's own function, and the list of rewards."""
     right, comment = math_verifier() if wanted.kind == "math" else (kind.right, kind.comment)
     if not wanted.sure:
-        comment += "\n# Nobody has looked at the answers. If they are no short texts: `new` with --answers KIND."
+        comment += "\n# The answers could not be looked at. If they are not short texts, write this file again "
+        comment += "with --answers KIND."
     comment = comment if comment.startswith("#") else f"# {comment}"
     if right:
         ready = f"{comment}\nCORRECT = {right}.reward(right=1.0, wrong=0.0)\n\n"
@@ -166,7 +167,7 @@ def rewards_code(wanted: Wanted, kind: Kind) -> str:
 
 
 def lesson_code(wanted: Wanted, kind: Kind) -> str:
-    """The lines of `run` that make the lesson."""
+    """The lines in `run` that make the lesson."""
     lines = [] if wanted.example else ['    note = KNOWS_ARITHMETIC_ALONE if setup.is_tiny else ""']
     note = "" if wanted.example else ", note=note"
     tested = ", DATA.test(options.eval_problems), CORRECT" if has_right(kind) else ""
