@@ -4,6 +4,7 @@ matplotlib is one of the dev extras: it is imported when a picture is drawn, so 
 """
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 INK, PALE, BLUE = "#24292f", "#d0d7de", "#3b82c4"
@@ -27,6 +28,11 @@ def panels(columns: int, width: float, height: float, **options: Any) -> tuple[A
     matplotlib.rcParams.update(STYLE)
     figure, axes = pyplot.subplots(1, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
     return figure, list(axes[0])
+
+
+def smooth(values: list[float], around: int) -> list[float]:
+    """Each value's mean with as many neighbours on both sides."""
+    return [fmean(values[max(0, place - around) : place + around + 1]) for place in range(len(values))]
 
 
 def save(figure: Any, path: Path) -> None:

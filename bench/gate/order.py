@@ -6,7 +6,8 @@ all. A piece that does not fit into the rest of a call is not begun, but shorter
 """
 
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+
+from bench.gate.stages import Piece
 
 ENGINE = "tests/smoke vllm"  # its outcome decides which of vLLM's model runners the others use
 SECONDS_OF_A_CALL = 500.0  # of ten minutes; the rest is for unpacking and for bringing results back
@@ -23,14 +24,6 @@ DEFAULT = (
     ENGINE, "tests/smoke 4-bit", *(name for call in CALLS.values() for name in call if not name.startswith(TESTS)),
     *NUMBERS, TESTS,
 )
-
-
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-Piece = TypeVar("Piece", bound=Named)
 
 
 def ordered(pieces: Iterable[Piece], asked: Iterable[str]) -> list[Piece]:

@@ -109,10 +109,10 @@ def compiled(variant: Variant, chip: int, hints: str) -> Weight:
     )
 
 
-def build(variant: Variant, chip: int, hints: str) -> Any:
-    """Triton's compiled kernel. The compiler's output is dropped: on an error it prints the whole program."""
+def build(variant: Variant, chip: int, hints: str, log: io.StringIO | None = None) -> Any:
+    """Triton's compiled kernel. The compiler's output goes to `log`: on an error it prints the whole program."""
     options = {"num_warps": variant.launch.num_warps, "num_stages": variant.launch.num_stages}
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(log or io.StringIO()):
         return triton.compile(source(variant, hints), target=GPUTarget("cuda", chip, 32), options=options)
 
 
@@ -129,10 +129,9 @@ def resources(cubin: bytes) -> dict[str, int]:
 def spilled(variant: Variant, chip: int, hints: str) -> int:
     """Bytes that the assembler says it spills, for which the kernel is compiled anew."""
     log = io.StringIO()
-    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+    with knobs.compilation.scope(), knobs.nvidia.scope():
         knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
-        options = {"num_warps": variant.launch.num_warps, "num_stages": variant.launch.num_stages}
-        triton.compile(source(variant, hints), target=GPUTarget("cuda", chip, 32), options=options)
+        build(variant, chip, hints, log)
     counts = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
     if not counts:
         raise RuntimeError("the assembler's log does not mention spills; its format may have changed")

@@ -6,6 +6,7 @@ as under LoRA. Liger overwrites inputs or upstream gradients where it can; so do
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -179,16 +180,9 @@ def liger_rope() -> Forward:
     return turning(liger_rope)
 
 
-def liger_swiglu() -> Forward:
-    from liger_kernel.transformers.functional import liger_swiglu
-
-    return gated(liger_swiglu)
-
-
-def liger_geglu() -> Forward:
-    from liger_kernel.transformers.functional import liger_geglu
-
-    return gated(liger_geglu)
+def liger_gated(name: str) -> Callable[[], Forward]:
+    """Makes the forward of one of its gated activations."""
+    return lambda: gated(getattr(import_module("liger_kernel.transformers.functional"), f"liger_{name}"))
 
 
 def four(ours: Forward, reference: Forward, theirs: Callable[[], Forward], note: str = "") -> list[Provider]:
@@ -212,6 +206,6 @@ PROBLEMS = {
     "rms_norm": (norm_problem, four(our_norm, norm_ref, liger_norm, "gradient over the upstream one")),
     "add_rms_norm": (add_norm_problem, four(our_add_norm, add_norm_ref, liger_add_norm)),
     "rope": (rope_problem, [*four(turning(rope), turning(rope_ref), liger_rope, "in place"), IN_PLACE]),
-    "swiglu": (glu_problem(gated(swiglu_ref)), glu_providers(swiglu, gated(swiglu_ref), liger_swiglu)),
-    "geglu": (glu_problem(gated(geglu_ref)), glu_providers(geglu, gated(geglu_ref), liger_geglu)),
+    "swiglu": (glu_problem(gated(swiglu_ref)), glu_providers(swiglu, gated(swiglu_ref), liger_gated("swiglu"))),
+    "geglu": (glu_problem(gated(geglu_ref)), glu_providers(geglu, gated(geglu_ref), liger_gated("geglu"))),
 }

@@ -104,13 +104,15 @@ def reference_values(weight: NF4Weight) -> Results:
     return {"values": nf4_dequantize_ref(weight)}
 
 
-def quant_state(weight: NF4Weight) -> Any:
-    """The weight's tensors as bitsandbytes keeps them."""
+def packed_state(problem: Problem) -> tuple[Tensor, Any]:
+    """The weight's tensors as bitsandbytes keeps them: packed codes, and the state that says what they mean."""
     from bitsandbytes.functional import QuantState
 
+    weight: NF4Weight = problem.given["weight"]
     nested = QuantState(weight.nested_absmax, code=weight.nested_code, blocksize=NESTED_BLOCK, dtype=torch.float32)
-    return QuantState(weight.absmax, shape=torch.Size(weight.shape), code=weight.code, blocksize=BLOCK,
-                      quant_type="nf4", dtype=weight.dtype, offset=weight.offset, state2=nested)
+    state = QuantState(weight.absmax, shape=torch.Size(weight.shape), code=weight.code, blocksize=BLOCK,
+                       quant_type="nf4", dtype=weight.dtype, offset=weight.offset, state2=nested)
+    return weight.packed[:, None], state
 
 
 def build_matmul(problem: Problem) -> Run:
@@ -119,8 +121,7 @@ def build_matmul(problem: Problem) -> Run:
     dequantize and multiply. A peak below the dense weight's bytes says that the fused kernel ran."""
     import bitsandbytes
 
-    weight = problem.given["weight"]
-    state, packed = quant_state(weight), weight.packed[:, None]
+    packed, state = packed_state(problem)
     return autograd_run(problem, lambda x, **_: {"out": bitsandbytes.matmul_4bit(x, packed, state)})
 
 
@@ -128,8 +129,7 @@ def build_dequantize_matmul(problem: Problem) -> Run:
     """The whole weight dequantized by bitsandbytes, then a dense product."""
     from bitsandbytes.functional import dequantize_4bit
 
-    weight = problem.given["weight"]
-    state, packed = quant_state(weight), weight.packed[:, None]
+    packed, state = packed_state(problem)
     return autograd_run(problem, lambda x, **_: {"out": x @ dequantize_4bit(packed, state).T})
 
 
@@ -139,8 +139,7 @@ def build_gemv(problem: Problem) -> Run:
 
     if problem.case.shape["M"] > 1 or problem.case.passes != FWD or problem.case.device != "cuda":
         raise UnsupportedError("for one row on a card, without gradients; on the CPU it wants another layout")
-    weight = problem.given["weight"]
-    state, packed = quant_state(weight), weight.packed[:, None]
+    packed, state = packed_state(problem)
     return autograd_run(problem, lambda x, **_: {"out": gemv_4bit(x, packed, state=state)})
 
 
@@ -160,8 +159,7 @@ def build_values(problem: Problem) -> Run:
     """bitsandbytes' dequantization."""
     from bitsandbytes.functional import dequantize_4bit
 
-    weight = problem.given["weight"]
-    state, packed = quant_state(weight), weight.packed[:, None]
+    packed, state = packed_state(problem)
     return autograd_run(problem, lambda weight: {"values": dequantize_4bit(packed, state)})
 
 

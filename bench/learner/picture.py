@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from bench.common.pictures import BLUE, PALE, panels, save
+from bench.common.pictures import BLUE, PALE, panels, save, smooth
 from bench.common.rows import newest
 from bench.gate.pretend import is_pretend
 
@@ -40,15 +40,9 @@ def panel(axis: Any, row: dict[str, Any]) -> None:
     rewards = row["rewards"]
     steps = range(1, len(rewards) + 1)
     axis.plot(steps, rewards, color=PALE, linewidth=1.5)
-    axis.plot(steps, smooth(rewards), color=BLUE, linewidth=2.2)
+    axis.plot(steps, smooth(rewards, SMOOTH), color=BLUE, linewidth=2.2)
     axis.set_ylim(0, 1.05 * max(1.0, *rewards))
     axis.grid(axis="y", alpha=0.4)
     axis.set_title(f"{row['recipe']}: mean reward of {len(rewards)} steps", loc="left")
     axis.set_xlabel(f"held out: {row['accuracy_before']:.1%} before, {row['accuracy_after']:.1%} after\n"
                     f"{row['train_seconds']:.0f} s of training", loc="left")
-
-
-def smooth(values: list[float]) -> list[float]:
-    """Each value's mean with its neighbours."""
-    windows = [values[max(0, place - SMOOTH) : place + SMOOTH + 1] for place in range(len(values))]
-    return [sum(window) / len(window) for window in windows]

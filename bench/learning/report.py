@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from bench.common.pictures import panels, save
+from bench.common.pictures import panels, save, smooth
 from bench.learning.settings import BY_NAME, COMMON
 from bench.learning.verdicts import ERRORS, LAST, beginning, by_setting, distance, end, seed_deviation
 
@@ -83,14 +83,10 @@ def draw(rows: Rows, path: Path) -> None:
 
 def curve(axis: Any, kept: Rows, name: str) -> None:
     """Mean and standard deviation over seeds, smoothed over three steps."""
-    series = [smooth(row["right"]) for row in kept]
+    series = [smooth(row["right"], 1) for row in kept]
     columns = list(zip(*series, strict=True))
     means = [fmean(values) for values in columns]
     spread = [stdev(values) if len(values) > 1 else 0.0 for values in columns]
     (drawn,) = axis.plot(range(1, len(means) + 1), means, label=name, linewidth=1.6)
     low, high = ([m + sign * s for m, s in zip(means, spread, strict=True)] for sign in (-1, 1))
     axis.fill_between(range(1, len(means) + 1), low, high, color=drawn.get_color(), alpha=0.1, linewidth=0)
-
-
-def smooth(values: list[float]) -> list[float]:
-    return [fmean(values[max(0, place - 1) : place + 2]) for place in range(len(values))]

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bench.common import options
 from bench.common.rows import append_row, machine
+from bench.loop.processes import TARGETS
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.models.pretrained import resolve
 from lowmem_grpo.runs.saved_adapter import BaseRecord
@@ -32,7 +33,6 @@ from lowmem_grpo.units import GIB
 
 RESULTS = Path(__file__).parents[1] / "results" / "export.jsonl"
 SHARD, BLOCK = 2**30, 2**24  # bytes of a file; random numbers that are repeated over every tensor
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def make_base(folder: Path, shape: str) -> Any:
@@ -83,7 +83,7 @@ def filled(size: torch.Size) -> torch.Tensor:
 def make_adapter(folder: Path, base: Path, config: Any, rank: int) -> None:
     """LoRA on every linear layer, as PEFT stores it."""
     folder.mkdir(parents=True)
-    wanted = {name: size for name, size in tensors(config).items() if name.split(".")[-2] in LINEARS and len(size) == 2}
+    wanted = {name: size for name, size in tensors(config).items() if name.split(".")[-2] in TARGETS and len(size) == 2}
     made = {}
     for name, (rows, columns) in wanted.items():
         place = f"base_model.model.{name.removesuffix('.weight')}"
@@ -91,7 +91,7 @@ def make_adapter(folder: Path, base: Path, config: Any, rank: int) -> None:
         made[f"{place}.lora_B.weight"] = torch.randn(rows, rank) * 0.01
     save_file(made, folder / "adapter_model.safetensors", {"format": "pt"})
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "lora_dropout": 0.0,
-                "bias": "none", "target_modules": list(LINEARS), "base_model_name_or_path": str(base)}
+                "bias": "none", "target_modules": TARGETS, "base_model_name_or_path": str(base)}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     BaseRecord(str(base), load_in_4bit=True, dtype="bfloat16").write(folder)
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bench.memory.stages import Features
-from bench.memory.weigh import LogitsPolicy, add_lora, groups_of, largest, sizes_of
+from bench.memory.weigh import LogitsPolicy, add_lora, groups_of, largest, sizes_of, weight_count
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.objective import StepTotals
 from lowmem_grpo.models import attention
@@ -81,11 +81,8 @@ def used() -> int:
 
 def engine_weights(policy: Policy) -> list[torch.Tensor]:
     """What an engine with its own weights would hold, in 16 bits."""
-    counts = (
-        weight.quant_state.shape.numel() if hasattr(weight, "quant_state") else weight.numel()
-        for weight in policy.base.parameters() if not weight.requires_grad
-    )
-    return [torch.empty(count, dtype=torch.bfloat16, device="cuda") for count in counts]
+    return [torch.empty(weight_count(weight), dtype=torch.bfloat16, device="cuda")
+            for weight in policy.base.parameters() if not weight.requires_grad]
 
 
 def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:

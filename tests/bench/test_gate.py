@@ -2,10 +2,7 @@
 stopped, and what its last page says."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,8 +93,8 @@ def code(text: str, *arguments: str, name: str = "a/piece", **options: Any) -> P
 @pytest.mark.parametrize(("piece", "left", "status", "reasons"), [
     (code("print('fine')"), 100, "passed", [""]),
     (code("print('so'); raise SystemExit('because')"), 100, "failed", ["because", "exit code 1"]),
-    (code("import time; print('began', flush=True); time.sleep(60)", seconds=2), 100, "failed",
-     ["stopped after 2 s", "began"]),
+    (code("import time; print('began', flush=True); time.sleep(60)", seconds=4), 100, "failed",
+     ["stopped after 4 s", "began"]),
     (code("print(1)", needs=("unsloth", "flying")), 100, "skipped", ["flying: not installed"]),
     (code("print(1)"), 5, "not run", ["5 s were left, it takes about 60"]),
     (code("print(1)", least=300), 100, "not run", ["100 s were left, it takes about 300"]),
@@ -117,7 +114,7 @@ def test_a_piece_passes_fails_is_stopped_or_is_not_begun_and_says_why(
 def test_a_piece_that_is_stopped_leaves_no_child_behind(tmp_path: Path) -> None:
     text = "import subprocess, sys, time; open(sys.argv[1], 'w').write(str(subprocess.Popen(['sleep', '90']).pid)); " \
            "time.sleep(90)"
-    attempt(code(text, str(tmp_path / "child"), seconds=3), setup(tmp_path), 100, "abc")
+    attempt(code(text, str(tmp_path / "child"), seconds=5), setup(tmp_path), 100, "abc")
     child = Path("/proc") / (tmp_path / "child").read_text()
     assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
 
@@ -310,21 +307,6 @@ def test_on_a_pretend_card_memory_that_sleeps_is_counted_and_other_values_are_ze
         assert read in found[name] and cached not in found[name], "sleep mode's pool is part of torch's cache"
     assert cached in found["loop/lowmem_grpo"] and read not in found["loop/lowmem_grpo"]
     assert not {read, cached} & found["memory/step-16"].keys(), "the allocator's own peaks are measured there"
-
-
-@pytest.mark.slow
-def test_a_dry_run_writes_rows_log_state_and_page_and_measures_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gate.bench", "--dry-run", "--stages", "environment", "--output", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=230, env=os.environ | {"COLUMNS": "150"}, check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    row = json.loads((tmp_path / "results" / "environment.jsonl").read_text())
-    assert row["device"] == "cpu" and row["works"]["triton"] == "works" and row["host_gib"] > 0
-    state = read_rows(tmp_path / "gate.jsonl")
-    assert [(line["name"], line["status"], line["form"]) for line in state] == [("environment", "passed", "cpu")]
-    assert "measures nothing" in (tmp_path / "gate.md").read_text()
-    assert "1 passed" in done.stdout
 
 
 def test_the_machine_is_looked_at_in_every_call() -> None:

@@ -1,10 +1,7 @@
-"""bench/learner/bench.py: lessons, verdicts on made-up rows, the page and the picture, and one tiny run of all of
-it."""
+"""bench/learner/bench.py: lessons, verdicts on made-up rows, the page and the picture."""
 
 import json
-import os
 import random
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,7 +12,7 @@ import pytest
 from click import ClickException
 from click.testing import CliRunner
 
-from bench.learner.bench import fresh, main, verdict
+from bench.learner.bench import curve, fresh, main, recipe_command, verdict
 from bench.learner.lessons import answer_of, lessons
 from bench.learner.picture import draw, shown
 from bench.learner.section import card_learning_table
@@ -46,7 +43,7 @@ def gone(row: dict[str, Any], reason: str) -> dict[str, Any]:
 # lessons
 
 
-def test_a_planted_mistake_is_right_or_uses_other_numbers_or_mistakes_are_too_many() -> None:
+def test_planted_mistakes_are_as_many_as_wanted_use_the_given_numbers_and_claim_to_be_right() -> None:
     rng, source, wrong = random.Random(0), lessons("test"), 0
     puzzles = [problem for problem, _ in zip(source, range(2000), strict=False) if isinstance(problem, Countdown)]
     for puzzle in puzzles:
@@ -58,7 +55,7 @@ def test_a_planted_mistake_is_right_or_uses_other_numbers_or_mistakes_are_too_ma
     assert wrong / len(puzzles) == pytest.approx(ERROR_RATE, abs=0.04)
 
 
-def test_a_lesson_is_a_test_problem_or_one_task_is_missing() -> None:
+def test_lessons_are_training_problems_of_both_tasks_in_turn() -> None:
     taught = [problem for problem, _ in zip(lessons("a"), range(400), strict=False)]
     assert {problem.split for problem in taught} == {"train"}
     assert Counter(type(problem) for problem in taught) == {Problem: 200, Countdown: 200}
@@ -67,19 +64,19 @@ def test_a_lesson_is_a_test_problem_or_one_task_is_missing() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "small", "full"])
-def test_a_size_does_not_suit_nf4_blocks_or_attention_kernels(name: str) -> None:
+def test_every_size_suits_nf4_blocks_and_attention_kernels(name: str) -> None:
     shape = SIZES[name].shape
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     assert shape["hidden_size"] == 64 * heads and heads % kv_heads == 0
     assert all(shape[side] % 64 == 0 for side in ("hidden_size", "intermediate_size", "vocab_size"))
 
 
-def test_the_full_size_is_no_small_language_model() -> None:
+def test_the_full_size_has_10_to_30_million_parameters() -> None:
     model = make_model(make_tokenizer(["a text"], 300), 0, SIZES["full"].shape)
     assert 10e6 <= model.num_parameters() <= 30e6
 
 
-def test_a_model_of_other_settings_is_taken_for_the_one_that_is_wanted(tmp_path: Path) -> None:
+def test_a_model_of_other_settings_is_not_used_again(tmp_path: Path) -> None:
     wanted = settings("tiny", 10, 0)
     assert read_lesson(tmp_path, wanted) is None
     (tmp_path / LESSON).write_text(json.dumps({"settings": wanted, "parameters": 1}))
@@ -98,17 +95,17 @@ def test_a_model_of_other_settings_is_taken_for_the_one_that_is_wanted(tmp_path:
     ({"accuracy_after": 0.3, "size": "tiny"}, True, "nothing can be learnt"),
     ({"accuracy_after": 0.3, "gpu": "Null CUDA sm_90 (no GPU)"}, True, "nothing can be learnt"),
 ])
-def test_a_run_that_did_not_learn_on_a_card_passes(changes: dict[str, Any], good: bool, said: str) -> None:
+def test_only_a_real_model_on_a_real_card_must_learn(changes: dict[str, Any], good: bool, said: str) -> None:
     fine, line = verdict(row(**changes))
     assert fine is good and said in line, line
 
 
 @pytest.mark.parametrize("size", ["tiny", "full"])
-def test_a_run_that_broke_off_passes(size: str) -> None:
+def test_a_run_that_broke_off_fails(size: str) -> None:
     assert verdict(gone(row(size=size), "out of memory")) == (False, "countdown: out of memory")
 
 
-def test_a_process_that_fails_or_hangs_goes_unseen() -> None:
+def test_a_process_that_fails_or_hangs_is_reported() -> None:
     assert fresh([sys.executable, "-c", "print('well')"], "cpu", None) is None
     assert fresh([sys.executable, "-c", "raise ValueError('no')"], "cpu", None) == "ValueError: no"
     assert fresh([sys.executable, "-c", "raise SystemExit(3)"], "cpu", None) == "exit code 3"
@@ -118,7 +115,7 @@ def test_a_process_that_fails_or_hangs_goes_unseen() -> None:
 # the page and the picture
 
 
-def test_the_page_shows_an_old_row_or_hides_a_failure() -> None:
+def test_the_page_shows_the_newest_rows_and_failures_and_no_pretend_card() -> None:
     rows = [row(accuracy_after=0.1), row(), gone(row("arithmetic"), "no | vLLM"), row("arithmetic", size="tiny"),
             row(gpu="Null CUDA sm_90 (no GPU)", accuracy_after=0.99)]
     page = card_learning_table(rows)
@@ -130,7 +127,7 @@ def test_the_page_shows_an_old_row_or_hides_a_failure() -> None:
     assert card_learning_table([row(size="tiny")]) == []
 
 
-def test_the_picture_is_no_svg_or_lacks_a_recipe(tmp_path: Path) -> None:
+def test_the_picture_shows_every_recipe(tmp_path: Path) -> None:
     draw([row("arithmetic", rewards=[0.2, 1.1, 0.9]), row(rewards=[0.5])], tmp_path / "a.svg")
     words = " ".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
     assert "25.0 M parameters, NF4, vllm, NVIDIA H200" in words
@@ -138,7 +135,7 @@ def test_the_picture_is_no_svg_or_lacks_a_recipe(tmp_path: Path) -> None:
     assert "40.0% before, 60.0% after" in words
 
 
-def test_the_picture_mixes_sizes_or_shows_a_pretend_card() -> None:
+def test_the_picture_is_of_one_size_and_of_no_pretend_card() -> None:
     rows = [row("arithmetic", size="small", device="cpu", parameters=10**6), row(),
             row("arithmetic", gpu="Null CUDA sm_90 (no GPU)")]
     assert [(kept["recipe"], kept["size"]) for kept in shown(rows)] == [("countdown", "full")]
@@ -146,32 +143,23 @@ def test_the_picture_mixes_sizes_or_shows_a_pretend_card() -> None:
         shown([gone(row(), "broken")])
 
 
-# one run
+# one run: all of it is walked by `make gpu-cpu`, which fails where a recipe has no figures
 
 
-@pytest.mark.slow
-def test_a_tiny_run_does_not_go_through_everything(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.learner.bench", "--device", "cpu", "--size", "tiny", "--time-limit", "5",
-               "--recipes", "countdown", "--workdir", str(tmp_path / "work"), "--output", str(tmp_path / "rows.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False, cwd=tmp_path,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    assert "nothing can be learnt here" in done.stdout
-    (found,) = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert "missing" not in found
-    assert (found["recipe"], found["steps"], found["engine"], found["load_in_4bit"]) == (
-        "countdown", 2, "transformers", True)
-    assert len(found["rewards"]) == 2 and found["pretrain"]["steps"] == 4
-    assert all(0 <= found[f"accuracy_{when}"] <= 1 for when in ("before", "after"))
-    assert found["peak_bytes"] > 2**20 and found["parameters"] > 10**5 and found["commit"]
-    summary = json.loads((tmp_path / "work" / "countdown-tiny" / "summary.json").read_text())
-    assert summary["config"]["max_steps"] == 2
+def test_a_curve_holds_every_step_and_the_peak_and_the_command_is_a_users(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"reward": 0.5, "completions/mean_length": 9.0, "memory/peak_bytes": 7, "sampling/parity/mean": 0.1},
+             {"accuracy": 1.0}, {"reward": 0.7, "completions/mean_length": 8.0, "memory/peak_bytes": 5}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert curve(path) == {"rewards": [0.5, 0.7], "lengths": [9.0, 8.0], "peak_bytes": 7, "parity": 0.1}
+    command = recipe_command("countdown", tmp_path, tmp_path / "run", "transformers", "tiny", 3)
+    assert {"run", "countdown", "max_steps=2", "load_in_4bit=true", "seed=3", "largest_target=99"} <= set(command)
 
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--recipes", "gsm8k"], "gsm8k; choose from arithmetic, countdown"), (["--size", "huge"], "huge"),
     (["--time-limit", "0"], "0"),
 ])
-def test_an_unknown_recipe_or_size_is_taken(words: list[str], said: str) -> None:
+def test_an_unknown_recipe_or_size_is_refused(words: list[str], said: str) -> None:
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2 and said in result.output

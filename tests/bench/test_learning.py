@@ -20,7 +20,7 @@ def made_up(name: str, seed: int, last: float = 0.9) -> dict[str, Any]:
             "right": [0.4] * 5 + [last + 0.01 * seed] * 15}
 
 
-def test_runs_that_learn_and_agree_are_failures() -> None:
+def test_runs_that_learn_and_agree_are_no_failures() -> None:
     rows = [made_up(name, seed) for name in ("dr_grpo", "dr_grpo, 4-bit", "grpo") for seed in range(3)]
     assert failures(rows) == []
     apart, allowed = distance(rows, "dr_grpo, 4-bit") or (1.0, 0.0)
@@ -28,22 +28,15 @@ def test_runs_that_learn_and_agree_are_failures() -> None:
     assert distance(rows, "grpo") is None
 
 
-def test_a_run_that_does_not_learn_passes() -> None:
-    (line,) = failures([made_up("dr_grpo", 0), made_up("grpo", 0, last=0.5)])
-    assert line == "grpo, seed 0: 40.0% -> 50.0%, so it did not learn"
-
-
-def test_settings_that_differ_pass_for_the_same() -> None:
+def test_a_run_that_does_not_learn_or_broke_off_and_settings_that_differ_are_failures() -> None:
     rows = [made_up("dr_grpo", s) for s in range(3)] + [made_up("dr_grpo, vLLM", s, last=0.8) for s in range(3)]
-    (line,) = failures(rows)
-    assert line == "dr_grpo, vLLM: -10.0% from dr_grpo, allowed are 2.0%"
-
-
-def test_a_run_that_broke_off_passes() -> None:
+    assert failures(rows) == ["dr_grpo, vLLM: -10.0% from dr_grpo, allowed are 2.0%"]
+    lame = [made_up("dr_grpo", 0), made_up("grpo", 0, last=0.5)]
+    assert failures(lame) == ["grpo, seed 0: 40.0% -> 50.0%, so it did not learn"]
     assert failures([{"setting": "grpo", "seed": 1, "missing": "MemoryError"}]) == ["grpo, seed 1: MemoryError"]
 
 
-def test_the_page_lacks_a_setting_or_the_picture_differs_from_one_time_to_the_next(tmp_path: Path) -> None:
+def test_page_and_picture_show_every_setting_and_the_picture_is_the_same_every_time(tmp_path: Path) -> None:
     rows = [made_up(setting.name, seed) for setting in SETTINGS for seed in range(2)]
     page = write_report(rows, tmp_path)
     assert all(f"| {setting.name} |" in page for setting in SETTINGS)
@@ -53,14 +46,14 @@ def test_the_page_lacks_a_setting_or_the_picture_differs_from_one_time_to_the_ne
     assert picture == (tmp_path / "learning.svg").read_text() and all(s.name in picture for s in SETTINGS)
 
 
-def test_every_setting_is_refused_or_names_one_that_is_not_there() -> None:
+def test_every_setting_is_accepted_and_agrees_with_one_that_exists() -> None:
     for setting in SETTINGS:
         GRPOConfig(**(COMMON | setting.config))
         assert setting.like is None or setting.like in BY_NAME
 
 
 @pytest.mark.slow
-def test_a_real_run_gives_no_curve() -> None:
+def test_a_real_run_gives_a_curve() -> None:
     row = one("dr_grpo, one step stale, corrected", 0, 2)
     assert "missing" not in row, row
     assert len(row["right"]) == len(row["rewards"]) == 3  # one rollout more than updates

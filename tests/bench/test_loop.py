@@ -278,7 +278,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         [sys.executable, "-m", "bench.loop.bench", "--device", "cpu", "--steps", "1", "--output",
          str(folder / "rows.jsonl"),
          *(word for name in names for word in ("--provider", name))],
-        cwd=BENCH.parent, capture_output=True, text=True, timeout=230, check=False,
+        cwd=BENCH.parent, capture_output=True, text=True, timeout=500, check=False,
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
@@ -287,26 +287,19 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lowmem_grpo_transformers", "trl_transformers"])
-def test_a_step_on_the_cpu_has_full_completions_and_phases_that_add_up(
-    name: str, measured: dict[str, dict[str, Any]]
-) -> None:
-    row = measured[name]
-    assert row.get("missing") is None
-    assert row["tokens"] == row["sequences"] * row["completion_tokens"] == 128
-    assert sum(row["phases"].values()) == pytest.approx(row["seconds"], rel=0.01)
-    assert {"generate", "score", "train", "optimizer", "rest"} <= set(row["phases"])
-    for phase in ("generate", "train", "optimizer"):
-        assert row["phases"][phase] > 0.001
-    assert row["phases"]["generate"] > row["phases"]["optimizer"]
-    assert min(row["host_bytes"].values()) > 100 * MIB
-
-
-@pytest.mark.slow
-def test_our_row_says_what_was_planned_and_that_all_completions_were_trained_on(
+@pytest.mark.timeout(540)
+def test_a_step_on_the_cpu_has_phases_that_add_up_and_our_row_says_what_was_planned_and_trained_on(
     measured: dict[str, dict[str, Any]]
 ) -> None:
-    row = measured["lowmem_grpo_transformers"]
+    for name in ("trl_transformers", "lowmem_grpo_transformers"):
+        row = measured[name]
+        assert row.get("missing") is None
+        assert row["tokens"] == row["sequences"] * row["completion_tokens"] == 128
+        assert sum(row["phases"].values()) == pytest.approx(row["seconds"], rel=0.01)
+        assert {"generate", "score", "train", "optimizer", "rest"} <= set(row["phases"])
+        assert min(row["phases"][phase] for phase in ("generate", "train", "optimizer")) > 0.001
+        assert row["phases"]["generate"] > row["phases"]["optimizer"]
+        assert min(row["host_bytes"].values()) > 100 * MIB
     assert row["trained"] == [row["sequences"]] * 2  # the step that warms up too
     assert 0 < row["planned"]["allocated_bytes"] <= row["planned"]["train_bytes"]
     assert row["planned_seconds"] == {}  # of the CPU there is no data sheet

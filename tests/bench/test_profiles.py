@@ -17,6 +17,7 @@ from bench.common.model_folder import MADE
 from bench.profiles import bench as profiles
 from bench.profiles.reader import events_of
 from bench.profiles.timeline import Event, common, innermost, length, summarize, union
+from bench.rollout.shapes import SHAPES
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -28,15 +29,6 @@ def event(start: float, end: float, kind: str = "kernel", name: str = "gemm", st
 def called(*arguments: str) -> Any:
     """A call in this process, which has torch already."""
     return CliRunner().invoke(profiles.main, list(arguments))
-
-
-def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A call in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "bench.profiles.bench", *arguments], cwd=BENCH.parent, capture_output=True, text=True,
-        timeout=230,
-        env=os.environ | {"COLUMNS": "150", "OMP_NUM_THREADS": "1"}, check=False,
-    )
 
 
 @pytest.mark.parametrize(("spans", "merged"), [
@@ -155,12 +147,15 @@ def test_a_file_that_is_no_trace_is_refused_and_nothing_is_written(content: str,
 
 
 @pytest.mark.slow
-def test_both_parts_are_profiled_on_the_cpu_and_a_weights_folder_is_used_again(tmp_path: Path) -> None:
-    weights, made = tmp_path / "weights", None
+@pytest.mark.timeout(440)
+def test_both_parts_are_profiled_on_the_cpu(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.profiles.bench", "--device", "cpu", "--engine", "transformers", "--output",
+         str(tmp_path), "--trace"], cwd=BENCH.parent, capture_output=True, text=True, timeout=400, check=False,
+        env=os.environ | {"COLUMNS": "150", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
     for part, steps in (("train", 1), ("decode", 8)):
-        done = ran("--device", "cpu", "--engine", "transformers", "--part", part, "--weights", str(weights),
-                   "--output", str(tmp_path), "--trace")
-        assert done.returncode == 0, done.stderr
         found = json.loads((tmp_path / f"{part}_tiny_cpu.json").read_text())
         assert (found["part"], found["of"], found["steps"], found["device"]) == (part, "ops", steps, "cpu")
         assert 0 < found["busy"] <= found["span"]
@@ -168,22 +163,16 @@ def test_both_parts_are_profiled_on_the_cpu_and_a_weights_folder_is_used_again(t
         assert any("Backward" in one["name"] for one in found["top"]) == (part == "train")
         assert "note" not in found
         assert (tmp_path / f"{part}_tiny_cpu.trace.json.gz").stat().st_size > 0
-        written = (weights / "model.safetensors").stat().st_mtime_ns
-        assert written == (made or written)
-        made = written
 
 
-def other_model(folder: Path) -> Path:
-    """A folder that a benchmark would take for its own, with the config of another shape."""
-    (folder / MADE).parent.mkdir()
-    (folder / MADE).touch()
-    (folder / "config.json").write_text('{"hidden_size": 4096}')
-    return folder
-
-
-def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
-    done = called("--device", "cpu", "--shape", "tiny", "--weights", str(other_model(tmp_path)), "--output",
-                  str(tmp_path / "pages"))
+def test_a_folder_of_the_same_model_is_used_again_and_one_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Nothing could be loaded from these files, so nothing may be made or read here."""
+    (tmp_path / MADE).parent.mkdir()
+    (tmp_path / MADE).touch()
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["tiny"].config))
+    with model_folder.model_folder(tmp_path, "tiny", "cpu") as folder:
+        assert folder == tmp_path and not (folder / MADE).read_bytes()
+    done = called("--device", "cpu", "--shape", "full", "--weights", str(tmp_path), "--output", str(tmp_path / "pages"))
     assert done.exit_code == 1
     assert "holds another model" in done.output
     assert not (tmp_path / "pages").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
-def test_a_run_leaves_rows_out_or_says_that_late_scoring_hides_time(tmp_path: Path) -> None:
+def test_a_run_leaves_a_row_of_every_case_and_only_early_scoring_hides_time(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     done = subprocess.run(
         [sys.executable, "-m", "bench.loop.reward_overlap", "--prompts", "4", "--tokens", "16", "--rounds", "1",
