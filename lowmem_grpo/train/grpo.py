@@ -98,7 +98,7 @@ class GRPOTrainer(Trainer):
         """What sampled last."""
         return self.sampler.engine
 
-    # The verbs, each usable alone, beside those of `Trainer`.
+    # The verbs, beside those of `Trainer`; each can be used by itself.
 
     def sample(
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None

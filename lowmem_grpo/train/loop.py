@@ -64,8 +64,7 @@ class Trainer:
                 f"model is a {type(model).__name__}; load it with FastLanguageModel.from_pretrained and put LoRA on it "
                 "with FastLanguageModel.get_peft_model"
             )
-        self.model, self.args = model, args
-        self.tokenizer = processing_class or model.loaded.tokenizer
+        self.model, self.args, self.tokenizer = model, args, processing_class or model.loaded.tokenizer
         self.policy = Policy(model, mixed_dtype(model, args.bf16, args.fp16), args.logits_chunk)
         if args.gradient_checkpointing is not None:
             enable_checkpointing(self.policy.base, args.gradient_checkpointing)
@@ -131,7 +130,7 @@ class Trainer:
         """What was sampled for the last update."""
         return []
 
-    # The verbs, each usable alone.
+    # The verbs; each can be used by itself.
 
     def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Add the gradient of one optimizer step's loss over these groups; returns loss metrics."""

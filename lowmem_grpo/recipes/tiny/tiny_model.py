@@ -37,7 +37,7 @@ the model follows the format of
 
     Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?
 
-and often errs: that is what the recipe `arithmetic` mends. Demonstrations come from the training split alone.
+and often errs: that is what the recipe `arithmetic` mends. Demonstrations come only from the training split.
 It knows nothing else; do not use it for anything but tests and demonstrations of training.
 """
 
