@@ -72,4 +72,4 @@ def test_a_recipe_that_fails_leaves_a_row_with_the_reason_and_a_bad_exit_status(
 def test_an_unknown_recipe_is_named() -> None:
     done = bench("--recipes", "arithmetik")
     assert done.exit_code == 2
-    assert "no recipe arithmetik; there are arithmetic" in done.output
+    assert "arithmetik; choose from arithmetic" in done.output
