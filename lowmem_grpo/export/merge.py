@@ -113,6 +113,7 @@ def size_of(weight: Weight, dtype: torch.dtype) -> int:
 
 
 def written_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in the file: `dtype` for floating point, a weight's own for everything else."""
     return dtype if weight.dtype.is_floating_point else weight.dtype
 
 

@@ -50,4 +50,5 @@ class MemoryAdvice:
 
 
 def size_of(row: Row, phase: str) -> int:
+    """Bytes of a row of the plan in a phase, train or rollout."""
     return row.train if phase == "train" else row.rollout

@@ -68,6 +68,7 @@ def tried(work: Callable[[], T], device: torch.device, undo: Callable[[], None] 
 
 
 def shortage_of(error: BaseException, device: torch.device) -> Shortage:
+    """What an out-of-memory error says, in bytes; the number asked for is None where its words do not tell."""
     words = str(error)
     asked = ASKED.search(words)
     wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])

@@ -63,6 +63,7 @@ def load_file(path: Path) -> Any:
 
 
 def load_module(name: str) -> Any:
+    """Import a module by its name; ValueError where there is none."""
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise ValueError(f"there is no module {name!r} here")
     return import_module(name)

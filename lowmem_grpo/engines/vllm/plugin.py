@@ -42,6 +42,7 @@ def lending(loan: Loan) -> Iterator[None]:
 
 
 def current() -> Loan:
+    """The loan that the engine now starting uses; BorrowError outside an engine of ours."""
     if not LENT:
         raise BorrowError("vLLM asked for borrowed weights outside an engine of ours")
     return LENT[-1]

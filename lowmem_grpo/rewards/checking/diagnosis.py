@@ -156,4 +156,5 @@ def differs(pays: list[float | None]) -> bool:
 
 
 def in_groups(values: list[float | None], size: int) -> list[list[float | None]]:
+    """The values of P * G completions as P lists of G = `size`."""
     return [values[start : start + size] for start in range(0, len(values), size)]
