@@ -1,0 +1,38 @@
+"""What came of an attack, and the table of all of them."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import click
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one attack. `damage` says what it reached, as seen from outside; it is empty if the package held."""
+
+    kind: str  # a few words: the table has a line for each kind
+    name: str
+    damage: str = ""
+
+    @property
+    def held(self) -> bool:
+        return not self.damage
+
+
+def report(verdicts: Iterable[Verdict]) -> int:
+    """Print each success as it comes, then a table by kind and the total. Returns the exit status: 1 if any succeeded.
+
+    No verdict at all also counts as a failure, because then nothing was shown.
+    """
+    tried, reached = Counter[str](), Counter[str]()
+    for verdict in verdicts:
+        tried[verdict.kind] += 1
+        reached[verdict.kind] += not verdict.held
+        if not verdict.held:
+            click.echo(f"SUCCEEDED  {verdict.kind}: {verdict.name}: {verdict.damage}")
+    width = max(map(len, tried), default=4)
+    for kind, count in tried.items():
+        click.echo(f"{kind:{width}}  {count:4} attacks  {reached[kind]:4} succeeded")
+    click.echo(f"{tried.total()} attacks, {reached.total()} successes")
+    return int(reached.total() > 0 or not tried)
