@@ -17,7 +17,7 @@ TESTS = BENCH.parent / "tests"
 LONGEST = 600  # seconds that a piece may take at most
 CARD, PRETEND, CPU = "card", "pretend", "cpu"  # full size; full size only where memory is measured; tiny
 # a test file that holds tests marked `gpu`, and one that holds some with vLLM
-ON_A_CARD = re.compile(r"^from card import .*\b(gpu|DEVICES)\b|mark\.gpu", re.MULTILINE)
+ON_A_CARD = re.compile(r"^from card import .*\b(gpu|DEVICES|on_both)\b|mark\.gpu", re.MULTILINE)
 WITH_VLLM = re.compile(r"NEEDS_VLLM|mark\.vllm")
 MEMORY_MODEL = ("--shape", "llama-3.1-8b", "--context", "20480")
 WHOLE = ("--stage", "+ 8-bit optimizer", "--stage", "+ host embedding")

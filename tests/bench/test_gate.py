@@ -220,8 +220,8 @@ def test_every_file_with_a_test_for_a_card_is_run() -> None:
     """A file of tests that uses the mark and that the gate does not take for one would never run on a card."""
     run = {Path(piece.command[-1]) for piece in pieces() if piece.junit}
     here = Path(__file__).parents[1]
-    marked = {path for path in here.rglob("test_*.py")
-              if re.search(r"^@gpu$|marks=(pytest\.mark\.)?gpu|^from card import .*DEVICES", path.read_text(), re.M)}
+    marks = re.compile(r"^@gpu$|marks=(pytest\.mark\.)?gpu|^from card import .*(DEVICES|on_both)", re.MULTILINE)
+    marked = {path for path in here.rglob("test_*.py") if marks.search(path.read_text())}
     assert len(marked) > 12 and marked == run
 
 

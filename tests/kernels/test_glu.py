@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, interpreted
-from card import HALVES, gpu, on_both
+from accuracy import IN_16_BITS, assert_as_accurate, interpreted
+from card import gpu, on_both
 from live_storage import LiveStorage
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -132,25 +131,13 @@ def test_the_kernels_stay_finite_where_exponentials_do_not(activation: str) -> N
     assert torch.equal(grad_gate, (gate > 0).float())
 
 
-def agreement(activation: str, function: Any, device: str, dtype: torch.dtype) -> float:
-    """The share of results that are bit for bit those of act_fn(gate) * up."""
+@pytest.mark.parametrize(("device", "dtype"), IN_16_BITS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_kernel_rounds_the_activation_before_the_product(activation: str, device: str, dtype: torch.dtype) -> None:
     tensors = problem((200, 130), dtype, device)
     gate, up = tensors["gate"] / 3, tensors["up"]  # beyond three deviations torch's own gelu loses digits
-    return (function(gate, up) == reference(activation, gate, up)).double().mean().item()
-
-
-@interpreted
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_kernel_rounds_the_activation_before_the_product(activation: str) -> None:
-    share = agreement(activation, lambda gate, up: module.glu_fwd_triton(gate, up, activation), "cpu", torch.float16)
-    assert share > 0.99  # one rounding instead of two agrees on 80 %
-
-
-@gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_activation_is_rounded_before_the_product_on_a_card(activation: str, dtype: torch.dtype) -> None:
-    assert agreement(activation, lambda gate, up: ours(activation, gate, up), "cuda", dtype) > 0.99
+    same = module.glu_fwd_triton(gate, up, activation) == reference(activation, gate, up)
+    assert same.double().mean() > 0.99  # one rounding instead of two agrees on 80 %
 
 
 def mlp_of(family: str) -> Any:
@@ -178,23 +165,6 @@ def test_an_mlp_gives_what_transformers_gives(family: str, dtype: torch.dtype) -
     assert torch.equal(results[0][0], results[1][0])
     for theirs, mine in zip(*results, strict=True):
         assert (mine - theirs).abs().max() <= (2e-6 + 3 * ROUNDING[dtype]) * theirs.abs().max()
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradients_are_the_derivatives(activation: str, fused: bool) -> None:
-    tensors = problem((3, 6), torch.float64)
-    leaves = [tensors[name].requires_grad_() for name in (("gate",) if fused else ("gate", "up"))]
-    assert torch.autograd.gradcheck(lambda *values: ours(activation, *values), leaves)
-
-
-def test_fake_tensors_pass_through() -> None:
-    with FakeTensorMode():
-        gate_up = torch.empty(163840, 2 * 14336, dtype=torch.bfloat16, requires_grad=True)
-        h = swiglu(gate_up * 1, reuse_inputs=True)
-        (grad,) = torch.autograd.grad(h.sum(), gate_up)
-        glu_backward(torch.empty_like(h), torch.empty_like(h), torch.empty_like(h), "gelu")
-    assert h.shape == (163840, 14336) and grad.shape == gate_up.shape and h.dtype == grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("shape", [(0, 33), (2, 0, 33), (3, 0)])

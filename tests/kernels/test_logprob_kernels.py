@@ -9,7 +9,6 @@ from accuracy import assert_as_accurate, interpreted
 from card import gpu
 from logprob_problem import CLOSE, SUMMATION, assert_no_worse, outcome, problem
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.kernels.linear_logprobs import backward_op, default_rows, forward_op
@@ -137,21 +136,6 @@ def test_compiled_calls_give_what_eager_ones_give(options: dict[str, Any], entro
     expected = outcome(linear_logprobs, arguments, *grads, **settings)
     for name, values in outcome(compiled, arguments, *grads, **settings).items():
         torch.testing.assert_close(values, expected[name], **CLOSE, msg=name)
-
-
-@pytest.mark.parametrize("options", COMPILED)
-def test_fake_tensors_pass_through_with_the_right_shapes(options: dict[str, Any]) -> None:
-    arguments, _ = problem(63, torch.bfloat16, **options)
-    trained = options.get("trained", ["hidden"])
-    with FakeTensorMode():
-        fake = {
-            name: torch.empty(value.shape, dtype=value.dtype, requires_grad=name in trained)
-            if torch.is_tensor(value) else value for name, value in arguments.items()
-        }
-        logprobs, entropy = linear_logprobs(**fake, return_entropy=True, entropy_grad=True)
-        grads = torch.autograd.grad(logprobs.sum(), [fake[name] for name in trained])
-    assert logprobs.shape == entropy.shape == (63,)
-    assert [grad.shape for grad in grads] == [fake[name].shape for name in trained]
 
 
 def test_default_chunk_of_logits_keeps_within_its_budget() -> None:

@@ -131,14 +131,6 @@ def test_adjacent_weights_are_one_buffer_that_bitsandbytes_still_reads(double: b
     assert torch.equal(nf4_dequantize(weight)[128:192], nf4_dequantize(NF4Weight.from_bitsandbytes(params[1])))
 
 
-def test_adjacent_weights_in_a_module_still_compute() -> None:
-    layers = [bnb.nn.Linear4bit(256, rows, bias=False, quant_type="nf4").to("cpu").train() for rows in (64, 128)]
-    x = torch.randn(5, 256, requires_grad=True)
-    before = [layer(x) for layer in layers]
-    NF4Weight.adjacent([layer.weight for layer in layers])
-    assert all(torch.equal(layer(x), y) for layer, y in zip(layers, before, strict=True))
-
-
 def test_weights_that_do_not_fit_are_refused_and_left_alone() -> None:
     first = quantized((64, 256))
     pointer = first.data.data_ptr()

@@ -1,4 +1,5 @@
-"""What all kernels owe torch: any strides, gradients of one number, the compiler, opcheck, no second derivative."""
+"""What all kernels owe torch: derivatives, any strides, gradients of one number, the compiler, opcheck, no second
+derivative."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs
-from lowmem_grpo.kernels.glu import swiglu
+from lowmem_grpo.kernels.glu import geglu, swiglu
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.kernels.rope import rope
 from lowmem_grpo.kernels.spread import spread
@@ -31,7 +32,13 @@ def numbers(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-ANGLES = numbers((2, 7, 6), (2, 7, 6))
+ANGLES = numbers((2, 7, 6), (2, 7, 6))  # in place of cos and sin: both halves of each differ, as they may
+
+
+def turned(q: Tensor, k: Tensor, **options: bool) -> tuple[Tensor, Tensor]:
+    return rope(q, k, *(one.to(q.dtype) for one in ANGLES), **options)
+
+
 HEADS, NARROW = (2, 4, 7, 10), (2, 2, 7, 10)  # of q and k
 # A function of tensors (which get gradients), and their shapes; "* 1" makes results of them, as in a model.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
@@ -39,10 +46,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "swiglu, reusing": (lambda gate, up: swiglu(gate * 1, up * 1, reuse_inputs=True), [(4, 6, 33)] * 2),
     "swiglu, fused": (lambda both: swiglu(both * 1), [(4, 6, 66)]),
     "swiglu, fused and reusing": (lambda both: swiglu(both * 1, reuse_inputs=True), [(4, 6, 66)]),
+    "geglu": (lambda gate, up: geglu(gate, up, approximate="none"), [(4, 6, 33)] * 2),
+    "geglu by tanh, fused": (lambda both: geglu(both, approximate="tanh"), [(4, 6, 66)]),
     "rms_norm": (lambda x, weight: rms_norm(x, weight, offset=1.0), [(4, 6, 33), (33,)]),
     "rms_norm of a sum": (lambda x, weight, r: rms_norm(x, weight, residual=r), [(4, 6, 33), (33,), (4, 6, 33)]),
-    "rope": (lambda q, k: rope(q * 1, k * 1, *ANGLES), [HEADS, NARROW]),
-    "rope, in place": (lambda q, k: rope(q * 1, k * 1, *ANGLES, in_place=True), [HEADS, NARROW]),
+    "rope": (lambda q, k: turned(q * 1, k * 1), [HEADS, NARROW]),
+    "rope, in place": (lambda q, k: turned(q * 1, k * 1, in_place=True), [HEADS, NARROW]),
+    "rope, tokens first": (lambda q, k: turned(q, k, heads_first=False), [(2, 7, 4, 10), (2, 7, 2, 10)]),
     "spread": (lambda q, k: spread([q, k], *TABLES), [(len(BATCH.input_ids), heads, 8) for heads in (4, 2)]),
     "linear_logprobs": (lambda hidden, weight: linear_logprobs(hidden, weight, TARGETS), [(63, 33), (1003, 33)]),
 }
@@ -56,6 +66,12 @@ def outcome(function: Any, inputs: list[Tensor], change: Any = lambda x: x, plai
     grads = numbers(*(one.shape for one in results))
     grads = [change(torch.ones_like(one) if plain else one) for one in grads]
     return results + list(torch.autograd.grad(results, leaves, grads))
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "reusing" not in name])  # backward runs twice
+def test_gradients_are_the_derivatives(name: str) -> None:
+    leaves = [one.double().requires_grad_() for one in numbers(*FUNCTIONS[name][1])]
+    assert torch.autograd.gradcheck(FUNCTIONS[name][0], leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("dimension", [-1, -2])

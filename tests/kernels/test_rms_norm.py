@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, interpreted
-from card import HALVES, gpu, on_both
+from accuracy import IN_16_BITS, assert_as_accurate, interpreted
+from card import on_both
 from live_storage import LiveStorage
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
@@ -151,48 +150,15 @@ def test_a_float32_weight_gives_the_dtype_that_transformers_gives(family: Any) -
         torch.testing.assert_close(mine, other, rtol=2**-7, atol=2**-8)
 
 
-def agreement(family: Any, function: Any, device: str, dtype: torch.dtype) -> float:
-    """The share of results that are bit for bit those of the family's module."""
+@pytest.mark.parametrize(("device", "dtype"), IN_16_BITS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kernel_rounds_in_the_order_of_transformers(family: Any, device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     norm, offset = families_norm(family, 128, dtype, device)
     x = torch.randn(200, 128, device=device).to(dtype)
-    return (function(x, norm.weight.detach(), offset) == norm(x)).double().mean().item()
-
-
-@interpreted
-@pytest.mark.parametrize("family", [LlamaRMSNorm, Gemma3RMSNorm])
-def test_the_kernel_rounds_in_the_order_of_transformers(family: Any) -> None:
-    torch.manual_seed(0)
-    share = agreement(
-        family, lambda x, weight, offset: module.rms_norm_fwd_triton(x, weight, None, EPS, offset)[0], "cpu",
-        torch.float16,
-    )
-    assert share > 0.995  # of the rest rstd differs in its last bit; the other order agrees on 70 to 80 %
-
-
-@gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_results_on_a_card_round_in_the_order_of_transformers(family: Any, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    assert agreement(family, lambda x, weight, offset: rms_norm(x, weight, EPS, offset=offset), "cuda", dtype) > 0.99
-
-
-@pytest.mark.parametrize(("residual", "offset"), FORMS)
-def test_gradients_are_the_derivatives(residual: bool, offset: float) -> None:
-    tensors = in_float64(problem((3, 5), torch.float64, residual)[0])
-
-    def function(*values: Tensor) -> Any:
-        return rms_norm(**dict(zip(tensors, values, strict=True)), offset=offset)
-
-    assert torch.autograd.gradcheck(function, tuple(tensors.values()))
-
-
-def test_fake_tensors_pass_through() -> None:
-    with FakeTensorMode():
-        x = torch.empty(163840, 8, 4096, dtype=torch.bfloat16, requires_grad=True)
-        y, total = rms_norm(x, torch.empty(4096, dtype=torch.bfloat16), residual=x.detach())
-        (grad,) = torch.autograd.grad(y.sum() + total.sum(), x)
-    assert y.shape == total.shape == grad.shape == x.shape and grad.dtype == torch.bfloat16
+    same = module.rms_norm_fwd_triton(x, norm.weight.detach(), None, EPS, offset)[0] == norm(x)
+    # of the rest rstd differs in its last bit; the other order agrees on 70 to 80 %
+    assert same.double().mean() > (0.995 if device == "cpu" else 0.99)
 
 
 @pytest.mark.parametrize("used", [0, 1])

@@ -3,10 +3,15 @@
 import os
 
 import pytest
+import torch
+from card import HALVES, gpu
 from torch import Tensor
 
 # tests/conftest.py turns the interpreter on where there is no card. It computes bfloat16 wrongly: float32 only.
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the card here")
+# Where a kernel's rounding to 16 bits is seen: float16 in the interpreter, both on a card.
+IN_16_BITS = [pytest.param("cpu", torch.float16, marks=interpreted),
+              *(pytest.param("cuda", dtype, marks=gpu) for dtype in HALVES)]
 
 
 def assert_as_accurate(name: str, ours: Tensor, reference: Tensor, truth: Tensor, epsilon: float) -> None:

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from card import CPU
+from counted_ops import CountedOps
 from lent_parts import (
     GATE_UP,
     MODULES,
@@ -30,7 +31,6 @@ from lent_parts import (
 )
 from small_models import load_model, with_adapter
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_models import move_adapter, policy_of
 
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowedLinear, BorrowError, Product, borrowed_linear
@@ -98,21 +98,9 @@ def test_a_layer_casts_or_joins_nothing_when_it_is_called(policy: Policy) -> Non
     borrow(policy.model)
     for layer in MODULES:
         x = inputs(policy.model, layer)
-        with Ops() as ops:
+        with CountedOps() as ops:
             LAYERS[layer].products[0].forward(x)
-        assert not ops.names & {"aten::cat", "aten::_to_copy", "aten::zeros", "aten::new_zeros"}, layer
-
-
-class Ops(TorchDispatchMode):
-    """The names of the operations on tensors; what a 4-bit weight takes on the CPU is one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.name().partition(".")[0])
-        return func(*args, **(kwargs or {}))
+        assert not {"aten::cat", "aten::_to_copy", "aten::zeros", "aten::new_zeros"} & set(ops.names), layer
 
 
 @pytest.mark.parametrize("fused", [False, True])
