@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModelForCausalLM
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,8 +15,8 @@ from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.pretrained import linears_in_4bit
-from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, check_adapter_folder
-from lowmem_grpo.runs.saved_adapter import BaseRecord
+from lowmem_grpo.runs.adapter_file import check_for
+from lowmem_grpo.runs.saved_adapter import BaseRecord, check_base
 from lowmem_grpo.types import Rollout
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
@@ -204,10 +203,17 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
             self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision
         ).write(Path(save_directory))
 
-    def load_lora(self, path: str | Path) -> LoraRequest:
-        """A saved adapter for `fast_generate(lora_request=...)`. The adapter in the model does not change."""
-        check_adapter_folder(Path(path))
-        return LoraRequest(Path(path))
+    def load_lora(self, path: str | Path, any_base: bool = False) -> LoraRequest:
+        """A saved adapter for `fast_generate(lora_request=...)`. The adapter in the model does not change.
+
+        Raises CheckpointError for a folder that is no adapter, and AdapterError for one that is not whole, not finite,
+        or made for other layers or another base model. `any_base` leaves out the comparison of the bases' names.
+        """
+        folder = Path(path)
+        check_for(self, folder)
+        if not any_base:
+            check_base(folder, self.loaded.name, self.loaded.revision)
+        return LoraRequest(folder)
 
     def current_lora(self) -> LoraRequest:
         """The adapter in the model, as it is when `fast_generate` is called."""
@@ -226,7 +232,7 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
     if request.path is None:
         yield
     else:
-        check_layers(model, request.path)
+        check_for(model, request.path)  # it may be a request of another model, or the file may have changed
         live, training = model.active_adapter, model.training
         try:
             model.load_adapter(str(request.path), SAVED_ADAPTER, is_trainable=False)  # also turns training mode off
@@ -237,20 +243,6 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
             if SAVED_ADAPTER in model.peft_config:
                 model.delete_adapter(SAVED_ADAPTER)
             model.train(training)
-
-
-def check_layers(model: PeftModelForCausalLM, folder: Path) -> None:
-    """Raise ValueError if a saved adapter has layers that the one in the model lacks: peft would wrap these now, and an
-    engine that samples with the model would find them replaced."""
-    check_adapter_folder(folder)
-    with safe_open(folder / ADAPTER_FILE, "pt") as file:
-        saved = {name.partition(".lora_")[0] for name in file.keys()}  # noqa: SIM118 - it is no dict
-    missing = sorted(saved - {name for name, module in model.named_modules() if hasattr(module, "lora_A")})
-    if missing:
-        raise ValueError(
-            f"the adapter in {folder} has {len(missing)} layers that the one in the model lacks, {missing[0]} among "
-            "them; load the model again and put LoRA on the same target_modules"
-        )
 
 
 def as_list(prompts: Any) -> list[Any]:

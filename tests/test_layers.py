@@ -42,7 +42,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "runs": {"numpy", "peft", "safetensors"},
     "views": {"click", "plotly", "rich", "transformers", "wandb"},
     "export": {"bitsandbytes", "gguf", "peft", "safetensors", "transformers"},
-    "fast_model": {"peft", "safetensors", "transformers"},
+    "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
     "rewards": {"jsonschema", "math_verify", "openai", "rich"},
     "rollout": {"transformers"},

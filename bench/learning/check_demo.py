@@ -24,8 +24,9 @@ NOISE = 0.05  # of an accuracy over 256 sampled problems or more, two standard e
 def plain_accuracy(run: Path, seed: int, problems: int) -> float:
     """Share of held-out problems right at temperature 1, sampled by `model.generate`."""
     folder = resolve("tiny")
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), run / "adapter").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+    base = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    model = PeftModel.from_pretrained(base, run / "adapter").eval()
     test = make_dataset("test", problems, seed)
     prompts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in test["prompt"]]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)

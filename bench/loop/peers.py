@@ -100,7 +100,8 @@ def load(options: Any, four_bit: bool) -> Any:
     )
     place = {"device_map": {"": options.device}} if options.device != "cpu" or four_bit else {}
     return AutoModelForCausalLM.from_pretrained(
-        str(options.folder), dtype=torch.bfloat16, quantization_config=quantized if four_bit else None, **place
+        str(options.folder), dtype=torch.bfloat16, quantization_config=quantized if four_bit else None,
+        trust_remote_code=False, **place
     )
 
 
@@ -136,7 +137,7 @@ def run_trl(options: Any, watch: PhaseWatch, outputs: str, use_vllm: bool, four_
     from peft import LoraConfig
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(options.folder), padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(str(options.folder), padding_side="left", trust_remote_code=False)
     lora = LoraConfig(r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0.0, target_modules=TARGETS,
                       task_type="CAUSAL_LM")
     config = settings(options, outputs, use_vllm, four_bit)

@@ -51,10 +51,12 @@ def make_trainer(options: Any, folder: str) -> TimedTrainer:
         gradient_accumulation_steps=common.COMPLETIONS_PER_STEP // options.batch, dataloader_pin_memory=not cpu,
     )
     return TimedTrainer(
-        model=AutoModelForCausalLM.from_pretrained(options.model, dtype="float32" if cpu else "bfloat16"),
+        model=AutoModelForCausalLM.from_pretrained(
+            options.model, dtype="float32" if cpu else "bfloat16", trust_remote_code=False
+        ),
         reward_funcs=[common.correct_answer, common.answer_line], args=config,
         train_dataset=Dataset.from_list(common.read_rows(options.prompts, options.steps)),
-        processing_class=AutoTokenizer.from_pretrained(options.model, padding_side="left"),
+        processing_class=AutoTokenizer.from_pretrained(options.model, padding_side="left", trust_remote_code=False),
         peft_config=LoraConfig(**common.LORA, target_modules=common.TARGETS, task_type="CAUSAL_LM"),
     )
 

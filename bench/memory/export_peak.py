@@ -40,11 +40,11 @@ def make_base(folder: Path, shape: str) -> Any:
     folder.mkdir(parents=True)
     if shape == "tiny":
         shutil.copytree(resolve("tiny"), folder, dirs_exist_ok=True)
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config = AutoConfig.for_model(**named_config(shape))
     config.architectures = ["LlamaForCausalLM" if config.model_type == "llama" else "Qwen2ForCausalLM"]
     config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(resolve("tiny")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(resolve("tiny"), trust_remote_code=False).save_pretrained(folder)
     places: dict[str, str] = {}
     for number, part in enumerate(shards(tensors(config))):
         name = f"model-{number:05}.safetensors"
@@ -58,7 +58,7 @@ def make_base(folder: Path, shape: str) -> Any:
 def tensors(config: Any) -> dict[str, torch.Size]:
     """Names and shapes of the model's tensors, tied ones once."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return {name: tensor.shape for name, tensor in model.named_parameters()}
 
 

@@ -26,7 +26,9 @@ def meta_model(config: Any, dtype: torch.dtype, nf4: bool) -> PreTrainedModel:
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention.NAME, trust_remote_code=False
+            )
             if nf4:
                 quantize(model, dtype)
     finally:

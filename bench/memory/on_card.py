@@ -89,7 +89,9 @@ def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
     """A frozen model of random weights on the card; its linears are quantized to NF4 one at a time."""
     kind = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(kind, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(
+            kind, dtype=torch.bfloat16, attn_implementation=attention.NAME, trust_remote_code=False
+        )
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head:

@@ -199,7 +199,7 @@ def make(options: Any, shape: Shape) -> None:
     with torch.device(options.device):
         model = LlamaForCausalLM(config)
     model.save_pretrained(options.folder, max_shard_size="4GB")
-    AutoTokenizer.from_pretrained(resolve(TINY)).save_pretrained(options.folder)
+    AutoTokenizer.from_pretrained(resolve(TINY), trust_remote_code=False).save_pretrained(options.folder)
     adapted = get_peft_model(model, LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=TARGETS, task_type="CAUSAL_LM"
     ))

@@ -74,12 +74,12 @@ class Filling(TrainerCallback):
 def untied(folder: Path) -> str:
     """Save the tiny model with a separate head in a folder."""
     source = resolve(TINY)
-    model = AutoModelForCausalLM.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False)
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
     model.config.tie_word_embeddings = False
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     return str(folder)
 
 

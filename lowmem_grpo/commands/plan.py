@@ -87,7 +87,7 @@ def config_of(model: str) -> Any:
         from transformers import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(model)
+            return AutoConfig.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError) as error:
             cause = str(error).splitlines()[0]
             raise ValueError(f"{unknown} (the hub did not give a config either: {cause})") from error

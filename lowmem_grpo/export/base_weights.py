@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from lowmem_grpo.export.lora_pairs import PREFIX
 from lowmem_grpo.kernels.nf4 import NF4Weight, aligned_rows, nf4_dequantize
 from lowmem_grpo.models.pretrained import nf4
+from lowmem_grpo.runs.adapter_file import PREFIX
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PARTS = ".weight."  # of a 4-bit weight: `q_proj.weight.absmax` beside `q_proj.weight`
@@ -183,6 +183,6 @@ def file_slice(file: Path, name: str) -> Any:
 def linears_to_quantize(config: Any, dtype: torch.dtype) -> set[str]:
     """The modules that transformers puts in 4 bit when it loads such a model. An empty model is asked."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     AutoHfQuantizer.from_config(nf4(dtype)).preprocess_model(model, device_map=None)
     return {path for path, module in model.named_modules() if isinstance(getattr(module, "weight", None), Params4bit)}

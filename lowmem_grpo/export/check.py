@@ -54,7 +54,9 @@ def compare_logits(reference: Logits, folder: Path, dtype: torch.dtype, tokenize
 
 def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str) -> list[Tensor]:
     """Logits of a model in `folder`, loaded with plain transformers in `dtype`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device}).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, device_map={"": device}, trust_remote_code=False
+    ).eval()
     with torch.no_grad(), freed():
         return [model(input_ids=ids).logits.float() for ids in prompts]
 
@@ -114,11 +116,13 @@ def live_logits(model: Any) -> Logits:
 
 def check_loads(folder: Path, names: set[str]) -> None:
     """MergeError unless `names` has every parameter of the model that the folder's config describes."""
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise MergeError(f"{folder}/config.json still has a quantization_config")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention.NAME, trust_remote_code=False
+        )
     own = {name for name, _ in model.named_parameters()}
     if missing := sorted(own - names):
         raise MergeError(f"{folder} holds no {missing[0]}, which a {type(model).__name__} has")

@@ -13,7 +13,7 @@ from peft import PeftConfig
 from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from lowmem_grpo.export import gguf
 from lowmem_grpo.export.base_weights import stored_weights, tensor_files
@@ -106,7 +106,7 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     device = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     stored = Pretrained(name, str(model_folder(resolve(name), record.revision)), {})
     with stored.naming_the_model():
-        config, tokenizer = AutoConfig.from_pretrained(stored.path), AutoTokenizer.from_pretrained(stored.path)
+        config, tokenizer = stored.config(), stored.tokenizer()
     four_bit = stored.is_stored_in_4bit() or four_bit
     with freed_memory_returned():
         weights = stored_weights(Path(stored.path), config, four_bit, computed, device)

@@ -1,29 +1,21 @@
 """LoRA's two factors for each weight, from a saved adapter or a loaded model. A merge computes W + s B A."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, check_adapter_folder
+from lowmem_grpo.runs.adapter_file import PREFIX, AdapterError, read_adapter
 
-PREFIX = "base_model.model."  # PEFT puts this before the names of a model's modules
 PLAIN: dict[str, tuple[Any, ...]] = {  # PEFT's settings that change what is computed, with values that can be merged
     "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []), "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "lora_bias": (False, None),
     "layer_replication": (None,), "target_parameters": (None, []), "trainable_token_indices": (None, []),
     "arrow_config": (None,), "alora_invocation_tokens": (None,),
 }
-
-
-class AdapterError(ValueError):
-    """An adapter cannot be merged; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +34,7 @@ class LoraPair:
 
 def read_pairs(folder: Path) -> dict[str, LoraPair]:
     """The pairs of a saved adapter by the name of their module. AdapterError if it is not plain, finite LoRA."""
-    check_adapter_folder(folder)
-    try:
-        config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-        tensors = load_file(folder / ADAPTER_FILE)
-    except (ValueError, SafetensorError) as error:
-        raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
+    config, tensors = read_adapter(folder)
     check_settings(config, folder)
     pairs = {}
     for module in sorted({name.partition(".lora_")[0] for name in tensors}):

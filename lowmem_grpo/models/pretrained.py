@@ -19,6 +19,8 @@ from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models import attention
 
 TINY = "tiny"  # the model that ships with the package
+OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
+            "architecture transformers itself has")
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +37,11 @@ class Pretrained:
         """The frozen model on its device, and its tokenizer. A checkpoint in 4 bit stays as it is."""
         with self.naming_the_model(), freed_memory_returned():
             stored_in_4bit = self.is_stored_in_4bit()
-            tokenizer = AutoTokenizer.from_pretrained(self.path, **self.options)
+            tokenizer = self.tokenizer()
             quantize = load_in_4bit and not stored_in_4bit  # passing None would overrule the checkpoint's own config
             model = AutoModelForCausalLM.from_pretrained(
-                self.path, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME, **self.options,
-                **{"quantization_config": nf4(dtype)} if quantize else {},
+                self.path, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME,
+                trust_remote_code=False, **self.options, **{"quantization_config": nf4(dtype)} if quantize else {},
             )
         if stored_in_4bit:
             logger.info("%s is stored in 4 bit: its weights are used as they are", self.name)
@@ -47,10 +49,17 @@ class Pretrained:
         keep_layout(model)
         return model.requires_grad_(False), tokenizer
 
+    def config(self) -> Any:
+        """The model's config."""
+        return AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.options)
+
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options)
+
     def is_stored_in_4bit(self) -> bool:
         """Whether bitsandbytes has quantized the checkpoint; ValueError for any other quantization."""
-        config = AutoConfig.from_pretrained(self.path, **self.options)
-        stored = getattr(config, "quantization_config", None)
+        stored = getattr(self.config(), "quantization_config", None)
         if stored is None:
             return False
         stored = stored if isinstance(stored, dict) else stored.to_dict()
@@ -64,7 +73,8 @@ class Pretrained:
 
     @contextmanager
     def naming_the_model(self) -> Iterator[None]:
-        """Inside, an OSError says in one line which model could not be found."""
+        """Inside, an OSError says in one line which model could not be found, and a ValueError which one needs code of
+        its own repository."""
         try:
             yield
         except OSError as error:
@@ -73,6 +83,10 @@ class Pretrained:
                 f"no model {self.name!r}: it is not a folder with a model, and the hub did not return one "
                 f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line}"
             ) from error
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError(OWN_CODE.format(self.name)) from error
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:

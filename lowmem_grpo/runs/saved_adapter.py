@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.runs.adapter_file import AdapterError
 from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, CheckpointError, check_adapter_folder, last_good, verify
 from lowmem_grpo.runs.records import SUMMARY
 
@@ -115,3 +116,38 @@ def base_of_adapter(folder: Path) -> BaseRecord:
     except ValueError as error:
         raise ValueError(f"{folder / 'adapter_config.json'} cannot be read: {error}") from error
     return BaseRecord(config.get("base_model_name_or_path") or None)
+
+
+BASE_SUFFIXES = ("-bnb-4bit", "-unsloth")  # the same weights, stored in 4 bit
+
+
+def check_base(folder: Path, name: str, revision: str | None) -> None:
+    """AdapterError if the adapter was trained on another base than the model `name`, as far as its record tells."""
+    record = base_of_adapter(folder)
+    if record.model is None:
+        return
+    other = not same_model(record.model, name)
+    if other or (record.revision and revision and record.revision != revision):
+        trained, here = (f"{model}{f', revision {at}' if at else ''}"
+                         for model, at in ((record.model, record.revision), (name, revision)))
+        raise AdapterError(
+            f"the adapter in {folder} was trained on {trained}, and this model is {here}: load that base, or, if both "
+            f"are the same weights under two names, say so: load_lora({str(folder)!r}, any_base=True)"
+        )
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names or folders mean the same weights: the same folder, or the same last name (a copy, a fork that
+    stores them in 4 bit)."""
+    if Path(one).is_dir() and Path(other).is_dir() and Path(one).resolve() == Path(other).resolve():
+        return True
+    return plain_name(one) == plain_name(other)
+
+
+def plain_name(model: str) -> str:
+    """The last part of a name or path, without owner, and without what says that the weights are stored in 4 bit."""
+    snapshot = next((part for part in Path(model).parts if part.startswith("models--")), model)  # of the hub's cache
+    name = snapshot.replace("--", "/").rstrip("/").rpartition("/")[2].lower()
+    for suffix in BASE_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name

@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.export.folder import ExportError
 from lowmem_grpo.export.formats import export
-from lowmem_grpo.export.lora_pairs import AdapterError, live_pairs, read_pairs
+from lowmem_grpo.export.lora_pairs import live_pairs, read_pairs
 from lowmem_grpo.export.merge import MergeError
 from lowmem_grpo.fast_model import FastPeftModel, UnsupportedError
 from lowmem_grpo.models.fused_weights import fuse_weights
+from lowmem_grpo.runs.adapter_file import AdapterError
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 

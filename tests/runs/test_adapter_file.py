@@ -1,0 +1,121 @@
+"""A saved adapter that is not whole, not finite or made for another model is refused by name, before it samples."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.runs.adapter_file import AdapterError
+from lowmem_grpo.runs.saved_adapter import same_model
+
+Tensors = dict[str, Tensor]
+LAYER = "base_model.model.model.layers.2.self_attn.q_proj"
+DOWN = "base_model.model.model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def model() -> FastPeftModel:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
+
+
+@pytest.fixture(scope="module")
+def saved(model: FastPeftModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter") / "saved"
+    model.save_lora(folder)
+    return folder
+
+
+def changed(folder: Path, tensors: Callable[[Tensors], Any] | None = None, **settings: Any) -> Path:
+    """The folder with its tensors and settings changed."""
+    if tensors is not None:
+        held = load_file(folder / "adapter_model.safetensors")
+        tensors(held)
+        save_file(held, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | settings))
+    return folder
+
+
+def put(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({name: value(tensors[name])})
+
+
+def with_value(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.index_fill(0, torch.tensor([1]), value)
+
+
+ATTACKS: dict[str, tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]] = {
+    "no B": (lambda t: t.pop(f"{LAYER}.lora_B.weight"), {}, rf"{LAYER} has no lora_B\.weight.*not whole"),
+    "no A": (lambda t: t.pop(f"{LAYER}.lora_A.weight"), {}, rf"{LAYER} has no lora_A\.weight.*not whole"),
+    "no layer": (lambda t: [t.pop(n) for n in list(t) if ".layers.5." in n], {}, r"lacks 7 of the layers.*layers\.5\."),
+    "nothing": (lambda t: [t.pop(n) for n in list(t)], {}, "lacks 42 of the layers"),
+    "int8": (put(f"{LAYER}.lora_A.weight", lambda t: (t * 99).to(torch.int8)), {},
+             rf"{LAYER}\.lora_A\.weight as int8; allowed are float32"),
+    "float8": (put(f"{LAYER}.lora_B.weight", lambda t: t.to(torch.float8_e4m3fn)), {}, "as float8_e4m3fn"),
+    "NaN": (put(f"{LAYER}.lora_A.weight", with_value(torch.nan)), {},
+            rf"{LAYER}\.lora_A\.weight holds NaN or infinity"),
+    "infinity": (put(f"{DOWN}.lora_B.weight", with_value(-torch.inf)), {}, rf"{DOWN}\.lora_B\.weight holds NaN"),
+    "DoRA without magnitudes": (None, {"use_dora": True}, r"no lora_magnitude_vector although .* says use_dora"),
+    "another rank": (None, {"r": 8}, r"rank 4 and adapter_config\.json says r=8"),
+    "ranks that do not meet": (put(f"{LAYER}.lora_B.weight", lambda t: t[:, :2].contiguous()), {},
+                               "cannot be multiplied"),
+    "another width": (put(f"{LAYER}.lora_A.weight", lambda t: t[:, :64].contiguous()), {}, "trained on another base"),
+    "another kind": (None, {"peft_type": "IA3"}, "of type IA3; only LoRA"),
+    "a foreign layer": (lambda t: t.update({f"{LAYER}x.lora_A.weight": torch.ones(4, 128)}), {}, "that the one in the"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_file_that_is_not_a_whole_adapter_of_this_model_is_refused_by_name(
+    attack: str, model: FastPeftModel, saved: Path, tmp_path: Path
+) -> None:
+    tensors, settings, message = ATTACKS[attack]
+    with pytest.raises(AdapterError, match=message):
+        model.load_lora(changed(Path(shutil.copytree(saved, tmp_path / "copy")), tensors, **settings))
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_torn_file_is_refused(file: str, model: FastPeftModel, saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (folder / file).write_bytes((folder / file).read_bytes()[:100])
+    with pytest.raises(AdapterError, match="cannot be read"):
+        model.load_lora(folder)
+
+
+@pytest.mark.parametrize(("record", "settings"), [
+    ({"model": "Qwen/Qwen2.5-3B"}, {}), (None, {"base_model_name_or_path": "Qwen/Qwen2.5-3B"}),
+])
+def test_an_adapter_of_another_base_is_refused_unless_the_user_says_they_are_the_same(
+    record: dict[str, str] | None, settings: dict[str, str], model: FastPeftModel, saved: Path, tmp_path: Path
+) -> None:
+    folder = changed(Path(shutil.copytree(saved, tmp_path / "copy")), **settings)
+    if record is None:
+        (folder / "base_model.json").unlink()
+    else:
+        (folder / "base_model.json").write_text(json.dumps(record))
+    with pytest.raises(AdapterError, match=r"trained on Qwen/Qwen2\.5-3B, and this model is tiny.*any_base=True"):
+        model.load_lora(folder)
+    assert model.load_lora(folder, any_base=True).path == folder
+
+
+@pytest.mark.parametrize(("one", "other", "same"), [
+    ("Qwen/Qwen3-4B", "unsloth/Qwen3-4B-unsloth-bnb-4bit", True), ("Qwen/Qwen3-4B", "Qwen/Qwen3-8B", False),
+    ("/cache/models--Qwen--Qwen3-4B/snapshots/abc", "Qwen/Qwen3-4B", True), ("/data/Qwen3-4B/", "Qwen/qwen3-4b", True),
+])
+def test_one_model_under_two_names_is_known(one: str, other: str, same: bool) -> None:
+    assert same_model(one, other) is same
+
+
+def test_an_adapter_on_fewer_layers_by_its_own_settings_is_whole(model: FastPeftModel, tmp_path: Path) -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    FastLanguageModel.get_peft_model(bare, r=2, target_modules=["q_proj"]).save_lora(tmp_path / "narrow")
+    assert model.load_lora(tmp_path / "narrow")
