@@ -16,7 +16,7 @@ from lowmem_grpo.runs.adapter_file import AdapterError
 @pytest.mark.parametrize("kind", ["adapter", "merged"])
 def test_an_adapter_that_is_not_finite_is_refused_by_layer(kind: str, value: float, copy: Path, tmp_path: Path) -> None:
     spoil(copy, value)
-    with pytest.raises(AdapterError, match=r"3\.mlp\.up_proj\.lora_[AB]\.weight holds NaN or infinity.*older checkpoint"):
+    with pytest.raises(AdapterError, match=r"3\.mlp\.up_proj\.lora_[AB]\.weight holds NaN.*older checkpoint"):
         export(copy, kind, tmp_path / "out")
     assert names_beside(tmp_path) == ["copy"]
 

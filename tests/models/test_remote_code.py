@@ -77,7 +77,7 @@ def test_code_in_the_models_folder_does_not_run_although_the_user_would_say_yes(
     folder, mark = planted(tmp_path / "planted", part)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with contextlib.suppress(ValueError, OSError, AttributeError, MergeError):  # many ways to refuse; what counts: nothing ran
+    with contextlib.suppress(ValueError, OSError, AttributeError, MergeError):  # or it loads
         call(folder)
     assert not mark.exists()
 
