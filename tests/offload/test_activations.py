@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from card import gpu
 from checkpointed_stack import LAYER_INPUT, LAYERS, Stack, grads, inputs, offloading, same, step
 from late_copies import LateCopies
 from live_storage import LiveStorage
@@ -38,29 +37,6 @@ def test_gradients_are_those_of_plain_checkpointing_bit_for_bit(
     assert same(step(model, offload, inside), step(model, nullcontext(), inside))
     assert offload.host_bytes_peak >= (LAYERS // 2 + 1 if nested else LAYERS) * LAYER_INPUT
     assert offload.host_bytes == 0
-
-
-@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_transformers_model_with_lora_has_the_same_gradients(family: str, dtype: torch.dtype) -> None:
-    model = with_adapter(random_model(family), lora_dropout=0.2).to(dtype).train()
-    ids = torch.randint(3, 380, (1, 24), generator=torch.Generator().manual_seed(2))
-
-    def gradients(mode: bool | str, context: Any) -> list[Tensor]:
-        enable_checkpointing(model.get_base_model(), mode)
-        torch.manual_seed(3)
-        with context:
-            logits = model(input_ids=ids, use_cache=False).logits
-        logits.float().log_softmax(-1)[..., 5].sum().backward()
-        return grads(model)
-
-    offload = offloading(model)
-    kept, recomputed = gradients(False, nullcontext()), gradients(True, nullcontext())
-    moved = gradients("offload", offload)
-    assert len(kept) == 2 * 2 * 7
-    assert same(recomputed, kept)
-    assert same(moved, recomputed)
-    assert offload.host_bytes_peak >= 2 * 24 * 32 * dtype.itemsize
 
 
 def test_on_the_cpu_and_switched_off_the_door_changes_nothing_and_holds_nothing() -> None:
@@ -165,20 +141,6 @@ def test_a_forward_that_fails_gives_its_pages_back() -> None:
     gc.collect()
     assert offload.host_bytes == 0
     assert same(step(model, offload), step(model, nullcontext()))
-
-
-def test_a_second_forward_before_the_first_backward_disturbs_neither() -> None:
-    model = Stack()
-    offload = offloading(model)
-    losses = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        with offload:
-            losses.append(model(*inputs(seed)).sum())
-    for seed, loss in ((1, losses[0]), (2, losses[1])):
-        loss.backward()
-        assert same(grads(model), step(model, nullcontext(), seed=seed))
-    assert offload.host_bytes == 0
 
 
 def test_contexts_may_be_entered_within_each_other() -> None:
@@ -328,63 +290,3 @@ def test_the_model_computes_where_it_has_a_card_even_with_embeddings_on_the_host
     assert ActivationOffload(nn.Linear(2, 2)).device.type == "cpu"
     with pytest.raises(ValueError, match=r"Tanh has no parameters; .*exactly one device"):
         ActivationOffload(nn.Tanh())
-
-
-# On a card
-
-
-def card_step(model: nn.Module, context: Any) -> tuple[list[Tensor], int]:
-    """Gradients, and the peak of the device's memory above what the step began with."""
-    ids = torch.arange(2048, device="cuda")[None]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.manual_seed(5)
-    with context:
-        hidden = model.model(input_ids=ids, use_cache=False)[0]
-    hidden.float().square().mean().backward()
-    torch.cuda.synchronize()
-    return grads(model), torch.cuda.max_memory_allocated() - before
-
-
-@gpu
-def test_on_a_card_gradients_are_equal_memory_is_lower_and_pages_are_used_again() -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(**LLAMA, attention_dropout=0.1, attn_implementation="eager")  # the same bits every time
-    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).requires_grad_(False).train()
-    for layer in model.model.layers:
-        layer.input_layernorm.weight.requires_grad_(True)
-    enable_checkpointing(model, "offload")
-    offload = ActivationOffload(model)
-    card_step(model, nullcontext())  # the libraries take their own memory
-    expected, plain_peak = card_step(model, nullcontext())
-    for _ in range(3):
-        gradients, peak = card_step(model, offload)
-        assert same(gradients, expected)
-        assert plain_peak - peak >= 12 * 2048 * 1024 * 2
-        assert offload.host_bytes == 0
-        pages = {storage.data_ptr() for storage in offload.host_storages()}
-        assert len(pages) * offload.store.pool.page_bytes == offload.host_bytes_peak
-    assert pages == {storage.data_ptr() for storage in offload.host_storages()}
-    assert all(page.is_pinned() for page in offload.store.pool.free)
-    offload.release()
-    assert offload.host_storages() == []
-
-
-@gpu
-def test_on_a_card_a_slow_copy_is_waited_for_in_both_directions() -> None:
-    offload = ActivationOffload(nn.Linear(1, 1, device="cuda"))
-    originals = [torch.randn(2**22, device="cuda") for _ in range(6)]
-    expected = [original.sum() for original in originals]
-    packed: list[Any] = []
-    for original in originals:
-        with torch.cuda.stream(offload.store.copies.side):
-            torch.cuda._sleep(20_000_000)  # every copy is late
-        packed.append(offload.pack(original))
-    del originals, original
-    for _ in range(8):
-        torch.full((2**22,), float("nan"), device="cuda")  # takes the memory that was freed
-    for saved, total in zip(packed[::-1], expected[::-1], strict=True):
-        with torch.cuda.stream(offload.store.copies.side):
-            torch.cuda._sleep(20_000_000)
-        assert torch.equal(offload.unpack(saved).sum(), total)

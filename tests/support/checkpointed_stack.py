@@ -1,4 +1,4 @@
-"""A stack of checkpointed layers whose inputs go to the host, and the gradients of a step through it."""
+"""A stack of checkpointed layers whose inputs go to the host, on the CPU or a card, and the gradients of a step."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ LAYER_INPUT = TOKENS * WIDTH * 4
 class Layer(nn.Module):
     """Reads two tensors, drops out, and saves a lot inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.mix, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mix, self.out = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, hidden: Tensor, other: Tensor) -> Tensor:
         mixed = torch.nn.functional.dropout(torch.tanh(self.mix(hidden)) * other.exp(), 0.3)
@@ -28,10 +28,10 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Checkpointed layers; `nested` puts the second half of them into one more checkpoint."""
 
-    def __init__(self, layers: int = LAYERS, nested: bool = False) -> None:
+    def __init__(self, layers: int = LAYERS, nested: bool = False, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.nested = nn.ModuleList(Layer() for _ in range(layers)), nested
+        self.layers, self.nested, self.width = nn.ModuleList(Layer(width) for _ in range(layers)), nested, width
 
     def run(self, hidden: Tensor, other: Tensor, layers: Any) -> Tensor:
         for layer in layers:
@@ -46,16 +46,17 @@ class Stack(nn.Module):
         return hidden.square()
 
 
-def inputs(seed: int = 1, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+def inputs(seed: int = 1, tokens: int = TOKENS, width: int = WIDTH, device: Any = "cpu") -> tuple[Tensor, Tensor]:
     """Two activations; no leaves, which would stay where they are."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, other = (torch.randn(tokens, WIDTH, generator=generator, requires_grad=True) for _ in range(2))
+    hidden, other = (torch.randn(tokens, width, generator=generator).to(device).requires_grad_() for _ in range(2))
     return hidden * 1.5, other * 0.5
 
 
-def offloading(model: nn.Module, copies: Any = None) -> ActivationOffload:
-    """Sends everything of 256 bytes or more, in pages so small that a layer's input needs several."""
-    return ActivationOffload(model, LateCopies() if copies is None else copies, min_bytes=256, page_bytes=512)
+def offloading(model: nn.Module, copies: Any = None, page_bytes: int = 512) -> ActivationOffload:
+    """Sends everything of half a page or more, in pages so small that a layer's input needs several."""
+    copies = LateCopies() if copies is None else copies
+    return ActivationOffload(model, copies, min_bytes=page_bytes // 2, page_bytes=page_bytes)
 
 
 def grads(model: nn.Module) -> list[Tensor]:
@@ -65,14 +66,18 @@ def grads(model: nn.Module) -> list[Tensor]:
     return [gradient.clone() for gradient in found]
 
 
-def step(model: nn.Module, context: Any, inside: bool = False, seed: int = 1, tokens: int = TOKENS) -> list[Tensor]:
-    """Gradients of one forward and backward, always with the same dropout."""
+def step(model: Stack, context: Any, inside: bool = False, seed: int = 1, tokens: int = TOKENS) -> list[Tensor]:
+    """Gradients of one forward and backward, always with the same dropout; what is freed before the backward is
+    written over."""
+    device = next(model.parameters()).device
     torch.manual_seed(seed)
     with context:
-        loss = model(*inputs(seed, tokens)).sum()
+        loss = model(*inputs(seed, tokens, model.width, device)).sum()
         if inside:
             loss.backward()
     if not inside:
+        for _ in range(4):
+            torch.full((tokens, model.width), float("nan"), device=device)
         loss.backward()
     return grads(model)
 
