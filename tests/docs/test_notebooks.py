@@ -96,13 +96,6 @@ def test_a_notebook_asks_colab_for_a_card_and_any_jupyter_for_its_usual_kernel(p
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_installs_the_package_only_where_it_is_missing(path: Path) -> None:
-    guard, install = cells(path)[0].splitlines()[-2:]
-    assert guard == 'if importlib.util.find_spec("lowmem_grpo") is None:'
-    assert install == "    %pip install -q lowmem-grpo"
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_hides_nothing_and_writes_only_beside_itself(path: Path) -> None:
     for source in cells(path)[1:]:
         for node in ast.walk(ast.parse(source)):
