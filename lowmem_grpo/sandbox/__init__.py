@@ -7,8 +7,8 @@ There are three isolations, all with the same limits (`limits.Limits`) and the s
     process      no namespaces, and only if asked for: `isolation.PROCESS_WARNING` says what this leaves open
 
 All three guarantee the following, also for root. `RLIMIT_NPROC` does not bind root, so a filter of system calls
-(seccomp) refuses new processes and threads. It also refuses signals to other processes, sockets, ptrace, io_uring, and
-raising one's own limits.
+(seccomp) allows what a computation needs and nothing else: no new process or thread, no signal to another process, no
+socket, no ptrace, no other priority, owner or time of a file, and no higher limit.
 
     one process, no thread, no child that could outlive it     by rlimits: memory, CPU time, size of files, open files
     no socket, hence no network                                by the parent: wall time, output bytes, number of files

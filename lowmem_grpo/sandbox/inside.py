@@ -24,9 +24,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lowmem_grpo.sandbox.file_access import restrict_files
+from lowmem_grpo.sandbox.file_access import restrict
 from lowmem_grpo.sandbox.plain import decode, encode
-from lowmem_grpo.sandbox.system_calls import give_up_rights
+from lowmem_grpo.sandbox.system_calls import give_up_rights, install_filter
 
 SOURCE = "code.py"
 NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; the last needs more than a text
@@ -77,7 +77,8 @@ def prepare(order: dict[str, Any]) -> None:
     limit(order["limits"])
     give_up_rights()
     if order["readable"] is not None:
-        restrict_files(order["readable"], [order["scratch"], "/dev/null"])
+        restrict(order["readable"], [order["scratch"], "/dev/null"])
+    install_filter()
 
 
 def open_as_stdin(text: str) -> None:

@@ -14,7 +14,9 @@ ISOLATIONS = ("bubblewrap", "nsjail", "process")
 CHOSEN_BY_DEFAULT = ("bubblewrap", "nsjail")
 PROCESS_WARNING = (
     'isolation="process" limits model-written code, but if the kernel lacks Landlock 3 (Linux 6.2) the code can read, '
-    "write or empty your files and look into your other processes; do not use it on a machine with secrets"
+    "write or empty your files and look into your other processes; on every kernel it sees which files exist, how "
+    "large and how old they are, and files that it removes while they are open do not count towards scratch_bytes; do "
+    "not use it on a machine with secrets"
 )
 FIX = (
     "install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap); in a container allow user "

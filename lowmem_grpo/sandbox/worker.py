@@ -4,11 +4,9 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 import weakref
 from dataclasses import asdict
@@ -17,10 +15,12 @@ from typing import Any
 
 from lowmem_grpo.sandbox.command import command
 from lowmem_grpo.sandbox.limits import Limits
+from lowmem_grpo.sandbox.scratch import ScratchFolder, usage_of_tmpfs
 
 START_SECONDS = 30.0  # for Python to start and give up its rights; no foreign code runs before that
 POLL_SECONDS = 0.05  # between looks at the scratch directory
 HANG_UP_SECONDS = 0.5  # between a process's last answer and its end
+REAP_SECONDS = 5.0  # for a launcher to see the end of its child
 CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # as an exit status, and as the sandboxes report it
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the first process of a namespace does not get SIGXCPU
 TAIL = 4096  # bytes of standard error that are kept
@@ -46,20 +46,20 @@ class Worker:
         self.limits = limits
         self.stdout, self.stderr, self.printed = bytearray(), bytearray(), 0
         self._waiting, self._place, self._began = bytearray(), -1, time.monotonic()
-        self._folder = tempfile.mkdtemp(prefix="sandbox-") if isolation == "process" else ""
-        self._removal = weakref.finalize(self, remove, self._folder)  # also if our program ends before `close`
+        self._folder = ScratchFolder() if isolation == "process" else None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end = weakref.finalize(self, end, started := list[subprocess.Popen[bytes]](), self._folder)
         try:
-            self._start(isolation, order)
+            self._start(isolation, order, started)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, isolation: str, order: dict[str, Any]) -> None:
+    def _start(self, isolation: str, order: dict[str, Any], started: list[subprocess.Popen[bytes]]) -> None:
         self.channel, theirs = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._process: subprocess.Popen[bytes] | None = None
         with theirs:
-            how = command(isolation, self.limits, theirs.fileno(), self._folder)
+            how = command(isolation, self.limits, theirs.fileno(), self._folder.path if self._folder else "")
             try:
                 self._process = subprocess.Popen(
                     how.words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={},
@@ -67,6 +67,7 @@ class Worker:
                 )
             except OSError as error:
                 raise CannotStart(str(error)) from error
+        started.append(self._process)
         for source in (self.channel, self._process.stdout, self._process.stderr):
             assert source is not None
             self._selector.register(source, selectors.EVENT_READ)
@@ -160,7 +161,7 @@ class Worker:
         """Raises WorkerEnded if the scratch directory holds more than it may."""
         if self._place < 0:
             return
-        entries, size = usage_of_folder(self._folder, self.limits.files) if self._folder else usage_of(self._place)
+        entries, size = self._folder.usage(self.limits.files) if self._folder else usage_of_tmpfs(self._place)
         if entries > self.limits.files or size > self.limits.scratch_bytes:
             raise WorkerEnded("files", f"{entries} files of {size} bytes in the scratch directory")
 
@@ -193,20 +194,14 @@ class Worker:
         return lines[-1][:500] if lines else ""
 
     def close(self) -> None:
-        """Kill the process, wait for its end, close every descriptor, and remove the scratch directory."""
-        process = getattr(self, "_process", None)
-        if process is not None:
-            kill(process)
-            process.wait()
-            for pipe in (process.stdout, process.stderr):
-                pipe.close()
+        """Kill the process and wait for its end, close every descriptor, and remove the scratch directory."""
+        self._end()
         if hasattr(self, "_selector"):
             self._selector.close()
             self.channel.close()
         if self._place >= 0:
             os.close(self._place)
             self._place = -1
-        self._removal()
 
 
 def read(source: Any) -> bytes:
@@ -217,42 +212,38 @@ def read(source: Any) -> bytes:
         return b""
 
 
+def end(started: list[subprocess.Popen[bytes]], folder: ScratchFolder | None) -> None:
+    """Leave nothing behind, also if our program ends before `close`."""
+    for process in started:
+        kill(process)
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+    if folder is not None:
+        folder.remove()
+
+
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its group, which it leads. If it has a PID namespace, that dies with it."""
+    """Kill what a process started, wait until it has seen their end, and kill what is then left of its group.
+
+    bwrap and nsjail start the code's process in a session and a PID namespace of its own. If they died first, their
+    child would die a little later, and nobody would reap it in a container whose first process does not.
+    """
+    if process.poll() is None and (children := children_of(process.pid)):
+        for child in children:
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_SECONDS)
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def usage_of(place: int) -> tuple[int, int]:
-    """Files and bytes in a tmpfs."""
-    state = os.fstatvfs(place)
-    return max(state.f_files - state.f_ffree - 1, 0), (state.f_blocks - state.f_bfree) * state.f_frsize
-
-
-def usage_of_folder(folder: str, most: int) -> tuple[int, int]:
-    """Files and bytes below a folder, counted up to `most` files. A folder that cannot be read counts as too many."""
-    waiting, entries, size = [folder], 0, 0
+def children_of(number: int) -> list[int]:
+    """The processes that a process has started; none if the kernel does not tell."""
     try:
-        while waiting and entries <= most:
-            with os.scandir(waiting.pop()) as listing:
-                for entry in listing:
-                    entries += 1
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    if entries > most:
-                        break
-    except FileNotFoundError:
-        pass  # removed while we looked
+        return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
     except OSError:
-        return most + 1, size
-    return entries, size
-
-
-def remove(folder: str) -> None:
-    """Remove a folder whatever is in it. The second try is for locked and very deep directories."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder and Path(folder).exists():
-        subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL, check=False)
-        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
+        return []

@@ -1,0 +1,108 @@
+"""The scratch directory of a sandboxed process: how full it is, and that nothing of it stays.
+
+In a namespace it is a tmpfs, which ends with the process. `isolation="process"` has a folder, which its owner locks
+while it lives. If the owner is killed, the kernel drops the lock, and the next program that starts a sandbox removes
+the folder.
+"""
+
+import contextlib
+import fcntl
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+PREFIX = "lowmem-grpo-sandbox-"
+
+
+class ScratchFolder:
+    """A new folder below the system's folder for temporary files. `remove` ends it; without it, a later `sweep`."""
+
+    def __init__(self) -> None:
+        sweep(tempfile.gettempdir())
+        self.path, self._lock = "", -1
+        while self._lock < 0:  # it is lost only if another program's sweep came before the lock
+            self.path = tempfile.mkdtemp(prefix=PREFIX)
+            self._lock = locked(self.path)
+
+    def usage(self, most: int) -> tuple[int, int]:
+        """Files and bytes in it, counted up to `most` files. A folder that cannot be read counts as too many."""
+        waiting, entries, size = [self.path], 0, 0
+        try:
+            while waiting and entries <= most:
+                with os.scandir(waiting.pop()) as listing:
+                    for entry in listing:
+                        entries += 1
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append(entry.path)
+                        if entries > most:
+                            break
+        except FileNotFoundError:
+            pass  # removed while we looked
+        except OSError:
+            return most + 1, size
+        return entries, size
+
+    def remove(self) -> None:
+        remove(self.path)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def locked(folder: str) -> int:
+    """A descriptor that holds the folder's lock; -1 if another program holds it or has removed the folder.
+
+    On a file system without locks the descriptor holds none, and no sweep removes anything there.
+    """
+    try:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return -1
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(place)
+            return -1
+    if os.path.isdir(folder):
+        return place
+    os.close(place)
+    return -1
+
+
+@functools.cache
+def sweep(below: str) -> None:
+    """Remove what killed programs of this user left below a folder. Each program looks once."""
+    with contextlib.suppress(OSError), os.scandir(below) as listing:
+        for entry in listing:
+            if entry.name.startswith(PREFIX) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                remove_unowned(entry.path)
+
+
+def remove_unowned(folder: str) -> None:
+    """Remove a folder if nobody holds its lock."""
+    with contextlib.suppress(OSError):
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(folder)
+        finally:
+            os.close(place)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder whatever is in it. The second try is for locked and very deep directories."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if Path(folder).exists():
+        subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
+
+
+def usage_of_tmpfs(place: int) -> tuple[int, int]:
+    """Files and bytes in the tmpfs of a descriptor."""
+    state = os.fstatvfs(place)
+    return max(state.f_files - state.f_ffree - 1, 0), (state.f_blocks - state.f_bfree) * state.f_frsize
