@@ -7,19 +7,22 @@ if TYPE_CHECKING:
     from lowmem_grpo.config.grpo import GRPOConfig
     from lowmem_grpo.config.sampling import SamplingParams
     from lowmem_grpo.config.sft import SFTConfig
-    from lowmem_grpo.loader import FastLanguageModel
+    from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.dtypes import is_bfloat16_supported
     from lowmem_grpo.train.grpo import GRPOTrainer
     from lowmem_grpo.train.sft import SFTTrainer
+    from lowmem_grpo.unsloth_names import PatchFastRL, unsloth_train
 
 __version__ = "0.1.0"
 __all__ = [
-    "FastLanguageModel", "GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams",
-    "is_bfloat16_supported",
+    "FastLanguageModel", "FastModel", "FastVisionModel", "GRPOConfig", "GRPOTrainer", "PatchFastRL", "SFTConfig",
+    "SFTTrainer", "SamplingParams", "is_bfloat16_supported", "unsloth_train",
 ]
 
 HOMES = {
-    "FastLanguageModel": "loader", "GRPOConfig": "config.grpo", "GRPOTrainer": "train.grpo", "SFTConfig": "config.sft",
+    **dict.fromkeys(("FastLanguageModel", "FastModel", "FastVisionModel"), "loader"),
+    **dict.fromkeys(("PatchFastRL", "unsloth_train"), "unsloth_names"),
+    "GRPOConfig": "config.grpo", "GRPOTrainer": "train.grpo", "SFTConfig": "config.sft",
     "SFTTrainer": "train.sft", "SamplingParams": "config.sampling", "is_bfloat16_supported": "models.dtypes",
 }
 
@@ -28,5 +31,9 @@ def __getattr__(name: str) -> Any:
     if name == "pictures":  # a module of functions
         return import_module("lowmem_grpo.views.pictures")
     if name not in HOMES:
+        elsewhere = import_module("lowmem_grpo.unsloth_names")
+        if name in elsewhere.ALIASES:
+            return __getattr__(elsewhere.ALIASES[name])
+        elsewhere.refuse_name(name)
         raise AttributeError(f"module 'lowmem_grpo' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)

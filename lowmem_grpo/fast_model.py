@@ -18,6 +18,7 @@ from lowmem_grpo.models.pretrained import linears_in_4bit
 from lowmem_grpo.runs.adapter_file import check_for
 from lowmem_grpo.runs.saved_adapter import BaseRecord, check_base
 from lowmem_grpo.types import Rollout
+from lowmem_grpo.unsloth_names import UnsupportedError
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
 EXPORT_ADVICE = (
@@ -155,11 +156,7 @@ class FastGeneration:
         raise UnsupportedError(f"push_to_hub_gguf {EXPORT_ADVICE}")
 
 
-class UnsupportedError(RuntimeError):
-    """Other libraries have this and we do not; the message says what to use instead."""
-
-
-class FastModel(FastGeneration, nn.Module):
+class BareModel(FastGeneration, nn.Module):
     """A loaded model before `get_peft_model`. All other attributes are those of the transformers model."""
 
     def __init__(self, model: PreTrainedModel, loaded: Loaded) -> None:

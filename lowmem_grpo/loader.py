@@ -1,6 +1,5 @@
 """`FastLanguageModel` loads a model with its tokenizer and its rollout engine, and puts LoRA on it through peft."""
 
-import difflib
 import inspect
 import logging
 from typing import Any
@@ -9,55 +8,45 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, refuse
 from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
 from lowmem_grpo.engines.vllm.sampling_weights import SIXTEEN, check_four_bit
-from lowmem_grpo.fast_model import FastModel, FastPeftModel, Loaded
+from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.models.dtypes import compute_dtype
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lean_modules import MLP_TILE, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
+from lowmem_grpo.models.lora_targets import Scope, Targets, lora_targets
 from lowmem_grpo.models.pretrained import TINY, Pretrained, linears_in_4bit, resolve
 from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
-from lowmem_grpo.offload.embedding import embed_on_host
+from lowmem_grpo.offload.embedding import embed_on_host, is_tied
 from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
 
-ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-OFF = (False, None)  # values of a refused option that request nothing
-
-REFUSED = {
-    "load_in_8bit": "use load_in_4bit=True, or False for 16 bit",
-    "load_in_fp8": "use load_in_4bit=True, or False for 16 bit",
-    "full_finetuning": "the base weights stay frozen here; train LoRA with get_peft_model",
-    "trust_remote_code": "code from a model repository is never run; use an architecture that transformers ships",
-    "rope_scaling": "set it in the model's config.json and raise max_seq_length",
-    "use_exact_model_name": "model names are always taken as they are",
-    "float8_kv_cache": "leave it out; the cache has the model's dtype",
-    "qat_scheme": "leave it out",
-    "modules_to_save": "only LoRA weights are trained; name modules in target_modules instead",
-    "loftq_config": "leave it out; LoRA starts at zero",
-    "layers_to_transform": "use target_modules with full names",
-    "temporary_location": "leave it out",
-}
+ANYWHERE = (None, "auto", "balanced", "balanced_low_0", "sequential", "unsloth")  # device maps that name no device
+UNSLOTHS_LENGTH = 2048  # the default of an option of get_peft_model that means nothing in Unsloth either
 
 
 class FastLanguageModel:
-    """The loader, with the same names as in Unsloth."""
+    """The loader, with the same names as in Unsloth. config/loading.py says what becomes of Unsloth's other options."""
 
-    @staticmethod
+    @classmethod
     def from_pretrained(
-        model_name: str = TINY, max_seq_length: int = 2048, dtype: torch.dtype | str | None = None,
-        load_in_4bit: bool = True, fast_inference: bool | str = False, max_lora_rank: int = 64,
+        cls, model_name: str = TINY, max_seq_length: int | None = 2048, dtype: torch.dtype | str | None = None,
+        load_in_4bit: bool | None = None, fast_inference: bool | str = False, max_lora_rank: int = 64,
         gpu_memory_utilization: float = 0.5, revision: str | None = None, token: str | None = None,
         device: str | None = None, kv_cache_bytes: int | None = None, max_num_seqs: int | None = None,
         enforce_eager: bool | None = None, offload_embedding: bool = False, sampling_weights: str | None = None,
-        **options: Any,
-    ) -> tuple[FastModel, Any]:
+        load_in_16bit: bool = False, device_map: Any = None, cache_dir: str | None = None,
+        local_files_only: bool = False, **options: Any,
+    ) -> tuple[BareModel, Any]:
         """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer.
 
         `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, one tensor at a time, on the CPU
-        too. A checkpoint that is already in 4 bit loads as it is. dtype None means bfloat16 or float16, depending on
+        too; None means True, unless `load_in_16bit`. A checkpoint that is already in 4 bit loads as it is.
+        `max_seq_length` None is the model's whole context. `device_map` may name one device, as `device` does. dtype
+        None means bfloat16 or float16, depending on
         the card, and float32 on the CPU.
 
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
@@ -76,48 +65,62 @@ class FastLanguageModel:
         Raises ValueError for what is not supported, EngineUnavailableError if "vllm" cannot be used, and OSError if
         there is no such model.
         """
-        refuse(options, "from_pretrained")
-        device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+        check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
+        four_bit = in_4_bit(load_in_4bit, load_in_16bit)
+        device = one_device(device, device_map)
         if offload_embedding and fast_inference not in (False, "transformers"):
             raise ValueError(f"offload_embedding=True and fast_inference={fast_inference!r}: vLLM looks the embedding "
                              'up on the device. Leave one of them out, or sample with fast_inference="transformers"')
         keeper = EngineKeeper(
-            max_seq_length, choose_engine(fast_inference, device),
+            max_seq_length or 0, choose_engine(fast_inference, device),
             EngineSettings(gpu_memory_utilization, kv_cache_bytes, max_num_seqs, enforce_eager, sampling_weights),
             model_name,
         )
-        stored = Pretrained(model_name, resolve(model_name), {"revision": revision, "token": token})
-        model, tokenizer = stored.load(compute_dtype(dtype), device, load_in_4bit)
-        check_context(model, max_seq_length)
+        stored = Pretrained(model_name, resolve(model_name), {
+            "revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only})
+        model, tokenizer = stored.load(compute_dtype(dtype), device, four_bit)
+        keeper.max_seq_length = context = context_of(model, max_seq_length)
         check_sampling_weights(sampling_weights, fast_inference, next(linears_in_4bit(model), None) is not None)
-        if offload_embedding:
+        if offload_embedding and is_tied(model):
+            logger.warning("offload_embedding=True changes nothing: %s ties its input embedding to its output head, "
+                           "which is needed on the device", type(model).__name__)
+        elif offload_embedding:
             logger.info("input embedding on the host: %s less on the device", size_text(embed_on_host(model)))
         if keeper.choice.name == VLLM or any(linears_in_4bit(model)):
             fuse_weights(model)  # so that one product serves for three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
-        loaded = Loaded(model_name, tokenizer, max_seq_length, max_lora_rank, keeper, revision=revision)
-        return FastModel(model, loaded), tokenizer
+        loaded = Loaded(model_name, tokenizer, context, max_lora_rank, keeper, revision=revision)
+        return BareModel(model, loaded), tokenizer
 
-    @staticmethod
+    @classmethod
     def get_peft_model(
-        model: FastModel, r: int = 16, target_modules: list[str] | str | None = None, lora_alpha: int = 16,
+        cls, model: BareModel, r: int = 16, target_modules: Targets = None, lora_alpha: int = 16,
         lora_dropout: float = 0.0, bias: str = "none", use_gradient_checkpointing: bool | str = "offload",
         random_state: int = 3407, use_rslora: bool = False, max_seq_length: int | None = None,
-        mlp_tile: int | None = None, **options: Any,
+        mlp_tile: int | None = None, finetune_language_layers: bool = True, finetune_attention_modules: bool = True,
+        finetune_mlp_modules: bool = True, layers_to_transform: list[int] | int | None = None,
+        finetune_last_n_layers: int | None = None, **options: Any,
     ) -> FastPeftModel:
         """Put LoRA of rank r on `target_modules` (None: all linear layers), initialised from `random_state`.
+
+        `finetune_attention_modules=False` leaves out those of attention, `finetune_mlp_modules=False` all others.
+        `layers_to_transform` are the numbers of the layers that get LoRA; `finetune_last_n_layers` counts from the end.
 
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host; alias
         "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096), otherwise in one
         piece.
         Raises ValueError for what is not supported.
         """
-        refuse(options, "get_peft_model")
-        if not isinstance(model, FastModel):
+        check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
+        scope = Scope(finetune_language_layers, finetune_attention_modules, finetune_mlp_modules, layers_to_transform,
+                      finetune_last_n_layers)
+        if isinstance(model, FastPeftModel):
+            raise ValueError("this model has LoRA already; load it again for a second adapter")
+        if not isinstance(model, BareModel):
             raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
         if hasattr(model.inner, "peft_config"):
             raise ValueError("this model has LoRA already; load it again for a second adapter")
-        if max_seq_length not in (None, model.loaded.max_seq_length):
+        if max_seq_length not in (None, UNSLOTHS_LENGTH, model.loaded.max_seq_length):
             raise ValueError(f"max_seq_length is {max_seq_length}; the model was loaded with "
                              f"{model.loaded.max_seq_length}, change it there")
         if not 1 <= r <= model.loaded.max_lora_rank:
@@ -128,7 +131,7 @@ class FastLanguageModel:
         tile = check_tile(mlp_tile, mode)
         config = LoraConfig(
             r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, task_type="CAUSAL_LM",
-            target_modules=check_targets(model.inner, target_modules or ALL_LINEAR),
+            target_modules=lora_targets(model.inner, target_modules, scope),
         )
         use_kernel_layers(config, model.inner)
         model.close_engine()  # its modules are about to be wrapped
@@ -147,29 +150,62 @@ class FastLanguageModel:
         return model.eval()
 
     @staticmethod
-    def for_training(model: Any) -> Any:
-        """Training mode."""
+    def for_training(model: Any, use_gradient_checkpointing: bool | str = True) -> Any:
+        """Training mode. Gradient checkpointing stays as get_peft_model set it up."""
+        checkpointing_mode(use_gradient_checkpointing)
         return model.train()
 
 
-def refuse(options: dict[str, Any], method: str) -> None:
-    """Raise for every option of a FastLanguageModel method that requests something we do not support."""
-    call = f"FastLanguageModel.{method}"
-    for name, value in options.items():
-        if name not in REFUSED:
-            own = inspect.signature(getattr(FastLanguageModel, method)).parameters
-            close = difflib.get_close_matches(name, [*REFUSED, *own], n=2)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise TypeError(f"{call} has no option {name!r}{hint}")
-        if value not in OFF:
-            raise ValueError(f"{call}: {name}={value!r} is not supported; {REFUSED[name]}")
+class FastModel(FastLanguageModel):
+    """The same loader under another name that Unsloth has. Of a model with images, its text layers are trained."""
 
 
-def check_context(model: PreTrainedModel, max_seq_length: int) -> None:
-    """Raise ValueError if the requested context is longer than the model's."""
+class FastVisionModel(FastLanguageModel):
+    """The same loader, for text: of a model with images, its text layers are trained, and images are refused."""
+
+
+def check_options(cls: type, method: str, options: dict[str, Any], fates: dict[str, Fate]) -> None:
+    """Raise for every option of a loader's method that asks for something that is not done here."""
+    known = set(inspect.signature(getattr(cls, method)).parameters)
+    refuse(options, fates, known, f"{cls.__name__}.{method}")
+
+
+def in_4_bit(load_in_4bit: bool | None, load_in_16bit: bool) -> bool:
+    """Whether to quantize; ValueError for two answers."""
+    if load_in_16bit and load_in_4bit:
+        raise ValueError("load_in_4bit=True and load_in_16bit=True contradict each other; give one of them")
+    return not load_in_16bit if load_in_4bit is None else load_in_4bit
+
+
+def one_device(device: str | None, device_map: Any) -> str:
+    """The device of the whole model: `device`, the one that a device map names, or the first card, if there is one."""
+    if isinstance(device_map, dict):
+        places = {str(place) for place in device_map.values()}
+        if len(places) != 1:
+            raise ValueError(f"device_map is {device_map!r}: a model lies on one device here; leave it out")
+        device_map = next(iter(device_map.values()))
+    mapped = None if device_map in ANYWHERE else str(device_map)
+    mapped = f"cuda:{mapped}" if mapped is not None and mapped.isdigit() else mapped
+    if device is not None and mapped not in (None, device):
+        raise ValueError(f"device is {device!r} and device_map names {mapped!r}; give one of them")
+    chosen = device or mapped or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        return "cuda:0" if chosen == "cuda" else str(torch.device(chosen))
+    except RuntimeError as error:
+        allowed = ", ".join(repr(place) for place in ANYWHERE if place)
+        raise ValueError(f"device_map is {device_map!r}; allowed are {allowed}, and one device such as 'cuda:0' or "
+                         "'cpu'") from error
+
+
+def context_of(model: PreTrainedModel, max_seq_length: int | None) -> int:
+    """The context in tokens, the model's own for None; ValueError if the model's is shorter."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and max_seq_length > longest:
+    if max_seq_length is None and longest is None:
+        raise ValueError("max_seq_length is None, and the model's config does not say how long its context is; give "
+                         "a number")
+    if longest is not None and (max_seq_length or 0) > longest:
         raise ValueError(f"max_seq_length is {max_seq_length}; this model's context is {longest}")
+    return int(max_seq_length or longest or 0)
 
 
 def check_sampling_weights(asked: str | None, fast_inference: bool | str, four_bit: bool) -> None:
@@ -190,20 +226,3 @@ def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:
         raise ValueError(f"mlp_tile is {mlp_tile} and use_gradient_checkpointing=False: tiles are computed again in "
                          "backward, and that is checkpointing. Leave one of them out")
     return mlp_tile
-
-
-def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:
-    """The names, if they exist in the model and the frozen head is not among them."""
-    if isinstance(targets, str):
-        if targets != "all-linear":
-            raise ValueError(f'target_modules is {targets!r}; allowed are a list of names and "all-linear"')
-        return targets
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    missing = sorted(target for target in targets if target.rpartition(".")[2] not in names)
-    if targets is ALL_LINEAR and missing:  # a family with other names, or with fused projections
-        return "all-linear"
-    if missing:
-        raise ValueError(f"target_modules names {missing}, which this model does not have")
-    if "lm_head" in targets:
-        raise ValueError("target_modules names lm_head; the head stays frozen here, leave it out")
-    return list(targets)

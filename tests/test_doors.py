@@ -4,14 +4,18 @@ import ast
 import subprocess
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 
 import lowmem_grpo.kernels
 import lowmem_grpo.rewards
+from lowmem_grpo.unsloth_names import REFUSED, UnsupportedError
 
 NAMES = {  # module -> names; a folder's name that was a module's offers what that module defined
-    "lowmem_grpo": "FastLanguageModel GRPOConfig GRPOTrainer SFTConfig SFTTrainer SamplingParams is_bfloat16_supported "
+    "lowmem_grpo": "FastLanguageModel FastModel FastVisionModel FastQwen2Model GRPOConfig GRPOTrainer PatchFastRL "
+                   "SFTConfig SFTTrainer SamplingParams UnslothTrainer UnslothTrainingArguments is_bf16_supported "
+                   "is_bfloat16_supported unsloth_train "
                    "pictures rewards kernels __version__",
     "lowmem_grpo.kernels": " ".join(lowmem_grpo.kernels.__all__),
     "lowmem_grpo.rewards": " ".join(lowmem_grpo.rewards.__all__),
@@ -50,6 +54,20 @@ def test_an_unknown_name_of_a_door_raises_an_error_that_lists_the_known_ones(nam
     unknown = "no_such_name"
     with pytest.raises(AttributeError, match="it has "):
         getattr(import_module(f"lowmem_grpo{name}"), unknown)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_name_of_unsloth_that_is_not_here_is_refused_with_what_to_do(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"lowmem_grpo has no {name}\. .*\w"):
+        getattr(lowmem_grpo, name)
+
+
+def test_the_calls_of_unsloth_that_change_other_trainers_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert lowmem_grpo.PatchFastRL("GRPO", lowmem_grpo.FastLanguageModel) is None
+    assert "needs no patch" in caplog.text
+    assert lowmem_grpo.unsloth_train(SimpleNamespace(train=lambda **options: options), resume_from_checkpoint=True) == {
+        "resume_from_checkpoint": True}
 
 
 def test_a_door_loads_no_file_until_a_name_of_it_is_used() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.config.sampling import as_sampling_params
-from lowmem_grpo.fast_model import FastModel, FastPeftModel, LoraRequest, RequestOutput, UnsupportedError, adapter_for
+from lowmem_grpo.fast_model import BareModel, FastPeftModel, LoraRequest, RequestOutput, UnsupportedError, adapter_for
 from lowmem_grpo.runs.checkpoint import CheckpointError
 from lowmem_grpo.runs.saved_adapter import base_of_adapter
 
@@ -39,7 +39,7 @@ def load(r: int = 4) -> FastPeftModel:
 
 
 @pytest.fixture(scope="module")
-def bare() -> FastModel:
+def bare() -> BareModel:
     """The embedded model without an adapter."""
     return FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)[0]
 
@@ -91,7 +91,7 @@ def untouched(model: FastPeftModel, request: pytest.FixtureRequest) -> Iterator[
     (QUESTION, 1), ([QUESTION], 1), ([QUESTION, "Start"], 2), (CHAT, 1), ([CHAT], 1), ([CHAT, CHAT[:1], CHAT], 3),
     ([5, 6, 7], 1), ([[5, 6, 7], [8]], 2), ([QUESTION, CHAT, [5, 6]], 3), ((QUESTION, "Start"), 2),
 ])
-def test_every_kind_of_prompt_gives_one_output_each_in_order(bare: FastModel, prompts: Any, count: int) -> None:
+def test_every_kind_of_prompt_gives_one_output_each_in_order(bare: BareModel, prompts: Any, count: int) -> None:
     outputs = bare.fast_generate(prompts, SamplingParams(temperature=0, max_tokens=3))
     assert len(outputs) == count
     each = [prompts] if count == 1 and not isinstance(prompts[0], (str, list)) else list(prompts)
@@ -102,7 +102,7 @@ def test_every_kind_of_prompt_gives_one_output_each_in_order(bare: FastModel, pr
 
 
 def test_strings_are_taken_as_they_are_and_chats_through_the_template(
-    bare: FastModel, tokenizer: PreTrainedTokenizerBase
+    bare: BareModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     rendered = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     as_text, as_chat, as_ids = bare.fast_generate([rendered, CHAT, tokenizer(rendered).input_ids], GREEDY)
@@ -111,7 +111,7 @@ def test_strings_are_taken_as_they_are_and_chats_through_the_template(
     assert bare.fast_generate(QUESTION, GREEDY)[0].prompt_token_ids == tokenizer(QUESTION).input_ids
 
 
-def test_outputs_have_the_fields_that_vllm_gives(bare: FastModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_outputs_have_the_fields_that_vllm_gives(bare: BareModel, tokenizer: PreTrainedTokenizerBase) -> None:
     (output,) = bare.fast_generate(CHAT, SamplingParams(n=3, max_tokens=40, seed=0))
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     for completion in output.outputs:
@@ -121,7 +121,7 @@ def test_outputs_have_the_fields_that_vllm_gives(bare: FastModel, tokenizer: Pre
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] == tokenizer.eos_token_id else "length")
 
 
-def test_no_lora_request_means_the_base_model(bare: FastModel, untouched: FastPeftModel) -> None:
+def test_no_lora_request_means_the_base_model(bare: BareModel, untouched: FastPeftModel) -> None:
     base = bare.fast_generate([CHAT, "Start"], GREEDY)
     assert untouched.fast_generate([CHAT, "Start"], GREEDY) == base
     assert untouched.fast_generate([CHAT, "Start"], sampling_params=GREEDY, lora_request=None) == base
@@ -212,14 +212,14 @@ def test_a_saved_adapter_loads_with_plain_peft(model: FastPeftModel, tmp_path: P
 
 
 @pytest.mark.parametrize("call", ["save_pretrained_gguf", "push_to_hub_merged", "push_to_hub_gguf"])
-def test_an_export_call_is_refused_with_what_to_do_instead(model: FastPeftModel, bare: FastModel, call: str) -> None:
+def test_an_export_call_is_refused_with_what_to_do_instead(model: FastPeftModel, bare: BareModel, call: str) -> None:
     for each in (model, bare):
         with pytest.raises(UnsupportedError, match=rf"{call} is not supported: .*save_lora.*lowmem-grpo export PATH"):
             getattr(each, call)("folder", None, quantization_method="q8_0")
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.5}, 0.5, "greedy"])
-def test_sampling_params_of_another_type_are_refused(bare: FastModel, params: Any) -> None:
+def test_sampling_params_of_another_type_are_refused(bare: BareModel, params: Any) -> None:
     with pytest.raises(TypeError, match=r"pass a lowmem_grpo\.SamplingParams"):
         bare.fast_generate("Start", params)
 
@@ -240,7 +240,7 @@ class ForeignParams:
     _eos_token_id: int | None = None
 
 
-def test_sampling_params_of_vllms_kind_mean_what_ours_mean(bare: FastModel) -> None:
+def test_sampling_params_of_vllms_kind_mean_what_ours_mean(bare: BareModel) -> None:
     foreign = ForeignParams(n=2, temperature=0, max_tokens=9, stop=["="], output_text_buffer_length=0, _eos_token_id=2)
     ours = SamplingParams(n=2, temperature=0, max_tokens=9, stop=["="])
     assert as_sampling_params(foreign, 128) == ours
@@ -253,17 +253,17 @@ def test_sampling_params_of_vllms_kind_mean_what_ours_mean(bare: FastModel) -> N
 @pytest.mark.parametrize(("name", "value"), [
     ("presence_penalty", 0.5), ("logprobs", 0), ("logit_bias", torch.ones(3)),
 ])
-def test_a_foreign_field_that_would_be_ignored_is_refused_by_name(bare: FastModel, name: str, value: Any) -> None:
+def test_a_foreign_field_that_would_be_ignored_is_refused_by_name(bare: BareModel, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"sets {name}=.*not supported; leave it out\. Supported are n, temperature"):
         bare.fast_generate("Start", ForeignParams(**{name: value}))
 
 
-def test_a_foreign_value_that_is_out_of_range_is_refused(bare: FastModel) -> None:
+def test_a_foreign_value_that_is_out_of_range_is_refused(bare: BareModel) -> None:
     with pytest.raises(ValueError, match="top_p is 0; it must be in"):
         bare.fast_generate("Start", ForeignParams(top_p=0))
 
 
-def test_an_adapter_on_a_model_without_lora_is_refused(bare: FastModel, model: FastPeftModel) -> None:
+def test_an_adapter_on_a_model_without_lora_is_refused(bare: BareModel, model: FastPeftModel) -> None:
     with pytest.raises(ValueError, match="needs a model with LoRA: put it on with"):
         bare.fast_generate("Start", GREEDY, model.current_lora())
 
@@ -283,18 +283,18 @@ def test_an_adapter_with_layers_that_the_model_lacks_is_refused_and_leaves_no_tr
 
 
 @pytest.mark.parametrize("prompts", ["", [], [""], [[]], ["Start", ""]])
-def test_an_empty_prompt_is_refused(bare: FastModel, prompts: Any) -> None:
+def test_an_empty_prompt_is_refused(bare: BareModel, prompts: Any) -> None:
     with pytest.raises(ValueError, match="no prompt, or an empty one"):
         bare.fast_generate(prompts)
 
 
 @pytest.mark.parametrize("prompts", [None, 7, CHAT[0]])
-def test_what_is_no_prompt_at_all_is_refused(bare: FastModel, prompts: Any) -> None:
+def test_what_is_no_prompt_at_all_is_refused(bare: BareModel, prompts: Any) -> None:
     with pytest.raises(TypeError, match=f"fast_generate got a {type(prompts).__name__}"):
         bare.fast_generate(prompts)
 
 
-def test_the_bare_model_lends_what_the_transformers_model_has(bare: FastModel) -> None:
+def test_the_bare_model_lends_what_the_transformers_model_has(bare: BareModel) -> None:
     assert bare.config.model_type == "qwen2"
     assert bare.get_input_embeddings().weight is bare.inner.get_input_embeddings().weight
     with pytest.raises(AttributeError, match="nothing_like_this"):

@@ -1,5 +1,6 @@
 """Loading: 16 bit and NF4 on the CPU, LoRA, and a plain word for everything that cannot be honoured."""
 
+import inspect
 import json
 import os
 import select
@@ -21,9 +22,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.fast_model import FastModel, FastPeftModel
-from lowmem_grpo.loader import REFUSED
+from lowmem_grpo import FastLanguageModel, FastModel, FastVisionModel, GRPOConfig, GRPOTrainer, SamplingParams
+from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL
+from lowmem_grpo.fast_model import BareModel, FastPeftModel
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -31,12 +32,12 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 CONTEXT = 128
 
 
-def load(four_bit: bool = False, **options: Any) -> FastModel:
+def load(four_bit: bool = False, **options: Any) -> BareModel:
     """The embedded model."""
     return FastLanguageModel.from_pretrained("tiny", max_seq_length=CONTEXT, load_in_4bit=four_bit, **options)[0]
 
 
-def adapt(model: FastModel, r: int = 4, **options: Any) -> FastPeftModel:
+def adapt(model: BareModel, r: int = 4, **options: Any) -> FastPeftModel:
     """The model under LoRA, both factors non-zero, so that every adapter parameter has a gradient."""
     adapted = FastLanguageModel.get_peft_model(model, r=r, **options)
     generator = torch.Generator().manual_seed(1)
@@ -47,18 +48,18 @@ def adapt(model: FastModel, r: int = 4, **options: Any) -> FastPeftModel:
 
 
 @pytest.fixture(scope="module")
-def bare() -> FastModel:
+def bare() -> BareModel:
     """The embedded model in 16 bit's place (float32 on the CPU), only to be looked at."""
     return load()
 
 
 @pytest.fixture(scope="module")
-def quantized() -> FastModel:
+def quantized() -> BareModel:
     """The embedded model in NF4, only to be looked at."""
     return load(four_bit=True)
 
 
-def decoder_linears(model: FastModel) -> list[tuple[str, torch.nn.Module]]:
+def decoder_linears(model: BareModel) -> list[tuple[str, torch.nn.Module]]:
     """Every linear layer of the decoder, by name."""
     return [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in SPLIT]
 
@@ -79,7 +80,7 @@ def test_a_dtype_that_cannot_train_is_refused(dtype: Any) -> None:
         load(dtype=dtype)
 
 
-def test_4_bit_quantizes_every_linear_layer_and_leaves_the_head_alone(quantized: FastModel) -> None:
+def test_4_bit_quantizes_every_linear_layer_and_leaves_the_head_alone(quantized: BareModel) -> None:
     for name, module in decoder_linears(quantized):
         assert isinstance(module, bitsandbytes.nn.Linear4bit), name
         assert module.weight.dtype == torch.uint8, name
@@ -90,7 +91,7 @@ def test_4_bit_quantizes_every_linear_layer_and_leaves_the_head_alone(quantized:
 
 
 def test_4_bit_predicts_what_the_full_weights_predict(
-    bare: FastModel, quantized: FastModel, tokenizer: PreTrainedTokenizerBase
+    bare: BareModel, quantized: BareModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     question = "<|im_start|>user\nStart with 17. Add 8. Subtract 13. What is the result?<|im_end|>\n"
     text = f"{question}<|im_start|>assistant\n17"
@@ -146,28 +147,111 @@ def test_an_option_like_no_other_is_refused_without_a_guess() -> None:
         FastLanguageModel.from_pretrained("tiny", zzz=1)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_option_says_what_to_do_instead_and_its_off_values_pass(name: str, bare: FastModel) -> None:
-    for call, first in ((FastLanguageModel.from_pretrained, "tiny"), (FastLanguageModel.get_peft_model, bare)):
-        with pytest.raises(ValueError) as caught:
-            call(first, **{name: True})
-        assert f"{name}=True" in str(caught.value)
-        assert REFUSED[name] in str(caught.value)
-        for off in (None, False):  # passed over: the call goes on to the next check and fails there
-            with pytest.raises((OSError, ValueError), match=r"no model|r is 0"):
-                call("./nowhere" if first == "tiny" else first, **{name: off} | ({} if first == "tiny" else {"r": 0}))
+REFUSALS = {  # an option, and a value that asks for what is not done here
+    "load_in_8bit": True, "load_in_fp8": "block", "full_finetuning": True, "trust_remote_code": True, "qat_scheme":
+    "int4", "rope_scaling": {"type": "linear", "factor": 2.0}, "float8_kv_cache": True, "resize_model_vocab": 999,
+    "quantization_config": {"load_in_8bit": True}, "num_labels": 2, "float32_mixed_precision": True,
+    "whisper_language": "English", "whisper_task": "transcribe", "auto_config": {}.__class__, "model_types":
+    ["llama"], "auto_model": AutoConfig, "tokenizer_name": "other", "tokenizer_revision": "v2", "torch_dtype":
+    "float16", "max_memory": {0: "1GiB"}, "model_patcher": AutoConfig, "target_parameters": ["experts"],
+    "modules_to_save": ["lm_head"], "loftq_config": {"loftq_bits": 4}, "layers_pattern": "layers", "use_dora": True,
+    "task_type": "SEQ_CLS", "init_lora_weights": "pissa",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_option_says_what_to_do_instead_and_its_off_values_pass(name: str, bare: BareModel) -> None:
+    for method, fates in (("from_pretrained", FROM_PRETRAINED), ("get_peft_model", GET_PEFT_MODEL)):
+        call, first = getattr(FastLanguageModel, method), "./nowhere" if method == "from_pretrained" else bare
+        for value in (REFUSALS[name], None, False)[: 3 if name in fates else 0]:
+            with pytest.raises((ValueError, OSError)) as caught:
+                call(first, **{name: value} | ({} if first == "./nowhere" else {"r": 0}))
+            refused = f"FastLanguageModel.{method}: {name}={value!r} is not supported; {fates[name].why}"
+            passed = "no model" if first == "./nowhere" else "r is 0"  # the call went on to the next check
+            assert (refused if value == REFUSALS[name] or (name in ("auto_model", "task_type") and value is False)
+                    else passed) in str(caught.value)
+
+
+def test_every_option_with_a_fate_is_either_refused_above_or_never_changes_anything() -> None:
+    for name, fate in (FROM_PRETRAINED | GET_PEFT_MODEL).items():
+        assert (name in REFUSALS) != all(map(fate.harmless, (True, False, None, "x", 7))), name
+
+
+@pytest.mark.parametrize(("options", "layers", "kinds"), [
+    ({"finetune_mlp_modules": False}, 6, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    ({"finetune_attention_modules": False}, 6, {"gate_proj", "up_proj", "down_proj"}),
+    ({"layers_to_transform": [0, 3], "target_modules": ["q_proj", "up_proj"]}, 2, {"q_proj", "up_proj"}),
+    ({"layers_to_transform": 5, "finetune_vision_layers": True}, 1, SPLIT),
+    ({"finetune_last_n_layers": 2, "target_modules": "all-linear"}, 2, SPLIT),
+    ({"finetune_last_n_layers": 99}, 6, SPLIT),
+])
+def test_only_the_part_of_the_model_that_was_asked_for_is_trained(
+    options: dict[str, Any], layers: int, kinds: Any, tmp_path: Path
+) -> None:
+    model = FastVisionModel.get_peft_model(load(), r=2, **options)
+    trained = [name.split(".") for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert {path[-4] for path in trained} == set(kinds)
+    assert len({path[path.index("layers") + 1] for path in trained}) == layers
+    gradients(model)
+    model.save_lora(tmp_path)
+    assert model.fast_generate("Start", SamplingParams(max_tokens=2), model.load_lora(tmp_path))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"device_map": {"": 0, "model.layers.1": 1}}, "one device"),
+    ({"device_map": "nowhere"}, "device_map is 'nowhere'"),
+    ({"device_map": "cpu", "device": "cuda:1"}, "give one of them"),
+    ({"load_in_4bit": True, "load_in_16bit": True}, "contradict each other"),
+])
+def test_a_place_or_kind_of_weights_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FastLanguageModel.from_pretrained("tiny", **options)
+
+
+@pytest.mark.parametrize("options", [{"device_map": {"": "cpu"}}, {"device_map": "cpu"}, {"device_map": "auto"}])
+def test_unsloths_names_for_16_bit_on_one_device_load_the_whole_context(options: dict[str, Any]) -> None:
+    options |= {"max_seq_length": None, "load_in_16bit": True, "local_files_only": True}
+    model, _ = FastModel.from_pretrained("tiny", **options)
+    assert model.loaded.max_seq_length == model.loaded.keeper.max_seq_length == 2048
+    assert not any(type(module) is bitsandbytes.nn.Linear4bit for module in model.modules())
+
+
+UNSLOTH = json.loads((Path(__file__).parent / "support" / "unsloth_defaults.json").read_text())
+
+
+@pytest.mark.parametrize("loader", [FastLanguageModel, FastModel, FastVisionModel])
+def test_every_option_of_unsloth_is_accepted_at_unsloths_own_default(loader: type[FastLanguageModel]) -> None:
+    own = UNSLOTH[loader.__name__]
+    options = own["from_pretrained"] | {"model_name": "tiny"}
+    model, _ = loader.from_pretrained(**options)
+    adapted = loader.get_peft_model(model, **own["get_peft_model"])
+    assert adapted.peft_config["default"].r == 16
+    assert sum(".lora_A." in name for name, _ in adapted.named_parameters()) == 42
+
+
+def test_every_option_that_unsloth_has_has_a_fate_here() -> None:
+    for loader in (FastLanguageModel, FastModel, FastVisionModel):
+        for method, fates in (("from_pretrained", FROM_PRETRAINED), ("get_peft_model", GET_PEFT_MODEL)):
+            ours = {*fates, *inspect.signature(getattr(loader, method)).parameters}
+            assert set(UNSLOTH[loader.__name__][method]) - ours == set()
 
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"r": 65}, "r is 65; allowed is 1 to max_lora_rank=64"), ({"r": 0}, "r is 0"),
     ({"bias": "all"}, 'only "none" is supported'), ({"max_seq_length": 64}, "loaded with 128"),
     ({"target_modules": ["q_proj", "qkv_proj"]}, r"\['qkv_proj'\], which this model does not have"),
-    ({"target_modules": ["q_proj", "lm_head"]}, "the head stays frozen"), ({"target_modules": "q_proj"}, "all-linear"),
+    ({"target_modules": ["q_proj", "lm_head"]}, "the head and the embedding stay frozen"),
+    ({"target_modules": "q_proj"}, "all-linear"), ({"finetune_language_layers": False}, "leaves nothing to train"),
+    ({"finetune_attention_modules": False, "finetune_mlp_modules": False}, "leaves nothing to train"),
+    ({"layers_to_transform": [6]}, "names layer 6; the model has the layers 0 to 5"),
+    ({"layers_to_transform": 1, "finetune_last_n_layers": 1}, "both choose layers"),
+    ({"target_modules": ["gate_proj"], "finetune_mlp_modules": False}, "names no layer of the part"),
+    ({"finetune_last_n_layers": 0}, "must be at least 1"),
     ({"use_gradient_checkpointing": "disk"}, '"offload" and its alias "unsloth"'),
     ({"use_gradient_checkpointing": None}, "allowed are True, False"),
 ])
 def test_a_bad_lora_setting_is_refused_before_the_model_changes(
-    bare: FastModel, options: dict[str, Any], message: str
+    bare: BareModel, options: dict[str, Any], message: str
 ) -> None:
     names = [name for name, _ in bare.named_parameters()]
     with pytest.raises(ValueError, match=message):
@@ -281,7 +365,7 @@ def test_a_training_step_changes_the_adapter_and_nothing_else(four_bit: bool, tm
         assert torch.equal(parameter, before[name]) != (".lora_" in name), name
 
 
-def test_the_embedded_model_loads_with_plain_transformers(bare: FastModel) -> None:
+def test_the_embedded_model_loads_with_plain_transformers(bare: BareModel) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Start with 1. Add 1. Add 1."}], tokenize=False,
                                          add_generation_prompt=True)
@@ -292,7 +376,7 @@ def test_the_embedded_model_loads_with_plain_transformers(bare: FastModel) -> No
 
 
 @pytest.fixture(scope="module")
-def in_4_bit(quantized: FastModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def in_4_bit(quantized: BareModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as bitsandbytes stored it."""
     folder = tmp_path_factory.mktemp("quantized")
     quantized.save_pretrained(folder)
@@ -302,7 +386,7 @@ def in_4_bit(quantized: FastModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_checkpoint_that_is_in_4_bit_already_loads_as_it_is_whatever_was_asked(
-    asked: bool, in_4_bit: Path, quantized: FastModel, caplog: pytest.LogCaptureFixture
+    asked: bool, in_4_bit: Path, quantized: BareModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="lowmem_grpo"):
         model, _ = FastLanguageModel.from_pretrained(str(in_4_bit), max_seq_length=CONTEXT, load_in_4bit=asked)
@@ -318,7 +402,7 @@ def test_a_checkpoint_that_is_in_4_bit_already_loads_as_it_is_whatever_was_asked
     assert all(value.abs().sum() > 0 for value in gradient.values())
 
 
-def test_a_checkpoint_in_4_bit_computes_in_the_dtype_that_was_asked_for(in_4_bit: Path, quantized: FastModel) -> None:
+def test_a_checkpoint_in_4_bit_computes_in_the_dtype_that_was_asked_for(in_4_bit: Path, quantized: BareModel) -> None:
     model, _ = FastLanguageModel.from_pretrained(str(in_4_bit), max_seq_length=CONTEXT, dtype="bfloat16")
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
     linears, stored = decoder_linears(model), dict(decoder_linears(quantized))

@@ -20,7 +20,7 @@ from bench.memory.counted_storages import CountedStorages, Known
 from bench.memory.fake_models import make_fake, meta_model, stored
 from bench.memory.stages import Features
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.fast_model import FastModel, Loaded
+from lowmem_grpo.fast_model import BareModel, Loaded
 from lowmem_grpo.loader import ALL_LINEAR, FastLanguageModel
 from lowmem_grpo.losses.objective import Reducer, StepTotals
 from lowmem_grpo.models.packing import pack
@@ -109,7 +109,7 @@ def with_lora(config: dict[str, Any], rank: int, context: int, features: Feature
 def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
     """LoRA on all linears of a model on any device."""
     if features.kernels:
-        fast = FastModel(model, Loaded("fake", None, context, rank, NoEngine()))  # type: ignore[arg-type]
+        fast = BareModel(model, Loaded("fake", None, context, rank, NoEngine()))  # type: ignore[arg-type]
         return FastLanguageModel.get_peft_model(
             fast, r=rank, use_gradient_checkpointing=features.checkpointing, mlp_tile=features.mlp_tile
         )

@@ -51,8 +51,7 @@ def embed_on_host(model: Any) -> int:
     """Put the model's input embedding on the host; the bytes that this frees on its device. ValueError where the output
     head needs the same matrix."""
     embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    if head is not None and head.weight.data_ptr() == embedding.weight.data_ptr():
+    if is_tied(model):
         raise ValueError(
             f"offload_embedding=True: {type(model).__name__} ties its input embedding to its output head, which is "
             "needed on the device; nothing would be saved. Leave it out"
@@ -64,3 +63,9 @@ def embed_on_host(model: Any) -> int:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return freed
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the input embedding is also the output head."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()

@@ -25,7 +25,7 @@ from lowmem_grpo.engines.choice import EngineSettings, choose_engine, living, wh
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
-from lowmem_grpo.fast_model import FastModel, FastPeftModel, RequestOutput
+from lowmem_grpo.fast_model import BareModel, FastPeftModel, RequestOutput
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 
@@ -44,13 +44,13 @@ def needs_vllm(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-def load(fast_inference: bool | str = True, **options: Any) -> FastModel:
+def load(fast_inference: bool | str = True, **options: Any) -> BareModel:
     """The embedded model."""
     settings = {"max_seq_length": 128, "load_in_4bit": False, "kv_cache_bytes": 2**26, "max_num_seqs": 32} | options
     return FastLanguageModel.from_pretrained("tiny", fast_inference=fast_inference, **settings)[0]
 
 
-def adapt(model: FastModel, seed: int = 1, r: int = 4, **options: Any) -> FastPeftModel:
+def adapt(model: BareModel, seed: int = 1, r: int = 4, **options: Any) -> FastPeftModel:
     """The model under a random adapter, large enough to change what it says."""
     adapted = FastLanguageModel.get_peft_model(model, r=r, use_gradient_checkpointing=False, **options)
     randomize(adapted, seed)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.fast_model import FastModel, FastPeftModel
+from lowmem_grpo.fast_model import BareModel, FastPeftModel
 from lowmem_grpo.kernels.lora import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.models.fused_weights import fuse_weights, joined_weights
@@ -39,7 +39,7 @@ def stored(folder: Path, family: str = "Llama", **shape: Any) -> Path:
     return folder
 
 
-def load(folder: Path, four_bit: bool) -> FastModel:
+def load(folder: Path, four_bit: bool) -> BareModel:
     return FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, load_in_4bit=four_bit)[0]
 
 
@@ -48,7 +48,7 @@ def apart(folder: Path, four_bit: bool) -> PreTrainedModel:
     return Pretrained(str(folder), str(folder), {}).load(torch.float32, "cpu", four_bit)[0]
 
 
-def adapt(model: FastModel) -> FastPeftModel:
+def adapt(model: BareModel) -> FastPeftModel:
     """The model under an adapter whose factors are both random."""
     adapted = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
     generator = torch.Generator().manual_seed(1)
@@ -116,7 +116,7 @@ def logits_and_gradients(folder: Path, four_bit: bool, fused: bool, wide: bool =
     """Of the model under an adapter, its matrices apart or side by side, in float32 or computed in float64."""
     bare = apart(folder, four_bit)
     assert not fused or fuse_weights(bare) == []
-    model = adapt(FastModel(bare, load(folder, False).loaded))
+    model = adapt(BareModel(bare, load(folder, False).loaded))
     if wide:
         compute_in(bare, torch.float64)
         model.double()

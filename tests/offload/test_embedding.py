@@ -31,13 +31,20 @@ def test_logits_are_bit_for_bit_those_of_an_embedding_on_the_device(family: str,
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"load_in_4bit": False}, "ties its input embedding to its output head"),  # nothing would be saved
     ({"fast_inference": True}, "vLLM looks the embedding up on the device"),
     ({"fast_inference": "vllm"}, "vLLM looks the embedding up on the device"),
 ])
-def test_a_tied_embedding_and_vllm_are_refused(options: dict[str, Any], message: str) -> None:
+def test_an_embedding_on_the_host_and_vllm_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FastLanguageModel.from_pretrained("tiny", max_seq_length=64, offload_embedding=True, **options)
+
+
+def test_a_tied_embedding_stays_where_it_is_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=64, offload_embedding=True, load_in_4bit=False)
+    assert not isinstance(model.get_input_embeddings(), HostEmbedding)
+    assert "offload_embedding=True changes nothing" in caplog.text
+    with pytest.raises(ValueError, match="ties its input embedding to its output head"):
+        embed_on_host(model)
 
 
 def test_a_trained_embedding_is_refused() -> None:

@@ -1,0 +1,98 @@
+"""Which linear layers get LoRA: by the names of modules, and by the kinds and numbers of layers that are asked for."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # a part of the path of every linear layer of attention
+Targets = list[str] | str | None
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The part of the decoder that is trained, under Unsloth's names."""
+
+    finetune_language_layers: bool = True
+    finetune_attention_modules: bool = True
+    finetune_mlp_modules: bool = True
+    layers_to_transform: list[int] | int | None = None  # numbers of layers; None: all
+    finetune_last_n_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.finetune_language_layers:
+            raise ValueError("finetune_language_layers=False leaves nothing to train: only the text layers of a model "
+                             "are trained here. Leave it out")
+        if not (self.finetune_attention_modules or self.finetune_mlp_modules):
+            raise ValueError("finetune_attention_modules and finetune_mlp_modules are both False, which leaves nothing "
+                             "to train; set one of them to True")
+        if self.layers_to_transform is not None and self.finetune_last_n_layers is not None:
+            raise ValueError("layers_to_transform and finetune_last_n_layers both choose layers; give one of them")
+        if self.finetune_last_n_layers is not None and self.finetune_last_n_layers < 1:
+            raise ValueError(f"finetune_last_n_layers is {self.finetune_last_n_layers}; it must be at least 1, or None")
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is left out."""
+        return self == Scope()
+
+    def layers(self, count: int) -> range | list[int]:
+        """The numbers of the layers, of `count`; ValueError for one that the model does not have."""
+        if self.finetune_last_n_layers is not None:
+            return range(max(0, count - self.finetune_last_n_layers), count)
+        asked = self.layers_to_transform
+        chosen = range(count) if asked is None else [asked] if isinstance(asked, int) else list(asked)
+        if wrong := [number for number in chosen if not 0 <= number < count]:
+            raise ValueError(f"layers_to_transform names layer {wrong[0]}; the model has the layers 0 to {count - 1}")
+        return chosen
+
+    def takes(self, path: str) -> bool:
+        """Whether a linear layer of the decoder is of a kind that is trained."""
+        return self.finetune_attention_modules if ATTENTION.search(path) else self.finetune_mlp_modules
+
+
+def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope) -> list[str] | str:
+    """What PEFT is told: names of modules, or "all-linear". Where a part of the model is left out, whole paths.
+
+    ValueError for names that the model does not have, and where nothing is left to train.
+    """
+    chosen = check_targets(model, targets or ALL_LINEAR)
+    if scope.whole and model.config.get_text_config() is model.config:
+        return chosen
+    paths = [path for path in decoder_linears(model, scope) if chosen == "all-linear" or path.endswith(
+        tuple(f".{name}" for name in chosen))]
+    if not paths:
+        raise ValueError(f"target_modules={targets!r} names no layer of the part of the model that is to be trained; "
+                         "finetune_attention_modules, finetune_mlp_modules or layers_to_transform leave it out")
+    return paths
+
+
+def decoder_linears(model: Any, scope: Scope) -> list[str]:
+    """The paths of the linear layers of the text decoder that the scope takes."""
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder.layers)
+    starts = tuple(f"{prefix}.{number}." for number in scope.layers(len(decoder.layers)))
+    return [name for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and name.startswith(starts) and scope.takes(name)]
+
+
+def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:
+    """The names, if they exist in the model and the frozen head is not among them."""
+    if isinstance(targets, str):
+        if targets != "all-linear":
+            raise ValueError(f'target_modules is {targets!r}; allowed are a list of names and "all-linear"')
+        return targets
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    missing = sorted(target for target in targets if target.rpartition(".")[2] not in names)
+    if targets is ALL_LINEAR and missing:  # a family with other names, or with fused projections
+        return "all-linear"
+    if missing:
+        raise ValueError(f"target_modules names {missing}, which this model does not have")
+    for frozen in ("lm_head", "embed_tokens"):
+        if frozen in targets:
+            raise ValueError(f"target_modules names {frozen}; the head and the embedding stay frozen here, leave it "
+                             "out")
+    return list(targets)

@@ -1,0 +1,52 @@
+"""Names that people import from Unsloth: what they are called here, what does nothing here, and what there is not."""
+
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+ALIASES = {  # Unsloth's name: ours
+    "is_bf16_supported": "is_bfloat16_supported", "UnslothTrainer": "SFTTrainer",
+    "UnslothTrainingArguments": "SFTConfig", "FastTextModel": "FastLanguageModel",
+    **dict.fromkeys(
+        (f"Fast{family}Model" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Granite", "FalconH1")),
+        "FastLanguageModel",
+    ),
+}
+TEXT = "Only text is trained here: "
+REFUSED = {
+    "UnslothVisionDataCollator": TEXT + "leave the collator out, and drop the images from the dataset.",
+    "FastSentenceTransformer": TEXT + "sentence embeddings are not; use the library sentence-transformers.",
+    "FastDiffusionModel": TEXT + "images are not; use the library diffusers.",
+    "SyntheticDataKit": "No data is made here; use Meta's synthetic-data-kit itself, and load what it wrote.",
+    "RawTextDataLoader": "Load texts with datasets.load_dataset('text', data_files=...), and pass them to SFTTrainer.",
+    "QGaloreConfig": "The base weights stay frozen here; train LoRA with get_peft_model.",
+    **dict.fromkeys(("PatchDPOTrainer", "PatchKTOTrainer"),
+                    "There is no DPO or KTO trainer here: train with GRPOTrainer on rewards, or with SFTTrainer."),
+    **dict.fromkeys(("launch_openenv", "is_port_open"),
+                    "No server of OpenEnv is started here: call your environment in a reward function."),
+    **dict.fromkeys(
+        ("to_sharegpt", "apply_chat_template"),
+        "Make the rows yourself: dataset.map(lambda row: {'messages': [{'role': 'user', 'content': ...}, {'role': "
+        "'assistant', 'content': ...}]}); SFTTrainer applies the tokenizer's chat template to `messages`."),
+}
+
+
+class UnsupportedError(RuntimeError):
+    """Other libraries have this and we do not; the message says what to use instead."""
+
+
+def refuse_name(name: str) -> None:
+    """UnsupportedError for a name that Unsloth has and this package has not."""
+    if name in REFUSED:
+        raise UnsupportedError(f"lowmem_grpo has no {name}. {REFUSED[name]}")
+
+
+def PatchFastRL(*args: Any, **kwargs: Any) -> None:  # noqa: N802 - Unsloth's name
+    """Does nothing: no trainer of another library is changed here; import GRPOTrainer from lowmem_grpo."""
+    logger.info("PatchFastRL does nothing here: GRPOTrainer of lowmem_grpo needs no patch")
+
+
+def unsloth_train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same as `trainer.train()`."""
+    return trainer.train(*args, **kwargs)
