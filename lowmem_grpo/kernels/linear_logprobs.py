@@ -1,7 +1,7 @@
 """Log-probabilities of target tokens from hidden states and the output head, without the logits.
 
     z = (hidden W^T + bias) * logit_scale;  z = softcap * tanh(z / softcap);  z = z / temperature
-    logp = z[target] - logsumexp(z);        entropy = logsumexp(z) - sum(softmax(z) * z)
+    logp = z[target] - logsumexp(z);        entropy = logsumexp(z) - sum(softmax(z) * z)      (on z - max z)
 
 N rows, D hidden size, V vocabulary. Only a chunk of z exists at any time. With a frozen head the gradient of logp with
 respect to hidden does not depend on the loss:
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.head import Head
 from lowmem_grpo.kernels.logits import NONE_IGNORED, LogitShape
-from lowmem_grpo.kernels.logprob_rows import forward_rows
+from lowmem_grpo.kernels.logprob_rows import Rows, forward_rows
 from lowmem_grpo.kernels.logprob_tiles import backward_tiles, forward_tiles
 from lowmem_grpo.kernels.matmul import accumulator_dtype
 from lowmem_grpo.kernels.nf4 import NF4Weight
@@ -111,7 +111,7 @@ class FrozenHeadLogprobsFunction(torch.autograd.Function):
         return results[0], results[1]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_logprobs, _grad_entropy):
         (gradient,) = ctx.saved_tensors
         # the product is taken in fp32 and rounded once, straight into place
@@ -126,7 +126,7 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, low, lora_b, targets, shape, chunk_rows, needed, entropy_grad):
         results, _ = forward_pass(Head(hidden, weight, bias, low, lora_b), targets, shape, chunk_rows, False)
         plain = None if isinstance(weight, NF4Weight) else weight
-        ctx.save_for_backward(hidden, plain, bias, low, lora_b, targets, results[1], results[2])
+        ctx.save_for_backward(hidden, plain, bias, low, lora_b, targets, *results[1:])
         ctx.quantized = weight if plain is None else None
         ctx.settings = shape, chunk_rows, needed
         ctx.set_materialize_grads(False)
@@ -135,39 +135,40 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
         return results[0], results[1]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, bias, low, lora_b, targets, entropy, lse = ctx.saved_tensors
+        hidden, weight, bias, low, lora_b, targets, entropy, *sums = ctx.saved_tensors
         shape, chunk_rows, needed = ctx.settings
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 10
         head = Head(hidden, ctx.quantized or weight, bias, low, lora_b)
-        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
-        grads = backward_pass(head, targets, shape, chunk_rows, lse, entropy, grad_logprobs, grad_entropy, needed)
+        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
+        rows = (*sums, entropy, grad_logprobs, grad_entropy)
+        grads = backward_pass(head, targets, shape, chunk_rows, rows, needed)
         return *grads, *[None] * 5
 
 
 def forward_pass(
     head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int, keep_gradient: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """((logprobs, entropy, lse), U or None): by rows for a plain weight, by tiles of the vocabulary for a 4-bit one."""
+) -> tuple[Rows, Tensor | None]:
+    """((logprobs, entropy, m, log s), U or None): by rows for a plain weight, by tiles for a 4-bit one."""
     if isinstance(head.weight, NF4Weight):
         return forward_tiles(head, targets, shape, tile_columns(head, chunk_rows), keep_gradient)
     if not torch.compiler.is_compiling():
         return forward_rows(head, targets, shape, chunk_rows, keep_gradient)
-    logprobs, entropy, lse, gradient = forward_op(
+    *rows, gradient = forward_op(
         head.hidden, head.weight, head.bias, head.low, head.lora_b, targets, *shape.numbers(), chunk_rows, keep_gradient
     )
-    return (logprobs, entropy, lse), gradient if keep_gradient else None
+    return (rows[0], rows[1], rows[2], rows[3]), gradient if keep_gradient else None
 
 
 def backward_pass(
-    head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int, lse: Tensor, entropy: Tensor,
-    grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
+    head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], needed: list[bool],
 ) -> list[Tensor | None]:
-    """The gradients of the head's five operands, None where not needed."""
+    """The gradients of the head's five operands, None where not needed. `rows` are m, log s, the entropy and the
+    gradients of logprobs and entropy, each (N,)."""
     tile = tile_columns(head, chunk_rows)
-    rows = (lse, entropy, grad_logprobs, grad_entropy)
     if isinstance(head.weight, NF4Weight) or not torch.compiler.is_compiling():
         return backward_tiles(head, targets, shape, tile, *rows, needed)
     grads = backward_op(
@@ -187,29 +188,30 @@ def tile_columns(head: Head, chunk_rows: int) -> int:
 def forward_compiled(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None, targets: Tensor,
     temperature: float, scale: float, softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logprobs, entropy, lse, each (N,), and U (N, D), empty where it is not kept."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logprobs, entropy, m, log s, each (N,), and U (N, D), empty where it is not kept."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     head = Head(hidden, weight, bias, low, lora_b)
-    (logprobs, entropy, lse), gradient = forward_rows(head, targets, shape, chunk_rows, keep_gradient)
-    return logprobs, entropy, lse, hidden.new_empty(0) if gradient is None else gradient
+    rows, gradient = forward_rows(head, targets, shape, chunk_rows, keep_gradient)
+    return *rows, hidden.new_empty(0) if gradient is None else gradient
 
 
-def forward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The same, uninitialised."""
-    rows = [hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype)) for _ in range(3)]
-    return rows[0], rows[1], rows[2], hidden.new_empty(hidden.shape if arguments[-1] else 0)
+    rows = [hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype)) for _ in range(4)]
+    return rows[0], rows[1], rows[2], rows[3], hidden.new_empty(hidden.shape if arguments[-1] else 0)
 
 
 def backward_compiled(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None, targets: Tensor,
-    temperature: float, scale: float, softcap: float | None, ignore_index: int, tile: int, lse: Tensor,
-    entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
+    temperature: float, scale: float, softcap: float | None, ignore_index: int, tile: int, maximum: Tensor,
+    log_sum: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor]:
     """Gradients of hidden, weight, bias, low and lora_b; empty where not needed."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     head = Head(hidden, weight, bias, low, lora_b)
-    grads = backward_tiles(head, targets, shape, tile, lse, entropy, grad_logprobs, grad_entropy, needed)
+    rows = (maximum, log_sum, entropy, grad_logprobs, grad_entropy)
+    grads = backward_tiles(head, targets, shape, tile, *rows, needed)
     return [hidden.new_empty(0) if grad is None else grad for grad in grads]
 
 

@@ -1,6 +1,7 @@
 """Finishes a chunk of whole rows of logits: log-probability, entropy, and the gradient of the former, in place.
 
-    lse = log sum exp(z);  logp = z[target] - lse;  entropy = lse - sum(p z);  gradient = (onehot(target) - p) * slope
+    m = max z;  s = sum exp(z - m);  logp = (z[target] - m) - log s;  gradient = (onehot(target) - p) * slope
+    entropy = log s - sum(exp(z - m) (z - m)) / s
 
 R rows, V vocabulary, p = softmax(z), z and slope as in `logits.py`. A row is read twice: once for a running maximum,
 sum and weighted sum (Milakov and Gimelshein, arXiv 1805.02867), once to write the gradient over the logits. A 16-bit
@@ -18,15 +19,17 @@ from lowmem_grpo.kernels.logits import LogitShape, floor_, packed_gradient, row_
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
 
+Rows = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, entropy, m and log s: log sum exp(z) = m + log s
+
 
 def forward_rows(
     head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int, keep_gradient: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """((logprobs, entropy, lse) each (N,), U (N, D) in the dtype of hidden or None), for a plain weight."""
+) -> tuple[Rows, Tensor | None]:
+    """((logprobs, entropy, m, log s) each (N,), U (N, D) in the dtype of hidden or None), for a plain weight."""
     rows, size = head.hidden.shape
     weight, band = head.weight_rows(slice(0, head.vocabulary)), slice(0, head.vocabulary)
     buffer = head.buffer(min(chunk_rows, rows), head.vocabulary)
-    results = torch.empty(3, rows, dtype=buffer.dtype, device=buffer.device)
+    results = torch.empty(4, rows, dtype=buffer.dtype, device=buffer.device)
     gradient = head.hidden.new_empty(rows, size) if keep_gradient else None
     gradient_dtype = weight.dtype if keep_gradient else None
     for start in range(0, rows, chunk_rows):
@@ -38,14 +41,14 @@ def forward_rows(
             if not difference.is_cuda:  # oneDNN reads past the end of padded rows of odd length, and 0 * NaN is NaN
                 difference = difference.contiguous()
             torch.mm(difference, weight, out=gradient[chunk])
-    logprobs, entropy, lse = (row.clone() for row in results)
-    return (logprobs, entropy, lse), gradient
+    logprobs, entropy, maximum, log_sum = (row.clone() for row in results)
+    return (logprobs, entropy, maximum, log_sum), gradient
 
 
 def finish_rows(
     logits: Tensor, targets: Tensor, bias: Tensor | None, shape: LogitShape, gradient_dtype: torch.dtype | None
 ) -> Tensor:
-    """(3, R): logprobs, entropy, lse of raw logits (R, V), which are overwritten.
+    """(4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten.
 
     With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards.
     """
@@ -61,16 +64,19 @@ def finish_rows_ref(
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     ignored = targets == ignore_index
     columns = targets.masked_fill(ignored, 0)[:, None]
-    shape.apply_(logits, bias)
-    lse = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, columns).squeeze(-1) - lse
-    probs = (floor_(logits) - lse[:, None]).exp_()
-    entropy = lse - row_dot(probs, logits)
+    target = shape.apply_(logits, bias).gather(-1, columns)
+    maximum = floor_(logits).amax(-1, keepdim=True)
+    weights = logits.sub_(maximum).exp()
+    total = weights.sum(-1, keepdim=True)
+    log_sum = total.log()
+    logprobs = (target - maximum - log_sum).squeeze(-1)
+    entropy = log_sum.squeeze(-1) - row_dot(weights, logits) / total.squeeze(-1)
     if gradient_dtype is not None:
-        difference = probs.neg_().scatter_add_(1, columns, torch.ones_like(lse)[:, None])
-        difference.mul_(shape.slope_(logits)).masked_fill_(ignored[:, None], 0)
+        difference = weights.div_(-total).scatter_add_(1, columns, torch.ones_like(total))
+        difference.mul_(shape.slope_(logits, maximum)).masked_fill_(ignored[:, None], 0)
         packed_gradient(logits, gradient_dtype).copy_(difference)
-    return torch.stack([logprobs.masked_fill_(ignored, 0), entropy.masked_fill_(ignored, 0), lse])
+    rows = logprobs.masked_fill_(ignored, 0), entropy.masked_fill_(ignored, 0)
+    return torch.stack([*rows, maximum.squeeze(-1), log_sum.squeeze(-1)])
 
 
 LAUNCH = Launch({"BLOCK_V": 2048}, num_warps=8, num_stages=1)  # a row a program, 8 entries a thread
@@ -91,14 +97,15 @@ def logprob_rows_kernel(
     row_max, total, weighted = row_statistics(
         logits_ptr, bias_ptr, V, temperature, scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_V
     )
-    lse = row_max + tl.log(total)
+    log_sum = tl.log(total)
 
     target_raw = tl.load(logits_ptr + target)
     target_bias = tl.load(bias_ptr + target).to(tl.float32) if HAS_BIAS else 0.0
     target_z, _ = shape_logits(target_raw, target_bias, scale, softcap, temperature, HAS_SOFTCAP)
-    tl.store(results_ptr + row, tl.where(kept, target_z - lse, 0.0))
-    tl.store(results_ptr + R + row, tl.where(kept, tl.log(total) - weighted / total, 0.0))
-    tl.store(results_ptr + 2 * R + row, lse)
+    tl.store(results_ptr + row, tl.where(kept, target_z - row_max - log_sum, 0.0))
+    tl.store(results_ptr + R + row, tl.where(kept, log_sum - weighted / total, 0.0))
+    tl.store(results_ptr + 2 * R + row, row_max)
+    tl.store(results_ptr + 3 * R + row, log_sum)
 
     if HAS_GRADIENT:
         gradient_ptr += row * gradient_stride
@@ -113,7 +120,7 @@ def logprob_rows_kernel(
             bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
             z, slope = shape_logits(raw, bias, scale, softcap, temperature, HAS_SOFTCAP)
             onehot = tl.where(columns == target, 1.0, 0.0)
-            gradient = tl.where(kept, (onehot - tl.exp(z - lse)) * slope, 0.0)
+            gradient = tl.where(kept, (onehot - tl.exp(z - row_max - log_sum)) * slope, 0.0)
             tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
 
 
@@ -121,9 +128,9 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Launches the kernel on raw logits (R, V); returns (3, R): logprobs, entropy, lse."""
+    """Launches the kernel on raw logits (R, V); returns (4, R): logprobs, entropy, m, log s."""
     rows, vocabulary = logits.shape
-    results = torch.empty(3, rows, dtype=logits.dtype, device=logits.device)
+    results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
     if rows:
         logprob_rows_kernel[(rows,)](
@@ -137,7 +144,7 @@ def logprob_rows_triton(
 
 logprob_rows = opaque(
     "logprob_rows", finish_rows_ref, logprob_rows_triton, mutates=("logits",),
-    fake=lambda logits, *_: logits.new_empty(3, logits.shape[0]),
+    fake=lambda logits, *_: logits.new_empty(4, logits.shape[0]),
 )
 
 

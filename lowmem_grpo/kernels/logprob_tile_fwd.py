@@ -50,13 +50,12 @@ def update_state_ref(
     state[TARGET] = torch.where(here, logits.gather(-1, columns).squeeze(-1), state[TARGET])
     maximum = torch.maximum(state[MAXIMUM], floor_(logits).amax(-1))
     shift = state[MAXIMUM] - maximum
-    weights = (logits - maximum[:, None]).exp_()
-    weighted = row_dot(weights, logits) - maximum * weights.sum(-1)
+    weights = logits.sub_(maximum[:, None]).exp()
     state[DECAY] = shift.exp()
-    state[WEIGHTED] = state[DECAY] * (state[WEIGHTED] + state[SUM] * shift) + weighted
+    state[WEIGHTED] = state[DECAY] * (state[WEIGHTED] + state[SUM] * shift) + row_dot(weights, logits)
     state[SUM] = state[DECAY] * state[SUM] + weights.sum(-1)
     state[MAXIMUM] = maximum
-    slope = shape.slope_(logits)
+    slope = shape.slope_(logits, maximum[:, None])
     target_slope = slope.gather(-1, columns).squeeze(-1) if isinstance(slope, Tensor) else torch.tensor(slope)
     state[SLOPE] = torch.where(here, target_slope, state[SLOPE])
     if gradient_dtype is not None:

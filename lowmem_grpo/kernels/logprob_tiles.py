@@ -5,7 +5,7 @@ pass and its gradient is one product with all rows, rounded once. Two passes exi
 
     forward    a running maximum m, sum s and weighted sum t of each row (arXiv 1805.02867) and, where asked for,
                A = sum_v exp(z_v - m) slope_v W_v, rescaled whenever m grows; U = slope_y W_y - A / s
-    backward   d = (g (onehot - p) - h p (z - lse + entropy)) * slope   g, h: gradients of logprobs and entropy
+    backward   d = (g (onehot - p) - h p (log p + entropy)) * slope     g, h: gradients of logprobs and entropy
                grad_hidden = sum over tiles of d W,  grad_weight = d^T hidden,  grad_bias = sum over rows of d
                (the second term is d entropy / d z_v = -p_v (log p_v + entropy))
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.head import Head
 from lowmem_grpo.kernels.logits import LogitShape, packed_gradient
+from lowmem_grpo.kernels.logprob_rows import Rows
 from lowmem_grpo.kernels.logprob_tile_bwd import differentiate
 from lowmem_grpo.kernels.logprob_tile_fwd import DECAY, MAXIMUM, SLOPE, SUM, TARGET, WEIGHTED, new_state, update_state
 from lowmem_grpo.kernels.matmul import accumulator_dtype, addmm_fp32, matmul_fp32
@@ -33,8 +34,8 @@ def bands(vocabulary: int, tile: int) -> list[slice]:
 
 def forward_tiles(
     head: Head, targets: Tensor, shape: LogitShape, tile: int, keep_gradient: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """((logprobs, entropy, lse) each (N,), U (N, D) in the dtype of hidden or None)."""
+) -> tuple[Rows, Tensor | None]:
+    """((logprobs, entropy, m, log s) each (N,), U (N, D) in the dtype of hidden or None)."""
     rows, size = head.hidden.shape
     buffer = head.buffer(rows, min(tile, head.vocabulary))
     state = new_state(rows, buffer)
@@ -47,14 +48,13 @@ def forward_tiles(
         if total is not None:
             addmm_fp32(total.mul_(state[DECAY, :, None]), packed_gradient(logits, head.hidden.dtype), weight)
     ignored = targets == shape.ignore_index
-    log_sum = state[SUM].log()
-    lse = state[MAXIMUM] + log_sum
-    logprobs = (state[TARGET] - lse).masked_fill_(ignored, 0)
+    maximum, log_sum = state[MAXIMUM].clone(), state[SUM].log()
+    logprobs = (state[TARGET] - maximum - log_sum).masked_fill_(ignored, 0)
     entropy = (log_sum - state[WEIGHTED] / state[SUM]).masked_fill_(ignored, 0)
     if total is None:
-        return (logprobs, entropy, lse), None
+        return (logprobs, entropy, maximum, log_sum), None
     del buffer, logits, weight
-    return (logprobs, entropy, lse), finish_gradient(head, total, state, targets, ignored)
+    return (logprobs, entropy, maximum, log_sum), finish_gradient(head, total, state, targets, ignored)
 
 
 def finish_gradient(head: Head, total: Tensor, state: Tensor, targets: Tensor, ignored: Tensor) -> Tensor:
@@ -119,8 +119,8 @@ class HeadGradients:
 
 
 def backward_tiles(
-    head: Head, targets: Tensor, shape: LogitShape, tile: int, lse: Tensor, entropy: Tensor, grad_logprobs: Tensor,
-    grad_entropy: Tensor | None, needed: list[bool],
+    head: Head, targets: Tensor, shape: LogitShape, tile: int, maximum: Tensor, log_sum: Tensor, entropy: Tensor,
+    grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor | None]:
     """Gradients of hidden (N, D), weight (V, D), bias (V,), low (N, r) and lora_b (V, r); None where not needed.
 
@@ -135,8 +135,8 @@ def backward_tiles(
     for band in bands(head.vocabulary, tile):
         weight = head.weight_rows(band)
         logits = head.logits(slice(None), band, weight, out=buffer[:, : band.stop - band.start])
-        differentiate(logits, targets, head.bias_rows(band), lse, entropy, grad_logprobs, grad_entropy, shape,
-                      band.start, head.hidden.dtype)
+        differentiate(logits, targets, head.bias_rows(band), maximum, log_sum, entropy, grad_logprobs, grad_entropy,
+                      shape, band.start, head.hidden.dtype)
         gradients.add(head, band, weight, packed_gradient(logits, head.hidden.dtype), scale)
     return gradients.finish(head, scale)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import project, project_back, project_back_each, project_each
@@ -64,7 +64,7 @@ class LoRALinearFunction(torch.autograd.Function):
         return tuple(forward_linears(x, weights, factors, biases))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, *grads):
         x, *tensors = ctx.saved_tensors
         (factors,) = factors_of([pairs_of(tensors, ctx.scales)], x.dtype)

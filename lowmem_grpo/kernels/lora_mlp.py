@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.lora import (
     FrozenWeight,
@@ -120,7 +120,7 @@ class LoRAMLPFunction(torch.autograd.Function):
         return weights.output(inner, factors[1])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, saved = ctx.saved_tensors[0], ctx.saved_tensors[1:]
         tensors, inner = saved[: ctx.count], saved[ctx.count :]
@@ -139,7 +139,7 @@ class TileBackward(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, *tensors = ctx.saved_tensors
         factors = ctx.weights.factors(tensors, x.dtype)
@@ -173,7 +173,7 @@ class TileForward(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         return grad, None, None, None
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.nf4 import NF4Weight, aligned_rows, nf4_dequantize_op, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_decode import can_decode, nf4_decode
 
@@ -260,7 +260,7 @@ class NF4LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, xa, lora_a, lora_b, scale = ctx.saved_tensors
         scale = ctx.scale if scale is None else scale

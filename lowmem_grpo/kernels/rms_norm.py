@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, next_power_of_2
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
@@ -253,7 +253,7 @@ class RMSNormFunction(torch.autograd.Function):
         return y, total if ctx.has_residual else None
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor | None, ...]:
         h, weight, rstd = ctx.saved_tensors
         if grad is None:  # y was not used

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, next_power_of_2
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
@@ -196,7 +196,7 @@ class RopeFunction(torch.autograd.Function):
         return rope_new(q, k, cos, sin, heads_first, False)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         # new tensors: autograd may have given these gradients to others as well
@@ -215,7 +215,7 @@ class RopeInPlaceFunction(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad_x, _ = rope_new(grad, without_heads(grad, ctx.heads_first), cos, sin, ctx.heads_first, True)

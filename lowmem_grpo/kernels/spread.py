@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, next_power_of_2
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
@@ -217,7 +217,7 @@ class SpreadFunction(torch.autograd.Function):
         return tuple(spread_op(list(packed), sources, width))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [grad for grad in grads if grad is not None]
         sums = iter(sum_copies(given, *ctx.saved_tensors, ctx.width) if given else [])
@@ -234,7 +234,7 @@ class GatherFunction(torch.autograd.Function):
         return gather_ref(side_by_side, places)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
         return None, None, spread_once(grad, *ctx.saved_tensors, ctx.width)
 

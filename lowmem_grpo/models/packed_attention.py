@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
+from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.spread import gather, spread
 from lowmem_grpo.memory.token_rows import ALIGNED, prompts_once, window_block, window_reach
 from lowmem_grpo.types import MicroBatch
@@ -178,7 +178,7 @@ class PartsFunction(torch.autograd.Function):
         return tuple(whole[:, :, start:end] for start, end in ranges)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         given = [(grad, part) for grad, part in zip(grads, ctx.ranges, strict=True) if grad is not None]
         if not given:

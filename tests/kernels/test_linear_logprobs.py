@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from live_storage import LiveStorage
-from logprob_problem import CHUNKS, CLOSE, ROUNDING, SHAPES, D, V, assert_no_worse, in_float64, outcome, problem
+from logprob_problem import CHUNKS, CLOSE, COLD, ROUNDING, SHAPES, D, V, assert_no_worse, in_float64, outcome, problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref
@@ -17,7 +17,7 @@ from lowmem_grpo.kernels.linear_logprobs import CPU_CHUNK_BYTES
 @pytest.mark.parametrize(("rows", "chunk_rows"), [
     (1, 1), (1, 7), (1, None), (63, 1), (63, 7), (63, None), (500, 7), (500, None),
 ])
-@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize("options", [*SHAPES, *COLD])
 def test_errors_are_no_larger_than_the_references(
     dtype: torch.dtype, rows: int, options: dict[str, Any], chunk_rows: int | None
 ) -> None:

@@ -6,7 +6,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from live_storage import LiveStorage
-from logprob_problem import CLOSE, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
+from logprob_problem import CLOSE, COLD, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
 from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs
@@ -36,7 +36,7 @@ def test_gradients_of_a_trained_head_are_no_worse_than_the_references(
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("options", [*SHAPES, *TRAINED])
+@pytest.mark.parametrize("options", [*SHAPES, *COLD, *TRAINED, TRAINED[1] | COLD[1]])
 def test_gradients_of_an_entropy_bonus_are_no_worse_than_the_references(
     dtype: torch.dtype, options: dict[str, Any]
 ) -> None:

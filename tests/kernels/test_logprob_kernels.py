@@ -15,7 +15,9 @@ from lowmem_grpo.kernels.linear_logprobs import backward_op, default_rows, forwa
 from lowmem_grpo.kernels.logprob_rows import finish_rows_ref, logprob_rows, logprob_rows_triton
 from lowmem_grpo.kernels.logprob_tile_bwd import differentiate_ref, logprob_tile_bwd, logprob_tile_bwd_triton
 from lowmem_grpo.kernels.logprob_tile_fwd import (
+    SUM,
     TARGET,
+    WEIGHTED,
     logprob_tile_fwd,
     logprob_tile_fwd_triton,
     new_state,
@@ -23,12 +25,14 @@ from lowmem_grpo.kernels.logprob_tile_fwd import (
 )
 
 NUMBERS = [(1.0, 1.0, None, -100), (0.7, 1.0, None, -100), (1.3, 2.0, 3.0, -100)]  # of LogitShape
+COLD = [(0.01, 1.0, None, -100), (0.01, 1.0, 30.0, -100), (0.01, 0.05, 1000.0, -100)]
 CASES = [  # rows, vocabulary (never a multiple of a block), numbers, dtype of the gradient (float16 shares bytes with
     # the logits), gradient of the entropy: every size meets both dtypes, every dtype all numbers
     (1, 2500, NUMBERS[0], torch.float32, False), (1, 2500, NUMBERS[1], torch.float16, True),
     (63, 1003, NUMBERS[1], torch.float32, True), (63, 1003, NUMBERS[2], torch.float16, False),
     (20, 130, NUMBERS[2], torch.float32, False), (20, 130, NUMBERS[0], torch.float16, True),
     (3, 4099, NUMBERS[2], torch.float32, True), (3, 4099, NUMBERS[2], torch.float16, True),
+    *((20, 2500, numbers, torch.float32, True) for numbers in COLD),
 ]
 
 
@@ -66,6 +70,18 @@ def compare(launch: Callable[..., Any], reference: Callable[..., Any], arguments
         assert_as_accurate(f"result {index}", ours, reference_value, truth, slack)
 
 
+def backward(forward: Callable[..., Tensor], tile: Callable[..., None]) -> Callable[..., None]:
+    """A backward tile with what its own forward pass found, whose targets are the entries from `first` on."""
+    def run(logits: Tensor, targets: Tensor, bias: Tensor, *rest: Any) -> None:
+        *grads, temperature, scale, softcap, ignored, first, dtype = rest
+        numbers = temperature, scale, softcap, ignored
+        _, entropy, maximum, log_sum = forward(logits.clone(), targets, bias, *numbers, None)
+        later = torch.where(targets < 0, targets, targets + first)
+        tile(logits, later, bias, maximum, log_sum, entropy, *grads, *numbers, first, dtype)
+
+    return run
+
+
 @interpreted
 @pytest.mark.parametrize(("rows", "vocabulary", "numbers", "packing", "entropy_gradient"), CASES)
 @pytest.mark.parametrize("kernel", ["rows", "forward tile", "backward tile"])
@@ -81,13 +97,12 @@ def test_a_kernel_is_as_accurate_as_its_reference(
         state[TARGET] = torch.randn(rows)
         arguments = {"logits": given["logits"], "state": state, "targets": given["targets"] + 7, "bias": given["bias"]}
         return compare(logprob_tile_fwd_triton, update_state_ref, arguments, (*numbers, 7), packing)
-    _, entropy, lse = finish_rows_ref(given["logits"].clone(), given["targets"], given["bias"], *numbers, None)
     arguments = given | {
-        "lse": lse, "entropy": entropy, "grad_logprobs": torch.rand(rows) * 2 - 1,
+        "grad_logprobs": torch.rand(rows) * 2 - 1,
         "grad_entropy": torch.rand(rows) * 2 - 1 if entropy_gradient else None,
     }
-    arguments["targets"] = torch.where(given["targets"] < 0, given["targets"], given["targets"] + 7)
-    return compare(logprob_tile_bwd_triton, differentiate_ref, arguments, (*numbers, 7), packing)
+    launch = backward(logprob_rows_triton, logprob_tile_bwd_triton)
+    return compare(launch, backward(finish_rows_ref, differentiate_ref), arguments, (*numbers, 7), packing)
 
 
 @interpreted
@@ -95,14 +110,33 @@ def test_row_kernel_gives_minus_infinity_for_a_target_without_weight_and_nan_for
     given = logits_of(3, 1003)
     given["targets"][:] = torch.tensor([0, 5, 5])
     given["logits"][2, 700] = torch.nan
-    logprobs, _, _ = logprob_rows_triton(*given.values(), *NUMBERS[0], None)
+    logprobs, *_ = logprob_rows_triton(*given.values(), *NUMBERS[0], None)
     assert logprobs[0] == -torch.inf and logprobs[1].isfinite() and logprobs[2].isnan()
+
+
+@interpreted
+@pytest.mark.parametrize("tiles", [False, True])
+def test_a_vocabulary_that_begins_with_entries_at_minus_infinity_has_an_entropy(tiles: bool) -> None:
+    given = logits_of(3, 8 * 2048)
+    given["bias"][: 5 * 2048 + 7], given["targets"] = -torch.inf, given["targets"] // 4 + 6 * 2048
+    truth = finish_rows_ref(*(value.double() if value.is_floating_point() else value for value in given.values()),
+                            *NUMBERS[0], None)
+    if tiles:
+        state = new_state(3, given["logits"])
+        for first in range(0, 8 * 2048, 2048):
+            band = slice(first, first + 2048)
+            tile = given["logits"][:, band].clone(), state, given["targets"], given["bias"][band]
+            logprob_tile_fwd_triton(*tile, *NUMBERS[0], first, None)
+        entropy = state[SUM].log() - state[WEIGHTED] / state[SUM]
+    else:
+        entropy = logprob_rows_triton(*given.values(), *NUMBERS[0], None)[1]
+    torch.testing.assert_close(entropy.double(), truth[1], **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_ops_keep_torchs_contract(dtype: torch.dtype) -> None:
     given = logits_of(7, 130)
-    rows = {name: torch.rand(7) for name in ("lse", "entropy", "grad_logprobs", "grad_entropy")}
+    rows = {name: torch.rand(7) for name in ("maximum", "log_sum", "entropy", "grad_logprobs", "grad_entropy")}
     torch.library.opcheck(logprob_rows, (*given.values(), *NUMBERS[2], dtype))
     state = new_state(7, given["logits"])
     torch.library.opcheck(
@@ -117,7 +151,7 @@ def test_whole_ops_keep_torchs_contract(keep_gradient: bool) -> None:
     low = torch.randn(7, 5)
     head = (arguments["hidden"], arguments["weight"], arguments["bias"], low, arguments["lora_b"])
     torch.library.opcheck(forward_op, (*head, arguments["targets"], *NUMBERS[2], 3, keep_gradient))
-    rows = [torch.rand(7) for _ in range(4)]
+    rows = [torch.rand(7) for _ in range(5)]
     for needed in ([True] * 5, [False, True, False, False, False]):
         torch.library.opcheck(backward_op, (*head, arguments["targets"], *NUMBERS[2], 100, *rows, needed))
 

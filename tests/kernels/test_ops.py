@@ -1,6 +1,7 @@
 """What all kernels owe torch: derivatives, any strides, gradients of one number, the compiler, opcheck, no second
 derivative."""
 
+import pkgutil
 from collections.abc import Callable
 from importlib import import_module
 from itertools import product
@@ -8,13 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from nf4_problem import quantized
 from torch import Tensor
 
+import lowmem_grpo.models
 from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels.first_order import Guard
 from lowmem_grpo.kernels.glu import geglu, swiglu
+from lowmem_grpo.kernels.lora import lora_linear
+from lowmem_grpo.kernels.lora_factors import LoRA
+from lowmem_grpo.kernels.lora_mlp import lora_mlp
+from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.kernels.rope import rope
-from lowmem_grpo.kernels.spread import spread
+from lowmem_grpo.kernels.spread import gather, spread
+from lowmem_grpo.models.packed_attention import parts
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.types import Rollout, RolloutGroup
 
@@ -105,14 +114,53 @@ def test_compiled_results_and_gradients_are_the_same(name: str) -> None:
     torch.testing.assert_close(outcome(compiled, inputs), outcome(function, inputs))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_second_derivatives_are_refused_not_wrong(name: str) -> None:
-    leaves = [one.requires_grad_() for one in numbers(*FUNCTIONS[name][1])]
-    results = FUNCTIONS[name][0](*leaves)
-    result = results if torch.is_tensor(results) else results[0]
-    (first,) = torch.autograd.grad(result.square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
+SQUARE, ADAPTER = torch.randn(33, 33, generator=torch.Generator().manual_seed(1)), [(4, 33), (5, 33), (33, 5)]
+MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which have tests of their own
+    "gather": (lambda x: gather(spread([x], *TABLES)[0], *TABLES[:2]), [(len(BATCH.input_ids), 4, 8)]),
+    "ranges of heads": (lambda x: parts(x * 1, [(0, 5), (2, 7)]), [(1, 2, 7, 8)]),
+    "lora_linear": (lambda x, a, b: lora_linear(x, [SQUARE], [LoRA(a, b)]), ADAPTER),
+    "nf4_linear": (lambda x, a, b: nf4_linear(x, quantized(33, 33, torch.float32), a, b), ADAPTER),
+    "lora_mlp": (lambda x, a, b: lora_mlp(x, SQUARE, SQUARE, SQUARE, up_lora=LoRA(a, b)), ADAPTER),
+    "lora_mlp in tiles": (
+        lambda x, a, b: lora_mlp(x, SQUARE, SQUARE, SQUARE, up_lora=LoRA(a, b), tile_rows=3), ADAPTER
+    ),
+    "linear_logprobs of a frozen head": (lambda hidden: linear_logprobs(hidden, SQUARE, TARGETS[:2]), [(2, 33)]),
+}
+
+
+def autograd_functions() -> set[str]:
+    """The names of all autograd functions of the package."""
+    for part in (lowmem_grpo.kernels, lowmem_grpo.models):
+        for found in pkgutil.iter_modules(part.__path__, f"{part.__name__}."):
+            import_module(found.name)
+    every = {one for one in torch.autograd.Function.__subclasses__() if one.__module__.startswith("lowmem_grpo.")}
+    return {one.__name__ for one in every - {Guard}}
+
+
+def graph_of(result: Tensor) -> set[str]:
+    """The names of the nodes that a result was made by."""
+    waiting, seen = [result.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return {node.name() for node in seen}
+
+
+def test_a_gradient_penalty_through_any_autograd_function_is_refused_and_not_ignored() -> None:
+    tried = set()
+    for name, (function, shapes) in (FUNCTIONS | MORE).items():
+        leaves = [one.requires_grad_() for one in numbers(*shapes)]
+        results = function(*leaves)
+        result = results if torch.is_tensor(results) else results[0]
+        made_by = {node.removesuffix("Backward") for node in graph_of(result)} & autograd_functions()
+        (first,) = torch.autograd.grad(result.sum(), leaves[0], create_graph=True)  # 1 came in, without gradient
+        with pytest.raises(RuntimeError, match=f"^({'|'.join(made_by)}) has no second derivative, so a gradient pen"):
+            (first.square().sum() + leaves[0].sum()).backward()
+        assert made_by, name
+        tried |= made_by
+    assert tried == autograd_functions()
 
 
 def calls() -> list[tuple[Any, tuple[Any, ...]]]:

@@ -16,6 +16,7 @@ SHAPES = [
     {}, {"temperature": 0.7}, {"logit_scale": 0.25}, {"softcap": 5.0},
     {"bias": True, "temperature": 1.3, "logit_scale": 2.0, "softcap": 3.0},
 ]
+COLD = [{"temperature": 0.01}, {"temperature": 0.01, "softcap": 30.0}, {"temperature": 1e-4}]  # z in the thousands
 CHUNKS = [1, 7, None]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # of two float32 computations in another order
 
