@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_server import by_length, serving
 
+from bench.attacks.judge_server import by_length, serving
 from lowmem_grpo import FastLanguageModel, GRPOConfig, rewards
 from lowmem_grpo.recipes.arithmetic import make_dataset
 
@@ -58,7 +58,7 @@ def test_every_metric_and_message_on_the_page_exists() -> None:
         assert f'"{name}"' in code, name
     table = PAGE.partition("| what it says |")[2].partition("\n\n")[0]
     phrases = [row.split("|")[1].strip() for row in table.splitlines()[2:]]
-    assert len(phrases) == 8
+    assert len(phrases) == 9
     for phrase in phrases:
         for said in phrase.split(" (")[0].split(" / "):
             assert said in code, said

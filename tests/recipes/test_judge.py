@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from judge_server import by_length, serving
 
+from bench.attacks.judge_server import by_length, serving
 from lowmem_grpo.cli import main
 from lowmem_grpo.recipes import judge
 from lowmem_grpo.recipes.problems.summary import KINDS, WORDS_ALLOWED, Report, is_short, reports, share_kept

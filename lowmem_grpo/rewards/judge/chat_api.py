@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.rewards.judge.judge import unanswered
 from lowmem_grpo.rewards.judge.question import Question
+from lowmem_grpo.rewards.judge.usage import NOTHING, Usage, usage_of
 from lowmem_grpo.runs.findings import Finding
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ class Reply:
 
     text: str
     cut: bool = False  # at the limit of tokens
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    usage: Usage = NOTHING
     retries: int = 0  # failed requests before this one
     is_chat: bool = True  # False: it is not the answer of a chat API
 
@@ -45,10 +45,13 @@ def make_client(base_url: str | None, api_key: str | None, timeout: float, retri
     """
     try:
         from openai import AsyncOpenAI, OpenAIError
+
+        from lowmem_grpo.rewards.judge.limited_client import LimitedClient
     except ImportError as error:
         raise ImportError("a judge at a URL needs the package openai: pip install openai") from error
     try:
-        return AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=retries)
+        return AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=retries,
+                           http_client=LimitedClient(timeout=timeout))
     except OpenAIError as error:
         raise ValueError(
             f"the judge has no API key ({error}). Give api_key=..., or set OPENAI_API_KEY; a server of your own takes "
@@ -77,11 +80,13 @@ async def ask(
     """One chat completion."""
     from openai import OpenAIError
 
-    shape = {} if form == "text" else {"response_format": response_format(question, form)}
+    said = {"messages": question.messages(fault)}
+    said |= {} if form == "text" else {"response_format": response_format(question, form)}
     create: Any = client.chat.completions.with_raw_response.create
+    limit = options.get("max_completion_tokens", options.get("max_tokens"))
     try:
-        raw = await create(model=model, messages=question.messages(fault), **shape, **options)
-        return reply_of(raw.parse(), raw.retries_taken)
+        raw = await create(model=model, **said, **options)
+        return reply_of(raw.parse(), raw.retries_taken, len(json.dumps(said, ensure_ascii=False).encode()), limit)
     except (OpenAIError, ValueError, RecursionError) as error:  # a body that is no JSON, or nested too deeply
         return failure_of(error, model, str(client.base_url), client.timeout)
 
@@ -93,21 +98,17 @@ def response_format(question: Question, form: str) -> dict[str, Any]:
     return {"type": form, "json_schema": {"name": "scores", "strict": True, "schema": question.schema}}
 
 
-def reply_of(answer: Any, retries: int) -> Reply:
+def reply_of(answer: Any, retries: int, asked_bytes: int, limit: object) -> Reply:
     """The reply in the client's object; a server may have left out any part of it."""
-    usage = getattr(answer, "usage", None)
-    given, taken = (count_of(getattr(usage, name, None)) for name in ("prompt_tokens", "completion_tokens"))
     try:
         choice = answer.choices[0]
-        text, cut = choice.message.content, choice.finish_reason == "length"
+        said, cut, is_chat = choice.message.content, choice.finish_reason == "length", True
     except (AttributeError, TypeError, IndexError, KeyError):
-        return Reply("", False, given, taken, retries, is_chat=False)
-    return Reply(text if isinstance(text, str) else "", cut, given, taken, retries)
-
-
-def count_of(value: Any) -> int:
-    """A count of tokens as the server gave it; 0 if it gave none, or something else."""
-    return value if isinstance(value, int) and value > 0 else 0
+        said, cut, is_chat = "", False, False
+    text = said if isinstance(said, str) else ""
+    counts = (getattr(getattr(answer, "usage", None), name, None) for name in ("prompt_tokens", "completion_tokens"))
+    usage = usage_of(*counts, asked_bytes, len(text.encode(errors="replace")), limit)
+    return Reply(text, cut, usage, retries, is_chat)
 
 
 def failure_of(error: Exception, model: str, url: str, timeout: Any) -> Failure:
@@ -122,6 +123,11 @@ def trouble_of(error: Exception, model: str, url: str, timeout: Any) -> Finding:
     """The finding for an error of the client."""
     from openai import APIConnectionError, APITimeoutError
 
+    from lowmem_grpo.rewards.judge.limited_client import ReplyTooLargeError
+
+    if isinstance(large := error.__cause__ or error, ReplyTooLargeError):
+        return unanswered("large", f"{url} says too much: {large}",
+                          "lower max_tokens in options, without logprobs, or look at what the server sends")
     if isinstance(error, APITimeoutError):
         return unanswered("slow", f"{url} did not answer within {timeout:g} s",
                        "raise timeout, lower concurrency, or take a faster model")

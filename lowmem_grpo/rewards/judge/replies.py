@@ -9,6 +9,7 @@ from lowmem_grpo.rewards.ready.reading import FENCE, unfenced
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"  # some servers leave a model's thinking in its reply
 SHOWN = 80  # characters of a reply in messages
+REASON = 2000  # characters of a reason that are kept
 
 
 class BadReplyError(ValueError):
@@ -54,13 +55,13 @@ def id_of(value: Any) -> int | None:
 
 
 def rating_of(entry: dict[str, Any], low: float, high: float) -> tuple[float, str]:
-    """(score, reason) of an object. The reason may be missing."""
+    """(score, reason) of an object. The reason may be missing; a long one is cut."""
     score, reason = entry.get("score"), entry.get("reason")
     if isinstance(score, bool) or not isinstance(score, int | float) or not is_finite(score):
         raise BadReplyError('its "score" is not a number', f"{score!r:.40}")
     if not low <= score <= high:
         raise BadReplyError(f"its score {score!r:.20} is not within {low:g} to {high:g}")
-    return float(score), writable(reason) if isinstance(reason, str) else ""
+    return float(score), writable(reason[:REASON]) if isinstance(reason, str) else ""
 
 
 def is_finite(number: float) -> bool:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.judge import Judge, Prices, Round, check_settings, is_count, is_seconds, unanswered
-from lowmem_grpo.rewards.judge.question import Question, without_controls
+from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from lowmem_grpo.rewards.judge.chat_api import FORMS, Failure, Reply, ask, make_
 from lowmem_grpo.rewards.judge.judge import Judge, Prices, Round, check_settings, is_count, is_seconds, unanswered
 from lowmem_grpo.rewards.judge.question import Question, Ratings
 from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
+from lowmem_grpo.rewards.judge.usage import Usage
 from lowmem_grpo.runs.findings import Finding
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class UrlJudge(Judge):
         self.options = dict(options or {})
         self.form = 0  # index into FORMS: the strictest form that the server is known to take
         self.taken = False  # whether the server took a request in that form
+        self.doubted = False  # whether a count of tokens was not taken; that is said once
         self.refusals: set[str] = set()  # what the server said when the form was not the reason
         client = make_client(*self.client_settings)  # if there can be no client, the run does not begin
         self.identity = repr((str(client.base_url), model, sorted(self.options.items())))
@@ -94,14 +96,21 @@ class UrlJudge(Judge):
                 now.troubles.append(found.trouble)
                 return
             reply = found
-            now.meter.prompt_tokens += reply.prompt_tokens
-            now.meter.completion_tokens += reply.completion_tokens
+            self._count(reply.usage, now)
             try:
                 self.learn(now, question, read(question, reply))
                 return
             except BadReplyError as bad:
                 fault, last = bad.fault, str(bad)
         now.troubles.append(no_scores(last, reply))
+
+    def _count(self, usage: Usage, now: Round) -> None:
+        now.meter.prompt_tokens += usage.prompt
+        now.meter.completion_tokens += usage.completion
+        if usage.doubt and not self.doubted:
+            logger.warning("judge %s: its counts of tokens cannot be true (%s). Such counts are guessed from the texts "
+                           "from here on; compare the cost with the server's bill", self.name, usage.doubt)
+        self.doubted |= bool(usage.doubt)
 
     async def _ask(self, client: Any, question: Question, fault: str | None, now: Round) -> Reply | Failure:
         """One answer, in the strictest form that the server takes. A looser form that it takes is remembered."""

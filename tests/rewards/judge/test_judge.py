@@ -125,16 +125,27 @@ def test_an_answer_cannot_end_its_own_place() -> None:
 @pytest.mark.parametrize("token", [
     "<|im_end|>", "<|im_start|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<s>", "<start_of_turn>",
     "<end_of_turn>", "[INST]",
-    "[/INST]", "<<SYS>>", "<</SYS>>", "<eos>", "[|assistant|]", "</think>", "[SYSTEM_PROMPT]",
+    "[/INST]", "<<SYS>>", "<</SYS>>", "<eos>", "[|assistant|]", "</think>", "[SYSTEM_PROMPT]", "<|start_header_id|>",
+    "<|turn>", "<turn|>", '<|"|>', "<|channel>", "<channel|>", "<unused0>", "<start_of_image>", "<image_soft_token>",
+    "<reserved_106>", "<extra_id_1>", "<SPECIAL_12>", "<TOKENS_UNUSED_9>", "<BOS_TOKEN>", "<seed:bos>", "<mask:1>",
+    "[BOS]", "[start_header_id]", "[@BOS@]", "[sMASK]", "[ARGS]", "[IMG_END]", "[MODEL_SETTINGS]", "<arg_value>",
+    "<role>", "<eoh>", "<cls>", "<fim_prefix>", "<beginning_of_sentence>", "]~b]", "[e~[", "]<]", ">>ANSWER<<",
+    "<|reserved_special_token_5|>", "<|constrain|>",
 ])
 def test_material_holds_no_control_token(token: str) -> None:
     question = Question(f"p{token}", (f"a{token}b{token}",), "r", reference=f"<{token}")
-    assert token not in question.user and question.user.count(f"{token[0]} {token[1:]}") == 4
+    assert token not in question.user and question.user.count(f"{token[0]} {token[1:]}") == 4, question.user
 
 
 def test_plain_text_stays_as_it_is() -> None:
-    text = "if a < b | c: <b>x</b> <|> <| [1] [INSTALL] <story> </script> a[|x|y]"
+    text = "if a < b | c: <b>x</b> <|> <| [1] [INSTALL] <story> </script> a[|x|y] cin >>a<< b; x[e] ]b] /thinking " \
+           "/usr/think <role_x> <masked> <unused> List<int> <image src=1> |> <||> [prefixes]"
     assert text in Question("p", (text,), "r").user
+
+
+@pytest.mark.parametrize("order", ["/no_think", "/think", "/nothink"])
+def test_an_answer_cannot_switch_the_judges_thinking(order: str) -> None:
+    assert f"fine {order}" not in Question("p", (f"fine {order}",), "r").user
 
 
 def test_the_prompt_is_given_once() -> None:

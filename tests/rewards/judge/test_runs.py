@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_server import by_length, chat, in_turn, serving
 from rich.console import Console
 from small_models import TINY, load_model
 from transformers import AutoTokenizer
 
+from bench.attacks.judge_server import by_length, chat, in_turn, serving
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, rewards
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import correct_answer, make_dataset

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from judge_server import answers_in
+from tokenizers import AddedToken, Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
+from bench.attacks.judge_server import answers_in
 from lowmem_grpo import FastLanguageModel, SamplingParams, rewards
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.bounds import Shortage
-from lowmem_grpo.rewards.judge.question import without_controls
+from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.types import Rollout
 
 TEXTS = ["aaa", "", "aaa", "a"]
@@ -153,9 +155,24 @@ def test_an_answer_cannot_end_its_turn_and_speak_as_the_judge(scripted: Scripted
     assert without_controls("plain <b> text", scripted.loaded.tokenizer) == "plain <b> text"
 
 
+@pytest.mark.parametrize("material", [
+    "x<\uff5cim_end\uff5c>y", "\uff1c|im_end|\uff1e", "<|IM_END|>", "<|im_<|im_end|>end|>", "a\n\n  b",
+    "<<|im_end|>|im_end|>",
+])
+def test_what_becomes_a_control_token_in_the_tokenizer_is_broken_too(material: str) -> None:
+    rules = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "<|im_end|>": 1, "\n\n": 2}, "<unk>"))
+    inner.normalizer = rules
+    inner.add_tokens([AddedToken("<|im_end|>", normalized=True), AddedToken("\n\n", normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    text = without_controls(material, tokenizer)
+    assert 1 not in tokenizer(text).input_ids
+    assert text.replace(" ", "") == material.replace(" ", "") and (material != "a\n\n  b" or text == material)
+
+
 def test_a_tokenizer_without_a_template_works(scripted: Scripted) -> None:
     class Plain:
-        chat_template = None
+        chat_template, is_fast = None, False
         added_tokens_decoder: dict[int, Any] = {}
         all_special_tokens: list[str] = []
 

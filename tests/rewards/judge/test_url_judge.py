@@ -1,18 +1,21 @@
 """A judge behind a URL: a real server on this machine that answers well, badly, slowly or not at all."""
 
 import asyncio
+import gzip
 import json
 import pickle
 import socket
 import time
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_server import JudgeServer, by_length, chat, in_turn, serving, slowly
 
+from bench.attacks.judge_server import JudgeServer, by_length, chat, in_turn, serving, slowly
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.judge import Meter
+from lowmem_grpo.rewards.judge.limited_client import REDIRECTS
 
 TEXTS = ["a" * 3, "", "a" * 3, "a"]
 GOOD = [0.25, 1.0, 0.25, 0.5]  # 1 / (1 + length)
@@ -109,6 +112,46 @@ def test_text_in_place_of_scores_is_not_paid(
 def test_json_that_is_too_deep_or_was_cut_does_not_end_the_run(answer: Any, kind: str) -> None:
     with serving(answer) as server:
         assert unjudged(judge_of(server, retries=0)).trouble.kind == kind
+
+
+PACKED = {"Content-Encoding": "gzip"}
+
+
+@pytest.mark.parametrize("answer", [
+    lambda body: (200, repeat(b" " * 65536)), lambda body: (500, repeat(b" " * 65536)),
+    lambda body: (200, b"[" + b"1," * 3_000_000 + b"1]"), lambda body: (200, gzip.compress(bytes(10**7)), PACKED),
+    lambda body: (307, repeat(b" " * 65536), {"Location": "/v1/chat/completions"}),
+], ids=["endless", "an endless error", "long", "packed", "an endless redirect"])
+def test_an_answer_that_is_too_large_is_not_read_and_not_asked_for_again(answer: Any) -> None:
+    with serving(answer) as server:
+        reward = unjudged(judge_of(server, retries=2, timeout=20.0))
+        assert reward.trouble.kind == "large" and "says too much" in reward.trouble.problem
+        assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("redirects", [1, 9])
+def test_a_redirect_is_followed_but_not_for_ever(redirects: int) -> None:
+    there = {"Location": "/v1/chat/completions"}
+    with serving(in_turn(*[(307, b"", there)] * redirects, by_length)) as server:
+        found = ruled(judge_of(server, retries=0))
+        assert found == (GOOD if redirects == 1 else [None] * 4) and len(server.asked) <= 1 + REDIRECTS
+
+
+@pytest.mark.parametrize(("usage", "counted"), [
+    ((10**30, 20), (300, 20)), ((100, 9999), (100, 30)), ((1, 20), (300, 20)), ((True, -5), (0, 0)),
+    (("100", 1e9), (0, 0)), ((None, None), (0, 0)),
+])
+def test_counts_of_tokens_that_cannot_be_true_are_not_taken(
+    usage: tuple[Any, Any], counted: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    said = dict(zip(("prompt_tokens", "completion_tokens"), usage, strict=True))
+    with serving(lambda body: (200, {**by_length(body)[1], "usage": said})) as server:
+        judge = judge_of(server, price_prompt=1.0, price_completion=1.0, options={"max_tokens": 5000})
+        assert ruled(judge, 2) == GOOD * 2
+    for mine, least in zip((judge.meter.prompt_tokens, judge.meter.completion_tokens), counted, strict=True):
+        assert 2 * least <= mine <= 4 * least
+    doubts = [record for record in caplog.records if "cannot be true" in record.getMessage()]
+    assert len(doubts) == (max(counted) > 100 or counted[1] == 30) and judge.cost < 1
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -1,17 +1,20 @@
-"""A server on this machine that speaks /v1/chat/completions as a test tells it to."""
+"""A server on this machine that speaks /v1/chat/completions as a test or an attack tells it to."""
 
+import contextlib
+import itertools
 import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
-Reply = tuple[int, Any]  # status, and a body: an object, its JSON in bytes, or text that is none
+Reply = tuple[Any, ...]  # status, a body (see `say`), and perhaps {header: value}
 
 
 @dataclass
@@ -51,19 +54,27 @@ def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[JudgeServer]:
             if closed.is_set():  # a connection that was kept open ends, too
                 self.close_connection = True
                 return
-            status, found = judge.reply(body) if self.path == "/v1/chat/completions" else (404, {"error": "no page"})
-            text = found if isinstance(found, str | bytes) else json.dumps(found)
+            reply = judge.reply(body) if self.path == "/v1/chat/completions" else (404, {"error": "no page"})
+            with contextlib.suppress(OSError):  # the client did not wait
+                self.say(*reply)
+
+        def say(self, status: int, found: Any, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+            """A body is an object, its JSON in bytes, text that is no JSON, or pieces of bytes without a known end."""
+            endless = isinstance(found, Iterator)
+            text = found if endless or isinstance(found, str | bytes) else json.dumps(found)
             sent = text.encode() if isinstance(text, str) else text
-            try:
-                self.send_response(status)
-                self.send_header("Content-Type", "text/html" if isinstance(found, str) else "application/json")
-                self.send_header("Content-Length", str(len(sent)))
-                if status in (429, 500):
-                    self.send_header("Retry-After-Ms", "10")  # the client's own pause would be half a second
-                self.end_headers()
+            pause = {"Retry-After-Ms": "10"} if status in (429, 500) else {}  # the client's own would be half a second
+            length = {"Transfer-Encoding": "chunked"} if endless else {"Content-Length": str(len(sent))}
+            kind = {"Content-Type": "text/html" if isinstance(found, str) else "application/json"}
+            self.send_response(status)
+            for name, value in {**kind, **length, **pause, **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if not endless:
                 self.wfile.write(sent)
-            except OSError:
-                pass  # the client did not wait
+                return
+            for piece in itertools.chain(found, [b""]):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
 
         def log_message(self, *words: Any) -> None:
             """Nothing on the terminal."""

@@ -1,0 +1,60 @@
+"""Control tokens in what a judge reads: a space breaks them, so that no answer ends its turn or speaks as another.
+
+The names are those of well-known families of models.
+"""
+
+import re
+from typing import Any
+
+NAMES = ("s", "bos", "eos", "pad", "unk", "mask", "cls", "sep", "sop", "eop", "eod", "eot", "eoh", "eoa", "eoc",
+         "endoftext", "think", "tools?", "tool_calls?", "tool_responses?", "tool_results?", "arg_key", "arg_value",
+         "im_start", "im_end", "role", r"\w{1,40}_token", r"(?:start|end|begin|beginning)_of_\w{1,40}",
+         r"seed:\w{1,40}", r"fim_\w{1,20}",
+         r"(?:unused_?|reserved_|reserved_token_|extra_id_|special_|tokens_unused_|mask:)\d{1,6}")
+LISTED = ("INST", "SYSTEM_PROMPT", "MODEL_SETTINGS", "AVAILABLE_TOOLS", "TOOL_CALLS", "TOOL_RESULTS", "TOOL_CONTENT",
+          "ARGS", "CALL_ID", "THINK", "PREFIX", "MIDDLE", "SUFFIX", "IMG", "IMG_BREAK", "IMG_END", "AUDIO",
+          "BEGIN_AUDIO", "gMASK", "sMASK", "MASK", "CLS", "SEP", "PAD", "UNK", "BOS", "EOS", "EOT", "@BOS@",
+          "multimodal", "(?:start|end)_header_id", r"extra_id_\d{1,6}")
+CONTROL = re.compile(
+    r"<(?=[|\uff5c][^\s<>]{1,80}[|\uff5c]>"  # <|im_end|>, and DeepSeek's with wide bars
+    r"|/?[|\uff5c][\w\"]{1,40}>|/?[\w\"]{1,40}[|\uff5c]>"  # Gemma 4's <|turn> and <turn|>
+    rf"|/?(?:{'|'.join(NAMES)})>"  # </s>, <start_of_turn>
+    r"|</?SYS>>)"  # Llama 2
+    rf"|\[(?=/?(?:{'|'.join(LISTED)})\]"  # Mistral, Kimi, GLM
+    r"|\|[^\s\[\]]{1,40}\|\]"  # EXAONE's [|assistant|]
+    r"|e~\[)|\](?=~!?b[\[\]]|<\])"  # MiniMax's [e~[, ]~b] and ]<]
+    r"|>(?=>[a-z_]{3,20}<<)"  # Falcon's >>QUESTION<<
+    r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's orders /think and /no_think
+    re.IGNORECASE,
+)
+TRIES = 20
+
+
+def broken(text: str) -> str:
+    """The text with a space inside whatever looks like a control token of a well-known family of models, for a judge
+    whose tokenizer is not known."""
+    return CONTROL.sub(lambda found: f"{found[0]} ", text)
+
+
+def without_controls(text: str, tokenizer: Any) -> str:
+    """The text with a space inside whatever the tokenizer would take for one of its control tokens."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
+    for control in sorted(controls, key=len, reverse=True):
+        text = text.replace(control, f"{control[0]} {control[1:]}")
+    return text if not tokenizer.is_fast else without_spans(text, tokenizer, controls)
+
+
+def without_spans(text: str, tokenizer: Any, controls: set[str]) -> str:
+    """The text with a space inside what becomes a control token only when the tokenizer has changed its characters,
+    such as wide ones or small letters. Each try breaks all that there are; breaking one may make another."""
+    numbers = {*tokenizer.convert_tokens_to_ids(sorted(controls))} - {tokenizer.unk_token_id}
+    for _ in range(TRIES):
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = [span for number, span in zip(found["input_ids"], found["offset_mapping"], strict=True)
+                 if number in numbers and span[1] - span[0] > 1]
+        for start, _ in reversed(spans):
+            text = f"{text[:start + 1]} {text[start + 1:]}"
+        if not spans:
+            break
+    return text

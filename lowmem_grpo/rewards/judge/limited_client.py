@@ -1,0 +1,48 @@
+"""An HTTP client that does not read more than a judge may say. Only `chat_api` imports it, because it needs openai."""
+
+from typing import Any
+
+from openai import DefaultAsyncHttpxClient, OpenAIError
+
+REPLY_BYTES = 4 << 20  # of one answer; the longest thinking with its scores takes a tenth of it
+REDIRECTS = 5
+
+
+class ReplyTooLargeError(OpenAIError):
+    """A server's answer that is not read to its end. The client of openai passes it on, and does not ask again."""
+
+
+class LimitedClient(DefaultAsyncHttpxClient):
+    """Reads each answer to its end, up to REPLY_BYTES. It asks for answers that are not packed, and takes no others:
+    a packed one could become a thousand times as large."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(headers={"Accept-Encoding": "identity"}, **settings)
+
+    async def send(self, request: Any, **options: Any) -> Any:
+        """The answer with its body. Raises ReplyTooLargeError if that is too large or packed."""
+        options |= {"stream": True, "follow_redirects": False}
+        for _ in range(1 + REDIRECTS):
+            response = await super().send(request, **options)
+            try:
+                body = await body_of(response)
+            finally:
+                await response.aclose()
+            if response.next_request is None:
+                break
+            request = response.next_request
+        return type(response)(response.status_code, headers=response.headers, content=body, request=request,
+                              extensions=response.extensions)
+
+
+async def body_of(response: Any) -> bytes:
+    """The whole body. Raises ReplyTooLargeError as soon as it is too large."""
+    packed = response.headers.get("content-encoding", "identity")
+    if packed != "identity":
+        raise ReplyTooLargeError(f"its answer is packed ({packed[:20]}), though it was asked not to pack it")
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > REPLY_BYTES:
+            raise ReplyTooLargeError(f"its answer has more than {REPLY_BYTES} bytes")
+    return bytes(body)
