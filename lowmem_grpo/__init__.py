@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowmem_grpo.config.grpo import GRPOConfig
-    from lowmem_grpo.config.sampling import SamplingParams
+    from lowmem_grpo.config.sampling import SamplingParams, vLLMSamplingParams
     from lowmem_grpo.config.sft import SFTConfig
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.dtypes import is_bfloat16_supported
@@ -17,13 +17,15 @@ __version__ = "0.1.0"
 __all__ = [
     "FastLanguageModel", "FastModel", "FastVisionModel", "GRPOConfig", "GRPOTrainer", "PatchFastRL", "SFTConfig",
     "SFTTrainer", "SamplingParams", "is_bfloat16_supported", "unsloth_train",
+    "vLLMSamplingParams",
 ]
 
 HOMES = {
     **dict.fromkeys(("FastLanguageModel", "FastModel", "FastVisionModel"), "loader"),
     **dict.fromkeys(("PatchFastRL", "unsloth_train"), "unsloth_names"),
-    "GRPOConfig": "config.grpo", "GRPOTrainer": "train.grpo", "SFTConfig": "config.sft",
-    "SFTTrainer": "train.sft", "SamplingParams": "config.sampling", "is_bfloat16_supported": "models.dtypes",
+    **dict.fromkeys(("SamplingParams", "vLLMSamplingParams"), "config.sampling"),
+    "GRPOConfig": "config.grpo", "GRPOTrainer": "train.grpo", "SFTConfig": "config.sft", "SFTTrainer": "train.sft",
+    "is_bfloat16_supported": "models.dtypes",
 }
 
 

@@ -10,14 +10,15 @@ from peft import PeftModelForCausalLM
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_grpo.config.sampling import as_sampling_params
+from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
+from lowmem_grpo.engines.prompt_inputs import Encoded, encode, encoded
+from lowmem_grpo.engines.request_output import Answers, RequestOutput
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.pretrained import linears_in_4bit
 from lowmem_grpo.runs.adapter_file import check_for
 from lowmem_grpo.runs.saved_adapter import BaseRecord, check_base
-from lowmem_grpo.types import Rollout
 from lowmem_grpo.unsloth_names import UnsupportedError
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
@@ -25,6 +26,7 @@ EXPORT_ADVICE = (
     "is not supported: save the adapter with model.save_lora(PATH), then `lowmem-grpo export PATH --format merged|gguf "
     "--out FOLDER` makes the files and `--push OWNER/NAME` sends them to the hub"
 )
+NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first"
 MERGED_16BIT, LORA = "merged_16bit", "lora"
 
 
@@ -48,47 +50,39 @@ class Loaded:
     revision: str | None = None  # of the stored model
 
 
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One completion, with vLLM's field names."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """The completions of one prompt, with vLLM's field names."""
-
-    prompt: str
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-
-
 class FastGeneration:
     """`fast_generate` and the export calls, shared by the bare model and the one with an adapter."""
 
     loaded: Loaded
 
     def fast_generate(
-        self, prompts: Any, sampling_params: Any = None, lora_request: LoraRequest | None = None,
+        self, prompts: Any = None, sampling_params: Any = None, lora_request: Any = None, use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Sample completions; results have vLLM's shape: `out[0].outputs[0].text`.
 
-        `prompts` is a string (already rendered), a list of chat messages, a list of token ids, or a list of any of
-        these. `sampling_params` is a SamplingParams, ours or vLLM's own. As in vLLM, `lora_request=None` samples from
-        the base model: pass `model.load_lora(folder)` for a saved adapter, or `model.current_lora()` for the one that
-        is being trained.
+        `prompts` is a string (already rendered), a list of chat messages, a list of token ids, what a tokenizer
+        returned, vLLM's own dictionary of a prompt, or a list of any of these. `sampling_params` is a SamplingParams,
+        ours or vLLM's own, or a list with one for each prompt. With `SamplingParams(logprobs=5)` each completion has
+        vLLM's `logprobs`. As in vLLM, `lora_request=None` samples from the base model: pass `model.load_lora(folder)`
+        for a saved adapter, or `model.current_lora()` for the one that is being trained. There is no bar, whatever
+        `use_tqdm` says.
         """
-        params = as_sampling_params(sampling_params, self.loaded.max_seq_length)
-        texts, ids = zip(*(self.encode(prompt) for prompt in as_list(prompts)), strict=True)
-        engine = self.engine()
-        with adapter_for(self.inner, lora_request):
-            groups = engine.generate(list(ids), params)
-        return [request_output(*item) for item in zip(texts, ids, groups, strict=True)]
+        if others:
+            raise TypeError(f"fast_generate got {', '.join(others)}; it takes prompts, sampling_params "
+                            "and lora_request, as vLLM does. For transformers' arguments (input_ids, max_new_tokens, "
+                            "streamer) call model.generate(...)")
+        given = encoded(self.loaded.tokenizer, prompts)
+        calls = calls_of(given, sampling_params, self.loaded.max_seq_length)
+        engine, request = self.engine(), as_request(lora_request)
+        policy, outputs = Policy(self.inner), []
+        with adapter_for(self.inner, request):
+            for params, part in calls:
+                groups = engine.generate([ids for _, ids in part], params)
+                answers = Answers(policy, self.loaded.tokenizer, params, request)
+                outputs += [answers.of(len(outputs) + place, *prompt, group)
+                            for place, (prompt, group) in enumerate(zip(part, groups, strict=True))]
+        return outputs
 
     @property
     def inner(self) -> Any:
@@ -113,13 +107,7 @@ class FastGeneration:
 
     def encode(self, prompt: Any) -> tuple[str, list[int]]:
         """(text, token ids) of a string, of chat messages or of token ids."""
-        tokenizer: Any = self.loaded.tokenizer
-        if isinstance(prompt, str):
-            return prompt, tokenizer(prompt).input_ids
-        if prompt and isinstance(prompt[0], int):
-            return tokenizer.decode(prompt), list(prompt)
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        return text, tokenizer(text, add_special_tokens=False).input_ids
+        return encode(self.loaded.tokenizer, prompt)
 
     def save_pretrained_merged(
         self, save_directory: str | Path, tokenizer: Any = None, save_method: str = MERGED_16BIT,
@@ -173,6 +161,12 @@ class BareModel(FastGeneration, nn.Module):
             raise ValueError("this model has LoRA now: sample with the model that get_peft_model returned")
         return super().engine(policy, tokenizer)
 
+    def save_lora(self, path: str | Path) -> None:
+        raise ValueError(NO_LORA.format("save_lora"))
+
+    def load_lora(self, path: str | Path, any_base: bool = False) -> LoraRequest:
+        raise ValueError(NO_LORA.format("load_lora"))
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -225,7 +219,7 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
             yield
         return
     if not isinstance(model, PeftModelForCausalLM):
-        raise ValueError("lora_request needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first")
+        raise ValueError(NO_LORA.format("lora_request"))
     if request.path is None:
         yield
     else:
@@ -242,21 +236,23 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
             model.train(training)
 
 
-def as_list(prompts: Any) -> list[Any]:
-    """One prompt of any kind, or a list of them, as a list."""
-    if isinstance(prompts, dict) or not hasattr(prompts, "__getitem__"):
-        raise TypeError(f"fast_generate got a {type(prompts).__name__}; pass text, chat messages, token ids or a list")
-    single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], (int, dict)))
-    many = [prompts] if single else list(prompts)
-    if not many or any(len(prompt) == 0 for prompt in many):
-        raise ValueError("fast_generate got no prompt, or an empty one")
-    return many
+def as_request(given: Any) -> LoraRequest | None:
+    """Our request of an adapter, of vLLM's own, or of the path of a saved adapter."""
+    if given is None or isinstance(given, LoraRequest):
+        return given
+    path = getattr(given, "lora_path", given)
+    if not isinstance(path, str | Path):
+        raise TypeError(f"lora_request is a {type(given).__name__}; pass model.load_lora(FOLDER), "
+                        "model.current_lora(), or None for the base model")
+    return LoraRequest(Path(path))
 
 
-def request_output(text: str, ids: list[int], rollouts: list[Rollout]) -> RequestOutput:
-    """vLLM's shape of one prompt's rollouts."""
-    outputs = [
-        CompletionOutput(index, rollout.text, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason)
-        for index, rollout in enumerate(rollouts)
-    ]
-    return RequestOutput(text, ids, outputs)
+def calls_of(given: list[Encoded], sampling_params: Any, longest: int) -> list[tuple[SamplingParams, list[Encoded]]]:
+    """The calls of the engine: one for all prompts, or one for each where each has its own parameters."""
+    if not isinstance(sampling_params, list | tuple):
+        return [(as_sampling_params(sampling_params, longest), given)]
+    if len(sampling_params) != len(given):
+        raise ValueError(f"sampling_params has {len(sampling_params)} entries and there are {len(given)} prompts; pass "
+                         "one for each prompt, or one for all")
+    return [(as_sampling_params(each, longest), [prompt])
+            for each, prompt in zip(sampling_params, given, strict=True)]

@@ -127,7 +127,7 @@ def test_a_report_is_remade_from_the_records(tmp_path: Path) -> None:
     (["generate", "hi", "--model", "./nowhere"], 1, "no model './nowhere': there is no such folder"),
     (["generate", "hi", "--model", "no-such-owner/no-such-model"], 1, "no model 'no-such-owner/no-such-model'"),
     (["generate", "hi", "--adapter", "nowhere"], 1, "nowhere is not a folder"),
-    (["generate", "hi", "--max-tokens", "0"], 1, "max_tokens is 0; it must be at least 1"),
+    (["generate", "hi", "--max-tokens", "0"], 1, "max_tokens is 0; it must be a whole number, at least 1"),
     (["generate", "hi", "--temperature", "warm"], 2, "'warm' is not a valid float"),
     (["generate", "x" * 4000], 1, "leaves no room in a context of 2048"),
     (["generate"], 2, "Missing argument 'PROMPT'"),

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from small_models import TINY
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+import lowmem_grpo
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.config.sampling import as_sampling_params
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, LoraRequest, RequestOutput, UnsupportedError, adapter_for
@@ -250,8 +251,122 @@ def test_sampling_params_of_vllms_kind_mean_what_ours_mean(bare: BareModel) -> N
     assert as_sampling_params(None, 128) == SamplingParams()
 
 
+@pytest.mark.parametrize(("count", "wanted"), [(0, 1), (3, 3), (-1, 384)])
+def test_logprobs_that_are_asked_for_come_in_vllms_shape_and_are_the_models_own(
+    untouched: FastPeftModel, tokenizer: PreTrainedTokenizerBase, count: int, wanted: int
+) -> None:
+    params = SamplingParams(n=2, temperature=0.7, top_k=20, max_tokens=12, seed=1, logprobs=count)
+    (output,) = untouched.fast_generate(CHAT, params, untouched.current_lora())
+    plain = untouched.fast_generate(CHAT, replace(params, logprobs=None), untouched.current_lora())[0]
+    for found, same in zip(output.outputs, plain.outputs, strict=True):
+        assert (found.token_ids, found.text) == (same.token_ids, same.text)
+        mode = untouched.training
+        with torch.no_grad():
+            logits = untouched.eval()(input_ids=torch.tensor([[*output.prompt_token_ids, *found.token_ids]])).logits[0]
+        untouched.train(mode)
+        exact = logits[len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+        for place, token, row in zip(found.logprobs, found.token_ids, exact, strict=True):
+            assert wanted <= len(place) <= wanted + 1
+            assert next(iter(place)) == token
+            assert set(row.topk(max(count, 0)).indices.tolist()) <= place.keys()
+            for each, entry in place.items():
+                assert entry.logprob == pytest.approx(row[each].item(), abs=1e-4)
+                better, level = ((row > row[each] + slack).sum() for slack in (1e-4, -1e-4))  # rounding may swap them
+                assert better < entry.rank <= 1 + level
+                assert entry.decoded_token == tokenizer.decode([each])
+        total = exact[range(len(exact)), found.token_ids].sum().item()
+        assert found.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+@pytest.mark.vllm
+def test_vllms_own_sampling_params_ask_for_logprobs_too(bare: BareModel) -> None:
+    vllm = pytest.importorskip("vllm")
+    params = vllm.SamplingParams(temperature=0, max_tokens=4, logprobs=2, stop=["<"])
+    assert type(lowmem_grpo.vLLMSamplingParams(temperature=0)) is vllm.SamplingParams
+    (output,) = bare.fast_generate(["Start"], sampling_params=params)
+    assert [len(place) for place in output.outputs[0].logprobs] == [2] * len(output.outputs[0].token_ids)
+    assert {"request_id", "finished", "prompt_logprobs", "lora_request"} < vars(output).keys()
+
+
+def test_what_stopped_a_completion_is_said_as_vllm_says_it(
+    bare: BareModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (free,) = bare.fast_generate(CHAT, GREEDY)
+    third = free.outputs[0].token_ids[2]
+    (by_token,) = bare.fast_generate(CHAT, SamplingParams(temperature=0, stop_token_ids=[third]))
+    assert by_token.outputs[0].stop_reason == third
+    text = tokenizer.decode([third])
+    (by_text,) = bare.fast_generate(CHAT, SamplingParams(temperature=0, stop=["never", text]))
+    assert by_text.outputs[0].stop_reason == text
+    assert free.outputs[0].stop_reason is None
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), [
+    ({"presence_penalty": 0.5}, ValueError, "presence_penalty=0.5 is not supported.*reward the text"),
+    ({"logprobs": -2}, ValueError, r"logprobs is -2; it must be -1 \(all\)"),
+    ({"max_tokens": None}, ValueError, "max_tokens is None; it must"),
+    ({"prompt_logprobs": 1}, ValueError, "prompt_logprobs=1 is not supported"),
+    ({"max_token": 3}, TypeError, "no option 'max_token'; did you mean max_tokens"),
+])
+def test_our_sampling_params_refuse_by_name_what_vllms_have_and_ours_lack(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        SamplingParams(**settings)
+
+
+@pytest.mark.vllm
+def test_our_sampling_params_take_every_default_of_vllms() -> None:
+    vllm = pytest.importorskip("vllm")
+    default = vllm.SamplingParams()
+    known = {name: getattr(default, name) for name in type(default).__struct_fields__ if not name.startswith("_")}
+    derived = {"output_kind", "output_text_buffer_length"}  # no choices of a user's
+    assert SamplingParams(**{name: value for name, value in known.items() if name not in derived}).max_tokens == 16
+
+
+@pytest.mark.parametrize("kind", ["encoding", "dictionary", "padded", "tensor", "vLLM's text", "vLLM's ids", "parts"])
+def test_what_notebooks_pass_is_the_same_prompt(bare: BareModel, tokenizer: PreTrainedTokenizerBase, kind: str) -> None:
+    (wanted,) = bare.fast_generate(CHAT, GREEDY)
+    ids = wanted.prompt_token_ids
+    given: Any = {
+        "encoding": tokenizer.apply_chat_template(
+            CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True),
+        "dictionary": {"input_ids": ids}, "tensor": torch.tensor([ids]),
+        "padded": {"input_ids": [[0, 0, *ids]], "attention_mask": [[0, 0, *[1] * len(ids)]]},
+        "vLLM's text": {"prompt": wanted.prompt}, "vLLM's ids": [{"prompt_token_ids": ids}],
+        "parts": [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}],
+    }[kind]
+    assert bare.fast_generate(given, sampling_params=[GREEDY], use_tqdm=False) == [wanted]
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What?"}]}]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), [
+    ({"prompts": [{"prompt": "x", "multi_modal_data": {"image": 1}}]}, ValueError, "multi_modal_data; only text"),
+    ({"prompts": [IMAGE]}, ValueError, "part of type 'image'; only text"),
+    ({"prompts": [{"text": "x"}]}, TypeError, "dictionary with text; pass text, chat"),
+    ({"prompts": [3.5]}, TypeError, "prompt that is a float"),
+    ({"prompts": [["a", "b"]]}, TypeError, "list with a str"),
+    ({"input_ids": [[1]], "max_new_tokens": 3}, TypeError, r"input_ids, max_new_tokens.*call model\.generate"),
+    ({"prompts": "x", "sampling_params": [GREEDY, GREEDY]}, ValueError, "has 2 entries and there are 1 prompts"),
+    ({"prompts": "x", "lora_request": 7}, TypeError, r"lora_request is a int; pass model\.load_lora"),
+])
+def test_what_cannot_be_generated_from_is_refused_by_name(
+    bare: BareModel, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        bare.fast_generate(**given)
+
+
+def test_calls_about_an_adapter_that_is_not_there_say_how_to_get_one(bare: BareModel, tmp_path: Path) -> None:
+    for call in (bare.save_lora, bare.load_lora):
+        with pytest.raises(ValueError, match=f"{call.__name__} needs a model with LoRA: put it on with"):
+            call(tmp_path)
+
+
 @pytest.mark.parametrize(("name", "value"), [
-    ("presence_penalty", 0.5), ("logprobs", 0), ("logit_bias", torch.ones(3)),
+    ("presence_penalty", 0.5), ("logit_bias", torch.ones(3)),
 ])
 def test_a_foreign_field_that_would_be_ignored_is_refused_by_name(bare: BareModel, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"sets {name}=.*not supported; leave it out\. Supported are n, temperature"):

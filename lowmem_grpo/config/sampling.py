@@ -1,12 +1,36 @@
 """How completions are drawn, under vLLM's names; and vLLM's own class of the same fields, read as ours."""
 
 import random
+import sys
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar
+
+from lowmem_grpo.config.shared import CheckedCall
+from lowmem_grpo.config.unsupported import Fixed, only
+from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule, check_ranges, number
+
+PENALTY = "A penalty makes the sampled tokens others than the model's own; reward the text instead."
+FORMAT = "The form of the text is not constrained; reward it instead."
+FIXED: dict[str, Fixed] = {
+    **only(PENALTY, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0),
+    **only("Every end token ends a completion; leave it out, or set ignore_eos=True.", min_tokens=0),
+    **only("Take one of the n completions yourself.", best_of=None),
+    **only("Log-probabilities of the prompt are not computed.", prompt_logprobs=None, prompt_logprob_token_ids=None,
+           prompt_logprob_start=None),
+    **only("Ask for logprobs=K, the K likeliest tokens.", logprob_token_ids=None, flat_logprobs=False),
+    **only(FORMAT, structured_outputs=None, guided_decoding=None, logit_bias=None, allowed_token_ids=(None, []),
+           bad_words=(None, []), logits_processors=None),
+    **only("Completions are always decoded.", detokenize=True, spaces_between_special_tokens=True),
+    **only("Shorten the prompt yourself.", truncate_prompt_tokens=None),
+    **only("There is no such option of sampling here.", watermarking=None, extra_args=(None, {}), stream_interval=None,
+           skip_clone=(False, True), skip_reading_prefix_cache=(None, False, True), thinking_token_budget=None,
+           repetition_detection=None, routed_experts_prompt_start=0, trace_decode_token_ids=None),
+}
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(metaclass=CheckedCall):
     """Settings of one generation call, with vLLM's field names, meanings and defaults (`max_tokens` aside: 512 here).
 
     temperature 0 is greedy. top_k <= 0 and top_p = 1 keep every token. A completion ends at an end-of-sequence token
@@ -17,7 +41,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
+    min_p: float | None = 0.0
     max_tokens: int = 512
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -25,19 +49,21 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    logprobs: int | None = None
+    """`fast_generate` returns, for each token, its own log-probability and those of so many likeliest ones (-1: of
+    all), in vLLM's shape."""
+
+    unsupported = FIXED  # what `CheckedCall` refuses by
+
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "n": COUNT, "temperature": ZERO_OR_MORE, "top_p": number("in (0, 1]", lambda value: 0 < value <= 1),
+        "top_k": number("-1 or 0 (off), or above", lambda value: value >= -1 and value % 1 == 0),
+        "min_p": number("in [0, 1]", lambda value: 0 <= value <= 1), "max_tokens": COUNT,
+        "logprobs": number("-1 (all), 0 or above", lambda value: value >= -1 and value % 1 == 0),
+    }
 
     def __post_init__(self) -> None:
-        checks = {
-            "n": (self.n >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0, "0 or above"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k >= -1, "-1 or 0 (off), or above"),
-            "min_p": (0 <= (self.min_p or 0) <= 1, "in [0, 1]"),
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-        }
-        for name, (allowed, rule) in checks.items():
-            if not allowed:
-                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}; it must be {rule}")
+        check_ranges(self)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -71,6 +97,12 @@ class Draws:
 
 OURS = tuple(field.name for field in fields(SamplingParams))
 DERIVED = ("output_text_buffer_length",)  # vLLM computes it from `stop`
+
+
+def vLLMSamplingParams(**settings: Any) -> Any:  # noqa: N802 - Unsloth's name
+    """vLLM's own SamplingParams where vLLM is imported already, else ours."""
+    kind = import_module("vllm").SamplingParams if "vllm" in sys.modules else SamplingParams
+    return kind(**settings)
 
 
 def as_sampling_params(given: Any, longest: int) -> SamplingParams:
