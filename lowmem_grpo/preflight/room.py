@@ -4,7 +4,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -13,6 +12,7 @@ from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.checkpoint import list_checkpoints
+from lowmem_grpo.runs.disk import existing
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.units import size_text
 
@@ -82,11 +82,6 @@ def emulated_dtype(subject: Subject) -> Iterator[Finding]:
     if subject.policy.device.type == "cuda" and torch.bfloat16 in dtypes and not is_bfloat16_supported():
         yield Finding("warning", "", "the run computes in bfloat16, which this card only emulates", "load the model "
                       "with dtype=None or torch.float16; its gradients get a loss scale")
-
-
-def existing(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
 def optimizer_bytes(subject: Subject) -> int:

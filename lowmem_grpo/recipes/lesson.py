@@ -16,8 +16,7 @@ from lowmem_grpo.recipes.warm_up import SFT, WarmUp
 from lowmem_grpo.rewards import RewardCheck, check
 from lowmem_grpo.rollout.assessment import answer, rows_of
 from lowmem_grpo.runs.accuracy import Answers
-from lowmem_grpo.runs.records import RunRecords
-from lowmem_grpo.runs.saved_adapter import FINAL, read_summary
+from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.views.live import print_accuracy, print_samples
 
 SHOWN = 6  # samples in the report
@@ -50,7 +49,9 @@ class Lesson:
 
 
 def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOTrainer:
-    """Load, measure, train, measure again, report. The `state` of the returned trainer says how far the run came."""
+    """Load, measure, train, measure again, report. The `state` of the returned trainer says how far the run came.
+
+    Where Ctrl-C stops it, this ends the command, with the exit status 130."""
     console = opened(lesson, console)
     if not setup.resume:
         check_folders(setup, lesson)
@@ -79,6 +80,8 @@ def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOT
         last = f"{steps(result.global_step)} in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html"
     trainer.finish(found)
     console.print(last)
+    if trainer.interrupt.requested:
+        raise SystemExit(trainer.interrupt.exit_status)
     return trainer
 
 
@@ -106,12 +109,13 @@ def check_folders(setup: Setup, lesson: Lesson) -> None:
     """Raise RecordError where a new run would overwrite another one."""
     folder = Path(setup.config.output_dir)
     for place in [folder, *([folder / SFT] if lesson.warm_up else [])]:
-        RunRecords(place).held(setup.config.overwrite_output_dir)
+        if not setup.config.overwrite_output_dir:
+            RunRecords(place).refuse_another_run()
 
 
 def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
     """Whether the run in the folder made every step and was measured, so that nothing is left to do."""
-    known = read_summary(trainer.run_dir)
+    known = trainer.records.known()
     tested = lesson.test is None or ("accuracy_after" in known and known.get("eval_problems") == len(lesson.test))
     return tested and known.get("status") == "finished" and known.get("steps") == trainer.state.max_steps \
         and (trainer.run_dir / FINAL).is_dir()
@@ -158,7 +162,7 @@ def warm_up(
     taught: WarmUp, model: FastPeftModel, setup: Setup, lesson: Lesson, before: Answers | None, console: Console
 ) -> dict[str, Any] | None:
     """Fine-tune before GRPO, unless the run goes on from a checkpoint. Returns what summary.json gets; None where
-    Ctrl-C stopped it."""
+    it was stopped."""
     found: dict[str, Any] = {"sft_steps": taught.steps}
     if taught.is_over(setup):
         return found

@@ -37,10 +37,13 @@ class WarmUp:
         return setup.resume and bool(last_good(Path(setup.config.output_dir))[0])
 
     def teach(self, model: FastPeftModel, setup: Setup, console: Console) -> bool:
-        """Teach the format; False where Ctrl-C stopped it."""
-        result = self.trainer(model, setup).train()
+        """Teach the format; False where it was stopped; Ctrl-C ends the command."""
+        trainer = self.trainer(model, setup)
+        result = trainer.train()
         if not result.finished:
             console.print(f"stopped in step {result.global_step} of the warm-up; with resume=true it begins again")
+        if trainer.interrupt.requested:
+            raise SystemExit(trainer.interrupt.exit_status)
         return result.finished
 
     def trainer(self, model: FastPeftModel, setup: Setup) -> SFTTrainer:

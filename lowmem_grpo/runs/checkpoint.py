@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import re
-import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from lowmem_grpo.runs.checkpoint_state import (
     restore_random,
     saved_copy,
 )
+from lowmem_grpo.runs.disk import free_bytes, refused
+from lowmem_grpo.runs.records import FINAL, json_object
 from lowmem_grpo.runs.whole_folder import aside_of, flush, remove, removed_after, swap_in
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -47,6 +50,10 @@ FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safe
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, read or trusted; the message says which file and what to do."""
+
+
+class MismatchError(CheckpointError):
+    """A good checkpoint of another adapter, optimizer or format than the run's."""
 
 
 def save_checkpoint(
@@ -60,15 +67,35 @@ def save_checkpoint(
     temp = run_dir / f".checkpoint-{step}.tmp-{os.getpid()}"
     tensors: dict[str, Tensor] = {}
     text = json.dumps(collect(optimizer, scheduler, state, tensors))
-    needed = sum(tensor.nbytes for tensor in (*tensors.values(), *adapter_tensors(model).values()))
+    needed = sum(tensor.nbytes for tensor in (*tensors.values(), *adapter_tensors(model).values())) + len(text)
+    free = free_bytes(run_dir)
     try:
         with removed_after(temp):
             write_files(temp, model, tensors, text)
             swap_in(temp, folder)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(refused(folder, needed, error)) from error
+        good, _ = last_good(run_dir)
+        older = "there is none" if good is None else (
+            f"train(resume_from_checkpoint={str(good)!r}) resumes from the last good one")
+        raise CheckpointError(f"{refused(folder, error, needed, free)}. Checkpoints saved before are untouched: {older}"
+                              ) from error
     remove(aside_of(folder))
     return folder
+
+
+def save_adapter(folder: Path, save: Callable[[Path], None]) -> None:
+    """Have `save` write an adapter, in place of one that is there already; CheckpointError if the disk refuses."""
+    temp, free = folder.with_name(f".{folder.name}.tmp-{os.getpid()}"), free_bytes(folder)
+    try:
+        with removed_after(temp):
+            temp.mkdir(parents=True)
+            save(temp)
+            for path in (*temp.iterdir(), temp):
+                flush(path)
+            swap_in(temp, folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{refused(folder, error, 0, free)}. The checkpoints hold the adapter too") from error
+    remove(aside_of(folder))
 
 
 def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
@@ -77,22 +104,46 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
     Parameters are overwritten in place. Everything is checked first, so that a refusal changes nothing.
     """
     verify(folder)
-    content: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    adapter, held = load_file(folder / ADAPTER_FILE), adapter_tensors(model)
-    check_fits(folder, content, optimizer)
-    check_adapter(folder, adapter, held)
-    for name, tensor in held.items():
-        tensor.copy_(adapter[name])
-    tensors = load_tensors(folder / "optimizer.safetensors")
-    restore_optimizer(optimizer, decode(content["optimizer"]["content"], tensors), tensors)
-    scheduler.load_state_dict(decode(content["scheduler"], tensors))
-    restore_random(content["random"], load_tensors(folder / "rng.safetensors"))
-    state: dict[str, Any] = content["state"]
+    with trusted(folder):
+        content = json_object((folder / "state.json").read_bytes())
+        adapter, held = load_file(folder / ADAPTER_FILE), adapter_tensors(model)
+        check_fits(folder, content, optimizer)
+        check_adapter(folder, adapter, held)
+        tensors, random = load_tensors(folder / "optimizer.safetensors"), load_tensors(folder / "rng.safetensors")
+        steps, schedule = decode(content["optimizer"]["content"], tensors), decode(content["scheduler"], tensors)
+        state: dict[str, Any] = content["state"]
+        restore_random(content["random"], random)
+        restore_optimizer(optimizer, steps, tensors)
+        scheduler.load_state_dict(schedule)
+        for name, tensor in held.items():
+            tensor.copy_(adapter[name])
     return state
+
+
+@contextmanager
+def trusted(folder: Path, *own: type[Exception]) -> Iterator[None]:
+    """Inside, whatever content of the wrong kind leads to becomes a CheckpointError, but for errors that are `own`. No
+    sum tells such files from good ones, for whoever altered them may have renewed the sums."""
+    try:
+        yield
+    except (CheckpointError, *own):
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / 'state.json'}, or a file beside it, is altered: it does not hold what a run "
+                              f"saves ({error!r}); use an older checkpoint") from error
 
 
 def verify(folder: Path) -> None:
     """Raise CheckpointError, naming the file, unless each file is there as it was written."""
+    try:
+        check_files(folder)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}; use an older checkpoint"
+                              ) from error
+
+
+def check_files(folder: Path) -> None:
+    """`verify` on a disk that can be read."""
     check_adapter_folder(folder)
     for name, expected in read_manifest(folder).items():
         path = folder / name
@@ -123,10 +174,10 @@ def check_adapter_folder(folder: Path) -> None:
 def check_fits(folder: Path, content: dict[str, Any], optimizer: Optimizer) -> None:
     """Raise CheckpointError unless this version and this optimizer can take over the saved state."""
     if content["format"] != FORMAT:
-        raise CheckpointError(f"{folder} has checkpoint format {content['format']}; this version reads only {FORMAT}")
+        raise MismatchError(f"{folder} has checkpoint format {content['format']}; this version reads only {FORMAT}")
     saved, mine = content["optimizer"], optimizer_shape(optimizer)
     if (saved["class"], saved["group_sizes"]) != mine:
-        raise CheckpointError(
+        raise MismatchError(
             f"{folder} holds the state of {saved['class']} over {saved['group_sizes']} parameters (a number for each "
             f"group); here it is {mine[0]} over {mine[1]}. Resume with the optimizer and adapter of the saved run"
         )
@@ -137,13 +188,13 @@ def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor
     for name in sorted(saved.keys() | held.keys()):
         there, here = (f"{list(t[name].shape)} {t[name].dtype}" if name in t else "absent" for t in (saved, held))
         if there != here:
-            raise CheckpointError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model")
+            raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model")
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The folders checkpoint-{step} of a run by ascending step, good or not."""
+    """What is called checkpoint-{step} in a run, by ascending step, good or not."""
     steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run_dir.glob("checkpoint-*")}
-    found = [(int(match[1]), path) for path, match in steps.items() if match and path.is_dir()]
+    found = [(int(match[1]), path) for path, match in steps.items() if match]
     return [path for _, path in sorted(found)]
 
 
@@ -179,15 +230,18 @@ def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
 def clean_leftovers(run_dir: Path) -> list[Path]:
     """Remove and return what a killed process left half written; call it before a run's first save.
 
-    A whole checkpoint that was just about to be replaced by a newer copy of itself is put back.
+    A whole checkpoint or adapter that was just about to be replaced by a newer copy of itself is put back.
     """
-    leftovers = sorted(run_dir.glob(".checkpoint-*"))
+    leftovers = sorted([*run_dir.glob(".checkpoint-*"), *run_dir.glob(f".{FINAL}.*")])
     for path in leftovers:
         name, _, kind = path.name[1:].partition(".")
-        if kind.startswith("old-") and not (run_dir / name).exists():
-            os.rename(path, run_dir / name)
-        else:
-            remove(path)
+        try:
+            if kind.startswith("old-") and not (run_dir / name).exists():
+                os.rename(path, run_dir / name)
+            else:
+                remove(path)
+        except OSError as error:
+            raise CheckpointError(refused(path, error, 0, free_bytes(run_dir))) from error
     return leftovers
 
 
@@ -210,18 +264,6 @@ def write_files(temp: Path, model: PeftModel, tensors: dict[str, Tensor], text: 
         flush(path)
 
 
-def refused(folder: Path, needed: int, error: Exception) -> str:
-    """What to tell a user whose disk refused a checkpoint."""
-    run_dir = folder.parent
-    free = shutil.disk_usage(next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())).free
-    good, _ = last_good(run_dir)
-    resume = f"train(resume_from_checkpoint={str(good)!r}) resumes from the last good one" if good else "there is none"
-    return (
-        f"{folder} was not written: {error}. It needs about {needed:,} bytes and {free:,} are free there; free some, "
-        f"or lower save_total_limit. Checkpoints saved before are untouched: {resume}"
-    )
-
-
 def fingerprint(path: Path) -> dict[str, Any]:
     """Size and sha256 of a file."""
     with path.open("rb") as file:
@@ -234,7 +276,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {folder} is not a whole checkpoint")
     try:
-        listed = json.loads(path.read_text())["files"]
+        listed = json_object(path.read_bytes())["files"]
         files = {name: {"size": int(entry["size"]), "sha256": entry["sha256"]} for name, entry in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is truncated or altered ({error!r}); use an older checkpoint") from error

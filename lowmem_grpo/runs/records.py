@@ -1,20 +1,32 @@
-"""The run's records on disk: metrics.jsonl, completions.jsonl and summary.json, whole lines only."""
+"""The run's records on disk: metrics.jsonl, completions.jsonl and summary.json, whole lines only.
+
+The folder of a run holds the newest one. The runs before it are in `earlier/1`, `earlier/2` and so on, each a whole
+folder of a run; nothing here deletes them.
+"""
 
 import json
+import logging
 import math
 import os
-import shutil
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.runs.disk import free_bytes, refused
+from lowmem_grpo.runs.whole_folder import flush
 from lowmem_grpo.types import RolloutGroup
 
+logger = logging.getLogger(__name__)
+
 METRICS, COMPLETIONS, SUMMARY, REPORT = "metrics.jsonl", "completions.jsonl", "summary.json", "report.html"
+FINAL, NONFINITE, EARLIER = "adapter", "nonfinite.jsonl", "earlier"
+OF_A_RUN = (COMPLETIONS, REPORT, NONFINITE, FINAL, "tensorboard", METRICS, SUMMARY)  # beside its checkpoints
 
 
 class RecordError(RuntimeError):
-    """A record cannot be written or would overwrite another run; the message says what to do."""
+    """A record cannot be read or written, or would overwrite another run; the message says what to do."""
 
 
 class RunRecords:
@@ -22,33 +34,60 @@ class RunRecords:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        self.lines: Counter[str] = Counter()  # of each file, as far as this run wrote or read it
 
-    def begin(self, overwrite: bool) -> None:
-        """Make the directory ready for a new run; RecordError if it holds another one, unless `overwrite`."""
-        for name in [*self.held(overwrite), REPORT]:
-            path = self.run_dir / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+    def begin(self) -> Path | None:
+        """Make the directory ready for a new run. What it holds of another one is moved to a folder of its own in
+        `earlier`, which is returned. A move that was cut off is completed."""
+        self.lines.clear()
+        earlier = self.run_dir / EARLIER
+        moving = earlier / ".moving"
+        names = [name for name in [*self.checkpoints(), *OF_A_RUN] if os.path.lexists(self.run_dir / name)]
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if not names and not moving.exists():
+                return None
+            moving.mkdir(parents=True, exist_ok=True)
+            for name in names:
+                os.rename(self.run_dir / name, moving / name)
+            numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdecimal()]
+            return moving.rename(earlier / str(max(numbers, default=0) + 1))
+        except OSError as error:
+            raise RecordError(refused(moving, error, 0, free_bytes(earlier))) from error
 
-    def held(self, overwrite: bool) -> list[str]:
-        """What the directory holds of another run; RecordError if it holds any, unless `overwrite`."""
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.run_dir.glob("checkpoint-*"))
+
+    def refuse_another_run(self) -> None:
+        """RecordError if the directory holds a run."""
         held = [name for name in (METRICS, COMPLETIONS, SUMMARY) if (self.run_dir / name).exists()]
-        held += sorted(path.name for path in self.run_dir.glob("checkpoint-*"))
-        if held and not overwrite:
+        held += self.checkpoints()
+        if held:
             raise RecordError(
                 f"{self.run_dir} already holds a run ({', '.join(held[:4])}). Choose another output_dir, go on with it "
-                "(resume=true on the command line, trainer.train(resume_from_checkpoint=True) in Python), or allow its "
-                "loss (overwrite_output_dir=true on the command line, overwrite_output_dir=True in Python)"
+                f"(resume=true), or move it to {self.run_dir / EARLIER} and begin a new one (overwrite_output_dir=true)"
             )
-        return held
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of steps after `step`, and a half-written last line: they will be made again."""
+        """Drop the lines of steps after `step`, and a half-written last line: they will be made again.
+
+        RecordError, before anything is dropped, for a damaged line among those that are kept."""
+        held = {name: kept_lines(self.run_dir / name, step) for name in (METRICS, COMPLETIONS)
+                if os.path.lexists(self.run_dir / name)}
+        for name, kept in held.items():
+            replace_text(self.run_dir / name, "".join(map(to_line, kept)))
+            self.lines[name] = len(kept)
+
+    def missing(self, written: dict[str, int]) -> list[str]:
+        """What a file lacks of the lines that a checkpoint knows of."""
+        return [f"{self.run_dir / name} has {self.lines[name]} of the {count} lines that it had"
+                for name, count in written.items() if self.lines[name] < count]
+
+    def flush(self) -> None:
+        """Wait until the lines are on the disk: a checkpoint must not outlive them."""
         for name in (METRICS, COMPLETIONS):
-            path = self.run_dir / name
-            if path.exists():
-                kept = [line for line in read_lines(path) if line["step"] <= step]
-                replace_text(path, "".join(to_line(line) for line in kept))
+            if (self.run_dir / name).exists():
+                flush(self.run_dir / name)
 
     def metrics(self, metrics: dict[str, Any]) -> None:
         self.append(METRICS, [metrics])
@@ -59,14 +98,26 @@ class RunRecords:
 
     def summary(self, summary: dict[str, Any]) -> None:
         """Merge into summary.json."""
+        replace_text(self.run_dir / SUMMARY, json.dumps(finite(self.known() | summary), indent=2) + "\n")
+
+    def known(self) -> dict[str, Any]:
+        """What summary.json holds. One that cannot be read is kept under another name, and does not stop a run."""
         path = self.run_dir / SUMMARY
-        known = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        replace_text(path, json.dumps(finite(known | summary), indent=2) + "\n")
+        if not os.path.lexists(path):
+            return {}
+        try:
+            return json_object(path.read_bytes())
+        except (OSError, ValueError) as error:
+            broken = path.with_name(f"{SUMMARY}.broken-{os.getpid()}")
+            logger.warning("%s cannot be read (%s); it is now %s, and a new one is begun", path, error, broken.name)
+            with suppress(OSError):  # then writing the new one says what is wrong with the disk
+                os.rename(path, broken)
+            return {}
 
     def append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
         """Append whole lines; if the disk is full, the file is cut back to its last whole line."""
-        path = self.run_dir / name
-        text = "".join(to_line(line) for line in lines).encode()
+        path, texts = self.run_dir / name, [to_line(line) for line in lines]
+        text, free = "".join(texts).encode(), free_bytes(path)
         length = path.stat().st_size if path.exists() else 0
         try:
             with path.open("ab", buffering=0) as file:
@@ -74,18 +125,17 @@ class RunRecords:
                 while written < len(text):
                     written += file.write(text[written:])
         except OSError as error:
-            if path.is_file():
-                os.truncate(path, length)
-            raise full_disk(path, len(text), error) from error
+            with suppress(OSError):  # on a disk that turned read-only
+                if path.is_file():
+                    os.truncate(path, length)
+            raise unwritten(path, len(text), free, error) from error
+        self.lines[name] += len(texts)
 
 
-def full_disk(path: Path, needed: int, error: OSError) -> RecordError:
-    """The error for `needed` bytes that could not be written to `path`."""
-    free = shutil.disk_usage(path.parent).free
-    return RecordError(
-        f"cannot write {path}: {error.strerror} ({needed:,} bytes needed, {free:,} free). What was written before is "
-        "whole; make room, then go on with trainer.train(resume_from_checkpoint=True)"
-    )
+def unwritten(path: Path, needed: int, free: int | None, error: OSError) -> RecordError:
+    """The error for `needed` bytes that could not be written to `path`, when `free` were free before."""
+    return RecordError(f"{refused(path, error, needed, free)}. What was written before is whole; afterwards go on with "
+                       "trainer.train(resume_from_checkpoint=True)")
 
 
 def completion_lines(step: int, groups: list[RolloutGroup]) -> list[dict[str, Any]]:
@@ -114,18 +164,63 @@ def prompt_text(prompt: Any) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON lines file. A last line without an end is still being written, so it is left out."""
+    """The records of a JSON lines file; each has a `step`. A last line without an end is still being written, so it is
+    left out. ValueError for any other line that is no record."""
     records = []
     *complete, last = path.read_bytes().split(b"\n")
     for number, line in enumerate([*complete, last], start=1):
         if not line.strip():
             continue
         try:
-            records.append(json.loads(line, parse_constant=lambda _: None))  # NaN and infinity become gaps
+            records.append(step_record(line))
         except ValueError as error:
             if number <= len(complete):
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+                raise ValueError(f"{path}, line {number} {error}") from error
     return records
+
+
+def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
+    """The records up to a step. Damaged lines that follow the last of them are of later steps, or half written;
+    RecordError for one before it."""
+    kept: list[dict[str, Any]] = []
+    damage = ""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}; move it away, or mend it") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = step_record(line) if line.strip() else {"step": math.inf}
+        except ValueError as error:
+            damage = damage or f"{path}, line {number} {error}"
+            continue
+        if record["step"] <= step and damage:
+            raise RecordError(f"{damage}; mend the line, or delete it, then resume")
+        if record["step"] <= step:
+            kept.append(record)
+    return kept
+
+
+def step_record(line: bytes) -> dict[str, Any]:
+    """A line's record; ValueError says in words that go on from the line's number why it is none."""
+    try:
+        record = json_object(line)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if type(record.get("step")) not in (int, float):
+        raise ValueError(f"has no step: {line[:80].decode(errors='replace')}")
+    return record
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """The object that a JSON text holds, NaN and infinity as None; ValueError for anything else."""
+    try:
+        value = json.loads(text, parse_constant=lambda _: None)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__} where an object should be")
+    return value
 
 
 def to_line(record: dict[str, Any]) -> str:
@@ -146,11 +241,13 @@ def finite(value: Any) -> Any:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write aside, then rename: a reader never sees half a file."""
-    aside = path.with_name(f".{path.name}.tmp")
+    """Write aside, then rename: a reader never sees half a file, nor does one after a power cut."""
+    aside, free = path.with_name(f".{path.name}.tmp"), free_bytes(path)
     try:
         aside.write_text(text, "utf-8")
+        flush(aside)
         os.replace(aside, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise full_disk(path, len(text), error) from error
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise unwritten(path, len(text.encode()), free, error) from error

@@ -7,9 +7,9 @@ from typing import Any
 
 from lowmem_grpo.runs.adapter_file import AdapterError
 from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, CheckpointError, check_adapter_folder, last_good, verify
-from lowmem_grpo.runs.records import SUMMARY
+from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
 
-MANIFEST, FINAL = "manifest.json", "adapter"
+MANIFEST = "manifest.json"
 BASE_FILE = "base_model.json"  # beside the adapter
 
 
@@ -79,10 +79,9 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        summary: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        return json_object(path.read_bytes())
     except ValueError as error:
         raise RunError(f"{path} is not JSON: {error}") from error
-    return summary
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """The state of a run and its listeners; callbacks written for transformers' Trainer work here unchanged."""
 
+import os
 import signal
+import stat
+import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,27 +58,69 @@ class Callbacks:
                 method(args, state, control, **kwargs)
 
 
+STOPS = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
+
+
 class Interrupt:
-    """The first Ctrl-C stops the run after its step, the second one at once."""
+    """Ctrl-C, SIGTERM (a scheduler) and SIGHUP (a closed terminal) stop the run after its step; a second Ctrl-C stops
+    it at once. A signal that was ignored before, as SIGHUP is under nohup, stays so."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.got: int | None = None  # the first signal
+
+    @property
+    def requested(self) -> bool:
+        return self.got is not None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Handle Ctrl-C inside. Only the main thread can: Python allows no handlers in others."""
+        """Handle signals inside. Only the main thread can: Python allows no handlers in others."""
+        self.got = None
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.requested = False
-        before = signal.signal(signal.SIGINT, self.on_signal)
+        before = {number: signal.getsignal(number) for number in STOPS.values()}
+        mine = [number for number, handler in before.items()
+                if number == signal.SIGINT or handler not in (signal.SIG_IGN, None)]
+        for number in mine:
+            signal.signal(number, self.on_signal)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number in mine:
+                signal.signal(number, before[number])
 
-    def on_signal(self, *_: Any) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        print("\nCtrl-C: finishing this step, then saving. Once more stops at once, without saving.", flush=True)
+    def on_signal(self, number: int, *_: Any) -> None:
+        if number == STOPS.get("SIGHUP"):
+            leave_the_terminal()
+        if self.got is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return  # tools such as `timeout` send the same signal twice
+        self.got = number
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        again = " Once more stops at once, without saving." if number == signal.SIGINT else ""
+        print(f"\n{name}: finishing this step, then saving.{again}", flush=True)
+
+    def pass_on(self) -> None:
+        """Let a signal other than Ctrl-C have the effect that it has without us: by default it ends the process."""
+        if self.got not in (None, signal.SIGINT):
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            signal.raise_signal(self.got)
+
+    @property
+    def exit_status(self) -> int:
+        """What a command stopped by this signal ends with; 0 without one."""
+        return 0 if self.got is None else 128 + self.got
+
+
+def leave_the_terminal() -> None:
+    """A terminal that was closed refuses all that is written to it: write nowhere instead."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -29,10 +29,12 @@ def aside_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old-{os.getpid()}")
 
 
-def remove(folder: Path) -> None:
-    """Delete a folder, if it is there."""
-    if folder.exists():
-        shutil.rmtree(folder)
+def remove(path: Path) -> None:
+    """Delete a folder, or a file or link of its name, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -169,6 +169,9 @@ class GRPOTrainer(Trainer):
         return self.evaluation.run()
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Add to summary.json and write the report anew."""
+        """Add to summary.json and write the report anew. A report that cannot be written does not fail a run."""
         super().finish(summary)
-        write_report(self.run_dir)
+        try:
+            write_report(self.run_dir)
+        except (OSError, ValueError) as error:
+            logger.warning("the report was not written: %s", error)

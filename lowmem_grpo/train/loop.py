@@ -6,8 +6,9 @@ A trainer is a subclass of `Trainer`. Its constructor calls `learn`, with its ro
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs.alarms import Alarms
+from lowmem_grpo.runs.checkpoint import list_checkpoints, save_adapter
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
-from lowmem_grpo.runs.records import RecordError, RunRecords
+from lowmem_grpo.runs.lock import owned
+from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.nonfinite import Guard, NonFiniteError
@@ -70,6 +73,7 @@ class Trainer:
             enable_checkpointing(self.policy.base, args.gradient_checkpointing)
         self.run_dir = Path(args.output_dir)
         self.records, self.control, self.interrupt = RunRecords(self.run_dir), TrainerControl(), Interrupt()
+        self.began = ""  # when this trainer began the run in its folder
 
     def learn(self, source: PromptSource, objective: Objective, memory: RunMemory, peaks: PhasePeaks) -> None:
         """Make what this trainer learns with; `peaks` count the memory of each phase."""
@@ -99,7 +103,7 @@ class Trainer:
         self.callbacks = Callbacks([*views, first, *make_sinks(self.args.report_to), *(callbacks or [])])
         self.journal = Journal(self.state, self.records, self.args.logging_steps, alarms, log_completions)
         self.saver = Saver(
-            self.run_dir, self.args, self.model, self.learner, self.source, self.state, self.memory, replay,
+            self.records, self.args, self.model, self.learner, self.source, self.state, self.memory, replay,
             self.scorer.names if self.scorer else [],
         )
 
@@ -167,29 +171,43 @@ class Trainer:
         """Train up to `max_steps`, with records, checkpoints and listeners; PreflightError if preflight finds an error.
 
         `resume_from_checkpoint` is True for the newest good checkpoint of `output_dir`, or a checkpoint's folder.
+        Without it a new run begins, and one that is in `output_dir` moves to `output_dir/earlier`. But a trainer whose
+        own run stopped before its end goes on with it. A run stopped by SIGTERM or SIGHUP saves, and then the process
+        ends by that signal. RunInUseError where another process is training into `output_dir`.
         """
         before_training(self)
-        self.begin(resume_from_checkpoint)
-        self.notify("on_train_begin")
-        status = "failed"
+        with owned(self.run_dir), self.failure_recorded():
+            self.begin(resume_from_checkpoint)
+            self.notify("on_train_begin")
+            try:
+                with self.training():
+                    while self.state.global_step < self.state.max_steps and not self.should_stop():
+                        self.train_step()
+            finally:
+                self.notify("on_train_end")
+            finished = self.state.global_step >= self.state.max_steps
+            self.end("finished" if finished else "interrupted")
+        self.interrupt.pass_on()
+        return TrainOutput(self.state.global_step, (self.state.log_history or [{}])[-1], finished)
+
+    @contextmanager
+    def failure_recorded(self) -> Iterator[None]:
+        """An error inside is written to the summary and the report of the run."""
+        self.began_here = False
         try:
-            with self.training():
-                while self.state.global_step < self.state.max_steps and not self.should_stop():
-                    self.train_step()
-            status = "finished" if self.state.global_step >= self.state.max_steps else "interrupted"
-        except BaseException:
-            with suppress(RecordError):  # a full disk is what failed: the first error says so
-                self.records.summary(self.describe(status))
+            yield
+        except BaseException as error:
+            if self.began_here:
+                try:
+                    self.finish(self.describe("failed") | {"error": f"{type(error).__name__}: {error}"})
+                except Exception as second:  # noqa: BLE001 - whatever it is, the first error is the one to tell
+                    logger.warning("the failure could not be recorded: %s", second)
             raise
-        finally:
-            self.notify("on_train_end")
-        self.end(status)
-        return TrainOutput(self.state.global_step, (self.state.log_history or [{}])[-1], status == "finished")
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Inside, Ctrl-C ends the run after its step. An engine that sampled with this model before, and that this
-        trainer does not use, frees its cache, and learns afterwards that the weights are others."""
+        """Inside, Ctrl-C, SIGTERM and SIGHUP end the run after its step. An engine that sampled with this model before,
+        and that this trainer does not use, frees its cache, and learns afterwards that the weights are others."""
         engine = None if self.samples else self.model.loaded.keeper.kept
         if engine is not None:
             engine.sleep()
@@ -265,17 +283,36 @@ class Trainer:
         """A fresh run directory, or the state of a checkpoint."""
         torch.manual_seed(self.args.seed)
         self.control.should_training_stop = False  # what stopped an earlier `train`
+        known = self.records.known()
+        if not resume and self.stopped(known):
+            logger.warning("train() was called again: it goes on with the run in %s, which stopped before its end (for "
+                           "a new run, make a new trainer)", self.run_dir)
+            resume = True
+        found = bool(resume) and self.saver.resume(resume or False)
+        if not found and self.began:
+            self.saver.begin_again()
+            logger.warning("a new run begins, with the weights as the run before has left them")
         if not resume:
-            self.records.begin(self.args.overwrite_output_dir)
-            self.learner.guard.begin(self.args.overwrite_output_dir)
-        elif self.saver.resume(resume):
-            self.records.rewind(self.state.global_step)
-            self.weights_changed()
-        else:
+            self.make_room()
+        elif not found:
             logger.warning("%s has no checkpoint yet: starting from step 0", self.run_dir)
-            self.run_dir.mkdir(parents=True, exist_ok=True)
             self.records.rewind(0)
-        self.records.summary(self.describe("running"))
+        if found or self.began:
+            self.weights_changed()
+        self.began = str(known.get("began") if resume and known.get("began") else datetime.now().astimezone())
+        self.began_here = True
+        self.records.summary(self.describe("running") | {"began": self.began, "error": None})
+
+    def stopped(self, known: dict[str, Any]) -> bool:
+        """Whether the run in the folder is this trainer's, has not come to its end, and can go on."""
+        mine = bool(self.began) and known.get("began") == self.began
+        return mine and self.state.global_step < self.state.max_steps and bool(list_checkpoints(self.run_dir))
+
+    def make_room(self) -> None:
+        """Move an earlier run out of the way, and say where to."""
+        if earlier := self.records.begin():
+            logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
+                           "begins", self.run_dir, earlier)
 
     def end(self, status: str) -> None:
         """Save where the run stopped, and write the adapter and the summary."""
@@ -284,7 +321,7 @@ class Trainer:
             if status == "interrupted":
                 logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s",
                                self.state.global_step, folder)
-        self.model.save_lora(self.run_dir / "adapter")
+        save_adapter(self.run_dir / FINAL, self.model.save_lora)
         self.finish(self.describe(status))
 
     def finish(self, summary: dict[str, Any]) -> None:

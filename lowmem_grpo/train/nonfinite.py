@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowmem_grpo.runs.records import NONFINITE as FILE
 from lowmem_grpo.runs.records import RecordError, RunRecords, prompt_text
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-FILE = "nonfinite.jsonl"
 WRITTEN = 16  # at most so many rollouts of a step; one more line says how many were left out
 NAMED = 5  # parameters whose gradients are not finite
 FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
@@ -97,11 +97,6 @@ class Guard:
         self.bad: list[BadRollout] = []  # of the step in progress
         self.groups: list[RolloutGroup] = []  # trained on in the step in progress
         self.causes: list[str] = []  # of the steps skipped in a row
-
-    def begin(self, overwrite: bool) -> None:
-        """Begin a new run; the file of the run that it overwrites is deleted."""
-        if overwrite and self.records is not None:
-            (self.records.run_dir / FILE).unlink(missing_ok=True)
 
     def rewards(self, groups: list[RolloutGroup]) -> bool:
         """Whether a reward of these groups was NaN or infinite; the step then needs no pass over them."""

@@ -2,16 +2,19 @@
 
 import logging
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.data.prompts import PromptSource
+from lowmem_grpo.data.prompts import DataError, PromptSource
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
+from lowmem_grpo.runs.checkpoint import CheckpointError, MismatchError
+from lowmem_grpo.runs.records import RecordError, RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.rewind import RandomStates
@@ -23,26 +26,31 @@ class Saver:
     """Writes checkpoints of a run's parts into its directory, and restores the parts from one."""
 
     def __init__(
-        self, run_dir: Path, config: TrainSettings, model: PeftModel, learner: Learner, source: PromptSource,
+        self, records: RunRecords, config: TrainSettings, model: PeftModel, learner: Learner, source: PromptSource,
         state: TrainerState, memory: RunMemory, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = (),
     ) -> None:
         """`replay` and `reward_names` are those of a run that samples."""
-        self.run_dir, self.config, self.model = run_dir, config, model
+        self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
         self.memory, self.reward_names = memory, reward_names
         self.replay = ReplayBuffer(0) if replay is None else replay
         self.random = RandomStates(learner.policy.device)
         self.mark()
+        self.first = deepcopy((self.snapshot(), learner.optimizer.state_dict(), learner.scheduler.state_dict()))
 
     def save(self) -> Path:
         """Write a checkpoint, then delete the oldest ones beyond `save_total_limit`, but never the best."""
+        self.records.flush()
         self.note_best(self.run_dir / f"checkpoint-{self.state.global_step}")
         folder = checkpoint.save_checkpoint(
             self.run_dir, self.state.global_step, self.model, self.learner.optimizer, self.learner.scheduler,
             self.snapshot(),
         )
         best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
-        checkpoint.prune(self.run_dir, self.config.save_total_limit, best)
+        try:
+            checkpoint.prune(self.run_dir, self.config.save_total_limit, best)
+        except OSError as error:  # the new one is whole
+            logger.warning("old checkpoints could not be deleted: %s", error)
         return folder
 
     def mark(self) -> None:
@@ -67,25 +75,45 @@ class Saver:
             self.state.best_metric = sum(recent) / len(recent)
             self.state.best_model_checkpoint = str(folder)
 
-    def resume(self, wanted: bool | str) -> bool:
-        """Restore from a folder, or (True) from the newest good checkpoint. Returns False if there is none yet."""
-        checkpoint.clean_leftovers(self.run_dir)
-        folder = self.find(wanted)
-        if folder is None:
-            return False
-        self.restore(checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler))
-        logger.info("resumed from %s", folder)
-        return True
+    def begin_again(self) -> None:
+        """Everything but the weights as it was when this was made."""
+        first, optimizer, scheduler = deepcopy(self.first)
+        self.learner.optimizer.load_state_dict(optimizer)
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        self.learner.scheduler.load_state_dict(scheduler)
+        self.restore(first)
+        self.state.log_history = []
 
-    def find(self, wanted: bool | str) -> Path | None:
-        """The folder to resume from. A folder given by name must be good; broken newest ones are named and skipped."""
-        if wanted is not True:
-            checkpoint.verify(Path(str(wanted)))
-            return Path(str(wanted))
-        folder, broken = checkpoint.last_good(self.run_dir)
-        for message in broken:
-            logger.warning("passed over: %s", message)
-        return folder
+    def resume(self, wanted: bool | str) -> bool:
+        """Restore from a folder, or (True) from the newest good checkpoint; broken newer ones are named and passed
+        over. Returns False if there is none yet, and raises CheckpointError if all are broken."""
+        checkpoint.clean_leftovers(self.run_dir)
+        broken: list[str] = []
+        newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted))]
+        for folder in newest:
+            try:
+                self.load(folder)
+            except CheckpointError as error:
+                if wanted is not True or isinstance(error, MismatchError):
+                    raise
+                logger.warning("passed over: %s", error)
+                broken.append(str(error))
+            else:
+                logger.info("resumed from %s", folder)
+                return True
+        if broken:
+            raise CheckpointError(f"no checkpoint of {self.run_dir} can be used: {'; '.join(broken)}. Without "
+                                  "resume_from_checkpoint a new run begins, and this one moves to a folder of its own")
+        return False
+
+    def load(self, folder: Path) -> None:
+        """Restore from a checkpoint. What a file of the run lacks of the lines up to there is said."""
+        saved = checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler)
+        with checkpoint.trusted(folder, DataError, RecordError):
+            self.restore(saved)
+            self.records.rewind(int(saved["trainer"]["global_step"]))
+        for missing in self.records.missing(saved.get("records", {})):
+            logger.warning("%s; the others are lost, and the run goes on without them", missing)
 
     def snapshot(self) -> dict[str, Any]:
         """The loop's own state, as JSON."""
@@ -94,6 +122,7 @@ class Saver:
             "trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
             "config": self.config.to_dict(), "memory": self.memory.state(),
             "objective": self.learner.objective.state(), "replay": self.replay.state(),
+            "records": dict(self.records.lines),
         }
 
     def restore(self, saved: dict[str, Any]) -> None:

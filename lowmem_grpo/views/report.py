@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from lowmem_grpo.runs.records import METRICS, read_lines
+from lowmem_grpo.runs.records import METRICS, SUMMARY, read_lines
 from lowmem_grpo.units import time_text
 from lowmem_grpo.views.charts import Record, figures
 
@@ -43,6 +43,8 @@ def rows_of_run(run_dir: Path) -> list[Record]:
 
     Evaluation lines join their step; a step repeated after a resume keeps the later."""
     path = run_dir / METRICS
+    if not path.exists() and (run_dir / SUMMARY).is_file():
+        return []  # it failed in its first step
     if not path.is_file():
         raise FileNotFoundError(f"no {path}; expected the folder of a run, which holds {METRICS}")
     rows: dict[int, Record] = defaultdict(dict)

@@ -11,13 +11,16 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class plain_errors:  # noqa: N801  (used like a function)
-    """An error whose message was written for the user is shown without a traceback."""
+    """An error whose message was written for the user is shown without a traceback. Ctrl-C ends with the status 130."""
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         written_for_users = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+        if isinstance(error, KeyboardInterrupt):
+            click.echo("\nstopped by Ctrl-C", err=True)
+            raise SystemExit(130) from error
         if isinstance(error, written_for_users) and is_ours(trace):
             notes = "\n".join(getattr(error, "__notes__", []))
             raise click.ClickException(f"{error}\n{notes}".rstrip()) from error

@@ -19,7 +19,7 @@ NAN = float("nan")
 def records(tmp_path: Path) -> RunRecords:
     """A run directory that has just begun."""
     made = RunRecords(tmp_path / "run")
-    made.begin(overwrite=False)
+    made.begin()
     return made
 
 
@@ -95,20 +95,26 @@ def test_another_run_is_never_overwritten_unasked(tmp_path: Path, held: str) -> 
     else:
         (tmp_path / held).write_text("{}\n")
     with pytest.raises(RecordError, match=rf"already holds a run \({held}\).*resume=true.*overwrite_output_dir=true"):
-        RunRecords(tmp_path).begin(overwrite=False)
-    assert (tmp_path / held).exists()
+        RunRecords(tmp_path).refuse_another_run()
 
 
-def test_other_files_do_not_hinder_a_run_and_stay_where_one_is_overwritten(tmp_path: Path) -> None:
+def test_a_new_run_moves_the_earlier_ones_aside_whole_and_leaves_other_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    RunRecords(tmp_path).begin(overwrite=False)
-    for name in ("metrics.jsonl", "completions.jsonl", "summary.json", "report.html"):
-        (tmp_path / name).write_text("{}\n")
-    (tmp_path / "checkpoint-5").mkdir()
-    (tmp_path / "checkpoint-5" / "state.json").write_text("{}")
-    RunRecords(tmp_path).begin(overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    RunRecords(tmp_path).refuse_another_run()
+    assert RunRecords(tmp_path).begin() is None
+    names = {"metrics.jsonl", "completions.jsonl", "summary.json", "report.html", "nonfinite.jsonl", "checkpoint-5",
+             "adapter"}
+    for number in ("1", "2"):
+        for name in names:
+            (tmp_path / name).mkdir() if "." not in name else (tmp_path / name).write_text(number)
+        if number == "2":  # a process was killed while it moved them
+            (tmp_path / "earlier" / ".moving").mkdir()
+            (tmp_path / "summary.json").rename(tmp_path / "earlier" / ".moving" / "summary.json")
+        assert RunRecords(tmp_path).begin() == tmp_path / "earlier" / number
+        assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "earlier"}
+        assert {path.name for path in (tmp_path / "earlier" / number).iterdir()} == names
+    for number in ("1", "2"):
+        assert (tmp_path / "earlier" / number / "summary.json").read_text() == number
 
 
 def test_the_summary_is_merged_and_leaves_no_draft_behind(records: RunRecords) -> None:
@@ -136,7 +142,7 @@ def test_a_full_disk_leaves_whole_lines_and_says_what_to_do(
     records.metrics({"step": 1})
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda path, *_, **__: FullDisk(path, "ab"))
-        with pytest.raises(RecordError, match=r"metrics\.jsonl: No space left .*resume_from_checkpoint=True"):
+        with pytest.raises(RecordError, match=r"metrics\.jsonl was not written: No space left .*df -i.*resume_from_ch"):
             records.metrics({"step": 2, "reward": 0.5})
     assert steps(records) == [1]
 

@@ -142,15 +142,6 @@ def test_a_missing_library_for_report_to_is_named_at_once(tmp_path: Path, monkey
         make(tmp_path, report_to="wandb")
 
 
-def test_a_second_run_leaves_the_first_ones_records(finished: Any) -> None:
-    trainer, _, _ = finished
-    files = [path for path in trainer.run_dir.rglob("*") if path.is_file()]
-    before = {path: path.read_bytes() for path in files}
-    with pytest.raises(RecordError, match=r"already holds a run.*overwrite_output_dir"):
-        make(trainer.run_dir).train()
-    assert {path: path.read_bytes() for path in trainer.run_dir.rglob("*") if path.is_file()} == before
-
-
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
     """Inside, the system refuses to let a file grow beyond `size` bytes, as a full disk would."""
@@ -185,7 +176,7 @@ def test_a_full_disk_leaves_whole_lines_and_the_run_can_be_resumed(
         append(name, lines)
 
     monkeypatch.setattr(trainer.records, "append", limited)
-    with pytest.raises(RecordError, match=rf"{full}.*make room"):
+    with pytest.raises(RecordError, match=rf"{full}.*too large; .*ulimit"):
         trainer.train()
     assert (run / full).read_bytes().endswith(b"}\n")
     assert {line["step"] for line in read_lines(run / full)} == {1}

@@ -178,7 +178,7 @@ def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path: Path
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said
+    assert process.returncode == 130, said
     steps = [line["step"] for line in records(run)[0]]
     assert 1 <= len(steps) < 8
     assert "finishing this step" in said

@@ -1,0 +1,165 @@
+"""One owner of a run's folder: a second process that writes into it would repeat lines and break checkpoints.
+
+The owner holds an flock on a file in the folder. The system gives the lock back when the process ends, however it ends,
+so what a killed process or another boot has left never stands in the way. The file says who the owner is. It is removed
+when the run ends.
+"""
+
+import errno
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.runs.disk import free_bytes, refused
+from lowmem_grpo.runs.records import RecordError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+FILE, OWNER_BYTES = ".owner.json", 4096
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)  # a file system without them
+
+
+class RunInUseError(RecordError):
+    """Another process writes into the folder of a run; the message says which one, and what to do."""
+
+
+@contextmanager
+def owned(run_dir: Path) -> Iterator[None]:
+    """Inside, this process owns the folder, which is made if need be. RunInUseError where another process does.
+
+    Where the file system has no locks, the file decides: an owner on this machine is looked for among its processes,
+    and one on another machine is believed to be alive.
+    """
+    path = run_dir / FILE
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = locked(path)
+        write_owner(file)
+    except OSError as error:
+        raise RecordError(refused(path, error, OWNER_BYTES, free_bytes(run_dir))) from error
+    HELD.add(file)
+    try:
+        yield
+    finally:
+        HELD.discard(file)
+        with suppress(OSError):  # on a disk that turned read-only the file stays, and its lock is gone all the same
+            path.unlink()
+        os.close(file)
+
+
+HELD: set[int] = set()  # open files of this process's locks
+
+
+def close_in_child() -> None:
+    """A forked process inherits the open file, and with it the lock, which it would hold after its parent's end."""
+    for file in HELD:
+        os.close(file)
+    HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=close_in_child)
+
+
+def locked(path: Path) -> int:
+    """The open file at `path`, locked."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            take(file, path)
+            if is_at(file, path):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # its owner removed it in the meantime
+
+
+def take(file: int, path: Path) -> None:
+    """Lock an open file, or raise RunInUseError."""
+    owner = read_owner(file)
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, "no flock")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RunInUseError(refusal(path, owner)) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        if owner and is_alive(owner):
+            raise RunInUseError(f"{refusal(path, owner)}. This file system has no locks: if that process has ended, "
+                                f"delete {path}") from error
+    if owner and owner.get("host") != socket.gethostname():
+        logger.warning("%s was left behind by %s, which ended without giving the folder back", path, said(owner))
+
+
+def is_at(file: int, path: Path) -> bool:
+    """Whether the open file is still the one with this name."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def is_alive(owner: dict[str, Any]) -> bool:
+    """Whether an owner may still be running."""
+    if owner.get("host") != socket.gethostname() or fcntl is None:
+        return True
+    if owner.get("boot") != boot() or owner.get("pid") == os.getpid():
+        return False
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except (ProcessLookupError, KeyError, ValueError, TypeError):
+        return False
+    except PermissionError:
+        return True  # another user's
+    return True
+
+
+def boot() -> str:
+    """What this boot of the machine is called; empty where the system does not say."""
+    return BOOT.read_text().strip() if BOOT.is_file() else ""
+
+
+def write_owner(file: int) -> None:
+    """Put this process into the file."""
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot(), "command": " ".join(sys.argv)[:200],
+             "since": datetime.now().astimezone().isoformat(timespec="seconds")}
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(owner).encode(errors="replace"), 0)
+
+
+def read_owner(file: int) -> dict[str, Any]:
+    """Who the file names; empty if it names nobody."""
+    try:
+        owner = json.loads(os.pread(file, OWNER_BYTES, 0))
+    except (ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def refusal(path: Path, owner: dict[str, Any]) -> str:
+    return (f"{path.parent} belongs to a run that is going on, of {said(owner)}. Wait for its end, stop it, or choose "
+            "another output_dir")
+
+
+def said(owner: dict[str, Any]) -> str:
+    """An owner in words."""
+    if not owner:
+        return "a process that has not said its name"
+    here = "" if owner.get("host") == socket.gethostname() else f" on {owner.get('host')}"
+    return f"process {owner.get('pid')}{here} (since {owner.get('since')}: {owner.get('command')})"
