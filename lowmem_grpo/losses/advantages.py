@@ -259,13 +259,15 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
 def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     """Set `token_advantages` (REINFORCE++): R - beta * the KL still to come, k1 per token, normalised over all tokens.
 
-    Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none.
+    Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none. Tokens
+    before one whose KL is NaN or infinite get NaN, which no other token's advantage depends on.
     """
     scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.completion_ids]
     returns = [reward_to_go(rollout, beta) for rollout in scored]
     if not returns:
         return
     flat = torch.cat(returns)
+    flat = flat.where(flat.isfinite(), torch.nan)  # one broken reference is told at its own tokens, and moves no other
     scores = centered(flat[None])[0] / (nanstd(flat, dim=-1) + STD_EPSILON)
     for rollout, values in zip(scored, scores.split([len(found) for found in returns]), strict=True):
         rollout.token_advantages = values.float()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lowmem_grpo.losses.ratios import held, log_limit
+
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """d: unbiased, of high variance. Weighed by the ratio its gradient is the KL's own; without, it has none on
@@ -20,8 +22,33 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased, never negative (DeepSeekMath, eq. 4)."""
-    difference = ref_logprobs - logprobs
-    return torch.exp(difference) - difference - 1
+    return excess(ref_logprobs - logprobs)
+
+
+NEAR, TERMS = 0.1, 11  # where exp(x) - 1 - x is its series, and up to which power: all digits of a float64
+
+
+def excess(x: Tensor) -> Tensor:
+    """exp(x) - 1 - x, of the shape of x: near 0 as x^2 times a sum above 0, since the differences lose every digit."""
+    near = x.abs() < NEAR
+    small = torch.where(near, x, 0.0)
+    series = torch.ones_like(small)
+    for power in range(TERMS, 2, -1):
+        series = 1 + small / power * series
+    return torch.where(near, small.square() / 2 * series, torch.expm1(x) - x)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor) -> Tensor:
+    """The estimate times exp(log_weight), (N,), also where only one of the two leaves the range of the dtype."""
+    difference = ref_logprobs - logprobs
+    far = (difference > log_limit(difference)) & (name == "k3")  # here exp(-d) overflows, and w exp(-d) need not
+    estimate = KL_ESTIMATORS[name](logprobs, torch.where(far, logprobs.detach(), ref_logprobs))
+    near = estimate * held(log_weight, estimate == 0).exp()
+    if name != "k3":
+        return near
+    log_weight = torch.where(far, log_weight, 0.0)
+    product = torch.where(far, log_weight + difference, 0.0).exp() - log_weight.exp() * (1 + difference)
+    return torch.where(far, product, near)

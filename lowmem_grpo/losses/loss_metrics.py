@@ -119,5 +119,8 @@ def effective_sample_share(weights: Tensor) -> float:
     """(sum w)^2 / (N sum w^2), from 0 to 1: how many of N samples the weights (N,) leave in effect."""
     if weights.numel() == 0:
         return float("nan")
-    total, squares = weights.sum(), weights.square().sum()
-    return (total * total / (len(weights) * squares)).item() if squares > 0 else 0.0
+    largest = weights.max()
+    if not largest > 0:
+        return 0.0 if largest == 0 else float("nan")
+    shares = weights / largest  # whose squares do not overflow
+    return (shares.sum().square() / (len(weights) * shares.square().sum())).item()

@@ -10,12 +10,13 @@ can change the gradient. Everything here is elementwise on aligned tokens (N,), 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowmem_grpo.losses.ratios import held
 from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
 
 
@@ -31,6 +32,12 @@ class LossTokens:
     lengths: Tensor  # (S,) tokens of each sequence
     correction: Tensor | None = None  # (N,) weights for the sampler's mismatch, where there is a correction
     correction_is_per_sequence: bool = False
+    kept: Tensor | None = None  # (N,) bool: whose policy term counts; None: everyone's
+
+    def only(self, kept: Tensor) -> "LossTokens":
+        """The tokens, where those that are not kept (N,) have ratio 1: nothing of theirs can overflow."""
+        logprobs, log_weight = (torch.where(kept, values, 0.0) for values in (self.logprobs, self.log_weight))
+        return replace(self, logprobs=logprobs, log_weight=log_weight, kept=kept)
 
 
 TokenLoss = Callable[[LossTokens, Mapping[str, Any]], Tensor]
@@ -51,7 +58,8 @@ class StepCounts:
 
 def clipped(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
     """-min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A)."""
-    weight, (low, high) = tokens.log_weight.exp(), clip_bounds(options)
+    low, high = clip_bounds(options)
+    weight = held(tokens.log_weight, (tokens.advantages >= 0) | (options["delta"] is not None)).exp()
     bounded = weight if options["delta"] is None else weight.clamp(max=options["delta"])
     return -torch.min(bounded * tokens.advantages, weight.clamp(low, high) * tokens.advantages)
 
@@ -70,7 +78,7 @@ def cispo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 def sapo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
     """-(4 / tau) sigmoid(tau (w - 1)) A, with tau by the sign of A: a soft gate in place of the clip."""
     tau = of_sign("sapo_temperature", tokens.advantages > 0, options, tokens.logprobs)
-    return -torch.sigmoid(tau * (tokens.log_weight.exp() - 1)) * 4 / tau * tokens.advantages
+    return -torch.sigmoid(tau * (held(tokens.log_weight, True).exp() - 1)) * 4 / tau * tokens.advantages
 
 
 def of_sign(name: str, positive: Tensor, options: Mapping[str, Any], like: Tensor) -> Tensor:
@@ -105,8 +113,10 @@ def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
     """-exp(mean_t of the clipped log_ratio) A: a geometric mean of ratios, each clipped where it would pay."""
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     low, high = tokens.log_ratio.clamp(min=-options["epsilon"]), tokens.log_ratio.clamp(max=upper)
-    bounded = torch.where(tokens.advantages > 0, high, low)
+    bounded = torch.where(tokens.advantages >= 0, high, low)
     mean = sequence_means(bounded, tokens.sequence_ids, tokens.lengths)
+    if tokens.kept is not None:  # sequences that are left out whole
+        mean = torch.where(sequence_sums(tokens.kept.to(mean.dtype), tokens.sequence_ids, len(mean)) > 0, mean, 0.0)
     return -mean.exp()[tokens.sequence_ids] * tokens.advantages
 
 

@@ -31,6 +31,7 @@ class Reducer:
                 self.weights[name] = 1.0
             else:
                 share = (counts or {}).get(name, weight)
+                value = value if share else torch.zeros_like(value)  # a mean over nothing may be NaN
                 self.sums[name] = value * share if seen is None else seen + value * share
                 self.weights[name] = self.weights.get(name, 0.0) + share
 

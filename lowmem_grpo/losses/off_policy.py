@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowmem_grpo.losses.kl import excess
+from lowmem_grpo.losses.ratios import ratio as ratio_of
 from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
 
 Bounds = tuple[float | None, float | None]
@@ -38,7 +40,7 @@ def truncated(ratio: Tensor, bounds: Bounds) -> Tensor:
 
 def masked(ratio: Tensor, bounds: Bounds) -> Tensor:
     """The ratio inside of the bounds, 0 outside."""
-    return ratio * inside(ratio, bounds)
+    return torch.where(inside(ratio, bounds), ratio, 0.0)
 
 
 def inside(values: Tensor, bounds: Bounds) -> Tensor:
@@ -51,22 +53,22 @@ def inside(values: Tensor, bounds: Bounds) -> Tensor:
 
 def token_truncate(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
     """rho_t, clamped to the bounds (N,) (TIS)."""
-    return truncated(mismatch.exp(), bounds)
+    return truncated(ratio_of(mismatch), bounds)
 
 
 def token_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
     """rho_t inside of the bounds, else 0 (N,) (MIS, IcePop)."""
-    return masked(mismatch.exp(), bounds)
+    return masked(ratio_of(mismatch), bounds)
 
 
 def sequence_truncate(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
     """The product of rho over the sequence, clamped, for each of its tokens (N,)."""
-    return truncated(sequence_sums(mismatch, ids, len(lengths)).exp(), bounds)[ids]
+    return truncated(ratio_of(sequence_sums(mismatch, ids, len(lengths))), bounds)[ids]
 
 
 def sequence_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
     """The product of rho over the sequence inside of the bounds, else 0 (N,)."""
-    return masked(sequence_sums(mismatch, ids, len(lengths)).exp(), bounds)[ids]
+    return masked(ratio_of(sequence_sums(mismatch, ids, len(lengths))), bounds)[ids]
 
 
 def geometric_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
@@ -83,7 +85,7 @@ def k3_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> T
 
 def k3_of(mismatch: Tensor) -> Tensor:
     """rho - log rho - 1 per token (N,): the k3 estimate of KL(mu || pi_old), never negative."""
-    return torch.expm1(mismatch) - mismatch
+    return excess(mismatch)
 
 
 def mean_k3(ratio: Tensor) -> float:

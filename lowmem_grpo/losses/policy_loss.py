@@ -7,17 +7,19 @@ KL term, masks, the correction for the sampler, the entropy bonus and the order 
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowmem_grpo.losses.entropy import top_entropy_mask
-from lowmem_grpo.losses.kl import KL_ESTIMATORS
+from lowmem_grpo.losses.kl import KL_ESTIMATORS, weighed_kl
 from lowmem_grpo.losses.loss_metrics import Means, clip_metrics, correction_metrics, mismatch_metrics
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.losses.loss_types import LOSS_TYPES, LossTokens, StepCounts
 from lowmem_grpo.losses.off_policy import CORRECTIONS, correction_weights, off_policy_sequence_mask
+from lowmem_grpo.losses.ratios import ratio
 from lowmem_grpo.losses.sequences import sequence_lengths, sequence_means
 from lowmem_grpo.types import LossOutput
 
@@ -55,9 +57,8 @@ def grpo_loss(
         policy_mask = top_entropy_mask(known.detach(), settings.top_entropy_quantile)
     report = Report()
     report.add(clip_metrics(kind, tokens, chosen, settings.level != "token"))
-    per_token = kind.token_loss(tokens, chosen)
-    for factor in factors(tokens, settings, rollout_logprobs, policy_mask, report):
-        per_token = per_token * factor
+    found = list(factors(tokens, settings, rollout_logprobs, policy_mask, report))
+    per_token = weighed(lambda tokens: kind.token_loss(tokens, chosen), tokens, found)
     if settings.beta:
         per_token = per_token + settings.beta * kl_term(tokens, settings, ref_logprobs, report)
     step = StepCounts(
@@ -69,11 +70,11 @@ def grpo_loss(
     if coef:
         known = needed(entropy, "entropy", f"entropy_coef is {coef}")
         loss = loss - coef * mean_entropy(known, policy_mask, num_policy_tokens_in_step)
-    samples = {"ratio": tokens.log_ratio.detach().exp()}
+    samples = {"ratio": ratio(tokens.log_ratio.detach())}
     if rollout_logprobs is not None:
         mismatch = (old - rollout_logprobs).detach()
         report.add(mismatch_metrics(mismatch))
-        samples["mismatch"] = mismatch.exp()
+        samples["mismatch"] = ratio(mismatch)
     return LossOutput(loss, report.metrics, report.counts, samples, policy_loss.detach())
 
 
@@ -149,18 +150,32 @@ def factors(
             yield tokens.correction
 
 
+def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, found: list[Tensor]) -> Tensor:
+    """The policy term times its factors, (N,). Where one is 0 the term and its gradient are 0, even if it overflows."""
+    if not found:
+        return token_loss(tokens)
+    kept = torch.stack([factor != 0 for factor in found]).all(0)
+    per_token = token_loss(tokens.only(kept))
+    for factor in found:
+        per_token = per_token * factor
+    return torch.where(kept, per_token, 0.0)
+
+
 def kl_term(tokens: LossTokens, settings: LossSettings, ref_logprobs: Tensor | None, report: Report) -> Tensor:
     """KL (N,), weighed by the ratio where `use_bias_correction_kl`."""
     reference = needed(ref_logprobs, "ref_logprobs", f"beta is {settings.beta}")
-    kl = KL_ESTIMATORS[settings.kl_estimator or "k3"](tokens.logprobs, reference)
-    kl = kl * tokens.log_weight.exp() if settings.use_bias_correction_kl else kl
+    name = settings.kl_estimator or "k3"
+    if settings.use_bias_correction_kl:
+        kl = weighed_kl(name, tokens.logprobs, reference, tokens.log_weight)
+    else:
+        kl = KL_ESTIMATORS[name](tokens.logprobs, reference)
     report.mean("kl", kl)
     return kl
 
 
 def mean_entropy(entropy: Tensor, policy_mask: Tensor | None, count: float | None) -> Tensor:
     """This call's share of the step's mean entropy, over the tokens that `policy_mask` keeps."""
-    taken = entropy if policy_mask is None else entropy * policy_mask
+    taken = entropy if policy_mask is None else torch.where(policy_mask, entropy, 0.0)
     own = len(entropy) if policy_mask is None else policy_mask.sum()
     return taken.sum() / max(given(count, own), 1)
 
