@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from lowmem_grpo.config.grpo import GRPOConfig
     from lowmem_grpo.config.sampling import SamplingParams, vLLMSamplingParams
     from lowmem_grpo.config.sft import SFTConfig
+    from lowmem_grpo.data.chat_template import get_chat_template
+    from lowmem_grpo.data.conversations import standardize_data_formats, standardize_sharegpt
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.dtypes import is_bfloat16_supported
     from lowmem_grpo.train.grpo import GRPOTrainer
@@ -16,13 +18,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "FastLanguageModel", "FastModel", "FastVisionModel", "GRPOConfig", "GRPOTrainer", "PatchFastRL", "SFTConfig",
-    "SFTTrainer", "SamplingParams", "is_bfloat16_supported", "unsloth_train",
-    "vLLMSamplingParams",
+    "SFTTrainer", "SamplingParams", "get_chat_template", "is_bfloat16_supported", "standardize_data_formats",
+    "standardize_sharegpt", "unsloth_train", "vLLMSamplingParams",
 ]
 
 HOMES = {
     **dict.fromkeys(("FastLanguageModel", "FastModel", "FastVisionModel"), "loader"),
     **dict.fromkeys(("PatchFastRL", "unsloth_train"), "unsloth_names"),
+    **dict.fromkeys(("standardize_data_formats", "standardize_sharegpt"), "data.conversations"),
+    "get_chat_template": "data.chat_template",
     **dict.fromkeys(("SamplingParams", "vLLMSamplingParams"), "config.sampling"),
     "GRPOConfig": "config.grpo", "GRPOTrainer": "train.grpo", "SFTConfig": "config.sft", "SFTTrainer": "train.sft",
     "is_bfloat16_supported": "models.dtypes",

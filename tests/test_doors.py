@@ -23,6 +23,7 @@ NAMES = {  # module -> names; a folder's name that was a module's offers what th
                           "settings_of",
     "lowmem_grpo.offload": "ALIASES MIN_BYTES MODES ActivationOffload Kept checkpointed_layers checkpointing_mode "
                            "device_of drops enable_checkpointing offload_activations storage_id storage_ids",
+    "lowmem_grpo.chat_templates": "get_chat_template standardize_data_formats standardize_sharegpt",
     "lowmem_grpo.config": "DECAY GRPO_DEFAULTS MUST_AGREE OPTIMIZERS POSITIVE SCHEDULERS SHARE SINKS STRATEGIES "
                           "ZERO_OR_MORE CheckedCall GRPOConfig Rule TrainSettings field_names refuse_unsupported",
     "lowmem_grpo.data": "SHOWN DataError Prompt PromptEncoder PromptSource check_dataset is_chat longest_prompt",
@@ -48,8 +49,8 @@ def test_the_names_that_people_import_are_where_they_were(module: str) -> None:
         assert getattr(found, name, None) is not None or import_module(f"{module}.{name}")
 
 
-@pytest.mark.parametrize("name", ["", ".rewards", ".losses", ".offload", ".config", ".data", ".export", ".planning",
-                                  ".preflight"])
+@pytest.mark.parametrize("name", ["", ".chat_templates", ".rewards", ".losses", ".offload", ".config", ".data",
+                                  ".export", ".planning", ".preflight"])
 def test_an_unknown_name_of_a_door_raises_an_error_that_lists_the_known_ones(name: str) -> None:
     unknown = "no_such_name"
     with pytest.raises(AttributeError, match="it has "):

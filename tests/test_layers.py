@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lowmem_grpo
+import lowmem_grpo.chat_templates
 import lowmem_grpo.config
 import lowmem_grpo.data
 import lowmem_grpo.export
@@ -30,7 +31,7 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
     ("engines",),
     ("data", "runs", "views"),
     ("export", "fast_model", "loader", "rewards"),
-    ("rollout", "preflight", "train"),
+    ("rollout", "preflight", "train", "chat_templates"),
     ("recipes", "commands", "integrations", "cli", "__main__"),
 ]
 LIBRARIES = {  # what each folder may import beside torch and the standard library
@@ -54,7 +55,8 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "cli": {"click"},
 }
 LAZY = {  # packages with doors: their names, and the homes of these
-    "lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.config": lowmem_grpo.config.HOMES,
+    "lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.chat_templates": lowmem_grpo.chat_templates.HOMES,
+    "lowmem_grpo.config": lowmem_grpo.config.HOMES,
     "lowmem_grpo.data": lowmem_grpo.data.HOMES, "lowmem_grpo.export": lowmem_grpo.export.HOMES,
     "lowmem_grpo.losses": lowmem_grpo.losses.HOMES, "lowmem_grpo.offload": lowmem_grpo.offload.HOMES,
     "lowmem_grpo.planning": lowmem_grpo.planning.HOMES,

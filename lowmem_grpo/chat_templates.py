@@ -1,0 +1,22 @@
+"""The names of Unsloth's module of the same name. A name is imported when it is first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.data.chat_template import get_chat_template
+    from lowmem_grpo.data.conversations import standardize_data_formats, standardize_sharegpt
+
+__all__ = ["get_chat_template", "standardize_data_formats", "standardize_sharegpt"]
+
+HOMES = {
+    "get_chat_template": "data.chat_template", "standardize_data_formats": "data.conversations",
+    "standardize_sharegpt": "data.conversations",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in HOMES:
+        return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)
+    import_module("lowmem_grpo.unsloth_names").refuse_name(name)
+    raise AttributeError(f"module 'lowmem_grpo.chat_templates' has no attribute {name!r}; it has {', '.join(__all__)}")

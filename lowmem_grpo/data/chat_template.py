@@ -1,0 +1,177 @@
+"""`get_chat_template`: the chat format of a family of models, under Unsloth's names for them."""
+
+import difflib
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a turn looks: {role} is the role's name, and `end` the token that ends each turn."""
+
+    turn: str  # what comes before the content
+    end: str  # what comes after it
+    newline: str = "\n"  # after the end
+    open_ended: bool = False  # whether only the assistant's turns have an end token
+    roles: tuple[str, str, str] = ("system", "user", "assistant")  # their names
+    system: bool = True  # whether there are turns of the system; otherwise its text begins the user's first turn
+    bos: bool = False  # whether the begin token stands at the front
+    turns: tuple[str, str, str] = ("", "", "")  # where the turns of system, user and assistant look different
+
+    def before(self, place: int) -> str:
+        """What comes before the content of a turn of system, user or assistant."""
+        return self.turns[place] or self.turn.replace("{role}", self.roles[place])
+
+
+GEMMA = ("system", "user", "model")
+CHATML = ChatFormat("<|im_start|>{role}\n", "<|im_end|>")
+LLAMA_3 = ChatFormat("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", "", bos=True)
+GEMMA_3 = ChatFormat("<start_of_turn>{role}\n", "<end_of_turn>", roles=GEMMA, system=False, bos=True)
+GEMMA_4 = ChatFormat("<|turn>{role}\n", "<turn|>", roles=GEMMA, bos=True)
+PHI_3 = ChatFormat("<|{role}|>\n", "<|end|>")
+PHI_4 = ChatFormat("<|im_start|>{role}<|im_sep|>", "<|im_end|>", "")
+ZEPHYR = ChatFormat("<|{role}|>\n", "</s>")
+MISTRAL = ChatFormat("", "</s>", "", True, system=False, bos=True, turns=("", "[INST] ", " [/INST] "))
+VICUNA = ChatFormat("", "</s>", " ", True, turns=("", "USER: ", "ASSISTANT: "))
+ALPACA = ChatFormat("", "</s>", "\n\n", True, turns=("", "### Instruction:\n", "### Response:\n"))
+NAMES = {
+    CHATML: "chatml qwen-2.5 qwen-25 qwen25 qwen2.5 qwen-3 qwen3 qwen3-instruct qwen3-thinking yi-chat lfm-2 lfm-2.5",
+    LLAMA_3: "llama-3 llama3 llama-3.1 llama-31 llama-3.2 llama-32 llama-3.3 llama-33",
+    GEMMA_3: "gemma gemma2 gemma-3 gemma3 gemma-3n gemma3n", GEMMA_4: "gemma-4 gemma4 gemma-4-thinking gemma4-thinking",
+    PHI_3: "phi-3 phi-3.5 phi-35", PHI_4: "phi-4", ZEPHYR: "zephyr", MISTRAL: "mistral", VICUNA: "vicuna",
+    ALPACA: "alpaca",
+}
+FORMATS = {name: form for form, names in NAMES.items() for name in names.split()}
+MAPPING = {"role": "role", "content": "content", "user": "user", "assistant": "assistant"}
+
+READ = """{%- set own = namespace(messages=[]) -%}
+{%- for message in messages -%}
+{%- set said = message[keys.content] or '' -%}
+{%- set role = keys.roles[message[keys.role]] if message[keys.role] in keys.roles else message[keys.role] -%}
+{%- set text = said if said is string else said | map(attribute='text') | join -%}
+{%- set own.messages = own.messages + [{'role': role, 'content': text}] -%}
+{%- endfor -%}
+{%- if keys.system is not none and own.messages and own.messages[0].role != 'system' -%}
+{%- set own.messages = [{'role': 'system', 'content': keys.system}] + own.messages -%}
+{%- endif -%}
+"""
+WRITE = """{%- if form.fold and own.messages | length > 1 and own.messages[0].role == 'system' -%}
+{%- set both = own.messages[0].content + '\\n\\n' + own.messages[1].content -%}
+{%- set own.messages = [{'role': own.messages[1].role, 'content': both}] + own.messages[2:] -%}
+{%- endif -%}
+{%- if form.bos and bos_token -%}{{- bos_token -}}{%- endif -%}
+{%- for message in own.messages -%}
+{%- if message.role == 'assistant' -%}{{- form.assistant + message.content + form.end -}}
+{%- elif message.role == 'system' -%}{{- form.system + message.content + form.rest -}}
+{%- else -%}{{- form.user + message.content + form.rest -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- form.assistant -}}{%- endif -%}
+"""
+
+
+def get_chat_template(
+    tokenizer: Any, chat_template: str | tuple[str, str] = "chatml", mapping: dict[str, str] | None = None,
+    map_eos_token: bool = True, system_message: str | None = None, patch_saving: bool = True,
+    use_zoo_tokenizer_patch: bool | None = None,
+) -> Any:
+    """The tokenizer, with the chat template of that name; `chat_template` may also be (a template, its end token).
+
+    A tokenizer that has this format already keeps its own template. `mapping` says how the dataset calls the keys and
+    roles, as {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}. With `map_eos_token` a model
+    stops at the end of a turn: at the format's own end token, if the tokenizer has it, else at the tokenizer's end
+    token, which then ends the turns. `system_message` is for conversations that have none. The other two options change
+    nothing here. ValueError for an unknown name.
+    """
+    keys = checked_mapping(mapping)
+    plain = keys == MAPPING and system_message is None
+    if isinstance(chat_template, str):
+        form, own = format_of(chat_template), str(tokenizer.chat_template or "")
+        has_it = marker_of(form) in own
+        logger.info("chat template %s: %s", chat_template, "the tokenizer's own has this format and stays" if has_it
+                    else "made for this tokenizer")
+        body = own if has_it else written(form, end_of(tokenizer, form, map_eos_token))
+        stop = form.end
+    else:
+        (body, stop), has_it = given_template(chat_template), True
+    if map_eos_token:
+        stop_at(tokenizer, stop)
+    if has_it:
+        body = body if plain else reading(keys, system_message) + "{%- set messages = own.messages -%}\n" + body
+    else:
+        body = reading(keys, system_message) + body
+    tokenizer.chat_template = body
+    return tokenizer
+
+
+def checked_mapping(mapping: dict[str, str] | None) -> dict[str, str]:
+    """The names of keys and roles; ValueError for others than those of MAPPING."""
+    if other := sorted(set(mapping or {}) - MAPPING.keys()):
+        raise ValueError(f"mapping has {other[0]!r}; its keys are {', '.join(MAPPING)}")
+    return MAPPING | (mapping or {})
+
+
+def format_of(name: str) -> ChatFormat:
+    """The format of that name; ValueError lists the names."""
+    if name.lower() not in FORMATS:
+        close = difflib.get_close_matches(name.lower(), FORMATS, n=2)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ValueError(f"chat_template is {name!r}{hint} Known are {', '.join(FORMATS)}; for another one pass "
+                         "(template, end token), or set tokenizer.chat_template yourself")
+    return FORMATS[name.lower()]
+
+
+def given_template(given: tuple[str, str]) -> tuple[str, str]:
+    """(template, end token), checked."""
+    if len(given) != 2 or not all(isinstance(part, str) for part in given):
+        raise ValueError(f"chat_template is {given!r}; pass a name, or (template, end token)")
+    return given
+
+
+def marker_of(form: ChatFormat) -> str:
+    """What the turns of a format begin with, up to the role's name, as a template spells it."""
+    return form.turn.partition("{role}")[0] or form.before(2)
+
+
+def is_token(tokenizer: Any, text: str) -> bool:
+    """Whether the tokenizer has this text as one token."""
+    found = tokenizer.convert_tokens_to_ids(text)
+    return found is not None and found != tokenizer.unk_token_id
+
+
+def end_of(tokenizer: Any, form: ChatFormat, map_eos_token: bool) -> str:
+    """What ends a turn: the format's end token, or the tokenizer's, where that is the one that it has."""
+    missing = map_eos_token and not is_token(tokenizer, form.end) and tokenizer.eos_token is not None
+    return str(tokenizer.eos_token) if missing else form.end
+
+
+def stop_at(tokenizer: Any, end: str) -> None:
+    """Make a token that the tokenizer has its end token."""
+    if is_token(tokenizer, end) and tokenizer.eos_token != end:
+        logger.info("end token: %r instead of %r", end, tokenizer.eos_token)
+        tokenizer.eos_token = end
+
+
+def written(form: ChatFormat, end: str) -> str:
+    """A template of this format, which reads `own.messages`."""
+    system, user, assistant = (form.before(place) for place in range(3))
+    rest = form.newline if form.open_ended else end + form.newline
+    return constant("form", {"system": system, "user": user, "assistant": assistant, "end": end + form.newline,
+                             "rest": rest, "fold": not form.system, "bos": form.bos}) + WRITE
+
+
+def reading(keys: dict[str, str], system_message: str | None) -> str:
+    """The part of a template that reads messages under the dataset's own names into `own.messages`."""
+    roles = {keys["user"]: "user", keys["assistant"]: "assistant"}
+    return constant("keys", {"role": keys["role"], "content": keys["content"], "roles": roles,
+                             "system": system_message}) + READ
+
+
+def constant(name: str, value: dict[str, Any]) -> str:
+    """A dictionary of a template. JSON's words for None and truth are Jinja's too, once `null` is `none`."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "{%- set " + name + " = " + text.replace(": null", ": none") + " -%}\n"

@@ -1,0 +1,110 @@
+"""Chat formats under Unsloth's names: the text that they give, and where a model that learns them stops."""
+
+import re
+from typing import Any
+
+import pytest
+from small_models import TINY
+from transformers import AutoTokenizer
+
+from lowmem_grpo.chat_templates import get_chat_template
+from lowmem_grpo.data.chat_template import FORMATS
+
+CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "Bye"}]
+SHAREGPT = {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}
+AS_SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]}
+               for m in CHAT]
+
+
+def fresh(tokens: tuple[str, ...] = (), bos: str | None = None) -> Any:
+    """The embedded tokenizer without a template, with these tokens added."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+    tokenizer.chat_template, tokenizer.bos_token = None, bos
+    return tokenizer
+
+
+def rendered(tokenizer: Any, chat: Any = CHAT, prompt: bool = True) -> str:
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt))
+
+
+RENDERED = {  # of CHAT; / stands for a new line
+    "chatml": "<|im_start|>system/Be kind.<|im_end|>/<|im_start|>user/Hi<|im_end|>/<|im_start|>assistant/Ho<|im"
+              "_end|>/<|im_start|>user/Bye<|im_end|>/<|im_start|>assistant/",
+    "llama-3.1": "<|start_header_id|>system<|end_header_id|>//Be kind.<|eot_id|><|start_header_id|>user<|end_heade"
+                 "r_id|>//Hi<|eot_id|><|start_header_id|>assistant<|end_header_id|>//Ho<|eot_id|><|start_header_id"
+                 "|>user<|end_header_id|>//Bye<|eot_id|><|start_header_id|>assistant<|end_header_id|>//",
+    "gemma-3": "<start_of_turn>user/Be kind.//Hi<end_of_turn>/<start_of_turn>model/Ho<end_of_turn>/<start_of_tur"
+               "n>user/Bye<end_of_turn>/<start_of_turn>model/",
+    "gemma-4": "<|turn>system/Be kind.<turn|>/<|turn>user/Hi<turn|>/<|turn>model/Ho<turn|>/<|turn>user/Bye<turn|"
+               ">/<|turn>model/",
+    "phi-3": "<|system|>/Be kind.<|end|>/<|user|>/Hi<|end|>/<|assistant|>/Ho<|end|>/<|user|>/Bye<|end|>/<|assi"
+             "stant|>/",
+    "phi-4": "<|im_start|>system<|im_sep|>Be kind.<|im_end|><|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>"
+             "assistant<|im_sep|>Ho<|im_end|><|im_start|>user<|im_sep|>Bye<|im_end|><|im_start|>assistant<|im_"
+             "sep|>",
+    "zephyr": "<|system|>/Be kind.</s>/<|user|>/Hi</s>/<|assistant|>/Ho</s>/<|user|>/Bye</s>/<|assistant|>/",
+    "mistral": "[INST] Be kind.//Hi [/INST] Ho</s>[INST] Bye [/INST] ",
+    "vicuna": "Be kind. USER: Hi ASSISTANT: Ho</s> USER: Bye ASSISTANT: ",
+    "alpaca": "Be kind.//### Instruction:/Hi//### Response:/Ho</s>//### Instruction:/Bye//### Response:/",
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_format_renders_as_its_family_writes_it(name: str, mapped: bool) -> None:
+    tokenizer = fresh((FORMATS[name].end,))
+    same = get_chat_template(tokenizer, chat_template=name, mapping=SHAREGPT if mapped else None)
+    assert same is tokenizer
+    wanted = re.sub(r"/(?!s>|INST)", "\n", RENDERED[name])
+    assert rendered(tokenizer, AS_SHAREGPT if mapped else CHAT) == wanted
+    assert tokenizer.eos_token == FORMATS[name].end
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_name_ends_turns_with_a_token_that_the_tokenizer_has(name: str) -> None:
+    tokenizer = get_chat_template(fresh(bos="<|im_start|>"), name)
+    whole = rendered(tokenizer, CHAT[1:3], prompt=False)
+    assert whole.rstrip().endswith(tokenizer.eos_token)
+    assert whole.startswith("<|im_start|>") == (FORMATS[name].bos or FORMATS[name].turn.startswith("<|im_start|>"))
+    assert whole.count("Hi") == whole.count("Ho") == 1
+    assert len(tokenizer(tokenizer.eos_token, add_special_tokens=False).input_ids) == 1
+    assert FORMATS[name].open_ended or whole.count(tokenizer.eos_token) == 2
+
+
+def test_a_tokenizer_that_has_the_format_keeps_its_own_template() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    before = tokenizer.chat_template
+    assert get_chat_template(tokenizer, "qwen-2.5").chat_template == before
+    wanted = rendered(tokenizer)
+    assert rendered(get_chat_template(tokenizer, "qwen3", mapping=SHAREGPT), AS_SHAREGPT) == wanted
+
+
+def test_a_default_message_of_the_system_is_for_chats_without_one() -> None:
+    for tokenizer in (fresh(), AutoTokenizer.from_pretrained(TINY)):
+        get_chat_template(tokenizer, "chatml", system_message='Say "é".')
+        assert rendered(tokenizer, CHAT[1:2]).startswith('<|im_start|>system\nSay "é".<|im_end|>\n<|im_start|>user')
+        assert "é" not in rendered(tokenizer)
+
+
+@pytest.mark.parametrize(("end", "wanted"), [("<end>", "<end>"), ("eos_token", "<|im_end|>"),
+                                             ("unknown", "<|im_end|>")])
+def test_a_template_of_ones_own_is_taken_with_its_end_token(end: str, wanted: str) -> None:
+    own = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    tokenizer = get_chat_template(fresh(("<end>",)), chat_template=(own, end), mapping=SHAREGPT)
+    assert rendered(tokenizer, AS_SHAREGPT[1:3]) == f"user: Hi{wanted}assistant: Ho{wanted}"
+
+
+def test_content_in_parts_is_read_as_text() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
+    assert rendered(get_chat_template(fresh(), "gemma-3"), parts).startswith("<start_of_turn>user\nHi")
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"chat_template": "lama-3"}, "did you mean llama-3"), ({"chat_template": ("x",)}, "pass a name, or"),
+    ({"mapping": {"speaker": "from"}}, "mapping has 'speaker'; its keys are role"),
+])
+def test_what_is_no_format_is_refused_with_the_names(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_chat_template(fresh(), **options)
