@@ -4,6 +4,7 @@ If the sampler computes something else than the trainer, every ratio is wrong, a
 error. So the trainer recomputes some of the sampled tokens, at the start and every few steps.
 """
 
+import logging
 from collections.abc import Iterator
 from itertools import islice
 
@@ -19,6 +20,8 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import MicroBatch, RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.001}  # of the mean difference, by weight dtype
 GROUPS = 4  # that a check looks at
@@ -74,8 +77,16 @@ class ParityGate:
         return metrics
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Metrics over some groups; ParityError if the mean difference is above the bound, or is NaN."""
+        """Metrics over some groups; ParityError if the mean difference is above the bound.
+
+        Tokens with NaN or infinity are left out, and a warning counts them. They say nothing about the sampler: the
+        step that trains on them is skipped (train/nonfinite.py), and several such steps in a row end the run."""
         sampled, recomputed = self.recompute(list(islice(groups, GROUPS)))
+        finite = (sampled - recomputed).isfinite()
+        if lost := int(finite.logical_not().sum()):
+            logger.warning("the parity check left out %d of %d tokens, whose log-probabilities are NaN or infinite",
+                           lost, len(finite))
+        sampled, recomputed = sampled[finite], recomputed[finite]
         if sampled.numel() == 0:
             return {}
         difference = (recomputed - sampled).abs()

@@ -98,6 +98,25 @@ def test_a_resumed_run_is_checked_at_once_and_records_nothing_new(
     state, mismatch = TrainerState(global_step=7), MismatchWatch()
     assert gate(tiny_policy, state=state, mismatch=mismatch).watch(groups) == {}
     assert mismatch.last_k3 is None
-    groups[0].rollouts[0].rollout_logprobs[3] = float("nan")
-    with pytest.raises(ParityError, match="nan"):
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.rollout_logprobs = [value - 1 for value in rollout.rollout_logprobs]
+    with pytest.raises(ParityError):
         gate(tiny_policy, state=state).watch(groups)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_value_that_is_no_number_is_left_to_the_guard_of_the_step(
+    tiny_policy: Policy, groups: list[RolloutGroup], value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    mismatch = MismatchWatch()
+    whole = gate(tiny_policy).watch(groups)
+    groups[0].rollouts[0].rollout_logprobs[0] = value
+    metrics = gate(tiny_policy, mismatch=mismatch).watch(groups)
+    assert metrics["sampling/parity/mean"] == pytest.approx(whole["sampling/parity/mean"], abs=1e-5)
+    assert mismatch.last_k3 is not None and mismatch.last_k3 < 1e-5
+    assert "left out 1 of" in caplog.text
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.rollout_logprobs = [value] * len(rollout.rollout_logprobs)
+    assert gate(tiny_policy).watch(groups) == {}

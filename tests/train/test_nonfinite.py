@@ -16,7 +16,7 @@ from trainer_runs import moved, same
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.models.packing import pack
-from lowmem_grpo.runs.records import RunRecords, read_lines
+from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.train import learner as step
 from lowmem_grpo.train.nonfinite import FILE, WRITTEN, BadRollout, Flags, Guard, NonFiniteError, lines
@@ -437,13 +437,22 @@ def test_what_went_wrong_is_said_even_if_the_file_cannot_be_written(
     assert "step 1 is skipped" in caplog.text and "could not be written" in caplog.text
 
 
-def test_the_file_of_an_overwritten_run_is_deleted(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("{}\n")
-    guard = Guard(3, TrainerState(), RunRecords(tmp_path))
-    guard.begin(overwrite=False)
-    assert (tmp_path / FILE).exists()
-    guard.begin(overwrite=True)
-    assert not (tmp_path / FILE).exists()
+def test_a_nan_from_the_sampler_skips_a_step_of_the_parity_check_and_does_not_end_the_run(tmp_path: Path) -> None:
+    trainer = make(tmp_path, parity_steps=1, max_steps=3)
+    engine = trainer.engine
+    generate, calls = engine.generate, []
+
+    def spoiled(*args: Any, **kwargs: Any) -> list[list[Rollout]]:
+        found = generate(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 2:
+            found[0][0].rollout_logprobs[0] = NAN
+        return found
+
+    engine.generate = spoiled  # type: ignore[method-assign]
+    assert trainer.train().finished
+    assert trainer.state.nonfinite_steps == 1
+    assert [line["what"] for line in written(tmp_path)] == ["rollout_logprobs"]
 
 
 # Gradient norms
