@@ -23,6 +23,8 @@ def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Processor, cores, versions of what is installed, commit and date; card and driver where there is one."""
     import torch
 
+    from lowmem_grpo.runs.facts import cpu_model
+
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "cpu": cpu_model(), "cores": os.cpu_count(), "gpu": card, **({"driver": driver()} if card else {}),
@@ -54,14 +56,6 @@ def version_of(name: str) -> str | None:
         return None
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     return str(project["version"])
-
-
-def cpu_model() -> str:
-    """The processor's name, as Linux gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def commit() -> str:

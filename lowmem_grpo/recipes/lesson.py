@@ -15,9 +15,10 @@ from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.recipes.warm_up import SFT, WarmUp
 from lowmem_grpo.rewards import RewardCheck, check
 from lowmem_grpo.rollout.assessment import answer, rows_of
-from lowmem_grpo.runs.accuracy import Answers
+from lowmem_grpo.runs.accuracy import Answers, changed_first
+from lowmem_grpo.runs.accuracy import compared as difference
 from lowmem_grpo.runs.records import FINAL, RunRecords
-from lowmem_grpo.views.live import print_accuracy, print_samples
+from lowmem_grpo.views.answers import print_accuracy, print_samples
 
 SHOWN = 6  # samples in the report
 RewardFunctions = list[Any]  # callables; `Any`, since a list of one kind of callable is no list[Callable]
@@ -63,7 +64,7 @@ def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOT
                       soft_wrap=True, markup=False, highlight=False)
         return trainer
     before = measured(model, setup, lesson, None)
-    found = {"recipe": lesson.name, **lesson.facts}
+    found = {"recipe": lesson.name, "right": getattr(lesson.right, "__name__", None), **lesson.facts}
     if before is not None:
         found |= {"eval_problems": len(before.texts), "accuracy_before": before.accuracy}
     if lesson.warm_up is not None:
@@ -79,7 +80,7 @@ def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOT
             found |= compared(lesson, before, after, console)
         last = f"{steps(result.global_step)} in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html"
     trainer.finish(found)
-    console.print(last)
+    console.print(last, soft_wrap=True, markup=False, highlight=False)  # a path stays whole
     if trainer.interrupt.requested:
         raise SystemExit(trainer.interrupt.exit_status)
     return trainer
@@ -176,8 +177,8 @@ def warm_up(
 
 def compared(lesson: Lesson, before: Answers, after: Answers, console: Console) -> dict[str, Any]:
     """Print what training changed; returns what summary.json gets."""
-    found: dict[str, Any] = {"accuracy_after": after.accuracy}
-    print_accuracy(console, before.accuracy, after.accuracy, len(after.texts))
+    found: dict[str, Any] = {"accuracy_after": after.accuracy, "difference": difference(before, after)}
+    print_accuracy(console, before.accuracy, after.accuracy, len(after.texts), found["difference"]["interval"])
     if lesson.warm_up is not None:
         found |= lesson.warm_up.told_after(after, console)
     found["samples"] = side_by_side(lesson.test, before, after)
@@ -185,10 +186,13 @@ def compared(lesson: Lesson, before: Answers, after: Answers, console: Console) 
     return found
 
 
-def side_by_side(dataset: Any, before: Answers, after: Answers) -> list[dict[str, str]]:
-    """The first few problems with their answers, and what the model wrote before and after."""
+def side_by_side(dataset: Any, before: Answers, after: Answers) -> list[dict[str, Any]]:
+    """A few problems, those first whose answer changed between wrong and right: what the model wrote before and after,
+    and whether that is right."""
+    verdicts = [(old[0], new[0]) for old, new in zip(before.right, after.right, strict=True)]
     return [
-        {"prompt": row["prompt"][-1]["content"], "answer": row["answer"], "before": old[0], "after": new[0]}
-        for row, old, new in zip(dataset.select(range(min(SHOWN, len(dataset)))), before.texts, after.texts,
-                                 strict=False)
+        {"prompt": dataset[place]["prompt"][-1]["content"], "answer": dataset[place]["answer"],
+         "before": before.texts[place][0], "after": after.texts[place][0],
+         "right_before": verdicts[place][0], "right_after": verdicts[place][1]}
+        for place in changed_first(verdicts, SHOWN)
     ]

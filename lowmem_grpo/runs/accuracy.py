@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Z_95 = 1.959964  # the normal distribution's 97.5% quantile
+# Whether an answer is right before and after, in the order in which examples are shown; the last is unknown.
+KINDS = ((False, True), (True, False), (False, False), (True, True), (None, None))
 
 
 def wilson_interval(accuracy: float, problems: float) -> tuple[float, float]:
@@ -126,3 +128,12 @@ def answered_rows(rows: list[dict[str, Any]], found: dict[str, Answers]) -> list
         }
         for index, row in enumerate(rows)
     ]
+
+
+def changed_first(pairs: Sequence[tuple[bool, bool]], shown: int) -> list[int]:
+    """Which `shown` of the pairs (right before, right after) to show, in the order of `KINDS`: some of every kind that
+    there is, and otherwise those that changed."""
+    kinds = [[place for place, pair in enumerate(pairs) if pair == kind] for kind in KINDS]
+    some = [place for kind in kinds for place in kind[: max(1, shown // len(KINDS))]][:shown]
+    rest = [place for kind in kinds for place in kind if place not in some][: shown - len(some)]
+    return sorted([*some, *rest], key=lambda place: (KINDS.index(pairs[place]), place))

@@ -29,6 +29,7 @@ from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.checkpoint import list_checkpoints, save_adapter
 from lowmem_grpo.runs.clock import Clock
+from lowmem_grpo.runs.facts import error_text, facts
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.lock import owned
@@ -123,7 +124,7 @@ class Trainer:
         return timing
 
     def measure_evaluation(self) -> dict[str, float]:
-        """Metrics of the policy as it is on the evaluation dataset, under names that begin with eval_."""
+        """Metrics of the policy on the evaluation dataset, under names that begin with eval_."""
         raise NotImplementedError
 
     def weights_changed(self) -> None:
@@ -199,7 +200,7 @@ class Trainer:
         except BaseException as error:
             if self.began_here:
                 try:
-                    self.finish(self.describe("failed") | {"error": f"{type(error).__name__}: {error}"})
+                    self.finish(self.describe("failed") | {"error": error_text(error)})
                 except Exception as second:  # noqa: BLE001 - whatever it is, the first error is the one to tell
                     logger.warning("the failure could not be recorded: %s", second)
             raise
@@ -333,5 +334,6 @@ class Trainer:
         return {
             "status": status, "model": self.model.loaded.name, "seed": self.args.seed, "steps": self.state.global_step,
             "train_seconds": self.state.elapsed, "skipped_rows": dict(self.source.skipped),
-            "best_checkpoint": self.state.best_model_checkpoint, "config": self.args.to_dict(),
+            "best_checkpoint": self.state.best_model_checkpoint,
+            "machine": facts(self.model, self.policy.device), "config": self.args.to_dict(),
         }

@@ -1,95 +1,66 @@
-"""What a report draws: metrics over the steps of a run, as plotly traces."""
+"""What a report draws of the steps of a run."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any
 
 from lowmem_grpo.units import GIB
+from lowmem_grpo.views.accuracy import accuracy_chart
+from lowmem_grpo.views.chart import Chart, Line
 
 Record = dict[str, Any]
 
-MARKERS_BELOW = 30  # a line with fewer points marks each of them
-BAND = "rgba(59, 130, 196, 0.16)"
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Metrics drawn over the steps of the run, each under its name in the legend."""
-
-    title: str
-    note: str
-    lines: dict[str, str]
-    scale: float = 1.0
-    format: str = ""
-    stacked: bool = False
-    from_zero: bool = False
-
-
 CHARTS = (
-    Chart("Groups with signal", "completions differ in reward",
+    Chart("Groups with signal", "whose completions differ in reward", "groups",
           {"groups/total": "all", "groups/with_signal": "with signal"}, from_zero=True),
-    Chart("Completion length", "tokens",
+    Chart("Completion length", "", "tokens",
           {"completions/mean_length": "mean", "completions/min_length": "min", "completions/max_length": "max"},
           from_zero=True),
-    Chart("Completions cut off", "share that reached the length limit", {"completions/clipped_ratio": "cut off"},
-          format=".1~%", from_zero=True),
-    Chart("Entropy", "nats per token", {"entropy": "entropy"}),
-    Chart("KL divergence", "policy from reference model, nats per token", {"kl": "KL"}),
-    Chart("Clip ratio", "share of tokens whose gradient was clipped away",
+    Chart("Completions cut off", "that reached the length limit", "share of completions",
+          {"completions/clipped_ratio": "cut off"}, share=True),
+    Chart("Entropy", "", "nats per token", {"entropy": "entropy"}),
+    Chart("KL divergence", "policy from reference model", "nats per token", {"kl": "KL"}),
+    Chart("Clip ratio", "tokens whose gradient was clipped away", "share of tokens",
           {"clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high", "clip_ratio/region_mean": "either"},
-          from_zero=True),
-    Chart("Where the time goes", "share of each step",
+          share=True),
+    Chart("Where the time goes", "", "share of each step",
           {"time/generate": "generate", "time/reward": "reward", "time/train": "train", "time/idle": "idle"},
-          format=".0%", stacked=True),
-    Chart("Seconds of a step", "and the estimate from the card's data sheet, if there is one",
+          share=True, stacked=True, smooth=False),
+    Chart("Seconds of a step", "and the estimate from the card's data sheet, if there is one", "seconds",
           {"step_time": "measured", "time/planned_step_s": "estimated"}, from_zero=True),
-    Chart("Tokens per second", "completion tokens, while generating", {"tokens_per_second": "tokens/s"},
-          from_zero=True),
-    Chart("Peak memory", "GiB", {"memory/peak_bytes": "peak"}, scale=1 / GIB),
-    Chart("Loss", "not a measure of progress; watch the reward", {"loss": "loss"}),
-    Chart("Gradient norm", "", {"grad_norm": "norm"}),
-    Chart("Learning rate", "", {"learning_rate": "rate"}, format="~e"),
+    Chart("Tokens per second", "completion tokens, while generating", "tokens per second",
+          {"tokens_per_second": "tokens/s"}, from_zero=True),
+    Chart("Peak memory", "", "GiB", {"memory/peak_bytes": "peak"}, scale=1 / GIB, from_zero=True, smooth=False),
+    Chart("Loss", "not a measure of progress; watch the reward", "loss", {"loss": "loss"}),
+    Chart("Gradient norm", "", "norm", {"grad_norm": "norm"}, from_zero=True),
+    Chart("Learning rate", "", "learning rate", {"learning_rate": "rate"}, from_zero=True, smooth=False),
 )
 
 
-def figures(rows: list[Record]) -> list[Record]:
-    """The charts that have data: their words, and their plotly traces."""
+def figures(rows: list[Record], completions: list[Record] | None = None, summary: Record | None = None) -> list[Chart]:
+    """The charts that have data. `completions` and `summary` are for the accuracy."""
     names = sorted({match[1] for row in rows for key in row if (match := re.fullmatch(r"rewards/(.+)/mean", key))})
-    functions = Chart("Reward functions", "mean of each", {f"rewards/{name}/mean": name for name in names})
+    functions = Chart("Reward functions", "mean of each", "reward", {f"rewards/{name}/mean": name for name in names})
     verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
-    verdicts = Chart("Verified right", "share of completions, whatever that pays",
-                     {f"verdicts/{name}": name for name in verifiers}, format=".0%", from_zero=True)
-    drawn = [(Chart("Reward", "mean ± one standard deviation", {}), reward_traces(rows))]
-    drawn += [(chart, [line(rows, key, name, chart) for key, name in chart.lines.items() if points(rows, key)])
-              for chart in (functions, verdicts, *CHARTS)]
-    return [{**asdict(chart), "traces": traces} for chart, traces in drawn if traces]
+    verdicts = Chart("Verified right", "whatever that pays", "share of completions",
+                     {f"verdicts/{name}": name for name in verifiers}, share=True)
+    drawn = [accuracy_chart(completions or [], summary or {}), reward_chart(rows)]
+    drawn += [replace(chart, lines=[Line(name, points(rows, key, chart.scale)) for key, name in chart.metrics.items()
+                                    if points(rows, key)]) for chart in (functions, verdicts, *CHARTS)]
+    return [chart for chart in drawn if chart.lines]
 
 
-def points(rows: list[Record], key: str) -> list[tuple[int, float]]:
+def points(rows: list[Record], key: str, scale: float = 1.0) -> list[tuple[int, float]]:
     """(step, value) of each step that logged the metric."""
-    return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    return [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
 
 
-def line(rows: list[Record], key: str, name: str, chart: Chart) -> Record:
-    """The plotly trace of one metric."""
-    pairs = points(rows, key)
-    mode = "lines+markers" if len(pairs) < MARKERS_BELOW and not chart.stacked else "lines"
-    style = {"stackgroup": "shares", "line": {"width": 0.5}} if chart.stacked else {"line": {"width": 1.8}}
-    values = {"x": [step for step, _ in pairs], "y": [value * chart.scale for _, value in pairs]}
-    return {"type": "scatter", "name": name, "mode": mode, **style, **values}
-
-
-def reward_traces(rows: list[Record]) -> list[Record]:
-    """The mean reward over its band, and the evaluations where there are any."""
-    words = Chart("Reward", "", {})
-    banded = [row for row in rows if row.get("reward") is not None and row.get("reward_std") is not None]
-    steps = [row["step"] for row in banded]
-    edge = {"type": "scatter", "x": steps, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip",
-            "showlegend": False}
-    lower = {**edge, "y": [row["reward"] - row["reward_std"] for row in banded]}
-    upper = {**edge, "y": [row["reward"] + row["reward_std"] for row in banded], "fill": "tonexty", "fillcolor": BAND}
-    curves = [("reward", "train", "#3b82c4"), ("eval_reward", "evaluation", "#e0803a")]
-    return ([lower, upper] if banded else []) + [
-        {**line(rows, key, name, words), "line": {"width": 2, "color": color}}
-        for key, name, color in curves if points(rows, key)
-    ]
+def reward_chart(rows: list[Record]) -> Chart:
+    """The mean reward in its band, and the evaluations where there are any."""
+    banded = [row for row in rows if row.get("reward") is not None]
+    spread = [row.get("reward_std") or 0.0 for row in banded]
+    edges = [(row["reward"] - std, row["reward"] + std) for row, std in zip(banded, spread, strict=True)]
+    lines = [Line("train", points(rows, "reward"), edges if any(spread) else []),
+             Line("evaluation", points(rows, "eval_reward"), dots=True)]
+    note = "mean; band: one standard deviation on each side" if any(spread) else "mean"
+    return Chart("Reward", note, "reward", lines=[line for line in lines if line.points])

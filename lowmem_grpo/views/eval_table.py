@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowmem_grpo.runs.accuracy import changed_first
 from lowmem_grpo.runs.records import prompt_text
-from lowmem_grpo.views.live import plain, shortened
+from lowmem_grpo.views.answers import plain, shortened, verdict
 
 MODELS = ("base", "adapter")
 LONGEST = 600  # characters of an answer that are shown
@@ -21,9 +22,9 @@ def show_result(result: dict[str, Any], note: str, shown: int, width: int | None
     console.print(Text(title(result, note)), soft_wrap=True)
     console.print(numbers_table(result, named))
     if "difference" in result:
-        console.print(Text(verdict(result)), soft_wrap=True)
+        console.print(Text(change_text(result)), soft_wrap=True)
     if shown:
-        console.print(samples_table(result["rows"][:shown], named))
+        console.print(samples_table(first_shown(result["rows"], named, shown), named))
 
 
 def title(result: dict[str, Any], note: str) -> str:
@@ -56,7 +57,7 @@ def numbers_table(result: dict[str, Any], named: list[str]) -> Table:
     return table
 
 
-def verdict(result: dict[str, Any]) -> str:
+def change_text(result: dict[str, Any]) -> str:
     """What the adapter changes, and whether that is more than chance."""
     change = result["difference"]
     low, high = change["interval"]
@@ -76,9 +77,16 @@ def samples_table(rows: list[dict[str, Any]], named: list[str]) -> Table:
         if row.get("answer") is not None:
             asked = Text.assemble(asked, "\n\nexpected: ", shown_text(str(row["answer"])))
         answers = [row[name][0] for name in named]
-        table.add_row(asked, *(Text.assemble("right\n" if each["right"] else "wrong\n", shown_text(each["text"]))
-                               for each in answers))
+        table.add_row(asked, *(verdict(each["right"]) + shown_text(each["text"]) for each in answers))
     return table
+
+
+def first_shown(rows: list[dict[str, Any]], named: list[str], shown: int) -> list[dict[str, Any]]:
+    """The first rows; of two models, those first whose answer changed between wrong and right."""
+    if len(named) < 2:
+        return rows[:shown]
+    pairs = [(row[named[0]][0]["right"], row[named[1]][0]["right"]) for row in rows]
+    return [rows[place] for place in changed_first(pairs, shown)]
 
 
 def shown_text(text: str) -> Text:

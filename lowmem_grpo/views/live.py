@@ -8,12 +8,10 @@ nor send it control characters.
 import math
 import re
 import time
-import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -21,12 +19,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.types import Rollout
 from lowmem_grpo.units import size_text, time_text
+from lowmem_grpo.views.answers import plain, shortened
+from lowmem_grpo.views.cell import Cell
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHARES = ("generate", "reward", "train", "idle")
 MAX_WIDTH = 100
+SAMPLE_SECONDS = 20.0  # a sample stays on the panel for at least so long
+SAMPLE_LENGTH, SAMPLE_LINES = 400, 8  # of a sample: characters, and lines of the panel
 
 
 class Pace:
@@ -64,9 +66,12 @@ class LiveView:
 
     def __init__(self, console: Console | None = None, title: str = "GRPO") -> None:
         self.console = console or Console()
-        self.draws = self.console.is_terminal and not self.console.is_dumb_terminal
+        terminal = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.draws = terminal or self.console.is_jupyter
         self.title = title
-        self.live: Live | None = None
+        self.live: Live | Cell | None = None
+        self.sample: Rollout | None = None
+        self.sampled_at = -math.inf
         self.history: dict[str, list[float]] = {}
         self.step = self.max_steps = 0
         self.pace = Pace()
@@ -77,8 +82,9 @@ class LiveView:
         self.step, self.max_steps = state.global_step, state.max_steps
         self.pace.begin(self.step)
         if self.draws:
-            self.live = Live(self.panel(), console=self.console, auto_refresh=False)
-            self.live.start(refresh=True)
+            self.live = Cell(MAX_WIDTH) if self.console.is_jupyter else Live(console=self.console, auto_refresh=False)
+            self.live.start()
+            self.live.update(self.panel(), refresh=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = numbers(logs)
@@ -90,6 +96,12 @@ class LiveView:
             self.live.update(self.panel(), refresh=True)
         elif not self.draws and logs:
             self.console.print(Text(self.line(logs)), soft_wrap=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, groups: Any = (), **kwargs: Any) -> None:
+        """Now and then, keep one of the step's completions for the panel."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        if rollouts and time.monotonic() - self.sampled_at >= SAMPLE_SECONDS:
+            self.sample, self.sampled_at = rollouts[state.global_step % len(rollouts)], time.monotonic()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -120,7 +132,17 @@ class LiveView:
             ProgressBar(total=max(self.max_steps, 1), completed=self.step), Text(f"left {self.time_left()}"),
         )
         width = min(self.console.width, MAX_WIDTH)
-        return Panel(Group(head, Text(), self.table()), title=Text(self.title), border_style="blue", width=width)
+        parts = [head, Text(), self.table(), *self.sample_lines()]
+        return Panel(Group(*parts), title=Text(self.title), border_style="blue", width=width)
+
+    def sample_lines(self) -> list[RenderableType]:
+        """The completion that was kept last: its reward and its first lines."""
+        if self.sample is None:
+            return []
+        reward = "" if self.sample.reward is None else f", reward {self.sample.reward:.3f}"
+        lines = plain(shortened(self.sample.text.strip(), SAMPLE_LENGTH)).split(allow_blank=True)
+        cut = [Text("...")] if len(lines) > SAMPLE_LINES else []
+        return [Text(), Text(f"a completion{reward}", style="bold"), *lines[:SAMPLE_LINES], *cut]
 
     def table(self) -> Table:
         """A row a metric: its value now and its history as a sparkline."""
@@ -130,7 +152,8 @@ class LiveView:
         table.add_column(no_wrap=True)
         for key, label in self.curves():
             if key in self.history:
-                table.add_row(Text(label), Text(shown(key, self.history[key][-1])), Text(sparkline(self.history[key])))
+                value = shown(key, self.history[key][-1]) + self.spread(key, " \u00b1 ")
+                table.add_row(Text(label), Text(value), Text(sparkline(self.history[key])))
         now = {key: values[-1] for key, values in self.history.items()}
         for label, value in in_words(now).items():
             table.add_row(Text(label), Text(""), Text(value))
@@ -145,13 +168,19 @@ class LiveView:
             ("tokens_per_second", "tokens/s"), ("memory/peak_bytes", "peak memory"),
         ]
 
+    def spread(self, key: str, before: str, after: str = "") -> str:
+        """The standard deviation of the rewards beside their mean; empty beside anything else."""
+        spread = self.history.get("reward_std") if key == "reward" else None
+        return f"{before}{spread[-1]:.3f}{after}" if spread else ""
+
     def line(self, logs: dict[str, float]) -> str:
         """The key numbers of one log, in ASCII."""
         parts = [f"step {self.step}/{self.max_steps}"]
         names = [("reward", "reward"), *((key, name) for key in logs if (name := reward_name(key)))]
         names += [("eval_reward", "eval_reward"), ("completions/mean_length", "length"), ("entropy", "entropy")]
         names += [("kl", "kl"), ("tokens_per_second", "tokens/s"), ("memory/peak_bytes", "memory")]
-        parts += [f"{name} {shown(key, logs[key])}" for key, name in names if key in logs]
+        parts += [f"{name} {shown(key, logs[key])}{self.spread(key, ' (std ', ')')}"
+                  for key, name in names if key in logs]
         parts += [f"{'time:' if label == 'time' else label} {value}" for label, value in in_words(logs).items()]
         return "  ".join([*parts, f"left {self.time_left()}"])
 
@@ -215,38 +244,3 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     if high == low:
         return BLOCKS[0] * count
     return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)
-
-
-def plain(value: Any) -> Text:
-    """Text of a model as it is: no markup, and control characters made visible instead of sent to the terminal."""
-    unsafe = ("Cc", "Cs")  # control characters, halves of surrogate pairs
-    kept = ("\ufffd" if unicodedata.category(c) in unsafe and c not in "\n\t" else c for c in str(value))
-    return Text("".join(kept), overflow="fold")
-
-
-def shortened(text: str, longest: int) -> str:
-    """A text of more than `longest` characters as its beginning and its end."""
-    half = longest // 2
-    return text if len(text) <= longest else f"{text[:half]}\n...\n{text[-half:]}"
-
-
-def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
-    """Answers before and after training, side by side, each with its problem."""
-    table = Table(box=SIMPLE, show_lines=True, expand=True)
-    for name in ("Problem", "Before", "After"):
-        table.add_column(name, ratio=1, overflow="fold")
-    for sample in samples:
-        problem = plain(sample.get("prompt", ""))
-        if sample.get("answer") is not None:
-            problem = Text.assemble(problem, "\n\nexpected: ", plain(sample["answer"]))
-        table.add_row(problem, plain(sample.get("before", "")), plain(sample.get("after", "")))
-    console.print(table)
-
-
-def print_accuracy(console: Console, before: float, after: float, problems: int) -> None:
-    """Accuracy (0 to 1) before and after training on the same problems, with 95% Wilson intervals."""
-    for label, accuracy in (("before", before), ("after", after)):
-        low, high = wilson_interval(accuracy, problems)
-        interval = f"95% interval {low:.1%} to {high:.1%}"
-        console.print(Text(f"accuracy {label:<6} {accuracy:6.1%}  ({interval})"), soft_wrap=True)
-    console.print(Text(f"change {100 * (after - before):+.1f} points on {problems} problems"), soft_wrap=True)

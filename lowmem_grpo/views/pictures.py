@@ -5,7 +5,7 @@ text.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -15,24 +15,20 @@ from plotly.graph_objects import Bar, Figure
 from plotly.subplots import make_subplots
 
 from lowmem_grpo.memory.plan import MemoryPlan
-from lowmem_grpo.runs.accuracy import Answers, accuracy_interval
+from lowmem_grpo.runs.accuracy import Answers, accuracy_interval, changed_first
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.units import GIB
+from lowmem_grpo.views.chart import Chart, Line, how_smoothed, smoothed
 from lowmem_grpo.views.charts import figures
-from lowmem_grpo.views.report import rows_of_run
+from lowmem_grpo.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
+from lowmem_grpo.views.report import completions_of_run, rows_of_run, summary_of_run
+from lowmem_grpo.views.svg import MARKED
 
 COLUMNS = 2  # of charts beside each other
 CHART_HEIGHT, BAR_HEIGHT, LEGEND_LINE = 220, 46, 20  # pixels
 CHART_GAP, FRAME = 100, 110  # pixels between charts, and of a figure's title and axis
-COLOURS = {  # the model in blue, LoRA in green, what depends on tokens in warm colours, the driver in grey
-    "weights": "#2f5d9b", "embedding": "#6f9bd1", "head": "#a9c6e8", "adapters": "#2e8b57", "gradients": "#6cbf8b",
-    "optimizer": "#b5dfc0", "KV cache": "#e0803a", "engine workspace": "#c98bbf", "layer inputs": "#c0504d",
-    "layer recompute": "#e0803a", "MLP tile": "#f0b67f", "U and hidden states": "#f6d55c", "logits chunk": "#d9a441",
-    "attention workspace": "#8f6bb3", "adapter copy": "#1f6b43", "sampling weights": "#4a3f9b",
-    "CUDA context": "#8a8f98", "reserve": "#c4c8ce",
-}
 PHASES = ("train", "rollout")
-RIGHT, WRONG = "#2e8b57", "#c0504d"
+TABLE = "border-collapse:collapse;display:block;overflow-x:auto"
 CELL = "padding:6px 10px;border:1px solid #8888;vertical-align:top;text-align:left;white-space:pre-wrap"
 
 
@@ -42,14 +38,16 @@ def curves(run_dir: str | Path, *titles: str) -> Figure:
     It also works while the run goes on. FileNotFoundError if the folder holds no metrics.jsonl; ValueError for an
     unknown title, with the titles that this run has.
     """
-    found = {chart["title"]: chart for chart in figures(rows_of_run(Path(run_dir)))}
+    folder = Path(run_dir)
+    charts = figures(rows_of_run(folder), completions_of_run(folder), summary_of_run(folder))
+    found = {chart.title: chart for chart in charts}
     if unknown := [title for title in titles if title not in found]:
         raise ValueError(f"the run in {run_dir} has no curve {unknown[0]!r}; it has {', '.join(found) or 'none yet'}")
     return drawn([found[title] for title in titles or found])
 
 
-def drawn(charts: list[dict[str, Any]]) -> Figure:
-    """The charts of `charts.figures`, two in a row, each with what its lines mean in its title."""
+def drawn(charts: list[Chart]) -> Figure:
+    """The charts, two in a row, each with what its lines mean in its title."""
     rows, columns = max(1, math.ceil(len(charts) / COLUMNS)), min(COLUMNS, max(1, len(charts)))
     height = CHART_HEIGHT * rows + CHART_GAP * (rows - 1)
     figure = make_subplots(
@@ -57,19 +55,60 @@ def drawn(charts: list[dict[str, Any]]) -> Figure:
     )
     for place, chart in enumerate(charts):
         at = {"row": place // columns + 1, "col": place % columns + 1}
-        several = len([trace for trace in chart["traces"] if trace.get("showlegend", True)]) > 1
-        for trace in chart["traces"]:
-            grouped = {"legendgroup": chart["title"], "legendgrouptitle_text": chart["title"]} if several else {}
-            figure.add_trace({"showlegend": several, **trace, **grouped}, **at)
-        figure.update_yaxes(tickformat=chart["format"], rangemode="tozero" if chart["from_zero"] else "normal", **at)
+        for trace in traces(chart):
+            figure.add_trace(trace, **at)
+        _, values = chart.axes()
+        ticks = {"tickvals": [value for value, _ in values.ticks], "ticktext": [label for _, label in values.ticks]}
+        figure.update_yaxes(title_text=chart.axis, range=[values.low, values.high], **ticks, **at)
         figure.update_xaxes(title_text="step", title_standoff=4, **at)
-    return figure.update_layout(height=FRAME + height, margin={"t": 60, "b": 50, "l": 50, "r": 20})
+    how = {"text": how_smoothed(charts), "x": 0.5, "font_size": 12}
+    return figure.update_layout(height=FRAME + height, margin={"t": 80, "b": 50, "l": 60, "r": 20}, title=how)
 
 
-def heading(chart: dict[str, Any]) -> str:
+def traces(chart: Chart) -> list[dict[str, Any]]:
+    """A chart's lines for plotly, each in its colour: its band, then faint what was logged, then bold."""
+    found: list[dict[str, Any]] = []
+    for place, line in enumerate(chart.lines):
+        colour, bold = LINES[place % len(LINES)], smoothed(chart, line)
+        words = {"legendgroup": chart.title, "legendgrouptitle_text": chart.title} if len(chart.lines) > 1 else {}
+        found += band(bold, colour)
+        if bold is not line:
+            found.append({**trace(line, colour, 1), "opacity": 0.35, "showlegend": False, "hoverinfo": "skip"})
+        shown = trace(bold, colour, 2) | {"showlegend": len(chart.lines) > 1} | words
+        found.append(shown | ({"stackgroup": "shares"} if chart.stacked else {}))
+    return found
+
+
+def trace(line: Line, colour: str, width: float) -> dict[str, Any]:
+    """One line in this colour, with a mark at each point where they are few."""
+    mode = "markers" if line.dots else "lines+markers" if len(line.points) < MARKED else "lines"
+    around = {"error_y": errors([value for _, value in line.points], line.edges)} if line.dots and line.edges else {}
+    return {"type": "scatter", "name": line.name, "mode": mode, "line": {"width": width, "color": colour},
+            "marker": {"color": colour}, "x": [step for step, _ in line.points],
+            "y": [value for _, value in line.points], **around}
+
+
+def band(line: Line, colour: str) -> list[dict[str, Any]]:
+    """What lies between the edges of a curve."""
+    if line.dots or not line.edges:
+        return []
+    edge = {"type": "scatter", "x": [step for step, _ in line.points], "mode": "lines", "line": {"width": 0},
+            "hoverinfo": "skip", "showlegend": False}
+    lower, upper = ({**edge, "y": [pair[side] for pair in line.edges]} for side in (0, 1))
+    return [lower, {**upper, "fill": "tonexty", "fillcolor": f"{colour}29"}]  # 16% of the colour
+
+
+def errors(values: Sequence[float], intervals: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Intervals around values, as plotly wants them."""
+    return {"type": "data",
+            "array": [max(0.0, high - value) for value, (_, high) in zip(values, intervals, strict=True)],
+            "arrayminus": [max(0.0, value - low) for value, (low, _) in zip(values, intervals, strict=True)]}
+
+
+def heading(chart: Chart) -> str:
     """A chart's title, and its note in small letters."""
-    note = f"<br><sup>{escape(chart['note'])}</sup>" if chart["note"] else ""
-    return f"{escape(chart['title'])}{note}"
+    note = f"<br><sup>{escape(chart.note)}</sup>" if chart.note else ""
+    return f"{escape(chart.title)}{note}"
 
 
 def accuracies(found: Mapping[str, Answers]) -> Figure:
@@ -78,13 +117,14 @@ def accuracies(found: Mapping[str, Answers]) -> Figure:
         raise ValueError("no answers were given; accuracies({'before': ..., 'after': ...}) takes at least one")
     measured = [accuracy_interval(answers.counts, len(answers.right[0])) for answers in found.values()]
     shares = [share for share, _ in measured]
-    errors = {"type": "data", "array": [max(0.0, high - share) for share, (_, high) in measured],
-              "arrayminus": [max(0.0, share - low) for share, (low, _) in measured]}
-    bar = Bar(x=list(found), y=shares, error_y=errors, text=[f"{share:.0%}" for share in shares],
-              textposition="inside", insidetextanchor="start")
+    counts = [len(answers.right) for answers in found.values()]
+    bar = Bar(x=list(found), y=shares, error_y=errors(shares, [interval for _, interval in measured]),
+              text=[f"{share:.0%}" for share in shares], textposition="inside", insidetextanchor="start",
+              marker_color=list(LINES[: len(found)]))
     return Figure(bar).update_layout(
-        title="right answers, with 95% intervals", height=320, width=420, yaxis={"range": [0, 1], "tickformat": ".0%"},
-        margin={"t": 50, "b": 30},
+        title=f"right answers, with 95% intervals<br><sup>n = {' and '.join(map(str, dict.fromkeys(counts)))} problems"
+              "</sup>", height=340, width=420, margin={"t": 70, "b": 30},
+        yaxis={"range": [0, 1], "tickformat": ".0%", "title": "share of answers"},
     )
 
 
@@ -101,7 +141,7 @@ def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: st
     parts = [part for part in dict.fromkeys(part for held in sizes.values() for part in held)
              if any(held.get(part) for held in sizes.values())]
     figure = Figure([Bar(name=part, orientation="h", y=list(sizes), x=[held.get(part, 0.0) for held in sizes.values()],
-                         marker_color=COLOURS.get(part), hovertemplate="%{x:.2f} GiB") for part in parts])
+                         marker_color=MEMORY.get(part), hovertemplate="%{x:.2f} GiB") for part in parts])
     for name, held in sizes.items():
         figure.add_annotation(x=sum(held.values()), y=name, text=f"{sum(held.values()):.1f}", showarrow=False,
                               xanchor="left", xshift=4)
@@ -123,21 +163,26 @@ class SampleTable:
         head = "".join(f"<th style='{CELL}'>{escape(name)}</th>" for name in ("prompt", *self.names))
         body = "".join(f"<tr>{cell(prompt)}{''.join(judged(*answer) for answer in answers)}</tr>"
                        for prompt, answers in self.rows)
-        return f"<table style='border-collapse:collapse'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<table style='{TABLE}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def __repr__(self) -> str:
         lines = []
         for prompt, answers in self.rows:
             lines.append(prompt)
             for name, (text, right) in zip(self.names, answers, strict=True):
-                lines.append(f"  {name}, {'right' if right else 'wrong'}: {' | '.join(text.split(chr(10)))}")
+                word = "right" if right else "wrong"
+                lines.append(f"  {name}, {sign(right)} {word}: {' | '.join(text.split(chr(10)))}")
         return "\n".join(lines)
 
 
 def samples(rows: list[dict[str, Any]], found: Mapping[str, Answers], shown: int = 4) -> SampleTable:
-    """The first answers of each model to the first `shown` prompts; `rows` are those that they answered."""
+    """The first answers of each model to `shown` prompts, those first whose answer changed between wrong and right from
+    the first model to the last; `rows` are those that they answered."""
     table = []
-    for index, row in enumerate(rows[:shown]):
+    first, *_, last = [*found.values()] * 2
+    pairs = [(old[0], new[0]) for old, new in zip(first.right, last.right, strict=True)][: len(rows)]
+    for index in changed_first(pairs, shown) if len(found) > 1 else range(min(shown, len(rows))):
+        row = rows[index]
         label = "" if row.get("answer") is None else f"\n\nexpected: {row['answer']}"
         answers = [(answers.texts[index][0], answers.right[index][0]) for answers in found.values()]
         table.append((prompt_text(row["prompt"]) + label, answers))
@@ -147,7 +192,7 @@ def samples(rows: list[dict[str, Any]], found: Mapping[str, Answers], shown: int
 def judged(text: str, right: bool) -> str:
     """An answer's cell: the verdict in its colour, and what was written."""
     colour, word = (RIGHT, "right") if right else (WRONG, "wrong")
-    return f"<td style='{CELL}'><b style='color:{colour}'>{word}</b>\n{escape(text)}</td>"
+    return f"<td style='{CELL}'><b style='color:{colour}'>{sign(right)} {word}</b>\n{escape(text)}</td>"
 
 
 def cell(text: str) -> str:

@@ -1,7 +1,7 @@
 """The report of a run: one HTML file that opens offline, with its curves, samples and settings.
 
-The page contains everything it needs, plotly.js included, and its content policy forbids it to load anything else.
-What a model wrote reaches the page only as escaped text: through `html.escape`, or as JSON that the page's script
+The page contains everything that it needs in at most `MOST_BYTES`, and its content policy forbids it to load anything
+else. What a model wrote reaches the page only as escaped text: through `html.escape`, or as JSON that the page's script
 puts into `textContent`.
 """
 
@@ -11,14 +11,24 @@ from collections import defaultdict
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from lowmem_grpo.runs.records import METRICS, SUMMARY, read_lines
-from lowmem_grpo.units import time_text
+from lowmem_grpo.runs.accuracy import KINDS
+from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
+from lowmem_grpo.views.accuracy import deciding
+from lowmem_grpo.views.chart import Chart, how_smoothed
 from lowmem_grpo.views.charts import Record, figures
+from lowmem_grpo.views.headline import NOTHING, clipped, headline
+from lowmem_grpo.views.palette import LINES, css, sign
+from lowmem_grpo.views.svg import MOST_POINTS, drawing, hover_data
 
-NOTHING = "\u2013"  # a dash where a value is missing
+MOST_BYTES = 500_000
+ROOM_FOR_SAMPLES = 100_000  # bytes that the rest of the page leaves, if cutting its texts can do that
+ALL_POINTS = 6000  # of all lines together
 MAX_SAMPLES = 1500  # more would make the page slow to open
 WHOLE_GROUP = 8  # completions of a step worth keeping together, before steps are left out
+LONGEST = (4000, 1000, 200)  # characters of a text, the first that leaves room
+COLUMNS = ("step", "prompt", "completion", "rewards", "reward", "advantage", "tokens", "finish_reason")
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
@@ -28,11 +38,9 @@ def write_report(run_dir: Path) -> Path:
     Raises FileNotFoundError without a `metrics.jsonl`, and ValueError for a line in it that is not JSON.
     """
     rows = rows_of_run(run_dir)
-    summary_path, completions_path = run_dir / "summary.json", run_dir / "completions.jsonl"
-    summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {}
-    completions = read_lines(completions_path) if completions_path.is_file() else []
+    completions, summary = completions_of_run(run_dir), summary_of_run(run_dir)
     page = render(run_dir.resolve().name, rows, completions, summary)
-    report, partial = run_dir / "report.html", run_dir / "report.html.partial"
+    report, partial = run_dir / REPORT, run_dir / f"{REPORT}.partial"
     partial.write_text(page, encoding="utf-8", errors="replace")
     os.replace(partial, report)
     return report
@@ -53,6 +61,90 @@ def rows_of_run(run_dir: Path) -> list[Record]:
     return [rows[step] for step in sorted(rows)]
 
 
+def completions_of_run(run_dir: Path) -> list[Record]:
+    """Every logged completion; none where the run logged none."""
+    path = run_dir / COMPLETIONS
+    return read_lines(path) if path.is_file() else []
+
+
+def summary_of_run(run_dir: Path) -> Record:
+    """summary.json; empty where there is none that can be read."""
+    try:
+        return json_object((run_dir / SUMMARY).read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def render(name: str, rows: list[Record], completions: list[Record], summary: Record) -> str:
+    """The whole page, as many samples in it as there is room for."""
+    charts, right = figures(rows, completions, summary), deciding(completions, summary)
+    most = max(2, min(MOST_POINTS, ALL_POINTS // max(1, sum(len(chart.lines) for chart in charts))))
+    above = headline(name, rows, summary, missing(rows, completions, summary)) + curves_section(charts, most)
+    data = {"charts": [hover_data(chart, most) for chart in charts], "right": right if len(right) == 1 else []}
+    title = str(summary.get("recipe") or name)
+    for longest in LONGEST:
+        top = above + before_after_section(summary, longest)
+        end = settings_section(summary.get("config") or {}, longest)
+        bare = page(title, top + samples_section(len(completions), len(completions) + 1) + end, data | {"samples": []})
+        room = MOST_BYTES - size(bare)
+        if room >= ROOM_FOR_SAMPLES:
+            break
+    samples = fitting(completions, room, longest)
+    return page(title, top + samples_section(len(samples), len(completions)) + end, data | {"samples": samples})
+
+
+def page(title: str, body: str, data: Record) -> str:
+    """The HTML file with this body; its script reads `data`."""
+    assets = files("lowmem_grpo") / "assets" / "report"
+    held = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>
+<style>{css()}{line_rules()}{(assets / "report.css").read_text()}</style></head>
+<body><main>{body}</main>
+<script type="application/json" id="data">{held}</script>
+<script>{(assets / "report.js").read_text()}</script></body></html>
+"""
+
+
+def size(text: str) -> int:
+    """Bytes of a text in a file."""
+    return len(text.encode("utf-8", errors="replace"))
+
+
+def line_rules() -> str:
+    """The style of the lines of a chart, each in its colour."""
+    return "".join(f".l{place}{{--own:var(--line{place})}}" for place in range(len(LINES))) + "\n"
+
+
+def missing(rows: list[Record], completions: list[Record], summary: Record) -> list[str]:
+    """What the run left no trace of, in words."""
+    lacks = [("curves, since no step was logged", not rows),
+             ("samples, since no completion was logged", not completions),
+             ("model, settings and status, since there is no summary.json that can be read", not summary)]
+    return [words for words, absent in lacks if absent]
+
+
+def fitting(completions: list[Record], room: int, longest: int) -> list[Record]:
+    """Samples over all of the run that take at most `room` bytes."""
+    limit = MAX_SAMPLES
+    while limit > 0:
+        kept = [shown(sample, longest) for sample in spread(completions, limit)]
+        taken = size(json.dumps(kept, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"))
+        if taken <= room:
+            return kept
+        limit = min(len(kept) - 1, int(0.95 * len(kept) * room / taken))
+    return []
+
+
+def shown(sample: Record, longest: int) -> Record:
+    """What the page shows of a completion."""
+    found = {name: sample[name] for name in COLUMNS if name in sample}
+    return found | {name: clipped(str(found[name]), longest) for name in ("prompt", "completion") if name in found}
+
+
 def spread(samples: list[Record], limit: int = MAX_SAMPLES) -> list[Record]:
     """At most `limit` samples: the first ones of evenly spaced steps, with the first and the last step."""
     if len(samples) <= limit:
@@ -67,105 +159,77 @@ def spread(samples: list[Record], limit: int = MAX_SAMPLES) -> list[Record]:
     return [sample for step in kept for sample in by_step[step][:per_step]]
 
 
-def render(name: str, rows: list[Record], completions: list[Record], summary: Record) -> str:
-    """The whole page."""
-    from plotly.offline import get_plotlyjs
-
-    assets = files("lowmem_grpo") / "assets" / "report"
-    samples, charts = spread(completions), figures(rows)
-    data = json.dumps({"charts": charts, "samples": samples}, allow_nan=False).replace("<", "\\u003c")
-    title = escape(str(summary.get("recipe") or name))
-    body = "\n".join([
-        headline(title, name, rows, summary), curves_section(charts),
-        before_after_section(summary.get("samples") or []),
-        samples_section(len(samples), len(completions)), settings_section(summary.get("config") or {}),
-    ])
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="color-scheme" content="light dark"><title>{title}</title>
-<style>{(assets / "report.css").read_text()}</style></head>
-<body><main>{body}</main>
-<script type="application/json" id="data">{data}</script>
-<script>{get_plotlyjs()}</script>
-<script>{(assets / "report.js").read_text()}</script></body></html>
-"""
-
-
-def headline(title: str, name: str, rows: list[Record], summary: Record) -> str:
-    """What was trained, its status, and the main numbers."""
-    status = escape(str(summary.get("status") or "running"))
-    last = rows[-1] if rows else {}
-    seconds = summary.get("train_seconds", last.get("elapsed"))
-    tiles = [accuracy_tile(summary)]
-    if last.get("reward") is not None:
-        tiles.append(tile("Reward, last step", f"{last['reward']:.3f}"))
-    tiles.append(tile("Training time", NOTHING if seconds is None else time_text(seconds)))
-    tiles.append(tile("Steps", str(summary.get("steps", last.get("step", 0)))))
-    if summary.get("seed") is not None:
-        tiles.append(tile("Seed", str(summary["seed"])))
-    parts = [summary.get("model"), name if summary.get("recipe") else None]
-    about = " · ".join(escape(str(part)) for part in parts if part)
-    return (f'<header><h1>{title} <span class="status {status}">{status}</span></h1><p class="quiet">{about}</p>'
-            f'<div class="tiles">{"".join(tiles)}</div></header>')
-
-
-def accuracy_tile(summary: Record) -> str:
-    """Accuracy before and after training, if it was measured."""
-    before, after = (summary.get(key) for key in ("accuracy_before", "accuracy_after"))
-    if before is None and after is None:
-        return ""
-    shown = " → ".join("…" if value is None else f"{value:.1%}" for value in (before, after))
-    problems = summary.get("eval_problems")
-    return tile("Accuracy before → after" + (f", {problems} problems" if problems else ""), shown, "tile wide")
-
-
-def tile(label: str, value: str, css: str = "tile") -> str:
-    """One number and what it counts."""
-    return f'<div class="{css}"><div class="number">{escape(value)}</div><div class="quiet">{escape(label)}</div></div>'
-
-
-def curves_section(charts: list[Record]) -> str:
-    """A place for each chart; the script draws into it."""
+def curves_section(charts: list[Chart], most: int) -> str:
+    """The charts, each with its legend."""
     if not charts:
         return '<section><h2>Curves</h2><p class="card">No steps logged yet.</p></section>'
-    places = "".join(
-        f'<figure class="card"><figcaption><b>{escape(chart["title"])}</b> <span class="quiet">{escape(chart["note"])}'
-        f'</span></figcaption><div class="plot" id="chart-{number}"></div></figure>'
-        for number, chart in enumerate(charts)
-    )
-    return f'<section><h2>Curves by step</h2><div class="charts">{places}</div></section>'
+    drawn = "".join(figure(chart, most) for chart in charts)
+    return (f'<section><h2>Curves by step</h2><p class="quiet">{how_smoothed(charts)}</p>'
+            f'<div class="charts">{drawn}</div></section>')
 
 
-def before_after_section(samples: list[Record]) -> str:
-    """What the model answered before and after training, side by side."""
+def figure(chart: Chart, most: int) -> str:
+    """One chart with its words."""
+    named = len(chart.lines) > 1 or not chart.metrics  # where the title is not the name
+    keys = "".join(f'<span class="key l{place % len(LINES)}">{escape(line.name)}</span>'
+                   for place, line in enumerate(chart.lines)) if named else ""
+    words = f'<b>{escape(chart.title)}</b> <span class="quiet">{escape(chart.note)}</span>'
+    return (f'<figure class="card"><figcaption>{words}<div class="keys">{keys}</div></figcaption>'
+            f'{drawing(chart, most)}<output class="quiet"></output></figure>')
+
+
+def before_after_section(summary: Record, longest: int) -> str:
+    """What the model answered before and after training, side by side; what changed comes first."""
+    samples = sorted(summary.get("samples") or [], key=lambda sample: KINDS.index(verdicts(sample)))
     if not samples:
         return ""
     cards = "".join(
-        f'<article class="card"><pre>{text(sample, "prompt")}</pre>'
-        f'<p class="quiet">expected: <b>{text(sample, "answer")}</b></p>'
-        f'<div class="pair"><div><h3>Before</h3><pre>{text(sample, "before")}</pre></div>'
-        f'<div><h3>After</h3><pre>{text(sample, "after")}</pre></div></div></article>'
-        for sample in samples
+        f'<article class="card"><pre>{text(sample, "prompt", longest)}</pre>'
+        f'<p class="quiet">expected: <b>{text(sample, "answer", longest)}</b></p><div class="pair">'
+        f'<div><h3>Before {verdict(sample.get("right_before"))}</h3><pre>{text(sample, "before", longest)}</pre></div>'
+        f'<div><h3>After {verdict(sample.get("right_after"))}</h3><pre>{text(sample, "after", longest)}</pre></div>'
+        '</div></article>' for sample in samples
     )
-    return f'<section><h2>Before and after</h2><div class="articles">{cards}</div></section>'
+    return f'<section><h2>Before and after</h2>{counts(summary)}<div class="articles">{cards}</div></section>'
 
 
-def text(sample: Record, key: str) -> str:
+def verdicts(sample: Record) -> tuple[bool | None, bool | None]:
+    """Whether the answers before and after are right; None where the run did not say."""
+    before, after = sample.get("right_before"), sample.get("right_after")
+    return (None, None) if before is None or after is None else (bool(before), bool(after))
+
+
+def verdict(right: Any) -> str:
+    """A verdict with its sign, in its colour."""
+    if right is None:
+        return ""
+    name = "right" if right else "wrong"
+    return f'<span class="{name}">{sign(right)} {name}</span>'
+
+
+def counts(summary: Record) -> str:
+    """How many problems changed, if the run counted them."""
+    if not (change := summary.get("difference")):
+        return ""
+    return (f'<p class="quiet">{change["better"]:,} problems were wrong before and right after, {change["worse"]:,} '
+            f'the other way round; {change["same"]:,} stayed as they were. Those that changed come first.</p>')
+
+
+def text(sample: Record, key: str, longest: int) -> str:
     """A field as escaped text, a dash if it is missing."""
     value = sample.get(key)
-    return NOTHING if value is None else escape(str(value))
+    return NOTHING if value is None else escape(clipped(str(value), longest))
 
 
-def samples_section(shown: int, logged: int) -> str:
+def samples_section(kept: int, logged: int) -> str:
     """The controls of the sample browser and its empty table; the script fills it."""
-    if not shown:
-        return '<section><h2>Samples over time</h2><p class="card">No completions logged yet.</p></section>'
-    capped = f"{logged} completions were logged; this page holds {shown} of them, spread evenly over the steps."
-    note = f'<p class="quiet">{capped}</p>' if shown < logged else ""
+    if not kept:
+        why = "No completions logged yet." if not logged else f"None of {logged:,} completions fits into this page."
+        return f'<section><h2>Samples over time</h2><p class="card">{why}</p></section>'
+    capped = f"{logged} completions were logged; this page holds {kept} of them, spread evenly over the steps."
+    note = f'<p class="quiet">{capped}</p>' if kept < logged else ""
     return f"""<section><h2>Samples over time</h2>{note}
-<div class="controls"><label>Step <input type="range" id="step" min="0" step="1"> <output id="at"></output></label>
+<div class="controls"><label>Step <input type="range" id="step" min="0" step="1"> <b id="at"></b></label>
 <label><input type="checkbox" id="all"> all steps</label>
 <input type="search" id="filter" size="32" placeholder="Text in prompt or completion" aria-label="Text filter">
 <select id="order" aria-label="Order"><option value="0">As logged</option>
@@ -175,10 +239,10 @@ def samples_section(shown: int, logged: int) -> str:
 <button id="more" type="button">Show more</button></section>"""
 
 
-def settings_section(config: Record) -> str:
+def settings_section(config: Record, longest: int) -> str:
     """The run's settings, folded away."""
     if not config:
         return ""
-    rows = "".join(f"<tr><td>{escape(str(key))}</td><td><code>{escape(json.dumps(value))}</code></td></tr>"
-                   for key, value in config.items())
+    rows = "".join(f"<tr><td>{escape(str(key))}</td><td><code>{escape(clipped(json.dumps(value), longest))}</code></td>"
+                   "</tr>" for key, value in config.items())
     return f"<details><summary>Settings</summary><div class='scroll card'><table>{rows}</table></div></details>"

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lowmem_grpo.views.live import BLOCKS, LiveView, print_accuracy, print_samples, sparkline, wilson_interval
+from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.views.answers import print_accuracy, print_samples
+from lowmem_grpo.views.live import BLOCKS, LiveView, sparkline
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"

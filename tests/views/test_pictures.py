@@ -12,7 +12,8 @@ from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.runs.accuracy import Answers, wilson_interval
 from lowmem_grpo.units import GIB
-from lowmem_grpo.views.pictures import COLOURS, accuracies, curves, memory_bars, samples
+from lowmem_grpo.views.palette import MEMORY, RIGHT, WRONG
+from lowmem_grpo.views.pictures import accuracies, curves, memory_bars, samples
 
 ATTACK = "<img src=x onerror=alert(1)>"
 
@@ -50,7 +51,9 @@ def test_the_chosen_curves_hold_what_the_run_logged(tmp_path: Path) -> None:
 def test_without_a_choice_every_curve_is_drawn_and_a_legend_names_lines_of_the_same_chart(tmp_path: Path) -> None:
     figure = curves(run_folder(tmp_path))
     assert titles(figure) == ["Reward", "Reward functions", "Groups with signal", "Entropy"]
-    assert figure.layout.yaxis3.rangemode == "tozero"  # that of the groups
+    groups = figure.layout.yaxis3
+    assert groups.range[0] == 0 and groups.title.text == "groups" and figure.layout.xaxis3.title.text == "step"
+    assert len(set(groups.ticktext)) == len(groups.ticktext)
     assert {trace.name for trace in figure.data if trace.showlegend} == {"right", "short", "all", "with signal"}
 
 
@@ -86,7 +89,7 @@ def test_a_memory_bar_is_as_long_as_its_plan(phase: str) -> None:
 
 def test_every_component_of_a_bar_has_a_colour_that_no_other_of_the_phase_has() -> None:
     found = planned(engine="vllm", sampling_weights="16bit")
-    assert {row.name for row in found.rows} - {"host buffers"} == set(COLOURS)
+    assert {row.name for row in found.rows} - {"host buffers"} == set(MEMORY)
     for phase in ("train", "rollout"):
         figure = memory_bars({"a plan": found, "all kept": planned("h200", checkpointing=False, mlp_tile=0)}, phase)
         used = [trace.marker.color for trace in figure.data]
@@ -105,11 +108,11 @@ def test_samples_stand_side_by_side_with_their_verdicts() -> None:
     rows = [{"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}, {"prompt": "3 + 3?"}]
     found = {"base": answers([[False], [True]], "5\n6"), "adapter": answers([[True], [True]])}
     table = samples(rows, found, shown=1)
-    assert repr(table) == "2 + 2?\n\nexpected: 4\n  base, wrong: 5 | 6\n  adapter, right: 4"
+    assert repr(table) == "2 + 2?\n\nexpected: 4\n  base, ✗ wrong: 5 | 6\n  adapter, ✓ right: 4"
     page = table._repr_html_()
     assert page.count("<tr>") == 2
     assert page.index("<th") < page.index("base") < page.index("adapter") < page.index("2 + 2?")
-    assert "wrong</b>\n5\n6</td>" in page and "right</b>\n4</td>" in page
+    assert f"color:{WRONG}'>✗ wrong</b>\n5\n6</td>" in page and f"color:{RIGHT}'>✓ right</b>\n4</td>" in page
     assert "expected" not in repr(samples(rows, found)).rpartition("3 + 3?")[2]
 
 

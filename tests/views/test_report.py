@@ -1,13 +1,18 @@
 """The report page: what it needs, what it shows, and that model text cannot break out of it."""
 
 import json
+import re
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lowmem_grpo.views.report import MAX_SAMPLES, spread, write_report
+from lowmem_grpo.runs.accuracy import KINDS, changed_first
+from lowmem_grpo.views.palette import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG
+from lowmem_grpo.views.report import MAX_SAMPLES, MOST_BYTES, spread, write_report
 
 ATTACK = "</script><img src=x onerror=alert(1)><!--"
 
@@ -43,8 +48,36 @@ class Page(HTMLParser):
     def titles(self) -> list[str]:
         return [chart["title"] for chart in self.data["charts"]]
 
-    def chart(self, title: str) -> dict[str, Any]:
-        return next(chart for chart in self.data["charts"] if chart["title"] == title)
+    def lines(self, title: str) -> dict[str, dict[int, float]]:
+        """The lines of a chart by their names, each as values by step."""
+        chart = next(chart for chart in self.data["charts"] if chart["title"] == title)
+        return {name: dict(zip(steps, values, strict=True)) for name, steps, values in chart["lines"]}
+
+    def texts(self, css: str) -> list[str]:
+        """The texts of a class of the drawings, in order."""
+        return re.findall(rf'<text class="{css}"[^>]*>([^<]*)</text>', self.source)
+
+
+SIGHTS = [np.eye(3), *(np.array(rows).reshape(3, 3) for rows in (  # usual, without red, green, or blue cones
+    [0.152286, 1.052583, -0.204868, 0.114503, 0.786281, 0.099216, -0.003882, -0.048116, 1.051998],
+    [0.367322, 0.860646, -0.227968, 0.280085, 0.672501, 0.047413, -0.011820, 0.042940, 0.968881],
+    [1.255528, -0.076749, -0.178779, -0.078411, 0.930809, 0.147602, 0.004733, 0.691367, 0.303900],
+))]
+
+
+def apart(one: str, other: str, seen: Any) -> float:
+    """How far two colours are from each other in CIELAB, as seen by these eyes."""
+    return float(np.linalg.norm(lab(one, seen) - lab(other, seen)))
+
+
+def lab(colour: str, seen: Any) -> Any:
+    """A colour "#rrggbb" in CIELAB (D65)."""
+    srgb = np.array([int(colour[place:place + 2], 16) / 255 for place in (1, 3, 5)])
+    linear = seen @ np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ linear.clip(0, 1) / np.array([0.9505, 1, 1.089])
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def metric(step: int, **more: Any) -> dict[str, Any]:
@@ -87,7 +120,7 @@ def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1), metric(2)], [completion(1)])
     assert not [attrs for _, attrs in page.elements if {"src", "href"} & set(attrs)]
     assert "link" not in dict(page.elements) and "@import" not in page.source.split("</style>")[0]
-    assert "plotly.js v" in page.scripts[1]
+    assert not re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]", page.source)
     policy = next(attrs["content"] for _, attrs in page.elements if "http-equiv" in attrs)
     assert policy is not None and policy.startswith("default-src 'none'") and "http" not in policy
 
@@ -97,23 +130,143 @@ def test_model_text_cannot_close_the_script_or_add_elements(tmp_path: Path) -> N
              samples=[dict.fromkeys(("prompt", "answer", "before", "after"), ATTACK)])
     page = page_of(tmp_path, [metric(1)], [completion(1, ATTACK)])
     assert ATTACK not in page.source
-    assert "img" not in dict(page.elements) and len(page.scripts) == 3
+    assert "img" not in dict(page.elements) and len(page.scripts) == 2
     assert page.data["samples"][0]["completion"] == ATTACK
     assert page.prose.count(ATTACK) == 9
-    assert "textContent" in page.scripts[2]  # the only way of model text into the page
+    assert "textContent" in page.scripts[1]  # the only way of model text into the page
     assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(")
-                if word in page.scripts[2]]
+                if word in page.scripts[1]]
 
 
 def test_the_headline_shows_what_the_summary_says_and_without_one_that_it_is_running(tmp_path: Path) -> None:
     finished(tmp_path, config={"beta": 0.04}, samples=[{"prompt": "p", "answer": "4", "before": "5", "after": "4!"}])
     prose = page_of(tmp_path, [metric(1), metric(2), metric(3)]).prose
-    for expected in ("arithmetic", "tiny", "finished", "21.5% → 78.0%", "200 problems", "1 min 35 s", "beta", "4!"):
+    for expected in ("arithmetic", "tiny", "finished", "21.5% → 78.0%", "n = 200", "1 min 35 s", "beta", "4!"):
         assert expected in prose
     assert "running" not in prose
     (tmp_path / "summary.json").unlink()
     prose = page_of(tmp_path, [metric(1), metric(2)]).prose
-    assert "running" in prose and "20 s" in prose and tmp_path.name in prose and "Accuracy" not in prose
+    assert "running" in prose and "20 s" in prose and tmp_path.name in prose and "before →" not in prose
+
+
+def test_accuracies_have_wilson_intervals_and_their_difference_the_paired_one(tmp_path: Path) -> None:
+    """The roots of (p - x)^2 = z^2 x (1 - x) / n are the ends of Wilson's interval."""
+    change = {"accuracy": 0.565, "interval": [0.482, 0.641], "better": 120, "worse": 7, "same": 73}
+    finished(tmp_path, difference=change)
+    prose = page_of(tmp_path, [metric(1)]).prose
+    ends = []
+    for share in (0.215, 0.78):
+        z, n = 1.959964, 200
+        a, b, c = 1 + z * z / n, 2 * share + z * z / n, share * share
+        ends += [(b + sign * (b * b - 4 * a * c) ** 0.5) / (2 * a) for sign in (-1, 1)]
+    assert "95% intervals: {:.1%} to {:.1%} before, {:.1%} to {:.1%} after".format(*ends) in prose
+    assert "change +56.5 points, 95% interval +48.2 to +64.1 (paired on the same problems): more than chance" in prose
+
+
+def test_tiles_tell_memory_speed_card_size_and_version_and_no_seed(tmp_path: Path) -> None:
+    machine = {"parameters": 8_030_261_248, "trainable_parameters": 41_943_040, "weights": "4-bit", "card": "H200",
+               "card_bytes": 140 * 2**30, "processor": "EPYC", "version": "0.1.0", "torch": "2.13.0"}
+    finished(tmp_path, machine=machine, config={"max_steps": 30})
+    rows = [metric(step, tokens_per_second=1200.0 + step, step_time=2.0) for step in (1, 2, 3)]
+    prose = page_of(tmp_path, rows).prose
+    for expected in ("3.00 GiB", "of 140.00 GiB on the card", "1,202", "8.03 B", "41.9 M more in the adapter", "H200",
+                     "0.1.0", "torch 2.13.0", "3 of 30"):
+        assert expected in prose
+    assert "Seed" not in prose and "EPYC" not in prose
+
+
+@pytest.mark.parametrize(("summary", "said"), [
+    ({"status": "failed", "error": "ValueError: <b>no room</b>\nmake room"}, ["This run failed after step 2 of 60",
+                                                                             "ValueError: <b>no room</b>"]),
+    ({"status": "failed"}, ["This run failed after step 2 of 60", "Why was not recorded"]),
+    ({"status": "interrupted"}, ["This run was stopped after step 2 of 60", "resume=true"]),
+    ({"status": "running"}, ["was going on", "resume=true"]),
+])
+def test_a_run_that_did_not_finish_says_so_and_why_and_what_the_page_lacks(
+    tmp_path: Path, summary: dict[str, Any], said: list[str]
+) -> None:
+    found = {"accuracy_before": 0.2, "eval_problems": 200, "steps": 2, "config": {"max_steps": 60}, **summary}
+    (tmp_path / "summary.json").write_text(json.dumps(found))
+    prose = page_of(tmp_path, [metric(1), metric(2)]).prose
+    for expected in (*said, "20.0% → not measured", "Not on this page: samples, since no completion was logged"):
+        assert expected in prose
+
+
+def test_verdicts_have_colours_and_signs_and_what_changed_comes_first(tmp_path: Path) -> None:
+    sample = {"prompt": "p", "answer": "4", "before": "old", "after": "new"}
+    kinds = [(True, True), (True, False), (False, False), (False, True)]
+    finished(tmp_path, samples=[sample | {"right_before": old, "right_after": new} for old, new in kinds])
+    page = page_of(tmp_path, [metric(1)])
+    found = re.findall(r'<span class="(right|wrong)">(.) (?:right|wrong)</span>', page.source)
+    good, bad = ("right", "✓"), ("wrong", "✗")
+    assert found == [bad, good, good, bad, bad, bad, good, good]
+    assert f"--right:{RIGHT}" in page.source and f"--wrong:{DARK_WRONG}" in page.source
+    assert ".right" in page.source and "var(--wrong)" in page.source
+
+
+@pytest.mark.parametrize("shown", [1, 4, 6, 100])
+def test_examples_of_every_kind_are_shown_and_otherwise_those_that_changed(shown: int) -> None:
+    pairs = [(True, True)] * 20 + [(False, True)] * 20 + [(False, False)] * 20 + [(True, False)] * 2
+    kinds = [KINDS.index(pairs[place]) for place in changed_first(pairs, shown)]
+    assert len(kinds) == min(shown, len(pairs)) and kinds == sorted(kinds)
+    assert len(set(kinds)) == min(shown, 4)
+    assert shown != 6 or kinds == [0, 0, 0, 1, 2, 3]
+
+
+def test_accuracy_is_drawn_over_the_steps_with_the_held_out_problems(tmp_path: Path) -> None:
+    finished(tmp_path, right="correct")
+    lines = [completion(step) | {"rewards": {"correct": 2.0 * (place < step), "format": 1.0}}
+             for step in (1, 2, 3) for place in range(4)]
+    found = page_of(tmp_path, [metric(1)], lines).lines("Accuracy")
+    assert found == {"sampled in training (correct)": {1: 0.25, 2: 0.5, 3: 0.75},
+                     "held-out problems, with 95% interval": {0: 0.215, 3: 0.78}}
+
+
+def test_axes_have_titles_and_ticks_that_differ_and_a_share_begins_at_zero(tmp_path: Path) -> None:
+    rows = [metric(step, **{"completions/clipped_ratio": 0.0004 * step, "clip_ratio/low_mean": 0.0,
+                            "learning_rate": 1e-6 * step, "tokens_per_second": 20_000.0 + step}) for step in (1, 2, 3)]
+    page = page_of(tmp_path, rows)
+    drawings = re.findall(r"<svg.*?</svg>", page.source)
+    assert len(drawings) == len(page.titles()) == len(page.texts("xtitle"))
+    assert "" not in re.findall(r'<text class="ytitle"[^>]*>([^<]*)<', page.source)
+    for drawing in drawings:
+        for css in ("xtick", "ytick"):
+            labels = re.findall(rf'<text class="{css}"[^>]*>([^<]*)</text>', drawing)
+            assert len(labels) == len(set(labels)) >= 2, drawing
+        if "%" in drawing:
+            assert float(labels[0].rstrip("%")) == 0
+    assert "share of completions" in page.source and "0.05%" in page.texts("ytick")
+
+
+def test_long_runs_are_smoothed_and_the_page_says_how(tmp_path: Path) -> None:
+    assert "Bold lines" not in page_of(tmp_path, [metric(step) for step in range(1, 10)]).prose
+    page = page_of(tmp_path, [metric(step, loss=(-1.0) ** step) for step in range(1, 61)])
+    assert "Bold lines are means of the 5 steps around each, faint ones are single steps." in page.prose
+    assert 'class="l0 faint"' in page.source
+    drawing = next(each for each in re.findall(r"<svg.*?</svg>", page.source) if "Loss" in each)
+    faint, bold = ([float(pair.split(",")[1]) for pair in points.split()] for points in
+                   re.findall(r'<polyline class="l0(?: faint)?" points="([^"]*)"', drawing))
+    assert max(bold[5:-5]) - min(bold[5:-5]) < (max(faint) - min(faint)) / 4
+
+
+@pytest.mark.parametrize("text", ["word ", "<&\"", "漢字", "\ud800"])
+def test_a_page_of_any_run_has_at_most_500_kb_and_still_shows_samples(tmp_path: Path, text: str) -> None:
+    long = text * 20_000
+    rows = [metric(step, **{f"rewards/f{number}/mean": 0.01 * number for number in range(30)})
+            for step in range(1, 2001)]
+    finished(tmp_path, samples=[dict.fromkeys(("prompt", "answer", "before", "after"), long)] * 6, error=long,
+             config={"kwargs": long})
+    page = page_of(tmp_path, rows, [completion(step, long) for step in range(1, 200)])
+    assert (tmp_path / "report.html").stat().st_size <= MOST_BYTES == 500_000
+    assert page.data["samples"] and page.data["samples"][-1]["step"] == 199
+
+
+def test_colours_differ_for_every_kind_of_sight() -> None:
+    """Simulated as by Machado et al. (2009), in CIELAB: 10 is another colour; verdicts are 25 apart."""
+    for lines, verdicts in ((LINES, (RIGHT, WRONG)), (DARK_LINES, (DARK_RIGHT, DARK_WRONG))):
+        for seen in SIGHTS:
+            assert min(apart(one, other, seen) for one, other in combinations(lines, 2)) > 10
+            assert apart(*verdicts, seen) > 25
 
 
 def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -122,7 +275,7 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_erro
     with (tmp_path / "completions.jsonl").open("ab") as file:
         file.write("é".encode()[:1])
     page = Page(write_report(tmp_path))
-    assert page.chart("Loss")["traces"][0]["x"] == [1, 2] and len(page.data["samples"]) == 1
+    assert page.lines("Loss") == {"loss": {1: 0.01, 2: 0.01}} and len(page.data["samples"]) == 1
     log(tmp_path, "metrics.jsonl", [metric(1)], tail='{"step": 2, "rew\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
         write_report(tmp_path)
@@ -143,16 +296,14 @@ def test_a_folder_without_metrics_is_an_error_that_says_what_was_expected(tmp_pa
 def test_curves_follow_the_log_and_absent_metrics_have_none(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1), metric(2, kl=float("nan")), {"step": 2, "eval_reward": 0.9}])
     assert "KL divergence" not in page.titles() and "Peak memory" in page.titles()
-    lower, upper, train, evaluation = page.chart("Reward")["traces"]
-    assert (train["x"], train["y"]) == ([1, 2], [0.1, 0.2]) and (evaluation["x"], evaluation["y"]) == ([2], [0.9])
-    assert lower["y"] == pytest.approx([-0.1, 0.0]) and upper["y"] == pytest.approx([0.3, 0.4])
-    assert [trace["name"] for trace in page.chart("Reward functions")["traces"]] == ["correct", "format"]
-    assert page.chart("Peak memory")["traces"][0]["y"] == [3.0, 3.0]
+    assert page.lines("Reward") == {"train": {1: 0.1, 2: 0.2}, "evaluation": {2: 0.9}}
+    assert list(page.lines("Reward functions")) == ["correct", "format"]
+    assert page.lines("Peak memory") == {"peak": {1: 3.0, 2: 3.0}}
 
 
 def test_a_step_repeated_after_a_resume_is_drawn_once(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1), metric(2, loss=5.0), metric(2, loss=0.5), metric(3)])
-    assert page.chart("Loss")["traces"][0]["y"] == [0.01, 0.5, 0.01]
+    assert page.lines("Loss") == {"loss": {1: 0.01, 2: 0.5, 3: 0.01}}
 
 
 def test_many_samples_are_capped_over_all_of_the_run_and_the_page_says_so(tmp_path: Path) -> None:

@@ -1,23 +1,23 @@
-const { charts, samples } = JSON.parse(document.getElementById("data").textContent);
-const dark = matchMedia("(prefers-color-scheme: dark)"), element = id => document.getElementById(id);
-function layout(chart) {
-  const grid = dark.matches ? "#2b333e" : "#e6e9ee", ink = dark.matches ? "#aab4c0" : "#566170";
-  const axis = { gridcolor: grid, zerolinecolor: grid, automargin: true, fixedrange: false };
-  return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 11 },
-    margin: { l: 36, r: 8, t: 8, b: 24 }, xaxis: { ...axis, showgrid: false }, hovermode: "x unified",
-    yaxis: { ...axis, tickformat: chart.format, hoverformat: chart.format || ".4~g",
-      rangemode: chart.from_zero ? "tozero" : "normal", ...(chart.stacked ? { range: [0, 1] } : {}) },
-    hoverlabel: { bgcolor: dark.matches ? "#1a2029" : "#fff" },
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", traceorder: "normal" },
-    colorway: ["#3b82c4", "#e0803a", "#3a9e78", "#9a6fc9", "#d0576b", "#8a94a3"],
-    showlegend: chart.traces.filter(trace => trace.showlegend !== false).length > 1 };
-}
-function draw() {
-  charts.forEach((chart, i) => Plotly.react("chart-" + i, chart.traces, layout(chart),
-    { responsive: true, displayModeBar: false }));
-}
-dark.addEventListener("change", draw);
-draw();
+const { charts, samples, right } = JSON.parse(document.getElementById("data").textContent);
+const element = id => document.getElementById(id);
+const shown = (value, share) => share ? +(100 * value).toPrecision(4) + "%" : String(+value.toPrecision(4));
+const nearest = (steps, at) => steps.reduce((best, step, i) =>
+  Math.abs(step - at) < Math.abs(steps[best] - at) ? i : best, 0);
+document.querySelectorAll("svg.plot").forEach((plot, i) => {
+  const chart = charts[i], guide = plot.querySelector(".guide"), told = plot.parentNode.querySelector("output");
+  const mark = x => { guide.setAttribute("x1", x); guide.setAttribute("x2", x); };
+  plot.addEventListener("pointermove", event => {
+    const x = new DOMPoint(event.clientX, event.clientY).matrixTransform(plot.getScreenCTM().inverse()).x;
+    const scale = (chart.last - chart.first) / (chart.right - chart.left);
+    const [, steps] = chart.lines.reduce((most, line) => line[1].length > most[1].length ? line : most);
+    const step = steps[nearest(steps, chart.first + (x - chart.left) * scale)];
+    const values = chart.lines.filter(line => line[1].includes(step))
+      .map(([name, at, value]) => name + " " + shown(value[at.indexOf(step)], chart.share));
+    told.textContent = "step " + step + ": " + values.join(", ");
+    mark(chart.left + (step - chart.first) / scale);
+  });
+  plot.addEventListener("pointerleave", () => { told.textContent = ""; mark(-9); });
+});
 
 const steps = [...new Set(samples.map(sample => sample.step))].sort((a, b) => a - b);
 const rewards = [...new Set(samples.flatMap(sample => Object.keys(sample.rewards || {})))];
@@ -26,7 +26,9 @@ const columns = [
   ["step", "n", s => s.step], ["prompt", "prompt", s => s.prompt], ["completion", "completion", s => s.completion],
   ...rewards.map(name => [name, "n", s => number((s.rewards || {})[name])]), ["total", "n", s => number(s.reward)],
   ["advantage", "n", s => number(s.advantage)], ["tokens", "n", s => s.tokens], ["ended by", "", s => s.finish_reason]];
-let limit = 50;
+const verdict = sample => right.length && (sample.rewards || {})[right[0]] != null
+  ? sample.rewards[right[0]] > 0 : null;
+let limit = 20;
 function add(parent, tag, css, content) {
   const child = parent.appendChild(document.createElement(tag));
   child.className = css;
@@ -46,6 +48,8 @@ function fill() {
   rows.replaceChildren();
   for (const sample of found.slice(0, limit)) {
     const row = rows.appendChild(document.createElement("tr"));
+    const good = verdict(sample), word = good ? "\u2713 right" : "\u2717 wrong";
+    if (right.length) add(row, "td", good == null ? "" : good ? "right" : "wrong", good == null ? "\u2013" : word);
     for (const [name, css, value] of columns)
       name === "prompt" || name === "completion" ? add(add(row, "td", css), "pre", "", value(sample))
         : add(row, "td", css, value(sample));
@@ -56,10 +60,11 @@ function fill() {
   element("more").hidden = found.length <= limit;
 }
 if (samples.length) {
+  if (right.length) add(element("head"), "th", "", "verdict");
   for (const [name, css] of columns) add(element("head"), "th", css, name);
   element("step").max = steps.length - 1;
   element("step").value = element("step").max;
-  const refresh = () => { limit = 50; fill(); };
+  const refresh = () => { limit = 20; fill(); };
   for (const id of ["step", "all", "filter", "order"]) element(id).addEventListener("input", refresh);
   element("more").addEventListener("click", () => { limit += 100; fill(); });
   fill();

@@ -13,10 +13,10 @@ from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import about_length, about_signal, differs, findings_of, in_groups
 from lowmem_grpo.rewards.checking.result import RewardCheck, Trial
 from lowmem_grpo.rewards.checking.trials import try_all
+from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.runs.findings import Finding, by_severity
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.views.live import wilson_interval
 
 if TYPE_CHECKING:
     from rich.console import Console

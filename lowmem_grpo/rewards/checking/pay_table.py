@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_grpo.rewards.checking.result import RewardCheck, Trial
-from lowmem_grpo.views.live import plain, shortened
+from lowmem_grpo.views.answers import plain, shortened
 
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 PROMPTS = 2  # whose best and worst completions are shown

@@ -1,0 +1,36 @@
+"""What a run trains and on what machine, for its summary: sizes, card, versions."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem_grpo import __version__
+
+
+def facts(model: Any, device: torch.device) -> dict[str, Any]:
+    """A PEFT model's numbers of parameters, the card (or the processor), its bytes, and the versions."""
+    trainable, whole = model.get_nb_trainable_parameters()  # peft counts a packed 4-bit weight as what it stands for
+    on_card = device.type == "cuda"
+    return {
+        "parameters": whole - trainable, "trainable_parameters": trainable,
+        "weights": "4-bit" if getattr(model.get_base_model(), "is_loaded_in_4bit", False) else "16-bit or more",
+        "card": torch.cuda.get_device_name(device) if on_card else None,
+        "card_bytes": torch.cuda.get_device_properties(device).total_memory if on_card else None,
+        "processor": cpu_model(), "version": __version__, "torch": torch.__version__,
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, as Linux gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def error_text(error: BaseException) -> str:
+    """An error's kind and message, with the notes that say what to do."""
+    lines = [f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", [])]
+    return "\n".join(lines)

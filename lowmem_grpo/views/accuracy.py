@@ -1,0 +1,67 @@
+"""Accuracy as a report tells it: of held-out problems before and after training, and of what was sampled in between."""
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.views.chart import Chart, Line
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A share of right answers to held-out problems, and its 95% interval if the number of problems is known."""
+
+    step: int
+    share: float
+    interval: tuple[float, float] | None
+
+
+def measured(summary: Record, key: str, step: int) -> Measured | None:
+    """The accuracy under `key` of a summary; None where it was not measured."""
+    if (share := summary.get(key)) is None:
+        return None
+    problems = summary.get("eval_problems")
+    return Measured(step, share, wilson_interval(share, problems) if problems else None)
+
+
+def before_and_after(summary: Record) -> tuple[Measured | None, Measured | None]:
+    """The accuracies before and after training."""
+    return measured(summary, "accuracy_before", 0), measured(summary, "accuracy_after", summary.get("steps") or 0)
+
+
+def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
+    """The share of right answers: of what was sampled for training, and of held-out problems before and after.
+
+    Right is what the function that the summary names pays more than 0 for. Without such a name, each function that paid
+    nothing but 0 or 1 has a line.
+    """
+    sampled = [line for line in completions if "replayed_from" not in line]
+    lines = [Line(f"sampled in training ({name})", shares(sampled, name)) for name in deciding(sampled, summary)]
+    found = [each for each in before_and_after(summary) if each is not None]
+    dots = Line("held-out problems, with 95% interval", [(each.step, each.share) for each in found],
+                [each.interval for each in found if each.interval is not None], dots=True)
+    return Chart("Accuracy", "answers that are right", "share of answers", share=True,
+                 lines=[line for line in (*lines, dots) if line.points])
+
+
+def deciding(completions: list[Record], summary: Record) -> list[str]:
+    """The reward functions that tell right from wrong."""
+    paid: dict[str, set[float]] = {}
+    for line in completions:
+        for name, value in (line.get("rewards") or {}).items():
+            paid.setdefault(name, set()).update(() if value is None else (value,))
+    if summary.get("right") in paid:
+        return [summary["right"]]
+    return [name for name, values in paid.items() if values and values <= {0, 1}]
+
+
+def shares(completions: list[Record], name: str) -> list[tuple[int, float]]:
+    """(step, share) of the judged completions that a function pays more than 0 for."""
+    steps: dict[int, list[bool]] = {}
+    for line in completions:
+        if (value := (line.get("rewards") or {}).get(name)) is not None:
+            steps.setdefault(line["step"], []).append(value > 0)
+    return [(step, fmean(right)) for step, right in sorted(steps.items())]

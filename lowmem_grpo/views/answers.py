@@ -1,0 +1,60 @@
+"""What a model wrote, on a terminal: as text, with its verdict, and before and after training side by side."""
+
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.views.palette import RIGHT, WRONG, sign
+
+
+def plain(value: Any) -> Text:
+    """Text of a model as it is: no markup, and control characters made visible instead of sent to the terminal."""
+    unsafe = ("Cc", "Cs")  # control characters, halves of surrogate pairs
+    kept = ("\ufffd" if unicodedata.category(c) in unsafe and c not in "\n\t" else c for c in str(value))
+    return Text("".join(kept), overflow="fold")
+
+
+def shortened(text: str, longest: int) -> str:
+    """A text of more than `longest` characters as its beginning and its end."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]}\n...\n{text[-half:]}"
+
+
+def verdict(right: bool | None) -> Text:
+    """Right or wrong, with its sign, in its colour; empty where it is not known."""
+    if right is None:
+        return Text()
+    return Text(f"{sign(right)} {'right' if right else 'wrong'}\n", style=f"bold {RIGHT if right else WRONG}")
+
+
+def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
+    """Answers before and after training, side by side, each with its problem."""
+    table = Table(box=SIMPLE, show_lines=True, expand=True)
+    for name in ("Problem", "Before", "After"):
+        table.add_column(name, ratio=1, overflow="fold")
+    for sample in samples:
+        problem = plain(sample.get("prompt", ""))
+        if sample.get("answer") is not None:
+            problem = Text.assemble(problem, "\n\nexpected: ", plain(sample["answer"]))
+        answers = [verdict(sample.get(f"right_{when}")) + plain(sample.get(when, "")) for when in ("before", "after")]
+        table.add_row(problem, *answers)
+    console.print(table)
+
+
+def print_accuracy(
+    console: Console, before: float, after: float, problems: int, change: tuple[float, float] | None = None
+) -> None:
+    """Accuracy (0 to 1) before and after training on the same problems, with 95% intervals: Wilson's, and the one of
+    the `change`, which is paired."""
+    for label, accuracy in (("before", before), ("after", after)):
+        low, high = wilson_interval(accuracy, problems)
+        interval = f"95% interval {low:.1%} to {high:.1%}"
+        console.print(Text(f"accuracy {label:<6} {accuracy:6.1%}  ({interval})"), soft_wrap=True)
+    sure = "" if change is None else f" (95% interval {100 * change[0]:+.1f} to {100 * change[1]:+.1f})"
+    console.print(Text(f"change {100 * (after - before):+.1f} points{sure} on {problems} problems"), soft_wrap=True)
