@@ -28,6 +28,8 @@ from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import CPU, Preset, Presets
 from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.units import GIB, MIB
+from lowmem_grpo.views.chart import smooth, window
+from lowmem_grpo.views.palette import LINES
 
 HERE = Path(__file__).resolve().parent
 PAGES, TABLE = HERE / "recipes", HERE.parent / "lowmem_grpo" / "recipes" / "README.md"
@@ -228,20 +230,37 @@ def draw(row: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = row["recipe"]  # the same rows give the same file
-    figure, axis = pyplot.subplots(figsize=(7.2, 3.0))
-    steps = range(1, len(row["rewards"]) + 1)
+    figure, (rewards, shares) = pyplot.subplots(1, 2, figsize=(7.8, 3.0), layout="constrained")
     paid = [math.nan if reward is None else reward for reward in row["rewards"]]
-    axis.plot(steps, paid, color="#3b82c4", linewidth=1.8, label="mean reward")
-    axis.plot(steps, row["groups_with_signal"], color="#c9773b", linewidth=1.2, label="share of groups with signal")
-    where = row["gpu"] or "CPU"
-    axis.set_title(f"{row['recipe']}: {row['model']}, {where}", fontsize=10, loc="left")
-    axis.set_xlabel("optimizer step", fontsize=9)
-    axis.legend(fontsize=8, frameon=False)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    curve_on(rewards, paid, LINES[0], "mean reward")
+    curve_on(shares, row["groups_with_signal"], LINES[1], "share of groups with signal")
+    known = [reward for reward in paid if not math.isnan(reward)]
+    rewards.set_ylim(min([0.0, *known]), 1.05 * max([1.0, *known]))
+    shares.set_ylim(0, 1.02)
+    shares.yaxis.set_major_formatter("{x:.0%}")
+    figure.suptitle(f"{row['recipe']}: {row['model']}, {row['gpu'] or 'CPU'}", fontsize=10, x=0.01, ha="left")
+    figure.supxlabel(how_drawn(len(paid)), fontsize=8, x=0.01, ha="left")
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def curve_on(axis: Any, values: list[float], colour: str, title: str) -> None:
+    """One line over the steps, bold over faint where there are enough steps to smooth."""
+    steps, around = range(1, len(values) + 1), window(len(values)) // 2
+    axis.plot(steps, values, color=colour, linewidth=1, alpha=0.35 if around else 1, marker="" if around else ".")
+    if around:
+        axis.plot(steps, smooth(values, around), color=colour, linewidth=1.8)
+    axis.set_ylabel(title, fontsize=9)
+    axis.set_xlabel("optimizer step", fontsize=9)
+    axis.locator_params(axis="x", integer=True)
+    axis.tick_params(labelsize=8)
+    axis.grid(axis="y", alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def how_drawn(steps: int) -> str:
+    """What bold and faint lines are."""
+    return f"bold: mean of {window(steps)} steps, faint: each step" if window(steps) > 1 else ""
 
 
 def main() -> None:

@@ -4,14 +4,15 @@ matplotlib is one of the dev extras: it is imported when a picture is drawn, so 
 """
 
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-INK, PALE, BLUE = "#24292f", "#d0d7de", "#3b82c4"
+from lowmem_grpo.views.palette import INK, LINES, PALE
+
 STYLE = {
     "svg.hashsalt": "bench", "svg.fonttype": "none", "font.family": ["system-ui", "DejaVu Sans", "sans-serif"],
     "font.size": 10, "text.color": INK, "axes.edgecolor": PALE, "axes.labelcolor": INK, "xtick.color": INK,
-    "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11,
+    "ytick.color": INK, "axes.prop_cycle": f"cycler(linestyle=['-', '--']) * cycler(color={LINES!r})",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11,
 }
 
 
@@ -28,11 +29,6 @@ def panels(columns: int, width: float, height: float, **options: Any) -> tuple[A
     matplotlib.rcParams.update(STYLE)
     figure, axes = pyplot.subplots(1, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
     return figure, list(axes[0])
-
-
-def smooth(values: list[float], around: int) -> list[float]:
-    """Each value's mean with as many neighbours on both sides."""
-    return [fmean(values[max(0, place - around) : place + around + 1]) for place in range(len(values))]
 
 
 def save(figure: Any, path: Path) -> None:

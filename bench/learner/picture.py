@@ -5,9 +5,11 @@ from typing import Any
 
 import click
 
-from bench.common.pictures import BLUE, PALE, panels, save, smooth
+from bench.common.pictures import panels, save
 from bench.common.rows import newest
 from bench.gate.pretend import is_pretend
+from lowmem_grpo.views.chart import smooth
+from lowmem_grpo.views.palette import LINES
 
 SMOOTH = 2  # steps on both sides that a point of the thick line is the mean of
 
@@ -39,10 +41,12 @@ def panel(axis: Any, row: dict[str, Any]) -> None:
     """One recipe: the rewards as they were, and smoothed."""
     rewards = row["rewards"]
     steps = range(1, len(rewards) + 1)
-    axis.plot(steps, rewards, color=PALE, linewidth=1.5)
-    axis.plot(steps, smooth(rewards, SMOOTH), color=BLUE, linewidth=2.2)
+    axis.plot(steps, rewards, color=LINES[0], linewidth=1, alpha=0.35)
+    axis.plot(steps, smooth(rewards, SMOOTH), color=LINES[0], linewidth=2.2)
     axis.set_ylim(0, 1.05 * max(1.0, *rewards))
     axis.grid(axis="y", alpha=0.4)
     axis.set_title(f"{row['recipe']}: mean reward of {len(rewards)} steps", loc="left")
-    axis.set_xlabel(f"held out: {row['accuracy_before']:.1%} before, {row['accuracy_after']:.1%} after\n"
+    axis.set_ylabel(f"reward (bold: mean of {2 * SMOOTH + 1} steps)")
+    axis.set_xlabel("optimizer step\n"
+                    f"held out: {row['accuracy_before']:.1%} before, {row['accuracy_after']:.1%} after\n"
                     f"{row['train_seconds']:.0f} s of training", loc="left")

@@ -4,9 +4,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from bench.common.pictures import panels, save, smooth
+from bench.common.pictures import panels, save
 from bench.learning.settings import BY_NAME, COMMON
 from bench.learning.verdicts import ERRORS, LAST, beginning, by_setting, distance, end, seed_deviation
+from lowmem_grpo.views.chart import smooth
 
 Rows = list[dict[str, Any]]
 HEADER = """# What learns, and how fast
@@ -75,7 +76,9 @@ def draw(rows: Rows, path: Path) -> None:
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8, loc="lower right")
-    axes[0].set_ylabel("right answers")
+    axes[0].set_ylabel("share of right answers, mean of 3 steps")
+    axes[0].set_ylim(0, 1)
+    axes[0].yaxis.set_major_formatter("{x:.0%}")
     axes[0].set_title("algorithms")
     axes[1].set_title("dr_grpo under other conditions")
     save(figure, path)

@@ -5,11 +5,13 @@ from typing import Any
 
 from bench.common.pictures import panels, save
 from lowmem_grpo.units import GIB
+from lowmem_grpo.views.palette import MEMORY
 
 PARTS = {  # of a row: its words and its colour
-    "engine_bytes": ("the engine's own weights", "#8a8f98"), "weights_bytes": ("weights", "#3b82c4"),
-    "adapters_bytes": ("adapters", "#6fb1e0"), "gradients_bytes": ("gradients", "#5fb49c"),
-    "optimizer_bytes": ("optimizer", "#e0b03a"), "activations_bytes": ("activations", "#e0803a"),
+    "engine_bytes": ("the engine's own weights", MEMORY["sampling weights"]),
+    "weights_bytes": ("weights", MEMORY["weights"]), "adapters_bytes": ("adapters", MEMORY["adapters"]),
+    "gradients_bytes": ("gradients", MEMORY["gradients"]), "optimizer_bytes": ("optimizer", MEMORY["optimizer"]),
+    "activations_bytes": ("activations", MEMORY["layer inputs"]),
 }
 LONGEST = 24  # GiB that a whole bar stands for; a longer one is cut, and shows that
 

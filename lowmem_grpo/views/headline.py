@@ -21,7 +21,7 @@ def headline(name: str, rows: list[Record], summary: Record, missing: list[str])
     about = " · ".join(escape(str(part)) for part in parts if part)
     tiles = "".join(tile(label, value) for label, value in facts_of(rows, summary).items())
     return (f'<header><h1>{title} <span class="status {escape(status)}">{escape(status)}</span></h1>'
-            f'<p class="quiet">{about}</p>{ending(status, rows, summary, missing)}{accuracy(summary, status)}'
+            f'<p class="quiet">{about}</p>{ending(status, rows, summary, missing)}{accuracy(summary)}'
             f'<div class="tiles">{tiles}</div></header>')
 
 
@@ -61,7 +61,7 @@ def clipped(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
 
 
-def accuracy(summary: Record, status: str) -> str:
+def accuracy(summary: Record) -> str:
     """Right answers before and after training with their intervals, and the difference, if they were measured."""
     before, after = before_and_after(summary)
     if before is None and after is None:
@@ -70,10 +70,8 @@ def accuracy(summary: Record, status: str) -> str:
     problems = summary.get("eval_problems")
     lines = [f"right answers before \u2192 after training{f', n = {problems:,} held-out problems' if problems else ''}"]
     if spans := [f"{span(each)} {when}" for each, when in ((before, "before"), (after, "after")) if span(each)]:
-        lines.append(f"95% intervals: {', '.join(spans)}")
+        lines.append(f"95% interval{'s' * (len(spans) > 1)}: {', '.join(spans)}")
     lines += paired(summary)
-    if after is None and status != "running":
-        lines.append(f"not measured after training, since the run is {status}")
     told = "".join(f'<div class="quiet">{escape(line)}</div>' for line in lines)
     return f'<div class="card accuracy"><div class="number">{escape(shown)}</div>{told}</div>'
 

@@ -297,7 +297,11 @@ def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path:
         assert summary[name] in [count / 8 for count in range(9)]
     assert summary["train_seconds"] > 0
     assert len(summary["samples"]) == SHOWN
-    assert set(summary["samples"][0]) == {"prompt", "answer", "before", "after"}
+    assert set(summary["samples"][0]) == {"prompt", "answer", "before", "after", "right_before", "right_after"}
+    change = summary["difference"]
+    assert change["accuracy"] == summary["accuracy_after"] - summary["accuracy_before"]
+    assert change["better"] + change["worse"] + change["same"] == 8
+    assert summary["right"] == "correct_answer" and summary["machine"]["parameters"] > 1_000_000
     assert "accuracy before" in result.output and "\n1 step in " in result.output
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
     again = invoke("run", "arithmetic", "max_steps=1", f"output_dir={tmp_path / 'run'}", "eval_problems=8")
