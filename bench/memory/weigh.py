@@ -21,8 +21,9 @@ from bench.memory.fake_models import make_fake, meta_model, stored
 from bench.memory.stages import Features
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.fast_model import BareModel, Loaded
-from lowmem_grpo.loader import ALL_LINEAR, FastLanguageModel
+from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.losses.objective import Reducer, StepTotals
+from lowmem_grpo.models.lora_targets import ALL_LINEAR
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
