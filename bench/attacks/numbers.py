@@ -28,7 +28,9 @@ from lowmem_grpo.types import Rollout
 
 Tokens = dict[str, Tensor]
 ROUNDING = 2.0**-20  # of a result, for each unit of the largest log that it is an exponential of
-LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+LARGEST = torch.finfo(torch.float32).max
+BEYOND = LARGEST / 1e4  # a sum with such a term may be infinite, or NaN
+NEAR_ONE = 2.0**-23  # rounding of a number near 1, such as a sigmoid
 LENGTHS = (3, 1, 7, 5)  # odd, and one sequence of one token
 WINDOW: dict[str, Any] = {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 2.0}
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -58,11 +60,11 @@ def tokens_of(lengths: tuple[int, ...], seed: int = 0) -> Tokens:
     }
 
 
-def shifted(name: str, by: float, every: int = 2) -> Callable[[], Tokens]:
-    """Tokens of which every second (or so) has one of its log-probabilities elsewhere."""
+def shifted(name: str, by: float, every: int = 2, praised: bool = False) -> Callable[[], Tokens]:
+    """Tokens of which every second (or so) has one of its log-probabilities elsewhere; if `praised`, where A >= 0."""
     def make() -> Tokens:
         tokens = tokens_of(LENGTHS)
-        moved = torch.arange(sum(LENGTHS)) % every == 0
+        moved = (torch.arange(sum(LENGTHS)) % every == 0) & ((tokens["advantages"] >= 0) | (not praised))
         return tokens | {name: torch.where(moved, tokens[name] + by, tokens[name])}
 
     return make
@@ -96,6 +98,9 @@ def broken_reference() -> Tokens:
 EXTREMES: dict[str, Callable[[], Tokens]] = {
     "ordinary": lambda: tokens_of(LENGTHS), "ratio overflows": shifted("old_logprobs", -100.0),
     "ratio vanishes": shifted("old_logprobs", 150.0), "sequence ratio overflows": shifted("old_logprobs", -400.0, 1),
+    "ratio overflows, A >= 0": shifted("old_logprobs", -100.0, praised=True),
+    "sequence ratio overflows, A >= 0": shifted("old_logprobs", -400.0, 1, praised=True),
+    "policy back, A >= 0": shifted("logprobs", 100.0, praised=True),
     "mismatch overflows": shifted("rollout_logprobs", -100.0), "mismatch vanishes": shifted("rollout_logprobs", 150.0),
     "policy gone": shifted("logprobs", -150.0), "policy back": shifted("logprobs", 100.0),
     "policy and old gone": lambda: shifted("logprobs", -120.0)() | {
@@ -115,28 +120,33 @@ def outcome(tokens: Tokens, settings: LossSettings, correct: bool, dtype: torch.
     return {name: value.detach().double() for name, value in found.items()}
 
 
-def unbounded(tokens: Tokens) -> bool:
-    """Whether a ratio is beyond float32 where a clipped loss does not bound it, which is for A < 0."""
-    return bool((tokens["logprobs"] - tokens["old_logprobs"] > math.log(LARGEST))[tokens["advantages"] < 0].any())
+def unbounded(tokens: Tokens, settings: LossSettings) -> bool:
+    """Whether a factor is beyond float32 with nothing to bound it: a ratio with A < 0, a weight without an upper bound.
+    The result may then be infinite or NaN, which the guard sees, even if another factor would bring it back."""
+    ratio, weight = (tokens[one] - tokens[other] > math.log(LARGEST)
+                     for one, other in (("logprobs", "old_logprobs"), ("old_logprobs", "rollout_logprobs")))
+    free = settings.vllm_importance_sampling_clip_max is None
+    return bool(ratio[tokens["advantages"] < 0].any()) or bool(free and weight[tokens["advantages"] != 0].any())
 
 
 def differs(ours: Tensor, truth: Tensor, slack: float, may_overflow: bool) -> str:
     """What is wrong with a float32 result; empty where nothing is. `slack` is a share of the largest number."""
-    told = ours.isinf() if may_overflow else torch.zeros_like(truth, dtype=torch.bool)
-    beyond = truth.abs() > LARGEST / 8
-    sound = torch.where(beyond, ours.abs() > LARGEST / 1e6, told | (ours.isfinite() == truth.isfinite()))
+    told = ~ours.isfinite() if may_overflow else torch.zeros_like(truth, dtype=torch.bool)
+    beyond = truth.abs() > BEYOND
+    sound = torch.where(beyond, ~(ours.abs() < BEYOND / 8), told | (ours.isfinite() == truth.isfinite()))
     if not sound.all():
         return f"got {ours[~sound].tolist()[:3]}, float64 has {truth[~sound].tolist()[:3]}"
     known = truth.isfinite() & ~beyond & ~told
     error, largest = ((values[known].abs().max() if known.any() else 0.0) for values in (ours - truth, truth))
-    limit = slack * largest + SMALLEST
+    limit = slack * largest + NEAR_ONE
     return f"error {error:.2e}, allowed {limit:.2e}" if error > limit else ""
 
 
 def losses(quick: bool) -> Iterator[Verdict]:
     """Every loss type with every correction, term and extreme that its settings allow."""
-    terms = {name: TERMS[name] for name in ("", "k3", "mask and bonus")} if quick else TERMS
-    for loss_type, (mode, bounds), (term, options) in itertools.product(LOSS_TYPES, CORRECTIONS.items(), terms.items()):
+    terms, modes = (("k3", "mask and bonus"), ("none", "token_mask", "sequence_mask")) if quick else (TERMS, CORRECTIONS)
+    for loss_type, mode, term in itertools.product(LOSS_TYPES, modes, terms):
+        bounds, options = CORRECTIONS[mode], TERMS[term]
         correction = {} if mode == "none" else {"vllm_importance_sampling_mode": mode.split(" ")[0], **bounds}
         try:
             settings = LossSettings(loss_type=loss_type, max_completion_length=9, **correction, **options)
@@ -148,10 +158,11 @@ def losses(quick: bool) -> Iterator[Verdict]:
             slack = ROUNDING * (8 + max((float(one.max()) for one in logs if one.numel()), default=0.0))
             truth, ours = (outcome(tokens, settings, mode != "none", dtype) for dtype in (torch.float64, torch.float32))
             for name, value in truth.items():
-                if "gradient" in name and truth["loss"].abs() > LARGEST / 8:
+                if "gradient" in name and truth["loss"].abs() > BEYOND:
                     continue  # the loss is infinite, and no step is made
                 told = " with ".join(filter(None, (loss_type, mode, term)))
-                damage = differs(ours[name], value, slack, unbounded(tokens))
+                share = slack if name != "loss" else slack * max(1.0, 1 / float(value.abs()) if value else 0.0)
+                damage = differs(ours[name], value, share, unbounded(tokens, settings))
                 yield Verdict(f"loss: {extreme}", f"{told}: {name}", damage)
 
 
@@ -170,7 +181,7 @@ def kernels(quick: bool) -> Iterator[Verdict]:
     """Log-probabilities, entropies and gradients of the kernels' CPU path, no further from float64 than plain torch."""
     asked = {"return_entropy": True, "entropy_grad": True, "chunk_rows": 7}
     shapes = itertools.product((1.0, 0.01, 1e-4), (None, 30.0, 1000.0), (1, 63), (False, True))
-    for temperature, softcap, *shape in list(shapes)[: 24 if quick else None]:
+    for temperature, softcap, *shape in list(shapes)[:: 3 if quick else 1]:
         options: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
         truth, plain = (run_head(linear_logprobs_ref, *shape, dtype, **options)
                         for dtype in (torch.float64, torch.float32))

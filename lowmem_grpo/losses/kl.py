@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowmem_grpo.losses.ratios import held, log_limit
+from lowmem_grpo.losses.ratios import held
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -41,14 +41,21 @@ def excess(x: Tensor) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor) -> Tensor:
-    """The estimate times exp(log_weight), (N,), also where only one of the two leaves the range of the dtype."""
+def weighed_kl(
+    name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True
+) -> Tensor:
+    """The estimate times w = exp(log_weight), (N,), also where only one of the two leaves the range of the dtype.
+
+    `of_token` says that log_weight grows with the token's own logprob: w exp(-d), which is then one exponential of a
+    constant, is kept out of the gradient, where it would cancel.
+    """
     difference = ref_logprobs - logprobs
-    far = (difference > log_limit(difference)) & (name == "k3")  # here exp(-d) overflows, and w exp(-d) need not
+    far = (difference > 1) & (name == "k3")
     estimate = KL_ESTIMATORS[name](logprobs, torch.where(far, logprobs.detach(), ref_logprobs))
     near = estimate * held(log_weight, estimate == 0).exp()
     if name != "k3":
         return near
-    log_weight = torch.where(far, log_weight, 0.0)
-    product = torch.where(far, log_weight + difference, 0.0).exp() - log_weight.exp() * (1 + difference)
+    log_weight, difference = torch.where(far, log_weight, 0.0), torch.where(far, difference, 0.0)
+    both = log_weight + difference
+    product = (both.detach() if of_token else both).exp() - log_weight.exp() * (1 + difference)
     return torch.where(far, product, near)

@@ -19,7 +19,6 @@ from lowmem_grpo.losses.loss_metrics import Means, clip_metrics, correction_metr
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.losses.loss_types import LOSS_TYPES, LossTokens, StepCounts
 from lowmem_grpo.losses.off_policy import CORRECTIONS, correction_weights, off_policy_sequence_mask
-from lowmem_grpo.losses.ratios import ratio
 from lowmem_grpo.losses.sequences import sequence_lengths, sequence_means
 from lowmem_grpo.types import LossOutput
 
@@ -70,11 +69,11 @@ def grpo_loss(
     if coef:
         known = needed(entropy, "entropy", f"entropy_coef is {coef}")
         loss = loss - coef * mean_entropy(known, policy_mask, num_policy_tokens_in_step)
-    samples = {"ratio": ratio(tokens.log_ratio.detach())}
+    samples = {"ratio": tokens.log_ratio.detach().exp()}
     if rollout_logprobs is not None:
         mismatch = (old - rollout_logprobs).detach()
         report.add(mismatch_metrics(mismatch))
-        samples["mismatch"] = ratio(mismatch)
+        samples["mismatch"] = mismatch.exp()
     return LossOutput(loss, report.metrics, report.counts, samples, policy_loss.detach())
 
 
@@ -151,10 +150,11 @@ def factors(
 
 
 def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, found: list[Tensor]) -> Tensor:
-    """The policy term times its factors, (N,). Where one is 0 the term and its gradient are 0, even if it overflows."""
+    """The policy term times its factors, (N,). Where the advantage or a factor is 0 the term and its gradient are 0,
+    even if another overflows."""
     if not found:
         return token_loss(tokens)
-    kept = torch.stack([factor != 0 for factor in found]).all(0)
+    kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in found)]).all(0)
     per_token = token_loss(tokens.only(kept))
     for factor in found:
         per_token = per_token * factor
@@ -166,7 +166,7 @@ def kl_term(tokens: LossTokens, settings: LossSettings, ref_logprobs: Tensor | N
     reference = needed(ref_logprobs, "ref_logprobs", f"beta is {settings.beta}")
     name = settings.kl_estimator or "k3"
     if settings.use_bias_correction_kl:
-        kl = weighed_kl(name, tokens.logprobs, reference, tokens.log_weight)
+        kl = weighed_kl(name, tokens.logprobs, reference, tokens.log_weight, settings.level != "sequence")
     else:
         kl = KL_ESTIMATORS[name](tokens.logprobs, reference)
     report.mean("kl", kl)

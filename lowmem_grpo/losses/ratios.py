@@ -13,9 +13,8 @@ def log_limit(like: Tensor) -> float:
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), for values without gradient: finite and above 0 whatever the log is."""
-    limit = log_limit(log_ratio)
-    return log_ratio.clamp(-limit, limit).exp()
+    """exp(log_ratio), for values without gradient: above 0 whatever the log is, since 0 means left out."""
+    return log_ratio.clamp(min=-log_limit(log_ratio)).exp()
 
 
 def held(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:
