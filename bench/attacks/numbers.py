@@ -144,7 +144,8 @@ def differs(ours: Tensor, truth: Tensor, slack: float, may_overflow: bool) -> st
 
 def losses(quick: bool) -> Iterator[Verdict]:
     """Every loss type with every correction, term and extreme that its settings allow."""
-    terms, modes = (("k3", "mask and bonus"), ("none", "token_mask", "sequence_mask")) if quick else (TERMS, CORRECTIONS)
+    few = ("k3", "mask and bonus"), ("none", "token_mask", "sequence_mask")
+    terms, modes = few if quick else (tuple(TERMS), tuple(CORRECTIONS))
     for loss_type, mode, term in itertools.product(LOSS_TYPES, modes, terms):
         bounds, options = CORRECTIONS[mode], TERMS[term]
         correction = {} if mode == "none" else {"vllm_importance_sampling_mode": mode.split(" ")[0], **bounds}

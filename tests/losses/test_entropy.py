@@ -95,6 +95,13 @@ def test_the_bonus_and_its_gradient_are_the_mean_entropys(mask: list[bool] | Non
     close(result.policy_loss, naive_loss(tokens, CASE, False, [float(keep) for keep in kept]).detach())
 
 
+def test_an_infinite_entropy_of_a_token_that_takes_no_part_changes_nothing() -> None:
+    tokens, mask = with_entropy(), [t % 3 == 0 for t in range(COUNT)]
+    wild = tokens | {"entropy": torch.where(torch.tensor(mask), tokens["entropy"], torch.inf)}
+    result = ours(wild, entropy_coef=0.03, policy_mask=torch.tensor(mask))
+    close_with_gradients(result.loss, naive(tokens, 0.03, mask), tokens["logprobs"], tokens["entropy"])
+
+
 def test_a_trainers_coefficient_takes_the_settings_place() -> None:
     tokens, chosen = with_entropy(), LossSettings(loss_type="grpo", epsilon=0.2, entropy_coef=0.5)
     for coef, expected in ((None, 0.5), (0.2, 0.2)):
