@@ -22,7 +22,23 @@ def check_repo(repo: str) -> None:
         raise ValueError(f"--push got {repo!r}; a repository of the hub is named OWNER/NAME")
 
 
-def push(folder: Path, repo: str, private: bool = True, api: Any = None) -> str:
+def client(token: str | None = None) -> Any:
+    """What speaks to the hub, with a token or with that of `hf auth login`."""
+    return huggingface_hub.HfApi(token=token)
+
+
+def full_name(repo: str, token: str | None = None, api: Any = None) -> str:
+    """OWNER/NAME of a repository; without an owner, that of the token. HubError where there is none."""
+    if "/" in repo:
+        return repo
+    try:
+        return f"{(api or client(token)).whoami()['name']}/{repo}"
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise HubError(f"whose repository {repo!r} should be is unknown: set hub_model_id='OWNER/NAME', and log in "
+                       "with `hf auth login`") from error
+
+
+def push(folder: Path, repo: str, private: bool = True, api: Any = None, message: str | None = None) -> str:
     """Create the repository if there is none, and upload the folder; returns the address of the commit.
 
     `api` is a huggingface_hub.HfApi, which takes its token from `hf auth login`. HubError where the hub refuses.
@@ -32,11 +48,11 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None) -> str:
     try:
         api.create_repo(repo_id=repo, private=private, exist_ok=True)
         commit = api.upload_folder(
-            folder_path=str(folder), repo_id=repo, commit_message="Model trained with lowmem-grpo"
+            folder_path=str(folder), repo_id=repo, commit_message=message or "Model trained with lowmem-grpo"
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise HubError(f"the hub did not take {repo}: {why}. The export in {folder} is whole: `hf auth login`, then "
+        raise HubError(f"the hub did not take {repo}: {why}. What lies in {folder} is whole: `hf auth login`, then "
                        f"`hf upload {repo} {folder}`") from error
     return str(getattr(commit, "commit_url", commit))
 

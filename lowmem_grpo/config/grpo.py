@@ -25,11 +25,16 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, TrainSetting
     a micro-batch also holds at most `per_device_train_batch_size` completions. The gradient depends on neither.
     """
 
+    evaluated: ClassVar[str] = "reward"
+
     # The fields of TrainSettings; how groups are chosen: those of StrategySettings; the loss: those of LossSettings and
     # AdvantageSettings.
 
     max_prompt_length: int | None = None
     """Rows with a longer prompt are skipped and counted; None leaves the context as the only bound."""
+    truncate_prompts: bool = False
+    """Not in TRL: True cuts longer prompts to their last `max_prompt_length` tokens instead, as TRL did until 0.25. The
+    beginning of a chat, with its system message, is then missing."""
     steps_per_generation: int | None = None
     num_iterations: int = 1
     num_generations: int = 8
@@ -74,6 +79,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, TrainSetting
         ),
         "temperature": ("above 0, as at 0 all completions of a prompt are the same (1.0 is usual)", POSITIVE[1]),
         "max_prompt_length": COUNT, "steps_per_generation": COUNT, "num_iterations": COUNT,
+        "truncate_prompts": TRUTH,
         "max_completion_length": COUNT, "parity_steps": ZERO_OR_MORE, "parity_bound": POSITIVE,
         "per_device_eval_batch_size": COUNT, "num_generations_eval": COUNT, "reward_timeout": POSITIVE,
         "score_while_sampling": TRUTH, "nothing_to_learn_steps": COUNT,
@@ -138,10 +144,12 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, TrainSetting
         """Optimizer steps of one update: of one generation and all passes over it."""
         return self.optimizer_steps_per_generation * self.num_iterations
 
-    def total_steps(self, rows: int) -> int:
+    def total_steps(self, rows: int | None) -> int:
         """Optimizer steps of a whole run on a dataset of so many rows."""
         if self.max_steps > 0:
             return self.max_steps
+        if rows is None:
+            return super().total_steps(None)
         generations = round(self.num_train_epochs * rows / self.prompts_per_generation)
         return max(1, generations) * self.steps_per_rollout
 

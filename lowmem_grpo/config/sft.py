@@ -4,25 +4,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.config.unsupported import EVERY_TRAINER, Fixed, at_default, only
-from lowmem_grpo.rules import COUNT, Rule
+from lowmem_grpo.config.unsupported import EVERY_TRAINER, RENAMED, Fixed, at_default, only, workers
+from lowmem_grpo.rules import COUNT, TRUTH, Rule, one_of
 
 PACKED = "Sequences are always packed, without padding and without seeing each other; leave it out."
 FIXED: dict[str, Fixed] = {
     **EVERY_TRAINER,
-    **only("Rows are {'prompt', 'completion'} or {'messages'}: a single text does not say which part of it is the "
-           "answer.", dataset_text_field="text"),
-    **only("Shape the dataset yourself.", dataset_kwargs=(None, {})),
-    **only("Prompts are never trained; leave it out.", completion_only_loss=(None, True)),
-    **only("Only the last message is trained: split a conversation into one row for each answer.",
-           assistant_only_loss=False),
-    **only("Rows longer than max_length are skipped and counted, never cut; leave it out.", truncation_mode=None),
+    **only("Rows are tokenised when they are needed, as their columns say; shape the dataset yourself.",
+           dataset_kwargs=(None, {}, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False})),
     **only("Set tokenizer.chat_template.", chat_template_path=None),
     **only("Set tokenizer.eos_token; answers end as the chat template ends them, else with it.", eos_token=None),
-    **only("Use max_length, its newer name.", max_seq_length=None),
-    **only("Only prompt, completion and messages are read from a row.", remove_unused_columns=(True, False)),
+    **only("Only the columns that are trained on are read from a row.", remove_unused_columns=(True, False)),
     **only(PACKED, pad_token=None, pad_to_multiple_of=("auto", None), packing=(True, False),
            padding_free=(True, False), eval_packing=(None, True, False), packing_strategy="bfd"),
+    **workers(1000, "dataset_batch_size"),
+    **only(PACKED, num_of_sequences=(None, 1024), chars_per_token=(None, 3.6)),
     **only("The loss is the mean of -log p over the step's completion tokens, computed in chunks; there is no other.",
            loss_type=("nll", "chunked_nll")),
     **at_default("Smoothing is not supported; leave it out.", "label_smoothing_factor"),
@@ -44,7 +40,21 @@ class SFTConfig(TrainSettings):
     output_dir: str = "outputs/sft"
     learning_rate: float = 2e-5
     max_length: int | None = None
-    """Rows whose prompt and completion have more tokens are skipped and counted; None is the model's context."""
+    """Rows with more tokens are skipped and counted; None is the model's context."""
+    truncation_mode: str | None = None
+    """What happens to longer rows: None skips and counts them, "keep_start" cuts their end off (TRL's default), and
+    "keep_end" their beginning."""
+    dataset_text_field: str = "text"
+    """The column of rows that are one text. All of it is trained, as in TRL."""
+    completion_only_loss: bool | None = None
+    """Of rows with `prompt` and `completion`: None and True train the completion, False trains both."""
+    assistant_only_loss: bool | None = None
+    """Of rows with `messages`: None trains the last message, which is the assistant's (not in TRL). True trains every
+    message of the assistant, and False trains all tokens, which is TRL's default."""
 
     unsupported = FIXED  # what `CheckedCall` refuses by
-    RANGES: ClassVar[dict[str, Rule]] = {"max_length": COUNT}
+    renamed = RENAMED | {"max_seq_length": "max_length"}
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "max_length": COUNT, "truncation_mode": one_of("keep_start", "keep_end"), "completion_only_loss": TRUTH,
+        "assistant_only_loss": TRUTH,
+    }

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from lowmem_grpo.config.unsupported import FIXED, OTHER, RENAMED, Fixed, transformers_defaults
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
-from lowmem_grpo.rules import COUNT, DECAY, POSITIVE, SHARE, ZERO_OR_MORE, Rule, check_ranges, number, one_of
+from lowmem_grpo.rules import COUNT, DECAY, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, check_ranges, number, one_of
 
 OPTIMIZERS = tuple(OPTIMIZER_BYTES)
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup")
-SINKS = ("none", "wandb", "tensorboard")
+SINKS = ("none", "all", "wandb", "tensorboard", "trackio")
 STRATEGIES = ("no", "steps")
 
 
@@ -23,21 +23,24 @@ def field_names(cls: Any) -> set[str]:
 class CheckedCall(type):
     """Makes `GRPOConfig(...)` refuse unknown options by name, with what to do instead, before the dataclass sees them.
 
-    A class may have its own table of options with one meaning, `unsupported`.
+    A class may have its own tables: of options with one meaning, `unsupported`, and of older names, `renamed`.
     """
 
+    unsupported: dict[str, Fixed] = FIXED
+    renamed: dict[str, str] = RENAMED
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        fixed = getattr(cls, "unsupported", FIXED)
-        return super().__call__(*args, **refuse_unsupported(kwargs, field_names(cls), fixed, cls.__name__))
+        known = refuse_unsupported(kwargs, field_names(cls), cls.unsupported, cls.__name__, cls.renamed)
+        return super().__call__(*args, **known)
 
 
 def refuse_unsupported(
-    options: dict[str, Any], known: set[str], fixed: dict[str, Fixed], owner: str
+    options: dict[str, Any], known: set[str], fixed: dict[str, Fixed], owner: str, renamed: dict[str, str] = RENAMED
 ) -> dict[str, Any]:
     """The options that are fields. Raises TypeError for one that nobody knows, ValueError for one we cannot honour."""
     kept: dict[str, Any] = {}
     for given, value in options.items():
-        name = RENAMED.get(given, given)
+        name = renamed.get(given, given)
         if name != given and name in options:
             raise TypeError(f"{owner} got {given!r} and {name!r}, which are the same option; give one of them")
         if name in known:
@@ -48,7 +51,7 @@ def refuse_unsupported(
             close = difflib.get_close_matches(name, [*known, *fixed], n=3)
             hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise TypeError(f"{owner} has no option {name!r}{hint}")
-        if value not in option.allowed(name):
+        if not option.accepts(name, value):
             allowed = " or ".join(repr(choice) for choice in option.allowed(name))
             raise ValueError(f"{name}={value!r} is not supported (allowed: {allowed}). {option.advice}")
     return kept
@@ -57,6 +60,8 @@ def refuse_unsupported(
 @dataclass
 class TrainSettings(metaclass=CheckedCall):
     """The fields that every trainer has. Each means what it means in TRL; fields that TRL does not have say so."""
+
+    evaluated: ClassVar[str] = "loss"  # the metric of an evaluation that says how good a checkpoint is, by itself
 
     output_dir: str = "outputs"
     overwrite_output_dir: bool = False
@@ -113,6 +118,23 @@ class TrainSettings(metaclass=CheckedCall):
     save_total_limit: int | None = 3
     eval_strategy: str = "no"
     eval_steps: int | None = None
+    metric_for_best_model: str | None = None
+    """Which metric of an evaluation says which checkpoint is the best, with or without eval_ before it. None: the mean
+    training reward of GRPO, and in fine-tuning no metric."""
+    greater_is_better: bool | None = None
+    """None: True, unless the metric's name ends with "loss"."""
+    load_best_model_at_end: bool = False
+    """True: after the last step the adapter is that of the best checkpoint, and this is what `adapter` holds."""
+    model_init_kwargs: dict[str, Any] | None = None
+    """How a model that is given to a trainer by its name is loaded: dtype, revision, token, device_map."""
+    push_to_hub: bool = False
+    """True: a finished run uploads its adapter to the hub; a repository that does not exist is made, and private."""
+    hub_model_id: str | None = None
+    """OWNER/NAME. Without an owner, it is that of `hf auth login`; None takes the name of output_dir."""
+    project: str = "huggingface"
+    """Of trackio, as `run_name` is."""
+    trackio_space_id: str | None = None
+    """The space of the hub that trackio writes to; None keeps everything on this machine."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "max_steps": number("above 0, or -1 to go by num_train_epochs", lambda value: value > 0 or value == -1),
@@ -123,13 +145,15 @@ class TrainSettings(metaclass=CheckedCall):
         "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE, "warmup_ratio": SHARE,
         "logging_steps": COUNT, "nonfinite_steps": COUNT, "save_strategy": one_of(*STRATEGIES), "save_steps": COUNT,
         "save_total_limit": COUNT, "eval_strategy": one_of(*STRATEGIES), "eval_steps": COUNT,
+        "greater_is_better": TRUTH, "load_best_model_at_end": TRUTH, "push_to_hub": TRUTH,
     }
     """What a field's value must be; a subclass has its own table for the fields that it adds."""
 
     def __post_init__(self) -> None:
         self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ["none"])
         self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
-        self.optim = str(getattr(self.optim, "value", self.optim))
+        for name in ("optim", "save_strategy", "eval_strategy"):
+            setattr(self, name, str(getattr(getattr(self, name), "value", getattr(self, name))))
         check_ranges(self)
         self.check_combinations()
 
@@ -138,22 +162,60 @@ class TrainSettings(metaclass=CheckedCall):
         for sink in self.report_to:
             if sink not in SINKS:
                 raise ValueError(f"report_to names {sink!r}; allowed are {', '.join(SINKS)}")
+        if len(self.report_to) > 1 and "all" in self.report_to:
+            raise ValueError(f"report_to is {self.report_to}; 'all' stands by itself")
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are both set; set one of them")
         if self.warmup_ratio and self.warmup_steps:
             raise ValueError("warmup_ratio and warmup_steps are both set; set one of them")
         if self.eval_strategy == "steps" and self.eval_steps is None:
             self.eval_steps = self.logging_steps  # transformers' rule
+        self.check_best()
+
+    def check_best(self) -> None:
+        """The best checkpoint is told by an evaluation, and can be loaded only if it is saved when it is evaluated."""
+        if not self.load_best_model_at_end:
+            return
+        if "no" in (self.eval_strategy, self.save_strategy):
+            raise ValueError("load_best_model_at_end=True needs eval_strategy='steps' and save_strategy='steps'")
+        if self.save_steps % (self.eval_steps or 1):
+            raise ValueError(f"load_best_model_at_end=True, and save_steps ({self.save_steps}) is no multiple of "
+                             f"eval_steps ({self.eval_steps}): a checkpoint would have no metric of its own")
+
+    @property
+    def best_metric(self) -> str | None:
+        """The name, in an evaluation's metrics, of what says which checkpoint is the best."""
+        name = self.metric_for_best_model or (self.evaluated if self.load_best_model_at_end else None)
+        return name if name is None or name.startswith("eval_") else f"eval_{name}"
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Whether a value of `best_metric` is better than the best one so far, if there is one."""
+        if than is None:
+            return True
+        greater = self.greater_is_better
+        rises = not str(self.best_metric).endswith("loss") if greater is None else greater
+        return value > than if rises else value < than
+
+    def __getattr__(self, name: str) -> Any:
+        """An option that is no field reads as what happens: other libraries' callbacks and scripts ask for some."""
+        fixed = type(self).unsupported.get(name)
+        if fixed is None:
+            close = difflib.get_close_matches(name, field_names(type(self)), n=2)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise AttributeError(f"{type(self).__name__} has no option {name!r}{hint}")
+        return fixed.allowed(name)[0]
 
     @property
     def batch_size(self) -> int:
         """Rows or completions that one optimizer step is asked to use."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
-    def total_steps(self, rows: int) -> int:
-        """Optimizer steps of a whole run on a dataset of so many rows."""
+    def total_steps(self, rows: int | None) -> int:
+        """Optimizer steps of a whole run on a dataset of so many rows; None is a stream, which has no length."""
         if self.max_steps > 0:
             return self.max_steps
+        if rows is None:
+            raise ValueError("the rows are a stream, which has no length: set max_steps, the number of optimizer steps")
         return max(1, math.ceil(self.num_train_epochs * rows / self.batch_size))
 
     @property
@@ -166,5 +228,9 @@ class TrainSettings(metaclass=CheckedCall):
         return 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for records and checkpoints."""
-        return asdict(self)
+        """Plain values, for records and checkpoints; a token of the hub is in none of them."""
+        found = asdict(self)
+        if found["model_init_kwargs"]:
+            found["model_init_kwargs"] = {name: str(value) for name, value in found["model_init_kwargs"].items()
+                                          if name not in ("token", "use_auth_token")}
+        return found

@@ -32,6 +32,11 @@ class Fixed:
     advice: str  # what to use instead, or why other values are refused
     values: tuple[Any, ...] = ()  # these ask for what happens anyway
     at_default: bool = False  # and transformers' own default does too
+    any_value: bool = False  # it asks how rows are read, which changes no result: every value is accepted
+
+    def accepts(self, name: str, value: Any) -> bool:
+        """Whether the option `name` may have this value."""
+        return self.any_value or value in self.allowed(name)
 
     def allowed(self, name: str) -> tuple[Any, ...]:
         """Every accepted value of the option `name`, its default first."""
@@ -49,15 +54,19 @@ def only(advice: str, **values: Any) -> dict[str, Fixed]:
     return {name: Fixed(advice, value if isinstance(value, tuple) else (value,)) for name, value in values.items()}
 
 
+def workers(default: Any, *names: str) -> dict[str, Fixed]:
+    """Options that say by how many processes rows are read and tokenised. One is enough here, and all give the same."""
+    return {name: Fixed("Rows are read and tokenised in the main process, when they are needed.", (default,),
+                        any_value=True) for name in names}
+
+
 MODEL = {
-    **only("Pass loading options to FastLanguageModel.from_pretrained.", model_init_kwargs=(None, {})),
     **only("Only model classes of transformers itself can be trained.", trust_remote_code=False),
     **only("Set lora_dropout=0 in get_peft_model instead.", disable_dropout=False),
     **only("Logits are always accumulated in float32; leave it out.", cast_lm_head_to_fp32=False),
     **only("No auxiliary loss is added; leave it out.", router_aux_loss_coef=(None, 0.0)),
     **at_default("Sampling always uses a key-value cache and training never does; leave it out.", "use_cache"),
     **at_default("Noise would make training differ from sampling; leave it out.", "neftune_noise_alpha"),
-    **only("Pass max_seq_length to FastLanguageModel.from_pretrained.", max_seq_length=None),
     **only("Logits are computed in chunks; set logits_chunk, in tokens, for another size than the default.",
            unsloth_num_chunks=-1, unsloth_logit_chunk_multiplier=None),
     **only("Use per_device_train_batch_size or max_tokens_per_micro_batch.", unsloth_grpo_mini_batch=None),
@@ -88,11 +97,12 @@ DATA = {
     **at_default("Rows are read in the main process; leave it out.", "dataloader_pin_memory", also=(False,)),
     **at_default("Use shuffle_dataset=False to keep the order of the rows.", "train_sampling_strategy"),
     **only("Micro-batches are always packed by length; leave it out.", group_by_length=False),
-    **only("Rows are tokenised when they are needed; leave it out.", dataset_num_proc=None),
+    **workers(None, "dataset_num_proc"),
+    **workers(0, "dataloader_num_workers"),
     **at_default("No column holds labels; leave it out.", "label_names", also=([],)),
     **at_default("Lengths are counted, not read from a column; leave it out.", "length_column_name"),
     **at_default("Rows are read in the main process; leave it out.",
-                 "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+                 "dataloader_persistent_workers", "dataloader_prefetch_factor",
                  "dataloader_multiprocessing_context", "dataloader_in_order"),
 }
 RECORDS = {
@@ -106,8 +116,8 @@ RECORDS = {
     **at_default("The logs always show the peak of memory; leave it out.", "skip_memory_metrics"),
     **at_default("Use torch.autograd.set_detect_anomaly to find where a value overflows.", "debug", also=([], None)),
     **at_default("Set the level with Python's logging module.", "log_level", "log_level_replica"),
-    **at_default("Trackio is not supported; use report_to='wandb' or 'tensorboard'.",
-                 "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    **at_default("Set trackio_space_id, or run `trackio sync` afterwards.", "trackio_bucket_id",
+                 "trackio_static_space_id"),
 }
 EVALUATION = {
     **at_default("Call trainer.train().", "do_train", also=(True,)),
@@ -130,12 +140,12 @@ CHECKPOINTS = {
     **at_default("There is one node; leave it out.", "save_on_each_node", also=(True,)),
     **only("Adapters are always saved as safetensors; leave it out.", save_safetensors=True),
     **at_default("Use a smaller save_steps.", "enable_jit_checkpoint"),
-    **at_default("Keep every checkpoint with save_total_limit=None, and compare them by their logged metrics.",
-                 "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    **at_default("Nothing is uploaded while training; upload the saved model afterwards.",
-                 "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push",
-                 "hub_revision"),
-    **only("Nothing is uploaded while training; upload the saved model afterwards.",
+    **at_default("The token is that of `hf auth login`; leave it out.", "hub_token"),
+    **at_default("A new repository is private; make it public on its page of the hub.", "hub_private_repo",
+                 also=(True,)),
+    **at_default("push_to_hub=True uploads the adapter of a finished run, and nothing before; leave it out.",
+                 "hub_strategy", "hub_always_push", "hub_revision", also=("end",)),
+    **only("Use hub_model_id, its newer name; the token is that of `hf auth login`.",
            push_to_hub_model_id=None, push_to_hub_organization=None, push_to_hub_token=None),
 }
 DEVICES = {
@@ -167,6 +177,7 @@ EVERY_TRAINER: dict[str, Fixed] = {
 }
 
 ROLLOUTS = {
+    **only("Pass max_seq_length to FastLanguageModel.from_pretrained.", max_seq_length=None),
     **at_default("The GRPO loss has no labels to smooth; leave it out.", "label_smoothing_factor"),
     **only("The loss never holds all logits at once; leave it out.", use_liger_loss=(False, None)),
     **only("The reference is the model without its adapter and stays fixed; use beta for the strength of the KL term.",

@@ -1,43 +1,46 @@
-"""Rows for supervised fine-tuning: the token ids of a prompt, and of the completion that follows it.
+"""Rows for supervised fine-tuning: their token ids, and which of these are trained.
 
 Prompt and completion are tokenised separately, exactly as in a rollout: first the prompt as the template renders it for
-the assistant's turn, then what the model should say, including the token that ends it.
+the assistant's turn, then what the model should say, including the token that ends it. Texts and whole conversations
+are in texts.py, and shapes.py says what the columns of a dataset mean.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, check_dataset, is_chat
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat
 
 SHOWN = 60  # characters of a text in a message
 
 
 @dataclass
 class Example(Prompt):
-    """A usable row: its prompt, and the ids (C,) that are trained, with the end token."""
+    """A usable row: what comes before its first trained token, and the ids (C,) from that one on."""
 
     completion_ids: list[int] = field(default_factory=list)
+    trained: list[bool] | None = None  # (C,) which of these are trained; None for all
 
 
 class ExampleEncoder(PromptEncoder):
     """Turns a row's `prompt` and `completion` (strings or chat messages) into an Example, or says why it cannot.
 
-    `end_ids` are the tokens that end a sampled completion.
+    `end_ids` are the tokens that end a sampled completion. `truncation` is what is cut off a row of more than
+    `max_length` tokens: its end ("keep_start"), its beginning ("keep_end"), or nothing (None), and it is left out.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, end_ids: list[int],
-        template_kwargs: dict[str, Any] | None = None,
+        template_kwargs: dict[str, Any] | None = None, truncation: str | None = None, prompt_too: bool = False,
     ) -> None:
+        """`prompt_too` trains the prompt's tokens as well."""
         super().__init__(tokenizer, max_length, template_kwargs)
-        self.end_ids = end_ids
+        self.end_ids, self.truncation, self.prompt_too = end_ids, truncation, prompt_too
 
     def encode(self, row: dict[str, Any]) -> Example | str:
         """The example, or the reason for leaving the row out."""
-        prompt = super().encode(row)
+        prompt = super().encode(row) if self.truncation is None else self.of_any_length(row)
         if isinstance(prompt, str):
             return prompt
         completion = row.get("completion")
@@ -47,9 +50,24 @@ class ExampleEncoder(PromptEncoder):
         ids = self.ended(self.chat_text(row["prompt"], completion, prompt.text) if chat else str(completion))
         if ids is None:
             return "completion goes on after an end token"
-        if len(prompt.ids) + len(ids) > self.max_prompt_length:
-            return f"prompt and completion longer than {self.max_prompt_length} tokens"
-        return Example(row, prompt.ids, prompt.text, completion_ids=ids)
+        trained = [self.prompt_too] * len(prompt.ids) + [True] * len(ids)
+        return self.example(row, prompt.text, [*prompt.ids, *ids], trained, "prompt and completion")
+
+    def example(self, row: dict[str, Any], text: str, ids: list[int], trained: list[bool], what: str) -> Example | str:
+        """The example of a row's tokens, of which `trained` are; or why there is none. Nothing predicts the first
+        token, and what follows the last trained one is left out."""
+        limit = self.max_prompt_length
+        if len(ids) > limit:
+            if self.truncation is None:
+                return f"{what} longer than {limit} tokens"
+            kept = slice(limit) if self.truncation == "keep_start" else slice(-limit, None)
+            ids, trained = ids[kept], trained[kept]
+        places = [place for place, counts in enumerate(trained) if counts and place]
+        if not places:
+            return f"no token of {what} is trained" + (" within max_length" if len(ids) == limit else "")
+        first, end = places[0], places[-1] + 1
+        mask = trained[first:end]
+        return Example(row, ids[:first], text, completion_ids=ids[first:end], trained=None if all(mask) else mask)
 
     def chat_text(self, prompt: list[dict[str, str]], completion: Any, rendered: str) -> str:
         """What the template puts after the rendered prompt; DataError if it then renders the prompt differently."""
@@ -97,37 +115,3 @@ def unusable(prompt: Any, completion: Any) -> str | None:
     if len(completion) == 1 and is_chat(completion) and completion[0]["role"] == "assistant":
         return None
     return "completion is not one message of the assistant, with text"
-
-
-@dataclass
-class Conversations:
-    """Rows with `messages`, read as a prompt (all but the last message) and a completion (the last one)."""
-
-    dataset: Any
-    column_names: Sequence[str] = ("prompt", "completion")
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        messages = self.dataset[index].get("messages")
-        if not isinstance(messages, list):
-            return {"prompt": messages, "completion": None}
-        return {"prompt": messages[:-1], "completion": messages[-1:]}
-
-
-def as_examples(dataset: Any) -> Any:
-    """The dataset with columns `prompt` and `completion`; DataError if it has neither these nor `messages`."""
-    columns = getattr(dataset, "column_names", None)
-    if columns is None and isinstance(dataset, Sequence) and len(dataset):
-        columns = list(dataset[0])
-    if columns and "messages" in columns and "completion" not in columns:
-        return Conversations(dataset)
-    if columns and not {"prompt", "completion"} <= set(columns):
-        raise DataError(
-            f"the dataset's columns are {', '.join(columns)}; needed are prompt and completion (text, or chat "
-            "messages), or messages whose last one is the assistant's. Rename some (dataset.rename_column('answer', "
-            "'completion')) or make them with dataset.map(...)"
-        )
-    check_dataset(dataset)
-    return dataset

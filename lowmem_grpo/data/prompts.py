@@ -39,15 +39,29 @@ def as_group(prompt: Prompt, rollouts: list[Rollout]) -> RolloutGroup:
 class PromptEncoder:
     """Turns a row's `prompt` (a string or chat messages) into token ids, or says why a row cannot be used."""
 
+    column = "prompt"  # that the dataset must have
+
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, template_kwargs: dict[str, Any] | None = None
+        self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, template_kwargs: dict[str, Any] | None = None,
+        truncate: bool = False,
     ) -> None:
+        """`truncate` cuts longer prompts to their last `max_prompt_length` tokens."""
         self.tokenizer = tokenizer
-        self.max_prompt_length = max_prompt_length
+        self.max_prompt_length, self.truncate = max_prompt_length, truncate
         self.template_kwargs = template_kwargs or {}
 
     def encode(self, row: dict[str, Any]) -> Prompt | str:
         """The prompt, or the reason for leaving the row out."""
+        found = self.of_any_length(row)
+        if isinstance(found, str) or len(found.ids) <= self.max_prompt_length:
+            return found
+        if not self.truncate:
+            return f"prompt longer than {self.max_prompt_length} tokens"
+        ids = found.ids[-self.max_prompt_length :]
+        return Prompt(row, ids, str(self.tokenizer.decode(ids)))
+
+    def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
+        """The prompt, however long, or the reason for leaving the row out."""
         prompt: Any = row.get("prompt")
         if isinstance(prompt, str):
             if not prompt.strip():
@@ -58,8 +72,6 @@ class PromptEncoder:
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
         else:
             return "empty prompt" if prompt in (None, []) else f"prompt is {type(prompt).__name__}, not text or chat"
-        if len(ids) > self.max_prompt_length:
-            return f"prompt longer than {self.max_prompt_length} tokens"
         return Prompt(row, ids, text)
 
     def render(self, messages: list[dict[str, str]]) -> str:
@@ -96,8 +108,8 @@ def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
     return prompt or context - completion
 
 
-def check_dataset(dataset: Any) -> None:
-    """A dataset has a length, rows by index, and a column `prompt`."""
+def check_dataset(dataset: Any, column: str = "prompt") -> None:
+    """A dataset has a length, rows by index, and the column."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"the dataset is a {type(dataset).__name__}; pass a datasets.Dataset or a list of rows (a streamed dataset "
@@ -106,10 +118,10 @@ def check_dataset(dataset: Any) -> None:
     if len(dataset) == 0:
         raise DataError("the dataset has no rows")
     columns = getattr(dataset, "column_names", None) or list(dataset[0])
-    if "prompt" not in columns:
+    if column not in columns:
         raise DataError(
-            f"the dataset has no column 'prompt'; its columns are {', '.join(columns)}. Rename one "
-            "(dataset.rename_column('question', 'prompt')) or add it with dataset.map(...)"
+            f"the dataset has no column {column!r}; its columns are {', '.join(columns)}. Rename one "
+            f"(dataset.rename_column('question', {column!r})) or add it with dataset.map(...)"
         )
 
 
@@ -128,7 +140,7 @@ class PromptSource:
     order_epoch: int = -1
 
     def __post_init__(self) -> None:
-        check_dataset(self.dataset)
+        check_dataset(self.dataset, self.encoder.column)
 
     @property
     def epoch(self) -> float:
@@ -174,6 +186,10 @@ class PromptSource:
                 random.Random(f"{self.seed}-{epoch}").shuffle(self.order)
         self.position += 1
         return self.order[place]
+
+    def end_epoch(self) -> None:
+        """Pass over what is left of the epoch."""
+        self.position += -self.position % len(self.dataset)
 
     def count_skip(self, index: int, reason: str) -> None:
         self.skipped[reason] += 1

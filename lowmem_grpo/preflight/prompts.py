@@ -13,6 +13,7 @@ ANSWER = "Forty-two"  # the answer with which a template is tried
 MANY_ALIKE = 0.1  # share of rows that may repeat the prompt of another row
 BLOCK = 64  # neighbouring rows: copies of a prompt often stand side by side
 SECONDS = 0.3  # after one block, no further rows are compared once this time has passed
+CUT_FIX = {False: "truncate_prompts=True", True: "truncation_mode='keep_start'"}  # in GRPO, in fine-tuning
 USUAL_STEPS, USUAL_ROWS = 300, 500
 NO_GENERATION_FIX = "end the template in {% if add_generation_prompt %}...{% endif %} with that text"
 
@@ -50,17 +51,27 @@ def too_long(subject: Subject) -> Iterator[Finding]:
     long = [looked.tokens for looked in sample.usable if looked.tokens > sample.limit]
     if not long:
         return
+    if cutting(subject):
+        yield Finding("note", "", f"{sample.share(len(long))} will be cut to {sample.limit} tokens, the longest of "
+                      f"{max(long)}", "")
+        return
     none_left = len(long) == len(sample.usable)
     setting = "max_length" if subject.scorer is None else "max_prompt_length"
     bound, fix = f"{setting} ({sample.limit})", f"raise {setting}, or shorten the rows"
     if getattr(subject.args, setting) is None:
         bound = f"the {sample.limit} tokens that the context of {subject.context} leaves"
         fix = "load with a larger max_seq_length, or shorten the rows"
+    fix += f"; {CUT_FIX[subject.scorer is None]} cuts them instead"
     which = "no row of the dataset can be used" if none_left else f"{sample.share(len(long))} will be skipped"
     yield Finding(
         "error" if none_left else "warning", "", f"{which}: longer than {bound}, the longest has {max(long)} tokens",
         fix,
     )
+
+
+def cutting(subject: Subject) -> bool:
+    """Whether longer rows are cut, and not left out."""
+    return bool(getattr(subject.args, "truncate_prompts", False) or getattr(subject.args, "truncation_mode", None))
 
 
 def few_rows(subject: Subject) -> Iterator[Finding]:

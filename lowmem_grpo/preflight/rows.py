@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
+from lowmem_grpo.data.stream import Stream
 
 MOST_ROWS, LEAST_ROWS = 256, 16
+OF_A_STREAM = 512  # rows that are read ahead
 SECONDS = 1.0  # after LEAST_ROWS, no more rows are read once this time has passed
 
 
@@ -58,7 +60,9 @@ class RowSample:
 
 
 def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
-    """At most MOST_ROWS rows, and fewer where rows are slow to read."""
+    """At most MOST_ROWS rows, and fewer where rows are slow to read; of a stream, some of the next ones."""
+    if isinstance(dataset, Stream):
+        dataset = dataset.peek(OF_A_STREAM)
     count = min(len(dataset), MOST_ROWS)
     unbounded = copy(encoder)
     unbounded.max_prompt_length = sys.maxsize

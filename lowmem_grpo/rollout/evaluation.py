@@ -25,9 +25,14 @@ class Evaluation:
         self.dataset, self.params, self.size, self.encoder = dataset, params, size, encoder
         self.sampler, self.scoring = sampler, scoring
 
-    def run(self) -> dict[str, float]:
-        """Mean rewards and lengths of the current policy, under names that begin with eval_."""
-        encoded = [self.encoder.encode(row) for row in self.dataset]
+    def run(self, dataset: Any = None) -> dict[str, float]:
+        """Mean rewards and lengths of the current policy on these rows, or on its own, named eval_*; ValueError where
+        there are none."""
+        rows = self.dataset if dataset is None else dataset
+        if rows is None:
+            raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")
+        check_dataset(rows)
+        encoded = [self.encoder.encode(rows[index]) for index in range(len(rows))]
         prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
         if not prompts:
             raise DataError(f"no row of the evaluation dataset can be used; the first one: {encoded[0]}")

@@ -133,6 +133,15 @@ def trusted(folder: Path, *own: type[Exception]) -> Iterator[None]:
                               f"saves ({error!r}); use an older checkpoint") from error
 
 
+def load_weights(folder: Path, model: PeftModel) -> None:
+    """Give the adapter the weights of a checkpoint, and nothing else; CheckpointError where they are not good."""
+    verify(folder)
+    adapter, held = load_file(folder / ADAPTER_FILE), adapter_tensors(model)
+    check_adapter(folder, adapter, held)
+    for name, tensor in held.items():
+        tensor.copy_(adapter[name])
+
+
 def verify(folder: Path) -> None:
     """Raise CheckpointError, naming the file, unless each file is there as it was written."""
     try:

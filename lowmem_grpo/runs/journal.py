@@ -42,12 +42,20 @@ class Journal:
         step = self.state.global_step
         if step // self.every == before // self.every and step != self.state.max_steps:
             return None
-        logged = mean_of(self.state.unlogged) | {name: line[name] for name in LAST if name in line}
+        logged = self.flush()
+        if self.show_samples and groups:
+            self.show_sample(groups[0])
+        return logged
+
+    def flush(self) -> dict[str, Any] | None:
+        """Write a line of the steps since the last one; None where there are none."""
+        if not self.state.unlogged:
+            return None
+        last = self.state.unlogged[-1]
+        logged = mean_of(self.state.unlogged) | {name: last[name] for name in LAST if name in last}
         self.state.unlogged = []
         self.records.metrics(logged)
         self.state.log_history.append(logged)
-        if self.show_samples and groups:
-            self.show_sample(groups[0])
         return logged
 
     def show_sample(self, group: RolloutGroup) -> None:

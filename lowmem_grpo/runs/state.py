@@ -1,16 +1,14 @@
-"""The state of a run and its listeners; callbacks written for transformers' Trainer work here unchanged."""
+"""The state of a run, and what its listeners and Ctrl-C may ask of it."""
 
 import os
 import signal
 import stat
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-EVENTS = ("on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 
 
 @dataclass
@@ -26,11 +24,19 @@ class TrainerState:
     nonfinite_steps: int = 0  # skipped for NaN or infinity
     nonfinite_in_a_row: int = 0
     alarms: dict[str, Any] = field(default_factory=dict)  # what each alarm remembers
-    best_metric: float | None = None  # highest mean reward at a save
+    best_metric: float | None = None  # highest mean reward at a save, or of what metric_for_best_model names
     best_model_checkpoint: str | None = None
+    best_global_step: int | None = None  # of the best evaluation, where one says which checkpoint is the best
     unlogged: list[dict[str, Any]] = field(default_factory=list)  # lines of the steps since the last logged one
     log_history: list[dict[str, Any]] = field(default_factory=list)
-    is_world_process_zero = is_local_process_zero = True  # transformers' callbacks ask; there is one process
+    # What transformers' callbacks also ask for; there is one process.
+    is_world_process_zero = is_local_process_zero = True
+    is_hyper_param_search, trial_name, trial_params, total_flos = False, None, None, 0.0
+
+    @property
+    def num_input_tokens_seen(self) -> int:
+        """`num_tokens`, by transformers' name."""
+        return self.num_tokens
 
 
 @dataclass
@@ -43,19 +49,11 @@ class TrainerControl:
     should_evaluate: bool = False
     should_epoch_stop: bool = False
 
-
-class Callbacks:
-    """Calls every listener that has a method for an event, in order."""
-
-    def __init__(self, listeners: Iterable[Any]) -> None:
-        self.listeners = [listener() if isinstance(listener, type) else listener for listener in listeners]
-
-    def __call__(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        assert event in EVENTS, event
-        for listener in self.listeners:
-            method = getattr(listener, event, None)
-            if method is not None:
-                method(args, state, control, **kwargs)
+    def taken(self) -> "TrainerControl":
+        """A copy; what holds for one step alone is no longer asked for."""
+        asked = replace(self)
+        self.should_save = self.should_log = self.should_evaluate = False
+        return asked
 
 
 STOPS = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}

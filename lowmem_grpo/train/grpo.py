@@ -4,12 +4,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.data.brought import rows_of
 from lowmem_grpo.data.difficulty import DifficultyPools
-from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, longest_prompt
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, longest_prompt
+from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine, OnGroup
-from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.planning.run_time import PlannedTime
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
@@ -23,6 +25,7 @@ from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import mean_of
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.loop import Trainer
+from lowmem_grpo.train.parameters import either, taken_in
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.types import RolloutGroup
 from lowmem_grpo.views.report import write_report
@@ -39,21 +42,39 @@ class GRPOTrainer(Trainer):
     samples = True
 
     def __init__(
-        self, model: FastPeftModel, reward_funcs: Callable[..., Any] | list[Callable[..., Any]],
-        args: GRPOConfig | None = None, train_dataset: Any = None, eval_dataset: Any = None,
-        processing_class: Any = None, callbacks: list[Any] | None = None, engine: Engine | None = None,
+        self, model: Any, reward_funcs: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        args: Any = None, train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
+        reward_processing_classes: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
+        quantization_config: Any = None, peft_config: Any = None, tools: Any = None, rollout_func: Any = None,
+        environment_factory: Any = None, engine: Engine | None = None, tokenizer: Any = None, **others: Any,
     ) -> None:
-        super().__init__(model, args or GRPOConfig(), processing_class)
-        config, functions = self.args, reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        """TRL's parameters, in its order, and `engine`, which is the caller's own. `tokenizer` is an older name of
+        `processing_class`; `others` are refused, or options of the settings."""
+        others |= {"reward_processing_classes": reward_processing_classes, "tools": tools,
+                   "rollout_func": rollout_func, "environment_factory": environment_factory}
+        config = taken_in(others, settings_of(args, GRPOConfig), GRPOTrainer)
+        if reward_funcs is None:
+            raise TypeError("GRPOTrainer needs reward_funcs: a function, or a list of functions")
+        functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self.scorer = RewardScorer(functions, config.reward_weights, config.reward_timeout, config.score_while_sampling)
+        self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
+        rows = rows_of(train_dataset)
+        super().__init__(
+            model, config, either(processing_class, tokenizer), peft_config, quantization_config, optimizers,
+            (config.max_prompt_length or config.max_completion_length) + config.max_completion_length,
+        )
+        model = self.model
         first = self.first_engine(engine)
         longest = longest_prompt(config.max_prompt_length, config.max_completion_length, model.loaded.max_seq_length)
         context = longest + config.max_completion_length
         memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", first)
         self.planned_time = PlannedTime(peaks.plan, model.config)
-        encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs)
+        encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts)
         pools = DifficultyPools() if config.difficulty_pools else None
-        source = PromptSource(train_dataset or [], encoder, config.seed, config.shuffle_dataset, pools)
+        source = source_of(rows, encoder, config.seed, config.shuffle_dataset, pools)
+        if config.replay_buffer_size and isinstance(rows, Stream):
+            raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
+                             "found again after a resume; leave it out, or pass a datasets.Dataset")
         self.learn(source, GRPOObjective(config, exact=not self.policy.drops), memory, peaks)
         self.sample_with(first, engine is not None, eval_dataset, encoder)
         alarms = Alarms(self.state, config.nothing_to_learn_steps)
@@ -86,7 +107,8 @@ class GRPOTrainer(Trainer):
             clock=self.clock,
         )
         self.evaluation = Evaluation(
-            eval_dataset, config.eval_strategy, config.sampling(config.seed, n=config.num_generations_eval or 1),
+            self.evaluation_rows(eval_dataset), config.eval_strategy,
+            config.sampling(config.seed, n=config.num_generations_eval or 1),
             config.per_device_eval_batch_size, encoder, self.sampler, self.scoring,
         )
         self.collector = Collector(
@@ -164,9 +186,14 @@ class GRPOTrainer(Trainer):
             "policy_version": self.state.policy_version,
         }
 
-    def measure_evaluation(self) -> dict[str, float]:
+    def measure_evaluation(self, dataset: Any = None) -> dict[str, float]:
         """Mean rewards, sampled as in training."""
-        return self.evaluation.run()
+        return self.evaluation.run(self.evaluation_rows(dataset))
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """The reward functions, in order."""
+        return list(self.scorer.funcs)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Add to summary.json and write the report anew. A report that cannot be written does not fail a run."""

@@ -5,9 +5,9 @@ A trainer is a subclass of `Trainer`. Its constructor calls `learn`, with its ro
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.data.prompts import PromptSource
-from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.data.brought import rows_of
+from lowmem_grpo.data.prompts import DataError, PromptSource
+from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, peak_memory
@@ -32,12 +33,16 @@ from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.facts import error_text, facts
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
+from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.lock import owned
+from lowmem_grpo.runs.outcome import TrainOutput, outcome
 from lowmem_grpo.runs.records import FINAL, RunRecords
-from lowmem_grpo.runs.state import Callbacks, Interrupt, TrainerControl, TrainerState
+from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState
+from lowmem_grpo.train.brought_model import Brought, tokenizer_of
+from lowmem_grpo.train.familiar import Familiar
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.nonfinite import Guard, NonFiniteError
-from lowmem_grpo.train.optim import make_optimizer, make_scheduler
+from lowmem_grpo.train.optim import own_or_made
 from lowmem_grpo.train.saver import Saver
 from lowmem_grpo.types import RolloutGroup
 from lowmem_grpo.views.live import LiveView
@@ -46,29 +51,24 @@ from lowmem_grpo.views.sinks import make_sinks
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainOutput:
-    """What `train` returns."""
-
-    global_step: int
-    metrics: dict[str, Any]
-    finished: bool
-
-
-class Trainer:
+class Trainer(Familiar):
     """Trains the adapter of a model: groups, an update on them, and their line in the records, step after step."""
 
     view_class: type[LiveView] = LiveView
     scorer: RewardScorer | None = None  # of a trainer with rewards
     samples = False  # whether the trainer's groups are sampled, or its rows hold the answers
 
-    def __init__(self, model: FastPeftModel, args: TrainSettings, processing_class: Any = None) -> None:
-        if not isinstance(model, FastPeftModel):
-            raise TypeError(
-                f"model is a {type(model).__name__}; load it with FastLanguageModel.from_pretrained and put LoRA on it "
-                "with FastLanguageModel.get_peft_model"
-            )
-        self.model, self.args, self.tokenizer = model, args, processing_class or model.loaded.tokenizer
+    def __init__(
+        self, model: Any, args: TrainSettings, processing_class: Any = None, peft_config: Any = None,
+        quantization_config: Any = None, optimizers: Any = (None, None), tokens: int = 0,
+    ) -> None:
+        """`model` is one of ours, one of transformers or a name, the last two with a `peft_config`. `tokens` are those
+        that prompt and completion need by the settings."""
+        self.tokenizer = tokenizer_of(processing_class)
+        self.args, self.optimizers = args, optimizers
+        model = str(model) if isinstance(model, Path) else model
+        model = Brought(model, self.tokenizer, peft_config, quantization_config, args, tokens).trainable()
+        self.model, self.tokenizer = model, self.tokenizer or model.loaded.tokenizer
         self.policy = Policy(model, mixed_dtype(model, args.bf16, args.fp16), args.logits_chunk)
         if args.gradient_checkpointing is not None:
             enable_checkpointing(self.policy.base, args.gradient_checkpointing)
@@ -79,13 +79,13 @@ class Trainer:
     def learn(self, source: PromptSource, objective: Objective, memory: RunMemory, peaks: PhasePeaks) -> None:
         """Make what this trainer learns with; `peaks` count the memory of each phase."""
         self.source, self.objective, self.memory, self.peaks = source, objective, memory, peaks
-        self.state = TrainerState(max_steps=self.args.total_steps(len(source.dataset)))
+        rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
+        self.state = TrainerState(max_steps=self.args.total_steps(rows))
         self.clock = Clock(peaks)
         self.learner = self.make_learner()
 
     def make_learner(self) -> Learner:
-        optimizer = make_optimizer(self.policy.trainable, self.args)
-        scheduler = make_scheduler(optimizer, self.args, self.state.max_steps)
+        optimizer, scheduler = own_or_made(self.optimizers, self.policy.trainable, self.args, self.state.max_steps)
         fp16 = torch.float16 in (self.policy.autocast_dtype, self.policy.head.weight.dtype)
         offload = self.model.loaded.offload and self.policy.base.is_gradient_checkpointing
         return Learner(
@@ -107,12 +107,21 @@ class Trainer:
             self.records, self.args, self.model, self.learner, self.source, self.state, self.memory, replay,
             self.scorer.names if self.scorer else [],
         )
+        self.notify("on_init_end")
 
     # What a trainer defines.
 
     def next_groups(self) -> list[RolloutGroup]:
         """The groups of the next update."""
         raise NotImplementedError
+
+    def evaluation_rows(self, given: Any) -> Any:
+        """Rows to evaluate on, by index; None where there are none. DataError for a stream, which has no end."""
+        rows = None if given is None else rows_of(given, "eval_dataset")
+        if isinstance(rows, Stream):
+            raise DataError("eval_dataset is a stream; an evaluation needs a number of rows: pass "
+                            "list(stream.take(200))")
+        return rows
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
         """Train on these groups: one optimizer step, or several but `at_most` so many; returns their metrics."""
@@ -123,8 +132,8 @@ class Trainer:
         """What to log of the steps after step `before`, made on `groups`, beside what every trainer logs."""
         return timing
 
-    def measure_evaluation(self) -> dict[str, float]:
-        """Metrics of the policy on the evaluation dataset, under names that begin with eval_."""
+    def measure_evaluation(self, dataset: Any = None) -> dict[str, float]:
+        """Metrics of the policy as it is on these rows, or on the evaluation dataset; their names begin with eval_."""
         raise NotImplementedError
 
     def weights_changed(self) -> None:
@@ -144,16 +153,12 @@ class Trainer:
 
     def optim_step(self) -> dict[str, float]:
         """Apply the gradients; returns their norm and the learning rate."""
+        self.notify("on_pre_optimizer_step")
         metrics = self.learner.optim_step()
         self.state.global_step += 1
         self.state.policy_version += 1
         self.weights_changed()
-        return metrics
-
-    def evaluate(self) -> dict[str, float]:
-        """Metrics on the evaluation dataset, named eval_*."""
-        metrics = {"step": self.state.global_step} | self.measure_evaluation()
-        self.notify("on_evaluate", metrics=metrics)
+        self.notify("on_optimizer_step")
         return metrics
 
     def save_state(self) -> Path:
@@ -179,17 +184,21 @@ class Trainer:
         before_training(self)
         with owned(self.run_dir), self.failure_recorded():
             self.begin(resume_from_checkpoint)
+            began, started = self.state.global_step, time.monotonic()
             self.notify("on_train_begin")
+            self.notify("on_epoch_begin")
             try:
                 with self.training():
                     while self.state.global_step < self.state.max_steps and not self.should_stop():
                         self.train_step()
             finally:
+                self.notify("on_epoch_end")
                 self.notify("on_train_end")
             finished = self.state.global_step >= self.state.max_steps
             self.end("finished" if finished else "interrupted")
         self.interrupt.pass_on()
-        return TrainOutput(self.state.global_step, (self.state.log_history or [{}])[-1], finished)
+        samples = self.args.completions_per_step
+        return outcome(self.state, finished, began, time.monotonic() - started, samples)
 
     @contextmanager
     def failure_recorded(self) -> Iterator[None]:
@@ -224,7 +233,7 @@ class Trainer:
         self.clock.restart()
         self.saver.mark()
         self.notify("on_step_begin")
-        before = self.state.global_step
+        before, epoch = self.state.global_step, int(self.state.epoch)
         with self.saved_before(Exception):
             groups = self.next_groups()
         with self.saved_before(MemoryExhaustedError, NonFiniteError):
@@ -232,12 +241,25 @@ class Trainer:
         self.log(before, metrics, groups)
         self.saver.mark()
         self.notify("on_step_end", groups=self.sampled)
-        if self.due(before, self.args.eval_steps, self.args.eval_strategy):
+        self.follow(epoch)
+        asked = self.control.taken()
+        if asked.should_log and (line := self.journal.flush()) is not None:
+            self.notify("on_log", logs=line)
+        if self.due(before, self.args.eval_steps, self.args.eval_strategy) or asked.should_evaluate:
             with self.saved_before(MemoryExhaustedError):
                 self.records.metrics(self.evaluate())
-        if self.due(before, self.args.save_steps, self.args.save_strategy) or self.control.should_save:
-            self.control.should_save = False
+        if self.due(before, self.args.save_steps, self.args.save_strategy) or asked.should_save:
             self.save_state()
+
+    def follow(self, epoch: int) -> None:
+        """Tell the listeners where the rows began anew in this step; a listener may end the epoch, too."""
+        if self.control.should_epoch_stop:
+            self.control.should_epoch_stop = False
+            self.source.end_epoch()
+            self.state.epoch = self.source.epoch
+        if int(self.state.epoch) > epoch and self.state.global_step < self.state.max_steps:
+            self.notify("on_epoch_end")
+            self.notify("on_epoch_begin")
 
     def due(self, before: int, every: int | None, strategy: str) -> bool:
         """Whether a multiple of `every` lies in the steps just made."""
@@ -322,8 +344,12 @@ class Trainer:
             if status == "interrupted":
                 logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s",
                                self.state.global_step, folder)
+        if self.args.load_best_model_at_end and self.saver.load_best():
+            self.weights_changed()
         save_adapter(self.run_dir / FINAL, self.model.save_lora)
         self.finish(self.describe(status))
+        if self.args.push_to_hub and not self.interrupt.requested:
+            self.upload()
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Add to summary.json."""

@@ -14,6 +14,34 @@ from lowmem_grpo.config.shared import TrainSettings
 PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter's name
 
 
+def own_or_made(
+    given: Any, parameters: list[nn.Parameter], config: TrainSettings, total_steps: int
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """The (optimizer, schedule) that the user made, each None where the settings say what to make.
+
+    TypeError for anything else; ValueError where they have nothing to do with the adapter or with each other.
+    """
+    if given is None:
+        given = (None, None)
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise TypeError(f"optimizers is a {type(given).__name__}; it must be a pair, (optimizer, schedule or None)")
+    optimizer, scheduler = given
+    for one, kind in ((optimizer, torch.optim.Optimizer), (scheduler, LRScheduler)):
+        if one is not None and not isinstance(one, kind):
+            raise TypeError(f"optimizers holds a {type(one).__name__}; needed is a torch {kind.__name__}, or None")
+    if optimizer is None and scheduler is not None:
+        raise ValueError("optimizers is (None, schedule); a schedule needs its optimizer: (optimizer, schedule)")
+    if scheduler is not None and scheduler.optimizer is not optimizer:
+        raise ValueError("the schedule in optimizers is of another optimizer than the one beside it")
+    if optimizer is not None:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in held for parameter in parameters):
+            raise ValueError("the optimizer in optimizers holds no parameter of the adapter; make it after "
+                             "get_peft_model, of [p for p in model.parameters() if p.requires_grad]")
+    made = make_optimizer(parameters, config) if optimizer is None else optimizer
+    return made, scheduler or make_scheduler(made, config, total_steps)
+
+
 def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) -> torch.optim.Optimizer:
     """AdamW in 32 bit, or with 8-bit (and paged) states through bitsandbytes."""
     settings: dict[str, Any] = {

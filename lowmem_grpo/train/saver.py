@@ -66,8 +66,37 @@ class Saver:
         self.source.restore(drawn)
         self.learner.objective.restore(self.measured)
 
+    def note_evaluated(self, metrics: dict[str, Any]) -> None:
+        """Remember the step of the best evaluation, where the settings name its metric; ValueError if there is none of
+        this name."""
+        name, state = self.config.best_metric, self.state
+        if name is None:
+            return
+        if not any(key.startswith("eval_") for key in metrics):
+            return  # of other rows, under another prefix
+        if metrics.get(name) is None:
+            listed = ", ".join(sorted(key for key in metrics if key.startswith("eval_")))
+            raise ValueError(f"metric_for_best_model: an evaluation has no metric {name!r}; it has {listed}")
+        if self.config.is_better(metrics[name], state.best_metric):
+            state.best_metric, state.best_global_step = metrics[name], state.global_step
+
+    def load_best(self) -> bool:
+        """Give the adapter the weights of the best checkpoint; False where none is known."""
+        best = self.state.best_model_checkpoint
+        if best is None:
+            logger.warning("load_best_model_at_end: no checkpoint was evaluated, so the adapter stays as it is")
+            return False
+        checkpoint.load_weights(Path(best), self.model)
+        logger.info("loaded the best checkpoint, %s", best)
+        return True
+
     def note_best(self, folder: Path) -> None:
-        """Remember the checkpoint with the highest mean reward over its last `save_steps` steps."""
+        """Remember the checkpoint of the best evaluation, or else of the highest mean reward over its last
+        `save_steps` steps."""
+        if self.config.best_metric is not None:
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(folder)
+            return
         after = self.state.global_step - self.config.save_steps
         lines = [line for line in self.state.log_history if line["step"] > after]
         recent = [line["reward"] for line in lines if line.get("reward") is not None]

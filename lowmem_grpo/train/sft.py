@@ -3,23 +3,28 @@
 It has the frozen base and the kernels of GRPO: sequences packed without padding, log-probabilities without logits,
 steps that survive a shortage of memory. The loss of an optimizer step is
 
-    loss = -sum(log p(completion token)) / N          N: completion tokens of the whole step, in all its micro-batches
+    loss = -sum(log p(trained token)) / N             N: trained tokens of the whole step, in all its micro-batches
 
-which is TRL's `nll` with completion_only_loss. Its gradient does not depend on how the step is cut into micro-batches.
+which is TRL's `nll`. What is trained, the columns say (data/shapes.py). The gradient does not depend on how the step is
+cut into micro-batches.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.sft import SFTConfig
-from lowmem_grpo.data.examples import Example, ExampleEncoder, as_examples
+from lowmem_grpo.data.examples import Example
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
-from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.data.shapes import Shapes, Tokenised
+from lowmem_grpo.data.stream import Stream, source_of
+from lowmem_grpo.fast_model import UnsupportedError
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.train.loop import Trainer
+from lowmem_grpo.train.parameters import either, taken_in, with_names
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.views.live import SFTView
@@ -29,10 +34,15 @@ MEASURED = ("loss", "entropy", "learning_rate", "grad_norm", "optimizer/skipped"
 
 
 class SFTObjective(Objective):
-    """-log p of every completion token, averaged over the step."""
+    """-log p of every trained token, averaged over the step."""
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        return LossOutput(-logprobs.sum() / totals.tokens, {"entropy": entropy.detach().mean()})
+        if batch.policy_mask is not None:
+            mask = batch.at_trained(batch.policy_mask)
+            logprobs, entropy = logprobs[mask], entropy[mask]
+        metrics = {"entropy": entropy.detach().mean()} if len(entropy) else {}
+        loss = -logprobs.sum() / totals.policy_tokens
+        return LossOutput(loss, metrics, {name: float(len(entropy)) for name in metrics})
 
 
 class SFTTrainer(Trainer):
@@ -45,17 +55,39 @@ class SFTTrainer(Trainer):
     view_class = SFTView
 
     def __init__(
-        self, model: FastPeftModel, train_dataset: Any, args: SFTConfig | None = None, processing_class: Any = None,
-        eval_dataset: Any = None, callbacks: list[Any] | None = None,
+        self, model: Any, *placed: Any, train_dataset: Any = None, args: Any = None, processing_class: Any = None,
+        eval_dataset: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
+        quantization_config: Any = None, peft_config: Any = None, formatting_func: Callable[..., Any] | None = None,
+        tokenizer: Any = None, data_collator: Any = None, **others: Any,
     ) -> None:
-        super().__init__(model, args or SFTConfig(), processing_class)
+        """TRL's parameters. Without names they are (rows, args, processing_class, eval_dataset), or in TRL's order if
+        settings come second. `tokenizer` is an older name of `processing_class`; `others` are refused, or options of
+        the settings, which older versions of TRL took here."""
+        train_dataset, args, processing_class, eval_dataset, others["data_collator"] = with_names(
+            placed, train_dataset=train_dataset, args=args, processing_class=processing_class,
+            eval_dataset=eval_dataset, data_collator=data_collator,
+        )
+        tokenizer = either(processing_class, tokenizer)
+        config = taken_in(others, settings_of(args, SFTConfig), SFTTrainer)
+        self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
+        super().__init__(model, config, tokenizer, peft_config, quantization_config, optimizers, config.max_length or 0)
         longest, ends = self.longest_row(), self.policy.eos_token_ids(self.tokenizer)
-        encoder = ExampleEncoder(self.tokenizer, longest, ends, self.args.chat_template_kwargs)
-        source = PromptSource(as_examples(train_dataset), encoder, self.args.seed, self.args.shuffle_dataset)
-        self.eval_groups = self.encode_all(eval_dataset, encoder)
-        memory, peaks = plan_memory(model, self.args, self.policy, longest, "max_length")
+        self.shapes = Shapes(config, self.tokenizer, longest, ends, formatting_func)
+        source = source_of(*self.shapes.read(train_dataset), config.seed, config.shuffle_dataset)
+        self.eval_groups = self.encode_all(eval_dataset)
+        memory, peaks = plan_memory(self.model, config, self.policy, longest, "max_length")
         self.learn(source, SFTObjective(), memory, peaks)
         self.write(callbacks)
+
+    @property
+    def train_dataset(self) -> Any:
+        """The rows with `input_ids` and `labels`, as they are trained; a stream as it was passed."""
+        source = self.source
+        return self.given_rows if isinstance(source.dataset, Stream) else Tokenised(source.dataset, source.encoder)
+
+    @train_dataset.setter
+    def train_dataset(self, _: Any) -> None:
+        raise UnsupportedError("train_dataset cannot be changed; make a new SFTTrainer with the other rows")
 
     def longest_row(self) -> int:
         """Tokens that prompt and completion may have together; ValueError where they would not fit the context."""
@@ -65,14 +97,15 @@ class SFTTrainer(Trainer):
                              "load with a larger max_seq_length")
         return self.args.max_length or context
 
-    def encode_all(self, dataset: Any, encoder: ExampleEncoder) -> list[RolloutGroup]:
-        """Every usable row of the evaluation dataset; DataError where there is none."""
+    def encode_all(self, dataset: Any) -> list[RolloutGroup]:
+        """Every usable row of an evaluation dataset; DataError where there is none."""
         if dataset is None:
             if self.args.eval_strategy != "no":
                 raise ValueError(f'eval_strategy is "{self.args.eval_strategy}", which needs an eval_dataset; pass one')
             return []
-        source = PromptSource(as_examples(dataset), encoder, self.args.seed, shuffle=False)
-        encoded = [encoder.encode(source.dataset[index]) for index in range(len(source.dataset))]
+        rows, encoder = self.shapes.read(self.evaluation_rows(dataset), "eval_dataset")
+        source = PromptSource(rows, encoder, self.args.seed, shuffle=False)
+        encoded = [encoder.encode(rows[index]) for index in range(len(rows))]
         for index, reason in enumerate(encoded):
             if isinstance(reason, str):
                 source.count_skip(index, f"{reason} (evaluation)")
@@ -106,16 +139,22 @@ class SFTTrainer(Trainer):
             "data/skipped_rows": sum(self.source.skipped.values()),
         }
 
-    def measure_evaluation(self) -> dict[str, float]:
-        """Loss and entropy per completion token of the evaluation dataset, dropout off."""
-        if not self.eval_groups:
-            raise ValueError("there is no eval_dataset; pass one to SFTTrainer")
+    def measure_evaluation(self, dataset: Any = None) -> dict[str, float]:
+        """Loss and entropy per trained token of these rows, or of the evaluation dataset, dropout off."""
+        groups = self.eval_groups if dataset is None else self.encode_all(dataset)
+        if not groups:
+            raise ValueError("there is no eval_dataset; pass one to SFTTrainer, or to evaluate(eval_dataset=...)")
         training = self.model.training
         self.model.eval()
-        self.learner.fill_logprobs(self.eval_groups, "old_logprobs", "entropy")
+        self.learner.fill_logprobs(groups, "old_logprobs", "entropy")
         self.model.train(training)
-        rollouts: list[Any] = [rollout for group in self.eval_groups for rollout in group.rollouts]
+        rollouts: list[Any] = [rollout for group in groups for rollout in group.rollouts]
         loss, entropy = (torch.cat([getattr(r, name) for r in rollouts]) for name in ("old_logprobs", "entropy"))
+        for rollout in rollouts:  # so that a later evaluation finds them as they were
+            rollout.old_logprobs = rollout.entropy = None
+        if rollouts[0].policy_mask is not None:
+            mask = torch.cat([rollout.policy_mask for rollout in rollouts])
+            loss, entropy = loss[mask], entropy[mask]
         return {"eval_loss": -loss.mean().item(), "eval_entropy": entropy.mean().item()}
 
     def describe(self, status: str) -> dict[str, Any]:
@@ -123,10 +162,14 @@ class SFTTrainer(Trainer):
 
 
 def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
-    """Each example as a prompt with one completion, as packing and learner take them."""
+    """Each example as a prompt with one completion, as packing and learner take them. If some tokens of one are not
+    trained, all of them say which are."""
+    given = [example for example in examples if isinstance(example, Example)]
+    masked = any(example.trained is not None for example in given)
     return [
         RolloutGroup(example.row, example.ids, [Rollout(
             example.completion_ids, [0.0] * len(example.completion_ids), "stop", policy_version=policy_version,
+            policy_mask=torch.tensor(example.trained or [True] * len(example.completion_ids)) if masked else None,
         )])
-        for example in examples if isinstance(example, Example)
+        for example in given
     ]

@@ -1,17 +1,22 @@
-"""Metrics to Weights & Biases and TensorBoard, through their own libraries, as listeners of a run."""
+"""Metrics to Weights & Biases, TensorBoard and trackio, through their own libraries, as listeners of a run."""
 
+import logging
 from importlib.util import find_spec
 from typing import Any
 
-PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}
+logger = logging.getLogger(__name__)
 
 
 def make_sinks(names: list[str]) -> list[Any]:
-    """Listeners for `report_to`; ImportError with the pip line where a library is missing."""
-    wanted = [name for name in names if name != "none"]
+    """Listeners for `report_to`, where "all" means every library that is installed; ImportError with the pip line where
+    one that is named is missing."""
+    wanted = [name for name in names if name not in ("none", "all")]
     for name in wanted:
-        if find_spec(PACKAGES[name]) is None:
-            raise ImportError(f'report_to names "{name}", which is not installed: pip install {PACKAGES[name]}')
+        if find_spec(name) is None:
+            raise ImportError(f'report_to names "{name}", which is not installed: pip install {name}')
+    if "all" in names:
+        wanted = [name for name in SINKS if find_spec(name) is not None]
+        logger.info("report_to='all': %s", ", ".join(wanted) or "none of them is installed")
     return [SINKS[name]() for name in wanted]
 
 
@@ -20,7 +25,29 @@ def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
     return {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
 
 
-class WandbSink:
+def named(logs: dict[str, Any] | None) -> dict[str, float]:
+    """The same under the names that transformers gives them: eval/loss, and train/ before everything else."""
+    return {f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+            for name, value in numbers(logs).items()}
+
+
+class Sink:
+    """Writes every line of the log, and every evaluation."""
+
+    def write(self, values: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.write(named(logs), state.global_step)
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        measured = {name: value for name, value in (metrics or {}).items() if name not in ("step", "epoch")}
+        self.write(named(measured), state.global_step)
+
+
+class WandbSink(Sink):
     """One wandb run; settings such as project and offline mode are wandb's own."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -28,14 +55,14 @@ class WandbSink:
 
         self.run = wandb.init(name=args.run_name, config=args.to_dict())
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        self.run.log({f"train/{name}": value for name, value in numbers(logs).items()}, step=state.global_step)
+    def write(self, values: dict[str, float], step: int) -> None:
+        self.run.log(values, step=step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.run.finish()
 
 
-class TensorboardSink:
+class TensorboardSink(Sink):
     """Event files under output_dir/tensorboard."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -43,12 +70,34 @@ class TensorboardSink:
 
         self.writer = SummaryWriter(f"{args.output_dir}/tensorboard")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        for name, value in numbers(logs).items():
-            self.writer.add_scalar(f"train/{name}", value, state.global_step)
+    def write(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.writer.close()
 
 
-SINKS = {"wandb": WandbSink, "tensorboard": TensorboardSink}
+class TrackioSink(Sink):
+    """A run of trackio, on this machine or in the space `trackio_space_id`; `trackio show` draws it.
+
+    A resumed run goes on under its name, if `run_name` gives it one.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        import trackio
+
+        self.trackio = trackio
+        trackio.init(
+            args.project, name=args.run_name, space_id=args.trackio_space_id, resume="allow", embed=False,
+            config={name: value for name, value in args.to_dict().items() if value is not None},
+        )
+
+    def write(self, values: dict[str, float], step: int) -> None:
+        self.trackio.log(values, step=step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trackio.finish()
+
+
+SINKS = {"wandb": WandbSink, "tensorboard": TensorboardSink, "trackio": TrackioSink}

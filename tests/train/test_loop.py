@@ -100,7 +100,7 @@ def test_metrics_have_trls_names_and_shares_of_time_add_up(finished: Any) -> Non
     assert [line["epoch"] for line in lines] == [0.5, 1.0, 1.5]
     assert lines[2]["elapsed"] == pytest.approx(sum(line["step_time"] for line in lines))
     assert (output.global_step, output.finished) == (3, True)
-    assert output.metrics == trainer.state.log_history[-1]
+    assert output.metrics.items() >= trainer.state.log_history[-1].items() and output.metrics["train_runtime"] > 0
 
 
 def test_all_completions_are_recorded(finished: Any) -> None:

@@ -312,9 +312,9 @@ def test_bad_rows_are_left_out_counted_and_told(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize(("rows", "message"), [
-    ([{"text": "a"}], "columns are text; needed are prompt and completion"),
+    ([{"body": "a"}], "columns are body; needed are prompt and completion"),
     ([{"prompt": "a", "answer": "b"}], "columns are prompt, answer; needed are prompt and completion"),
-    ([], "no rows"), (iter(ROWS), "list_iterator"),
+    ([], "no rows"), (7, "the dataset is a int"),
 ])
 def test_a_dataset_of_another_shape_is_refused_with_what_it_has(rows: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):

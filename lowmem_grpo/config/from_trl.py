@@ -1,0 +1,92 @@
+"""Settings of TRL and transformers, as objects of their own classes, read field by field into ours.
+
+Neither library is imported: such an object is known by the class that it comes from. A field counts as set where it
+differs from that of an object of the class with nothing set. What we lack is accepted at its default and refused, with
+advice, where it was set. A default of theirs that is another than ours is taken over (`TAKEN_OVER`) or not:
+`DIFFERENT` says what happens instead.
+"""
+
+import logging
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+
+from lowmem_grpo.config.shared import TrainSettings, field_names
+
+logger = logging.getLogger(__name__)
+
+CLASSES = {  # (the library, the class) -> our class that it may become
+    ("trl", "GRPOConfig"): "GRPOConfig", ("trl", "SFTConfig"): "SFTConfig",
+    ("transformers", "TrainingArguments"): "TrainSettings",
+}
+TAKEN_OVER = ("learning_rate", "logging_steps", "save_steps", "max_length", "truncation_mode", "assistant_only_loss")
+DIFFERENT = {  # fields whose default there is another one and is not taken over; what happens instead
+    "output_dir": "records go to ours", "optim": "AdamW of torch, not fused",
+    "bf16": "the model's own precision", "gradient_checkpointing": "as get_peft_model set it up",
+    "disable_tqdm": "the live view is on", "shuffle_dataset": "each epoch has its own order",
+    "save_total_limit": "the newest three checkpoints are kept",
+    "vllm_importance_sampling_correction": "on where the sampler's log-probabilities differ",
+    "vllm_importance_sampling_mode": "each token has its own weight",
+    "vllm_importance_sampling_clip_max": "2, as suits weights of tokens",
+}
+COMPUTED = ("use_cpu", "generation_batch_size")  # the second one says the same as steps_per_generation
+
+Settings = TypeVar("Settings", bound=TrainSettings)
+
+
+def settings_of(given: Any, ours: type[Settings]) -> Settings:
+    """The settings as an object of our class: as they are, our defaults for None, or read from another library's.
+
+    TypeError for anything else; ValueError for a field that was set there and is not supported here.
+    """
+    if given is None:
+        return ours()
+    if isinstance(given, ours):
+        return given
+    origin = origin_of(given)
+    if origin is None or CLASSES[origin] not in (ours.__name__, "TrainSettings"):
+        raise TypeError(
+            f"args is a {type(given).__module__}.{type(given).__name__}; allowed are {ours.__name__} of lowmem_grpo, "
+            f"trl.{ours.__name__} and transformers.TrainingArguments"
+        )
+    return converted(given, ours)
+
+
+def is_settings(given: Any) -> bool:
+    """Whether it is an object with a trainer's settings, of ours, of TRL or of transformers."""
+    return isinstance(given, TrainSettings) or origin_of(given) is not None
+
+
+def origin_of(given: Any) -> tuple[str, str] | None:
+    """(the library, the class) that a settings object comes from, most special first; None for anything else."""
+    for cls in type(given).__mro__:
+        known = cls.__module__.partition(".")[0], cls.__name__
+        if known in CLASSES:
+            return known
+    return None
+
+
+def converted(given: Any, ours: type[Settings]) -> Settings:
+    """Our settings with what the object says; what differs is told in one line of the log."""
+    base = next(cls for cls in type(given).__mro__ if (cls.__module__.partition(".")[0], cls.__name__) in CLASSES)
+    usual = base(use_cpu=True)  # without it the classes refuse machines without a card
+    if given.use_cpu and torch.cuda.is_available():
+        raise ValueError('use_cpu=True: the model is trained where it was loaded; load it with device="cpu"')
+    options: dict[str, Any] = {}
+    for name in (field.name for field in fields(given) if field.name not in COMPUTED):
+        value = plain(getattr(given, name))
+        if value != plain(getattr(usual, name, None)) or (name in TAKEN_OVER and name in field_names(ours)):
+            options[name] = value
+    found = ours(**options)
+    told = "; ".join(f"{name}: {words}" for name, words in DIFFERENT.items() if name not in options
+                     and plain(getattr(usual, name, None)) not in (None, getattr(found, name, None)))
+    logger.warning("args is a %s.%s; where it is at its defaults, these differ here: %s",
+                   base.__module__.partition(".")[0], base.__name__, told)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """An enumeration's own value, and one name for a list of it."""
+    value = getattr(value, "value", value)
+    return value.to_dict() if hasattr(value, "to_dict") else value

@@ -1,0 +1,164 @@
+"""What the columns of a dataset mean for supervised fine-tuning, and who turns its rows into examples.
+
+In this order: `formatting_func`, `input_ids`, `prompt` with `completion`, `messages`, the column of texts, and
+`conversations`, which is `messages` under another name.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.config.sft import SFTConfig
+from lowmem_grpo.data.brought import columns_of, rows_of
+from lowmem_grpo.data.examples import ExampleEncoder
+from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.data.texts import IGNORED, ConversationEncoder, TextEncoder, TokenEncoder
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+@dataclass
+class Changed:
+    """Rows by index, each changed when it is read."""
+
+    dataset: Any
+    change: Callable[[dict[str, Any]], dict[str, Any]]
+    column_names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.change(self.dataset[index])
+
+
+@dataclass
+class Tokenised:
+    """A dataset as TRL shows it after its trainer was made: each row with `input_ids` and `labels`."""
+
+    dataset: Any
+    encoder: ExampleEncoder
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.dataset[index]
+        found = self.encoder.encode(row)
+        if isinstance(found, str):
+            raise DataError(f"row {index} is left out of training: {found}")
+        trained = found.trained or [True] * len(found.completion_ids)
+        labels = [token if one else IGNORED for token, one in zip(found.completion_ids, trained, strict=True)]
+        ids = [*found.ids, *found.completion_ids]
+        labels = [IGNORED] * len(found.ids) + labels
+        return {**row, "input_ids": ids, "labels": labels, "attention_mask": [1] * len(ids)}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of the dataset, and those of tokens."""
+        return list(dict.fromkeys([*columns_of(self.dataset), "input_ids", "labels", "attention_mask"]))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """How a run reads rows."""
+
+    config: SFTConfig
+    tokenizer: PreTrainedTokenizerBase
+    longest: int  # tokens
+    end_ids: list[int]
+    formatting_func: Callable[..., Any] | None = None
+
+    def read(self, given: Any, parameter: str = "train_dataset") -> tuple[Any, ExampleEncoder]:
+        """The rows, and what encodes them; DataError where no column says what to train on."""
+        rows = rows_of(given, parameter)
+        columns = columns_of(rows)
+        if not columns and not isinstance(rows, Stream):
+            raise DataError(f"{parameter} has no rows")
+        if self.formatting_func is not None:
+            return changed(rows, self.formatted(rows), ["text"]), self.encoder(TextEncoder)
+        if "input_ids" in columns:
+            return rows, self.encoder(TokenEncoder)
+        if {"prompt", "completion"} <= set(columns):
+            return rows, self.encoder(ExampleEncoder, prompt_too=self.config.completion_only_loss is False)
+        if "messages" in columns:
+            return self.conversations(rows, "messages")
+        if self.config.dataset_text_field in columns:
+            encoder = self.encoder(TextEncoder)
+            encoder.column = self.config.dataset_text_field
+            return rows, encoder
+        if "conversations" in columns:
+            return self.conversations(rows, "conversations")
+        raise DataError(
+            f"the dataset's columns are {', '.join(columns)}; needed are prompt and completion (text, or chat "
+            "messages), messages, or a text: dataset_text_field names its column, which is now "
+            f"{self.config.dataset_text_field!r}. Rename some (dataset.rename_column('answer', 'completion')), or pass "
+            "a formatting_func that makes a text of a row"
+        )
+
+    def encoder(self, kind: type[ExampleEncoder], prompt_too: bool = False) -> Any:
+        """An encoder of this kind, with the run's settings."""
+        return kind(self.tokenizer, self.longest, self.end_ids, self.config.chat_template_kwargs,
+                    self.config.truncation_mode, prompt_too)
+
+    def conversations(self, rows: Any, column: str) -> tuple[Any, ExampleEncoder]:
+        """Rows with chat messages: of the last one, of the assistant's, or of all tokens."""
+        if self.config.assistant_only_loss is None:
+            split = changed(rows, lambda row: last_message(messages_of(row, column)), ["prompt", "completion"])
+            return split, self.encoder(ExampleEncoder)
+        encoder = self.encoder(ConversationEncoder)
+        encoder.assistant_only = self.config.assistant_only_loss
+        return changed(rows, lambda row: {"messages": messages_of(row, column)}, ["messages"]), encoder
+
+    def formatted(self, rows: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        """What makes a row of one text, by `formatting_func`, whether it takes one row or a batch of columns."""
+        function: Any = self.formatting_func
+        first = rows.peek(1)[0] if isinstance(rows, Stream) else rows[0]
+        if takes_batches(function, first):
+            return lambda row: {"text": function({name: [value] for name, value in row.items()})[0]}
+        made = function(first)
+        if isinstance(made, list) and len(made) == 1 and isinstance(made[0], str):
+            return lambda row: {"text": function(row)[0]}
+        if not isinstance(made, str):
+            raise DataError(f"formatting_func returned a {type(made).__name__} for the first row; it must return the "
+                            "row's text, or a list of texts for a batch of columns")
+        return lambda row: {"text": function(row)}
+
+
+def takes_batches(function: Callable[..., Any], row: dict[str, Any]) -> bool:
+    """Whether a formatting function makes two texts of a batch of two rows, given as columns."""
+    try:
+        made = function({name: [value, value] for name, value in row.items()})
+    except Exception:  # noqa: BLE001 - a function for one row may raise anything for two
+        return False
+    return isinstance(made, list) and len(made) == 2 and all(isinstance(text, str) for text in made)
+
+
+def changed(rows: Any, change: Callable[[dict[str, Any]], dict[str, Any]], columns: list[str]) -> Any:
+    """The rows with a change made to each when it is read."""
+    if not isinstance(rows, Stream):
+        return Changed(rows, change, columns)
+    rows.change_each(change)
+    return rows
+
+
+def messages_of(row: dict[str, Any], column: str) -> Any:
+    """The chat messages of a row; those with `from` and `value` get the usual names."""
+    messages = row.get(column)
+    if not isinstance(messages, list):
+        return messages
+    return [{"role": ROLES.get(one["from"], one["from"]), "content": one.get("value")}
+            if isinstance(one, dict) and "from" in one and "role" not in one else one for one in messages]
+
+
+def last_message(messages: Any) -> dict[str, Any]:
+    """A conversation as a prompt, all but its last message, and a completion, the last one."""
+    if not isinstance(messages, list):
+        return {"prompt": messages, "completion": None}
+    return {"prompt": messages[:-1], "completion": messages[-1:]}

@@ -1,0 +1,85 @@
+"""The listeners of a run, which transformers calls callbacks: those written for its Trainer work here unchanged.
+
+Each hook is called as `hook(args, state, control, model=, processing_class=, optimizer=, lr_scheduler=, ...)`, where
+
+    on_init_end                              at the end of the trainer's constructor
+    on_train_begin, on_train_end
+    on_epoch_begin, on_epoch_end             where the rows begin anew; on_epoch_end also at the end
+    on_step_begin, on_step_end               around one update: sampling and its optimizer steps
+    on_pre_optimizer_step, on_optimizer_step before and after each optimizer step
+    on_log (logs=), on_evaluate (metrics=), on_save
+    on_push_begin                            before an upload to the hub
+
+What a listener sets in `control` is done at the end of the step.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from lowmem_grpo.runs.state import TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
+
+EVENTS = ("on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step",
+          "on_optimizer_step", "on_step_end", "on_log", "on_evaluate", "on_save", "on_epoch_end", "on_train_end",
+          "on_push_begin")
+NEVER = {  # hooks of transformers that are not called here
+    "on_substep_end": "micro-batches are cut by length, and have no hook; use on_pre_optimizer_step",
+    "on_prediction_step": "an evaluation has no steps; use on_evaluate",
+    "on_predict": "there is no predict; use on_evaluate",
+}
+REFUSED = {  # modules of classes that need what only their own trainer has
+    "transformers.integrations": "use report_to for wandb, tensorboard and trackio",
+    "trl": "it needs the parts of TRL's trainer; log_completions, report_to and records show what happens",
+}
+FLOW = "DefaultFlowCallback"  # of transformers: it sets in `control` what the loop itself decides here
+
+
+class Callbacks:
+    """Calls every listener that has a method for an event, in order."""
+
+    def __init__(self, listeners: Iterable[Any] = ()) -> None:
+        self.listeners: list[Any] = []
+        for listener in listeners:
+            self.add(listener)
+
+    def __call__(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        assert event in EVENTS, event
+        for listener in list(self.listeners):
+            method = getattr(listener, event, None)
+            if method is None:
+                continue
+            returned = method(args, state, control, **kwargs)
+            if returned is not None and returned is not control:  # a listener may also return a control of its own
+                for name in vars(control):
+                    setattr(control, name, getattr(returned, name, getattr(control, name)))
+
+    def add(self, listener: Any) -> None:
+        """Add a listener, or one of a class. TypeError for what has no hook; hooks that are never called are named."""
+        made = listener() if isinstance(listener, type) else listener
+        kind = type(made)
+        for module, advice in REFUSED.items():
+            if kind.__module__ == module or kind.__module__.startswith(f"{module}."):
+                raise TypeError(f"callbacks: {kind.__name__} cannot be used here; {advice}")
+        if kind.__name__ == FLOW and kind.__module__.startswith("transformers."):
+            raise TypeError(f"callbacks: leave {FLOW} out; the settings say when to log, evaluate and save")
+        if not any(callable(getattr(made, event, None)) for event in (*EVENTS, *NEVER)):
+            raise TypeError(f"callbacks holds a {kind.__name__}, which has none of the hooks {', '.join(EVENTS)}")
+        for hook, advice in NEVER.items():
+            if own_method(kind, hook):
+                logger.warning("%s.%s is never called: %s", kind.__name__, hook, advice)
+        self.listeners.append(made)
+
+    def pop(self, which: Any) -> Any:
+        """Remove and return a listener, given as it is or by its class; None where there is none."""
+        for place, listener in enumerate(self.listeners):
+            if listener is which or (isinstance(which, type) and type(listener) is which):
+                return self.listeners.pop(place)
+        return None
+
+
+def own_method(kind: type, name: str) -> bool:
+    """Whether a class defines a hook itself, and does not only inherit that of transformers, which does nothing."""
+    home = next((cls for cls in kind.__mro__ if name in vars(cls)), None)
+    return home is not None and not home.__module__.startswith("transformers.")

@@ -1,0 +1,189 @@
+"""Models as people bring them to a trainer: one of ours, one of transformers with a `peft_config`, or a name.
+
+What our loader and `get_peft_model` do is done to each, or it is refused with the line that loads it.
+"""
+
+import inspect
+from dataclasses import dataclass, fields
+from typing import Any
+
+from peft import LoraConfig, PeftModel
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.engines.choice import EngineKeeper, EngineSettings, choose_engine
+from lowmem_grpo.fast_model import FastModel, FastPeftModel, Loaded
+from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.models.fused_weights import fuse_weights
+from lowmem_grpo.models.pretrained import keep_layout, linears_in_4bit, resolve
+
+CONTEXT = 2048  # tokens, where neither the model nor the run needs fewer or more
+ADVICE = ("load it with FastLanguageModel.from_pretrained and put LoRA on it with FastLanguageModel.get_peft_model, or "
+          "pass peft_config=peft.LoraConfig(r=16, lora_alpha=16)")
+NO_EFFECT = ("attn_implementation", "use_cache", "low_cpu_mem_usage", "device_map")  # our attention, on one device
+AS_THEY_ARE = ("task_type", "inference_mode", "peft_type", "peft_version", "base_model_name_or_path", "revision",
+               "auto_mapping", "runtime_config")  # of a LoraConfig: what it is of, and not what LoRA does
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a trainer was given beside its rows."""
+
+    model: Any
+    tokenizer: Any  # None: the model's own
+    peft_config: Any
+    quantization_config: Any
+    settings: TrainSettings
+    tokens: int  # that the run's own settings need, of prompt and completion
+
+    def trainable(self) -> FastPeftModel:
+        """The model with LoRA; TypeError or ValueError, with what to do, where it cannot be trained here."""
+        model = self.loaded()
+        if isinstance(model, FastPeftModel):
+            if self.peft_config is not None:
+                raise ValueError("peft_config is given, and the model has LoRA already; leave one of them out")
+            return model
+        if self.peft_config is None:
+            raise self.without_lora()
+        off = self.settings.gradient_checkpointing is False
+        checkpointing = {"use_gradient_checkpointing": False} if off else {}
+        return FastLanguageModel.get_peft_model(
+            model, **lora_options(self.peft_config, model), random_state=self.settings.seed, **checkpointing
+        )
+
+    def without_lora(self) -> TypeError:
+        """The error for a model that neither has LoRA nor shall get it."""
+        name = f"{self.model!r}" if isinstance(self.model, str) else f"a {type(self.model).__name__}"
+        return TypeError(f"model is {name}, without LoRA, and all of its weights would have to be trained; {ADVICE}")
+
+    def loaded(self) -> FastModel | FastPeftModel:
+        """The model as our loader returns it, with or without LoRA."""
+        if isinstance(self.model, str):
+            return self.load()
+        for name in ("model_init_kwargs", "quantization_config"):
+            if getattr(self.settings, name, None) or getattr(self, name, None):
+                raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
+        if isinstance(self.model, (FastModel, FastPeftModel)):
+            return self.model
+        if isinstance(self.model, PeftModel):
+            raise TypeError(f"model is a {type(self.model).__name__} of peft, whose layers are not ours; pass the "
+                            "model without LoRA, and peft_config=peft.LoraConfig(...)")
+        if not isinstance(self.model, PreTrainedModel):
+            raise TypeError(f"model is a {type(self.model).__name__}; {ADVICE}")
+        if self.peft_config is None:
+            raise self.without_lora()  # before anything is changed
+        return self.wrapped()
+
+    def load(self) -> FastModel:
+        """The model of this name, in 4 bits where `quantization_config` says so."""
+        if self.peft_config is None:
+            raise self.without_lora()
+        options = loading_options(self.settings.model_init_kwargs or {})
+        four_bit = quantization(self.quantization_config or options.pop("quantization_config", None))
+        config = AutoConfig.from_pretrained(resolve(self.model), trust_remote_code=False,
+                                            revision=options.get("revision"), token=options.get("token"))
+        check_lora(self.peft_config)
+        model, _ = FastLanguageModel.from_pretrained(
+            self.model, max_seq_length=self.context(config), max_lora_rank=max(64, self.peft_config.r),
+            fast_inference="vllm" if getattr(self.settings, "use_vllm", False) else False, **options, **four_bit,
+        )
+        return model
+
+    def context(self, config: Any) -> int:
+        """Tokens that prompt and completion may have: 2048, more where the run needs more, and never more than the
+        model has."""
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT
+        return int(min(longest, max(CONTEXT, self.tokens)))
+
+    def wrapped(self) -> FastModel:
+        """A plain model of transformers, frozen, under what our loader puts around one."""
+        model: Any = self.model
+        stored = getattr(model.config, "quantization_config", None)
+        if stored is not None and not any(linears_in_4bit(model)):
+            raise ValueError(f"the model is quantized ({getattr(stored, 'quant_method', stored)}); allowed are 16 and "
+                             "32 bits, and 4 bits of bitsandbytes")
+        devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+        if len(devices) > 1:
+            raise ValueError(f"the model lies on {', '.join(sorted(devices))}; load it on one device: "
+                             "device_map={'': 0}")
+        name = str(model.config._name_or_path)
+        tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        keep_layout(model)
+        if any(linears_in_4bit(model)):
+            fuse_weights(model)
+        check_lora(self.peft_config)
+        model.requires_grad_(False)
+        context = self.context(model.config)
+        keeper = EngineKeeper(context, choose_engine(False, str(model.device)), EngineSettings(0.5), name)
+        return FastModel(model, Loaded(name, tokenizer, context, max(64, self.peft_config.r), keeper))
+
+
+def tokenizer_of(given: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of what was given as `processing_class`: a processor of text and images has one inside."""
+    if given is None or isinstance(given, PreTrainedTokenizerBase):
+        return given
+    inside = getattr(given, "tokenizer", None)
+    if not isinstance(inside, PreTrainedTokenizerBase):
+        raise TypeError(f"processing_class is a {type(given).__name__}; pass a tokenizer of transformers")
+    return inside
+
+
+def check_lora(config: Any) -> None:
+    """TypeError for anything but a LoraConfig, ValueError for one of another task."""
+    if type(config) is not LoraConfig:
+        raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
+    if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
+        raise ValueError(f'peft_config: task_type is {config.task_type!r}; allowed is "CAUSAL_LM"')
+
+
+def lora_options(config: Any, model: FastModel) -> dict[str, Any]:
+    """What `get_peft_model` is called with for a LoraConfig; ValueError, by name, for what it does not support."""
+    check_lora(config)
+    usual, known = LoraConfig(), inspect.signature(FastLanguageModel.get_peft_model).parameters
+    options: dict[str, Any] = {"r": config.r, "lora_alpha": config.lora_alpha,
+                               "target_modules": targets(config.target_modules, model)}
+    for name in (field.name for field in fields(config)):
+        value = getattr(config, name)
+        if name in options or name in AS_THEY_ARE or value == getattr(usual, name):
+            continue
+        if name not in known:
+            raise ValueError(f"peft_config: {name}={value!r} is not supported; leave it out, or train with TRL and "
+                             "these kernels (lowmem_grpo.integrations.trl)")
+        options[name] = value
+    return options
+
+
+def targets(given: Any, model: FastModel) -> list[str] | str:
+    """The modules that a LoraConfig names; where it names none, those that PEFT takes for the model's family."""
+    if given is None:
+        kind = str(model.inner.config.model_type)
+        if kind not in PEFT_TARGETS:
+            raise ValueError(f"peft_config names no target_modules, and PEFT has none for {kind!r}; name them, or take "
+                             'target_modules="all-linear"')
+        given = PEFT_TARGETS[kind]
+    return given if isinstance(given, str) else sorted(given)
+
+
+def loading_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Options of `from_pretrained` of transformers, as those of ours; ValueError for what has none."""
+    names = {"dtype": "dtype", "torch_dtype": "dtype", "revision": "revision", "token": "token",
+             "quantization_config": "quantization_config"}
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in names:
+            options[names[name]] = None if value == "auto" else value
+        elif name not in NO_EFFECT and value not in (None, False):
+            raise ValueError(f"model_init_kwargs: {name}={value!r} is not supported; leave it out, or load the model "
+                             "with FastLanguageModel.from_pretrained")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def quantization(given: Any) -> dict[str, Any]:
+    """Options of our loader for a BitsAndBytesConfig; 16 or 32 bits without one. ValueError for another."""
+    if given is None:
+        return {"load_in_4bit": False}
+    if not isinstance(given, BitsAndBytesConfig) or not given.load_in_4bit or given.bnb_4bit_quant_type != "nf4":
+        raise ValueError("quantization_config: allowed is transformers.BitsAndBytesConfig(load_in_4bit=True, "
+                         "bnb_4bit_quant_type='nf4')")
+    return {"load_in_4bit": True}

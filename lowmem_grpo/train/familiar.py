@@ -1,0 +1,267 @@
+"""What TRL's and transformers' trainers offer beside `train`, under their names: listeners, saving, the hub, figures.
+
+`NOT_HERE` lists what they offer and our trainers do not, with what to use instead.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo import hub
+from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.fast_model import FastPeftModel, UnsupportedError
+from lowmem_grpo.runs.listeners import Callbacks
+from lowmem_grpo.runs.records import replace_text
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.train.saver import Saver
+from lowmem_grpo.units import time_text
+
+logger = logging.getLogger(__name__)
+
+LOOP = "the visible loop is next_groups(), update(groups), evaluate() and save_state()"
+ROWS = "there are no data loaders: trainer.source.take(n) draws the next rows, and trainer.train_dataset has all"
+LOSS = "the loss is computed on packed sequences: trainer.forward_backward(groups) gives its gradient and its metrics"
+MADE = "the trainer makes its optimizer itself, or takes optimizers=(optimizer, scheduler)"
+SAMPLE = ("sample with model.fast_generate(prompts, lora_request=model.current_lora()), or measure with "
+          "trainer.evaluate()")
+ONE = "there is one process and one device"
+NOT_HERE = {
+    **dict.fromkeys(("training_step", "evaluation_loop", "prediction_loop", "get_batch_samples", "call_model_init",
+                     "create_accelerator_and_postprocess", "set_initial_training_values", "store_flos",
+                     "floating_point_ops", "hyperparameter_search"), LOOP),
+    **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "num_examples",
+                     "data_collator"), ROWS),
+    **dict.fromkeys(("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
+                     "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights", "loss_is_scaled_for_ga",
+                     "compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"), LOSS),
+    **dict.fromkeys(("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_optimizer_group",
+                     "get_optimizer_cls_and_kwargs", "get_decay_parameter_names"), MADE),
+    **dict.fromkeys(("predict", "prediction_step"), SAMPLE),
+    **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size", "is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
+    "ref_model": "the reference is the model without its adapter: with trainer.policy.base_model(): ...",
+    "llm": "the engine that samples is trainer.engine", "vllm_generation": "the engine that samples is trainer.engine",
+    "vllm_client": "there is no server; the engine that samples is trainer.engine",
+    "init_hf_repo": "push_to_hub makes the repository",
+}
+
+
+class NotHereError(AttributeError, UnsupportedError):
+    """Other trainers have this and ours do not; the message says what to use instead."""
+
+
+class OneProcess:
+    """What people ask of `trainer.accelerator`, where there is one process."""
+
+    num_processes, process_index, local_process_index = 1, 0, 0
+    is_main_process = is_local_main_process = is_last_process = True
+    print = staticmethod(print)
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def wait_for_everyone(self) -> None:
+        """There is nobody to wait for."""
+
+    def unwrap_model(self, model: Any, **_: Any) -> Any:
+        """The model: nothing is wrapped around it."""
+        return model
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotHereError(f"trainer.accelerator has no {name!r} here: accelerate is not used for training; {ONE}")
+
+
+class Familiar:
+    """Names of TRL's and transformers' trainers."""
+
+    model: FastPeftModel
+    args: TrainSettings
+    tokenizer: Any
+    state: TrainerState
+    learner: Learner
+    callbacks: Callbacks
+    saver: Saver
+    run_dir: Path
+    given_rows: Any  # as they were passed
+    given_eval_rows: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_HERE:
+            raise NotHereError(f"{type(self).__name__} has no {name}: {NOT_HERE[name]}")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def notify(self, event: str, **details: Any) -> None:
+        raise NotImplementedError
+
+    def measure_evaluation(self, dataset: Any = None) -> dict[str, float]:
+        raise NotImplementedError
+
+    # Its parts.
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer."""
+        return self.tokenizer
+
+    @property
+    def train_dataset(self) -> Any:
+        """The rows as they were passed."""
+        return self.given_rows
+
+    @train_dataset.setter
+    def train_dataset(self, _: Any) -> None:
+        raise UnsupportedError("train_dataset cannot be changed; make a new trainer with the other rows")
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The rows of the evaluation as they were passed; evaluate(eval_dataset=...) takes others."""
+        return self.given_eval_rows
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The model: nothing is wrapped around it."""
+        return self.model
+
+    @property
+    def accelerator(self) -> OneProcess:
+        """What can be asked of the one process."""
+        return OneProcess(self.learner.policy.device)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of the adapter."""
+        return self.learner.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Its schedule."""
+        return self.learner.scheduler
+
+    @property
+    def callback_handler(self) -> Callbacks:
+        """The listeners."""
+        return self.callbacks
+
+    @property
+    def hub_model_id(self) -> str:
+        """The repository of `push_to_hub`: of the settings, or the name of output_dir."""
+        return self.args.hub_model_id or self.run_dir.resolve().name
+
+    def is_world_process_zero(self) -> bool:
+        """There is one process."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def get_learning_rates(self) -> list[float]:
+        """Of each group of the optimizer."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_num_trainable_parameters(self) -> int:
+        """Numbers in the adapter."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def get_total_train_batch_size(self, *_: Any) -> int:
+        """Rows or completions of one optimizer step."""
+        return self.args.completions_per_step
+
+    # Listeners.
+
+    def add_callback(self, callback: Any) -> None:
+        """A listener, or a class of which one is made."""
+        self.callbacks.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove and return a listener, given as it is or by its class; None where there is none."""
+        return self.callbacks.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a listener, given as it is or by its class."""
+        self.callbacks.pop(callback)
+
+    # Saving.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the adapter and the tokenizer to a folder, by default output_dir."""
+        folder = str(output_dir or self.args.output_dir)
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None,
+                          tags: Any = None, **_: Any) -> None:
+        """Write README.md into output_dir: what was trained, on what, and for how long."""
+        listed = "".join(f"- {tag}\n" for tag in ([tags] if isinstance(tags, str) else tags or []))
+        name = model_name or self.run_dir.resolve().name
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        replace_text(self.run_dir / "README.md", (
+            f"---\nbase_model: {self.model.loaded.name}\nlibrary_name: peft\ntags:\n- lowmem-grpo\n- lora\n{listed}"
+            f"---\n\n# {name}\n\nA LoRA adapter of {self.model.loaded.name}, trained with lowmem-grpo for "
+            f"{self.state.global_step} steps{f' on {dataset_name}' if dataset_name else ''} "
+            f"({time_text(self.state.elapsed)}).\n"
+        ))
+
+    def push_to_hub(self, commit_message: str | None = None, blocking: bool = True, token: str | None = None,
+                    revision: str | None = None, private: bool = True, dataset_name: str | None = None,
+                    **card: Any) -> str:
+        """Upload the adapter, the tokenizer and a card to `hub_model_id`; returns the address of the commit.
+
+        The files stay in output_dir/adapter. HubError where the hub refuses. It always waits for the upload.
+        """
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}; only the main branch is written, leave it out")
+        folder = self.run_dir / "adapter"
+        self.save_model(str(folder))
+        self.create_model_card(dataset_name=dataset_name, tags=card.get("tags"))
+        (folder / "README.md").write_text((self.run_dir / "README.md").read_text("utf-8"), "utf-8")
+        self.notify("on_push_begin")
+        return hub.push(folder, hub.full_name(self.hub_model_id, token), private, hub.client(token), commit_message)
+
+    def upload(self) -> None:
+        """Push the adapter of a run; where the hub refuses, that is logged: the run itself is finished and saved."""
+        try:
+            logger.info("uploaded to %s", self.push_to_hub())
+        except hub.HubError as error:
+            logger.error("push_to_hub: %s", error)
+
+    # Figures.
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics on the evaluation dataset, or on these rows, under names that begin with the prefix. `ignore_keys`
+        is TRL's, and there are none here."""
+        found = self.measure_evaluation(eval_dataset)
+        if metric_key_prefix != "eval":
+            found = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in found.items()}
+        metrics = {"step": self.state.global_step, "epoch": self.state.epoch} | found
+        self.state.log_history.append(metrics)
+        self.notify("on_evaluate", metrics=metrics)
+        self.saver.note_evaluated(metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], *_: Any) -> None:
+        """Add a line of your own to the history, and tell the listeners."""
+        line = {"step": self.state.global_step, "epoch": self.state.epoch, **logs}
+        self.state.log_history.append(line)
+        self.notify("on_log", logs=line)
+
+    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The metrics as people read them: seconds in words, numbers with four places."""
+        return {name: time_text(value) if name.endswith(("_runtime", "_time")) else round(value, 4)
+                if isinstance(value, float) else value for name, value in metrics.items()}
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print the metrics under the name of a split."""
+        print(f"***** {split} metrics *****")
+        for name, value in sorted(self.metrics_format(metrics).items()):
+            print(f"  {name} = {value}")
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write them to output_dir/SPLIT_results.json, and add them to all_results.json unless `combined` is False."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        replace_text(self.run_dir / f"{split}_results.json", json.dumps(metrics, indent=4, sort_keys=True, default=str))
+        if combined:
+            path = self.run_dir / "all_results.json"
+            known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+            replace_text(path, json.dumps(known | metrics, indent=4, sort_keys=True, default=str))

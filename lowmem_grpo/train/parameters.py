@@ -1,0 +1,93 @@
+"""Parameters that trainers of TRL and transformers have and ours do not, each with its fate.
+
+An option of the settings, which older versions of TRL took in the constructor, goes there. Everything else may be given
+as None, or as what asks for nothing, and is otherwise refused with what to do.
+"""
+
+import difflib
+import inspect
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from lowmem_grpo.config.from_trl import is_settings
+from lowmem_grpo.config.shared import TrainSettings, field_names
+
+REWARDS = "rewards are functions here: give one that calls the model, in reward_funcs"
+SINGLE = "completions are single turns without tools; train agents with TRL, and these kernels by use_lowmem_kernels"
+MEASURED = ("the metrics of an evaluation are fixed; compute your own from model.fast_generate(...), in a callback's "
+            "on_evaluate")
+OWN_LOSS = "the loss is that of the trainer; ARCHITECTURE.md says how to add one"
+REFUSED = {
+    "reward_processing_classes": REWARDS, "reward_model": REWARDS, "tools": SINGLE, "rollout_func": SINGLE,
+    "environment_factory": SINGLE, "compute_metrics": MEASURED, "preprocess_logits_for_metrics": MEASURED,
+    "compute_loss_func": OWN_LOSS, "compute_loss": OWN_LOSS, "ref_model": "the reference is the model without its "
+    "adapter; leave it out", "model_init": "load the model yourself and pass it as model",
+    "infinite": "rows are drawn again until max_steps; leave it out",
+    "optimizer_cls_and_kwargs": "make the optimizer yourself: optimizers=(optimizer, None)",
+    "data_collator": "rows are tokenised and packed here; say what is trained by the columns: prompt and completion, "
+                     "messages with assistant_only_loss=True, or input_ids with labels. Images are not supported",
+    "formatting_func": "GRPO samples from the column `prompt`: make it with dataset.map(...)",
+    "prompt_template": "make the column `prompt` with dataset.map(...)",
+}
+PADDING = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding",
+           "DataCollatorWithFlattening", "DefaultDataCollator", "default_data_collator")  # they only pad
+
+OUR_ORDER = ("train_dataset", "args", "processing_class", "eval_dataset")
+TRLS_ORDER = ("args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+
+Settings = TypeVar("Settings", bound=TrainSettings)
+
+
+def taken_in(given: dict[str, Any], settings: Settings, trainer: type) -> Settings:
+    """The settings with what was given beside a trainer's own parameters.
+
+    ValueError for what is not supported, TypeError for a name that nobody knows.
+    """
+    kind = type(settings)
+    options = {}
+    for name, value in given.items():
+        if name in REFUSED:
+            refuse(name, value, trainer)
+        elif name in field_names(kind) or name in kind.unsupported or name in kind.renamed:
+            options[kind.renamed.get(name, name)] = value
+        else:
+            known = [*inspect.signature(trainer).parameters, *REFUSED, *field_names(kind)]
+            close = difflib.get_close_matches(name, known, n=2)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise TypeError(f"{trainer.__name__} has no parameter {name!r}{hint}")
+    return replace(settings, **options) if options else settings
+
+
+def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
+    """The named parameters of SFTTrainer with those that were given without a name: in TRL's order if settings, or
+    nothing, come first there, else in ours."""
+    order = TRLS_ORDER if placed and (placed[0] is None or is_settings(placed[0])) else OUR_ORDER
+    if len(placed) > len(order):
+        raise TypeError(f"SFTTrainer got {len(placed) + 1} parameters without names; name those after {order[-1]}")
+    for name, value in zip(order, placed, strict=False):
+        if named[name] is not None:
+            raise TypeError(f"SFTTrainer: {name} is given twice, once by its place and once by its name")
+        named[name] = value
+    return tuple(named.values())
+
+
+def refuse(name: str, value: Any, trainer: type) -> None:
+    """ValueError unless the value asks for nothing, or for what happens anyway."""
+    if value is None or value == [] or (name == "data_collator" and only_pads(value)):
+        return
+    what = getattr(value, "__name__", type(value).__name__)
+    raise ValueError(f"{trainer.__name__}: {name} ({what}) is not supported; {REFUSED[name]}")
+
+
+def only_pads(collator: Any) -> bool:
+    """Whether a collator of transformers or TRL would only pad rows, which packing makes needless."""
+    kind = collator if inspect.isfunction(collator) else type(collator)
+    return (kind.__module__.partition(".")[0] in ("transformers", "trl") and kind.__name__ in PADDING
+            and not getattr(collator, "mlm", False))
+
+
+def either(processing_class: Any, tokenizer: Any) -> Any:
+    """The one of the two names of the tokenizer that was given; TypeError for two different ones."""
+    if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
+        raise TypeError("processing_class and tokenizer are two names of the same; give one of them")
+    return tokenizer if processing_class is None else processing_class

@@ -1,0 +1,336 @@
+"""What people bring to a trainer: models by name and plain ones, peft settings, datasets of every kind, callbacks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from peft import LoraConfig, get_peft_model
+from small_models import TINY
+from trainer_runs import ROWS, SMALL, adapter, digit_sum, load, make, same
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    DataCollatorForSeq2Seq,
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.integrations import TensorBoardCallback
+
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.runs.records import read_lines
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+TEXTS = [{"text": f"Question: {number} + 1? Answer: {number + 1}"} for number in range(8)]
+
+
+def brought(folder: Path, model: Any = TINY, rows: Any = ROWS, **parts: Any) -> GRPOTrainer:
+    config = GRPOConfig(output_dir=str(folder), **(SMALL | parts.pop("settings", {})))
+    return GRPOTrainer(model, digit_sum, config, rows, **({"peft_config": LORA} | parts))
+
+
+def taught(folder: Path, rows: Any = TEXTS, **parts: Any) -> SFTTrainer:
+    known = {"max_steps": 2, "per_device_train_batch_size": 4, "disable_tqdm": True} | parts.pop("settings", {})
+    return SFTTrainer(TINY, rows, SFTConfig(output_dir=str(folder), **known), **({"peft_config": LORA} | parts))
+
+
+# Models
+
+
+def test_a_name_and_a_plain_model_train_as_the_loaders_own_does(tmp_path: Path) -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=2048, load_in_4bit=False)
+    own = FastLanguageModel.get_peft_model(bare, r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
+                                           random_state=42)
+    ends = []
+    for name, parts in (("own", {"model": own, "peft_config": None}), ("name", {}), (
+        "plain", {"model": AutoModelForCausalLM.from_pretrained(TINY)}
+    )):
+        trainer = brought(tmp_path / name, **parts)
+        trainer.train()
+        ends.append(adapter(trainer))
+    assert same(ends[0], ends[1]) and same(ends[0], ends[2])
+
+
+def test_a_name_is_quantized_where_the_caller_says_so(tmp_path: Path) -> None:
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    assert brought(tmp_path, quantization_config=four_bit).model.get_base_model().is_loaded_in_4bit
+
+
+def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> None:
+    trainer = brought(tmp_path, peft_config=LoraConfig())
+    config = trainer.model.peft_config["default"]
+    assert (config.target_modules, config.r, config.lora_alpha) == ({"q_proj", "v_proj"}, 8, 8)
+
+
+@pytest.mark.parametrize(("parts", "error", "message"), [
+    ({"peft_config": None}, TypeError, "without LoRA.*pass peft_config=peft.LoraConfig"),
+    ({"peft_config": None, "model": "plain"}, TypeError, "Qwen2ForCausalLM, without LoRA.*peft_config"),
+    ({"peft_config": LoraConfig(use_dora=True)}, ValueError, "peft_config: use_dora=True is not supported"),
+    ({"peft_config": LoraConfig(task_type="SEQ_CLS")}, ValueError, 'allowed is "CAUSAL_LM"'),
+    ({"peft_config": LoraConfig(modules_to_save=["lm_head"])}, ValueError, "modules_to_save"),
+    ({"peft_config": {"r": 4}}, TypeError, "peft_config is a dict; allowed is peft.LoraConfig"),
+    ({"model": "peft"}, TypeError, "of peft, whose layers are not ours; pass the model without LoRA"),
+    ({"model": 5}, TypeError, "model is a int; load it with FastLanguageModel"),
+    ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, ValueError, "allowed is transformers.BitsAndB"),
+    ({"settings": {"model_init_kwargs": {"max_memory": {}}}}, ValueError, "model_init_kwargs: max_memory"),
+    ({"model": "plain", "settings": {"model_init_kwargs": {"dtype": "auto"}}}, ValueError, "is loaded already"),
+    ({"processing_class": "tiny"}, TypeError, "processing_class is a str; pass a tokenizer"),
+    ({"settings": {"use_vllm": True}, "model": "plain"}, ValueError, 'fast_inference="vllm"'),
+    ({"optimizers": 5}, TypeError, "it must be a pair"),
+    ({"optimizers": (None, "plan")}, TypeError, "holds a str; needed is a torch LRScheduler"),
+    ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, ValueError, "no parameter of the adapter"),
+    ({"data_collator": len}, ValueError, r"data_collator \(len\) is not supported; rows are tokenised and packed"),
+    ({"rewards": [len]}, TypeError, "no parameter 'rewards'; did you mean reward"),
+])
+def test_what_cannot_be_trained_is_refused_with_what_to_do(
+    parts: dict[str, Any], error: type, message: str, tmp_path: Path
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(TINY) if parts.get("model") in ("plain", "peft") else None
+    if plain is not None:
+        parts = parts | {"model": plain if parts["model"] == "plain" else get_peft_model(plain, LORA)}
+    with pytest.raises(error, match=message):
+        brought(tmp_path, **parts)
+
+
+def test_an_adapter_and_a_peft_config_are_one_too_many(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the model has LoRA already"):
+        brought(tmp_path, model=load())
+
+
+def test_the_callers_optimizer_and_schedule_make_the_steps(tmp_path: Path) -> None:
+    model = load()
+    before = adapter(make(tmp_path / "first", model=model))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    trainer = GRPOTrainer(model, digit_sum, GRPOConfig(output_dir=str(tmp_path / "run"), **SMALL), ROWS,
+                          optimizers=(optimizer, schedule))
+    trainer.train()
+    assert trainer.optimizer is optimizer and trainer.lr_scheduler is schedule
+    assert same(adapter(trainer), before)
+    with pytest.raises(ValueError, match="of another optimizer"):
+        brought(tmp_path / "other", model=model, peft_config=None, optimizers=(torch.optim.SGD(
+            model.parameters(), lr=1.0), schedule))
+
+
+# Datasets
+
+
+def generator() -> Iterator[dict[str, Any]]:
+    yield from ROWS
+
+
+@pytest.mark.parametrize("kind", ["list", "frame", "dataset", "torch"])
+def test_rows_of_every_kind_give_the_same_run(kind: str, tmp_path: Path) -> None:
+    class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+        def __len__(self) -> int:
+            return len(ROWS)
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return ROWS[index]
+
+    kinds = {"list": tuple(ROWS), "frame": pandas.DataFrame(ROWS), "dataset": Dataset.from_list(ROWS), "torch": Rows()}
+    found, usual = make(tmp_path / "it", rows=kinds[kind]), make(tmp_path / "list")
+    assert [prompt.ids for prompt in found.source.take(9)] == [prompt.ids for prompt in usual.source.take(9)]
+
+
+@pytest.mark.parametrize("kind", ["function", "iterable", "torch"])
+def test_a_resumed_stream_goes_on_with_the_row_at_which_it_stopped(kind: str, tmp_path: Path) -> None:
+    class Rows(torch.utils.data.IterableDataset[dict[str, Any]]):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return generator()
+
+    def run(folder: str, steps: int, resume: bool | None = None) -> list[Any]:
+        rows = {"function": generator, "iterable": Dataset.from_list(ROWS).to_iterable_dataset(), "torch": Rows()}
+        trainer = make(tmp_path / folder, rows=rows[kind], max_steps=steps, save_strategy="steps", save_steps=1)
+        trainer.train(resume_from_checkpoint=resume)
+        return [line["prompt"] for line in read_lines(tmp_path / folder / "completions.jsonl")]
+
+    straight = run("straight", 4)
+    run("parts", 3)
+    assert run("parts", 4, resume=True) == straight and len(set(straight)) == 4
+
+
+@pytest.mark.parametrize(("rows", "settings", "message"), [
+    (DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)), {}, r"'train', 'test'.*\['train'\]"),
+    ({"prompt": ["a"], "answer": ["b"]}, {}, r"with the columns 'prompt', 'answer'; pass datasets.Dataset.from_dict"),
+    ("openai/gsm8k", {}, r"pass datasets.load_dataset\('openai/gsm8k'"), (None, {}, "train_dataset is missing"),
+    (["a", "b"], {}, "a list of str; each row must be a dict"), ([], {}, "no rows"),
+    (generator, {"max_steps": -1}, "no length: set max_steps"), (generator, {"difficulty_pools": True}, "difficulty"),
+    (generator, {"replay_buffer_size": 8}, "replay_buffer_size is set, and the rows are a stream"),
+    (lambda: iter(["text"]), {}, "the stream gave a str"),
+    (ROWS, {"eval_dataset": generator}, "eval_dataset is a stream"),
+    (ROWS, {"eval_dataset": DatasetDict(validation=Dataset.from_list(ROWS))}, r"of them: dataset\['validation"),
+])
+def test_a_dataset_that_cannot_be_taken_is_refused_with_what_to_pass(
+    rows: Any, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, rows=rows, **settings).train()
+
+
+def test_a_generator_that_ends_is_refused_with_the_function_as_advice(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"only once, and 4 rows were not enough; pass the generator's function") as end:
+        make(tmp_path, rows=generator(), max_steps=9).train()
+    assert "checkpoint-2" in end.value.__notes__[0]
+
+
+def test_long_prompts_are_cut_from_the_left_where_that_is_asked_for(tmp_path: Path) -> None:
+    whole = make(tmp_path / "whole").source.take(1)[0].ids
+    with pytest.raises(ValueError, match=r"longer than max_prompt_length \(5\).*truncate_prompts=True cuts them"):
+        make(tmp_path / "none", max_prompt_length=5).train()
+    trainer = make(tmp_path / "cut", max_prompt_length=5, truncate_prompts=True)
+    assert trainer.source.take(1)[0].ids == whole[-5:]
+    assert trainer.train().finished
+
+
+# Fine-tuning as TRL's notebooks call it
+
+
+def test_a_notebook_of_older_trl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(TINY), tokenizer=tokenizer, train_dataset=Dataset.from_list(TEXTS),
+        dataset_text_field="text", max_seq_length=64, data_collator=DataCollatorForSeq2Seq(tokenizer=tokenizer),
+        dataset_num_proc=2, packing=False, peft_config=LORA, args=TrainingArguments(
+            per_device_train_batch_size=2, gradient_accumulation_steps=4, warmup_steps=1, max_steps=2, fp16=False,
+            learning_rate=2e-4, bf16=False, logging_steps=1, optim="adamw_8bit", weight_decay=0.01, seed=3407,
+            lr_scheduler_type="linear", output_dir=str(tmp_path), report_to="none", use_cpu=True,
+        ),
+    )
+    stats = trainer.train()
+    assert stats.metrics["train_runtime"] > 0 and stats.training_loss > 0 and stats.metrics["train_samples_per_second"]
+    assert (trainer.args.max_length, trainer.args.warmup_steps, trainer.args.optim) == (64, 1, "adamw_8bit")
+    assert tokenizer.decode(trainer.train_dataset[5]["input_ids"]).startswith(TEXTS[5]["text"])
+
+
+def test_settings_may_stand_second_as_in_trl(tmp_path: Path) -> None:
+    config = SFTConfig(output_dir=str(tmp_path), max_steps=1)
+    assert SFTTrainer(load(), config, train_dataset=TEXTS).args is config
+    assert SFTTrainer(load(), config, None, TEXTS).args is config
+    with pytest.raises(TypeError, match="args is given twice"):
+        SFTTrainer(load(), TEXTS, config, args=config)
+
+
+@pytest.mark.parametrize(("parts", "error", "message"), [
+    ({"compute_metrics": len}, ValueError, "compute_metrics .* is not supported; the metrics of an evaluation are"),
+    ({"formatting_func": lambda row: 5}, DataError, "formatting_func returned a int for the first row"),
+    ({"chat_template_path": "x"}, ValueError, "chat_template_path='x' is not supported"),
+    ({"tokenizer": 1, "processing_class": 2}, TypeError, "two names of the same"),
+])
+def test_what_fine_tuning_cannot_do_is_refused(
+    parts: dict[str, Any], error: type, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        taught(tmp_path, **parts)
+
+
+# Callbacks
+
+
+class Seen(TrainerCallback):
+    """Remembers what was called, and asks for something at a step."""
+
+    def __init__(self, step: int = 0, ask: str = "") -> None:
+        self.step, self.ask, self.calls = step, ask, []  # type: ignore[var-annotated]
+
+    def note(self, event: str, state: Any) -> None:
+        self.calls.append((event, state.global_step))
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.note("init", state)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.note("epoch", state)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.note("before", state)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.note("after", state)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.note("never", state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if self.ask and state.global_step == self.step:
+            setattr(control, self.ask, True)
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.note(f"evaluated {sorted(metrics)}", state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.note("log", state)
+
+
+def test_each_hook_is_called_when_transformers_calls_it_and_one_that_never_is_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = Seen()
+    taught(tmp_path, callbacks=[seen], settings={"max_steps": 3}).train()
+    step = [("before", 0), ("after", 1), ("log", 1)]
+    assert seen.calls == [("init", 0), ("epoch", 0), *step, *((name, at + 1) for name, at in step), ("epoch", 2),
+                          *((name, at + 2) for name, at in step)]
+    assert "Seen.on_substep_end is never called" in caplog.text
+
+
+@pytest.mark.parametrize(("ask", "expected"), [
+    ("should_evaluate", ("evaluated ['epoch', 'eval_entropy', 'eval_loss', 'step']", 2)), ("should_log", ("log", 2)),
+    ("should_epoch_stop", ("epoch", 2)),
+])
+def test_what_a_callback_asks_for_is_done_at_the_end_of_the_step(
+    ask: str, expected: tuple[str, int], tmp_path: Path
+) -> None:
+    seen = Seen(2, ask)
+    taught(tmp_path, callbacks=[seen], eval_dataset=TEXTS[:2], settings={
+        "max_steps": 4, "logging_steps": 3, "per_device_train_batch_size": 3,
+    }).train()
+    assert expected in seen.calls
+
+
+def test_early_stopping_ends_the_run_and_the_best_adapter_is_loaded(tmp_path: Path) -> None:
+    trainer = taught(tmp_path, eval_dataset=TEXTS[:2], callbacks=[EarlyStoppingCallback(2), PrinterCallback], settings={
+        "max_steps": 9, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "learning_rate": 0.3,
+        "metric_for_best_model": "loss", "load_best_model_at_end": True, "lr_scheduler_type": "constant",
+    })
+    stats = trainer.train()
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    best = losses.index(min(losses)) + 1
+    assert stats.global_step == best + 2 < 9 and trainer.state.best_metric == min(losses)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses))
+
+
+def test_a_metric_that_no_evaluation_has_is_named_with_those_it_has(tmp_path: Path) -> None:
+    trainer = taught(tmp_path, eval_dataset=TEXTS[:2], settings={"metric_for_best_model": "accuracy"})
+    with pytest.raises(ValueError, match="no metric 'eval_accuracy'; it has eval_entropy, eval_loss"):
+        trainer.evaluate()
+
+
+def test_callbacks_can_be_added_popped_and_removed(tmp_path: Path) -> None:
+    trainer = taught(tmp_path)
+    seen = Seen()
+    trainer.add_callback(seen)
+    trainer.add_callback(ProgressCallback)
+    assert trainer.pop_callback(Seen) is seen and trainer.pop_callback(Seen) is None
+    trainer.remove_callback(ProgressCallback)
+    trainer.train()
+    assert seen.calls == []
+
+
+@pytest.mark.parametrize(("callback", "message"), [
+    (TensorBoardCallback, "use report_to for"), (DefaultFlowCallback, "the settings say when to log"),
+    (5, "none of the hooks on_init_end"),
+])
+def test_callbacks_that_make_no_sense_here_are_refused(callback: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=message):
+        taught(tmp_path, callbacks=[callback])
