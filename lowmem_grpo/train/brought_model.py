@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrain
 
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.choice import EngineKeeper, EngineSettings, choose_engine
-from lowmem_grpo.fast_model import FastModel, FastPeftModel, Loaded
+from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.pretrained import keep_layout, linears_in_4bit, resolve
@@ -57,14 +57,14 @@ class Brought:
         name = f"{self.model!r}" if isinstance(self.model, str) else f"a {type(self.model).__name__}"
         return TypeError(f"model is {name}, without LoRA, and all of its weights would have to be trained; {ADVICE}")
 
-    def loaded(self) -> FastModel | FastPeftModel:
+    def loaded(self) -> BareModel | FastPeftModel:
         """The model as our loader returns it, with or without LoRA."""
         if isinstance(self.model, str):
             return self.load()
         for name in ("model_init_kwargs", "quantization_config"):
             if getattr(self.settings, name, None) or getattr(self, name, None):
                 raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
-        if isinstance(self.model, (FastModel, FastPeftModel)):
+        if isinstance(self.model, (BareModel, FastPeftModel)):
             return self.model
         if isinstance(self.model, PeftModel):
             raise TypeError(f"model is a {type(self.model).__name__} of peft, whose layers are not ours; pass the "
@@ -75,7 +75,7 @@ class Brought:
             raise self.without_lora()  # before anything is changed
         return self.wrapped()
 
-    def load(self) -> FastModel:
+    def load(self) -> BareModel:
         """The model of this name, in 4 bits where `quantization_config` says so."""
         if self.peft_config is None:
             raise self.without_lora()
@@ -96,7 +96,7 @@ class Brought:
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT
         return int(min(longest, max(CONTEXT, self.tokens)))
 
-    def wrapped(self) -> FastModel:
+    def wrapped(self) -> BareModel:
         """A plain model of transformers, frozen, under what our loader puts around one."""
         model: Any = self.model
         stored = getattr(model.config, "quantization_config", None)
@@ -116,7 +116,7 @@ class Brought:
         model.requires_grad_(False)
         context = self.context(model.config)
         keeper = EngineKeeper(context, choose_engine(False, str(model.device)), EngineSettings(0.5), name)
-        return FastModel(model, Loaded(name, tokenizer, context, max(64, self.peft_config.r), keeper))
+        return BareModel(model, Loaded(name, tokenizer, context, max(64, self.peft_config.r), keeper))
 
 
 def tokenizer_of(given: Any) -> PreTrainedTokenizerBase | None:
@@ -137,7 +137,7 @@ def check_lora(config: Any) -> None:
         raise ValueError(f'peft_config: task_type is {config.task_type!r}; allowed is "CAUSAL_LM"')
 
 
-def lora_options(config: Any, model: FastModel) -> dict[str, Any]:
+def lora_options(config: Any, model: BareModel) -> dict[str, Any]:
     """What `get_peft_model` is called with for a LoraConfig; ValueError, by name, for what it does not support."""
     check_lora(config)
     usual, known = LoraConfig(), inspect.signature(FastLanguageModel.get_peft_model).parameters
@@ -154,7 +154,7 @@ def lora_options(config: Any, model: FastModel) -> dict[str, Any]:
     return options
 
 
-def targets(given: Any, model: FastModel) -> list[str] | str:
+def targets(given: Any, model: BareModel) -> list[str] | str:
     """The modules that a LoraConfig names; where it names none, those that PEFT takes for the model's family."""
     if given is None:
         kind = str(model.inner.config.model_type)
