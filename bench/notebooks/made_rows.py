@@ -76,6 +76,6 @@ def load_dataset(name: str, config: str | None = None, *, split: str | None = No
     """As `datasets.load_dataset`, for the names in `DATASETS`; a share such as train[:5%] is not taken."""
     if name not in DATASETS:
         raise LookupError(f"there are no made rows for {name!r}; add its columns to {__name__}.DATASETS")
-    made = [DATASETS[name](problem.question, problem.answer) for problem in islice(problems("train", 0), ROWS)]
+    made = [DATASETS[name](problem.question, str(problem.answer)) for problem in islice(problems("train", 0), ROWS)]
     data = Dataset.from_list(made)
     return DatasetDict(dict.fromkeys(("train", "validation", "test"), data)) if split is None else data
