@@ -1,12 +1,14 @@
 """What is changed in a notebook before it runs: install and import lines, model, dataset and number of steps.
 
-On a machine without a card, the device is changed, too. Everything else stays as its author wrote it.
+Two more changes are counted apart. `tokens`: `apply_chat_template` gives token ids again, as it did before transformers 5
+(`return_dict = False`). `device`: on a machine without a card, what asks for a card asks for the CPU. Everything else
+stays as its author wrote it.
 """
 
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # of TRL and of vLLM
@@ -35,7 +37,7 @@ def rewritten(cells: list[str], model: str, has_card: bool) -> tuple[list[str], 
     texts = []
     for cell in cells:
         text, dropped = without_shell(cell)
-        counts["imports"] += dropped
+        counts.update(["imports"] * dropped)
         edits = edits_of(text, model, has_card)
         counts.update(edit.kind for edit in edits)
         texts.append(applied(text, edits))
@@ -89,6 +91,9 @@ def edits_of(text: str, model: str, has_card: bool) -> list[Edit]:
                 found += [edit("model", name, repr(model)) for name in model_names(node)]
                 if called(node) in SETTINGS:
                     found += steps_edits(node, edit)
+                if wants_tokens(node):
+                    last = [*node.args, *(keyword.value for keyword in node.keywords)][-1]
+                    found.append(Edit("tokens", *[edit("tokens", last, "").end] * 2, ", return_dict = False"))
                 if not has_card:
                     found += [edit("device", place, new) for place, new in device_changes(node)]
     return found
@@ -132,17 +137,23 @@ def model_names(node: ast.Call) -> Iterator[ast.Constant]:
             yield value
 
 
-def steps_edits(node: ast.Call, edit) -> list[Edit]:  # type: ignore[no-untyped-def]
+def wants_tokens(node: ast.Call) -> bool:
+    """Whether this is `apply_chat_template` that gave token ids before transformers 5, and gives a dictionary now."""
+    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    as_text = isinstance(tokenize := given.get("tokenize"), ast.Constant) and tokenize.value is False
+    named = isinstance(node.func, ast.Attribute) and called(node) == "apply_chat_template"
+    return named and not as_text and "return_dict" not in given
+
+
+def steps_edits(node: ast.Call, edit: Callable[..., Edit]) -> list[Edit]:
     """The changes that make a trainer's settings stop after two steps."""
     named = {keyword.arg: keyword for keyword in node.keywords}
     if chosen := named.get("max_steps") or named.get("num_train_epochs"):
         return [edit("steps", chosen, STEPS)]
-    opening = edit("steps", node, "")
-    end = opening.end - 1  # before the bracket that closes the call
-    first = node.keywords[0] if node.keywords else None
-    if first is None:
+    if not node.keywords:
+        end = edit("steps", node, "").end - 1  # before the bracket that closes the call
         return [Edit("steps", end, end, STEPS)]
-    return [edit("steps", first, f"{STEPS}, ", 0)]
+    return [edit("steps", node.keywords[0], f"{STEPS}, ", 0)]
 
 
 def device_changes(node: ast.Call) -> Iterator[tuple[ast.expr, str]]:

@@ -111,7 +111,7 @@ def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
     """A recipe for the user's data. OSError and ValueError say what is wrong with it."""
     from lowmem_grpo.data.files import cell_text, is_file_name
     from lowmem_grpo.recipes.new.columns import Columns, find_columns
-    from lowmem_grpo.recipes.new.kinds import kind_of, marks_of
+    from lowmem_grpo.recipes.new.kinds import EXAMPLE, kind_of, marks_of, of_the_tiny_model
     from lowmem_grpo.recipes.new.writing import Wanted
 
     is_file = is_file_name(data)
@@ -131,6 +131,8 @@ def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
         answers = [said for row in rows if (said := cell_text(row[columns.answer]))]
         kind = chosen["answers"] or kind_of(answers)
         marks = marks_of(kind, answers)
+        if of_the_tiny_model(kind, [str(row.get(columns.prompt)) for row in rows]):
+            kind = EXAMPLE
     else:
         marks = ""
         kind = chosen["answers"] or ("none" if columns.answer is None else "text")
@@ -179,7 +181,7 @@ def told(wanted: Any, recipe: Path, written: str, with_rows: bool) -> list[str]:
     if not columns.known:
         lines.append(f"FILL IN the names of columns in {recipe}; then:")
     lines += ["", f"  lowmem-grpo run {start} check=true    # what the rewards pay, in seconds",
-              f"  lowmem-grpo run {start}               # train" + (", a minute on a CPU" if with_rows else "")]
+              f"  lowmem-grpo run {start}               # train" + (", a minute on a CPU" if wanted.example else "")]
     return lines
 
 
@@ -201,6 +203,8 @@ def looked(columns: Any, wanted: Any, about: str) -> list[str]:
         lines.append(f"asked with the prompts: {', '.join(columns.more)}; change that in make_row")
     if wanted.others and columns.known:
         lines.append(f"not used: {', '.join(wanted.others[:12])}" + (" ..." if wanted.others[12:] else ""))
+    if wanted.example:
+        lines.append("these are problems of the kind that the embedded tiny model knows: on a CPU the recipe trains it")
     if columns.answer is not None:
         lines.append(f"answers are {'' if wanted.sure else 'taken for '}{about}; others: --answers {'|'.join(KINDS)}")
     return lines

@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lowmem_grpo import hub
 from lowmem_grpo.cli import main
 from lowmem_grpo.commands import new as command
 from lowmem_grpo.recipes.new.kinds import CHOICES, kind_of
+from lowmem_grpo.recipes.problems.arithmetic import problems
 from lowmem_grpo.recipes.recipe_file import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +89,22 @@ def test_a_recipe_for_answers_of_each_kind_is_clean_and_runs_and_is_tested(
     else:
         assert tested.exit_code == 0, tested.output
         assert json.loads((folder / "runs" / "mine" / "eval.json").read_text())["prompts"] == 1
+
+
+@pytest.mark.slow
+def test_the_tiny_model_learns_from_a_file_of_rows_of_its_own_kind(folder: Path) -> None:
+    rows = [{"question": problem.question, "answer": problem.answer} for problem in islice(problems("train", 5), 300)]
+    Dataset.from_list(rows).to_csv("rows.csv")
+    made = invoke("new", "mine", "--data", "rows.csv")
+    assert "the embedded tiny model knows" in said(made)
+    is_clean(folder / "mine.py")
+    ran = invoke("run", "./mine.py", "max_steps=6", "eval_problems=16")
+    assert ran.exit_code == 0, ran.output
+    assert "only knows its own arithmetic" not in said(ran)
+    lines = [json.loads(line) for line in (folder / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()]
+    right = [line["rewards/number_match/mean"] for line in lines]
+    assert min(right) > 0.15 and sum(right[3:]) > sum(right[:3]) + 0.2, right
+    assert json.loads((folder / "runs" / "mine" / "summary.json").read_text())["accuracy_after"] > 0.3
 
 
 @pytest.mark.parametrize("kind", CHOICES)

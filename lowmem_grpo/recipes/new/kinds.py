@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from lowmem_grpo.recipes.problems.arithmetic import QUESTION
 from lowmem_grpo.rewards.ready.reading import boxed, read_number
 
 MOSTLY = 0.9  # a kind must fit this share of the answers
@@ -100,7 +101,7 @@ def ends_in(what: str) -> str:
 
 
 LAST_NUMBER = "The last number of the completion must be the answer's. Stricter is where=rewards.after(\"Answer:\")"
-EXAMPLE = "example"  # the kind of the rows that come with a new recipe
+EXAMPLE = "example"  # the kind of the rows that come with a new recipe, and of other rows that are like them
 KINDS = {
     EXAMPLE: Kind(
         "numbers", "", "rewards.number_match()", LAST_NUMBER, TRUE_STEPS, "[CORRECT, true_steps]", ("operator", "re"),
@@ -163,6 +164,12 @@ def kind_of(answers: list[str]) -> str:
     words, characters = SHORT
     short = mostly(answers, lambda answer: len(answer.split()) <= words and len(answer) <= characters)
     return found or ("text" if short else "long")
+
+
+def of_the_tiny_model(kind: str, questions: list[str]) -> bool:
+    """Whether these are problems of the kind that the embedded tiny model was trained on. It answers them without a
+    system prompt, and any system prompt makes it talk nonsense."""
+    return kind == "number" and mostly(questions, lambda question: QUESTION.fullmatch(question.strip()) is not None)
 
 
 def marks_of(kind: str, answers: list[str]) -> str:

@@ -43,7 +43,7 @@ class Wanted:
 
     @property
     def example(self) -> bool:
-        """Whether the recipe is for the example rows."""
+        """Whether the recipe is for rows that the embedded tiny model can learn, such as the example rows."""
         return self.kind == EXAMPLE
 
 
@@ -52,7 +52,7 @@ def recipe_text(wanted: Wanted) -> str:
     kind = KINDS[wanted.kind]
     return Template(TEMPLATE.read_text("utf-8")).substitute(
         name=wanted.name,
-        data_name="your rows in " + shown(wanted.source) if not wanted.example else f"the rows in {wanted.name}.jsonl",
+        data_name="your rows in " + shown(wanted.source),
         how_long="a minute on a CPU, with the embedded tiny model" if wanted.example
         else "the card decides the model and settings",
         eval_line=f"    lowmem-grpo eval runs/{wanted.name} --recipe ./{wanted.name}.py   # before and after, on rows "

@@ -18,6 +18,7 @@ from lowmem_grpo.recipes.problems.splits import distinct, split_of
 MAX_TOTAL = 99  # every intermediate total lies in [0, MAX_TOTAL]
 MIN_STEPS, MAX_STEPS = 2, 4
 VERBS = {"+": "Add {}.", "-": "Subtract {}.", "*": "Multiply by {}."}
+QUESTION = re.compile(r"Start with \d+\.( (Add|Subtract|Multiply by) \d+\.)+ What is the result\?")
 
 
 @dataclass(frozen=True)

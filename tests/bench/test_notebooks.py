@@ -1,0 +1,81 @@
+"""The bench of public notebooks changes only what it says it changes, and its verdicts are what happened."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+from click.testing import CliRunner
+
+from bench.notebooks import bench
+from bench.notebooks.made_rows import DATASETS, load_dataset
+from bench.notebooks.rules import rewritten
+
+SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
+
+
+@pytest.mark.parametrize(("before", "after", "kind"), [
+    ("!pip install unsloth vllm\nx = 1", "pass\nx = 1", "imports"),
+    ("if a:\n    !uv pip install \\\n      x\nb", "if a:\n    pass\nb", "imports"),
+    ("%%capture\nimport os", "pass\nimport os", "imports"),
+    ("%%bash\nls", "", "imports"),
+    ("from unsloth import FastModel as F", "from lowmem_grpo import FastModel as F", "imports"),
+    ("from unsloth.chat_templates import a", "from lowmem_grpo.chat_templates import a", "imports"),
+    ("from trl import GRPOConfig, PPO", "from lowmem_grpo import GRPOConfig\nfrom trl import PPO", "imports"),
+    ("if 1:\n    from vllm import SamplingParams, LLM",
+     "if 1:\n    from lowmem_grpo import SamplingParams\n    from vllm import LLM", "imports"),
+    ("from datasets import load_dataset", "from bench.notebooks.made_rows import load_dataset", "dataset"),
+    ("FastModel.from_pretrained(model_name='a/b', r=1)", "FastModel.from_pretrained(model_name='small', r=1)", "model"),
+    ("model_id = 'a/b-c'", "model_id = 'small'", "model"),
+    ("GRPOTrainer('é', model='a/b')", "GRPOTrainer('é', model='small')", "model"),
+    ("SFTConfig(max_steps = 60, a=1)", "SFTConfig(max_steps = 2, a=1)", "steps"),
+    ("SFTConfig(\n    a=1,\n    num_train_epochs = 3,\n)", "SFTConfig(\n    a=1,\n    max_steps = 2,\n)", "steps"),
+    ("SFTConfig(a=1)", "SFTConfig(max_steps = 2, a=1)", "steps"),
+    ("SFTConfig()", "SFTConfig(max_steps = 2)", "steps"),
+    ("f(x).to('cuda')", "f(x).to('cpu')", "device"),
+    ("f(x).cuda().y", "f(x).y", "device"),
+    ("t.apply_chat_template(x, add_generation_prompt = True,)",
+     "t.apply_chat_template(x, add_generation_prompt = True, return_dict = False,)", "tokens"),
+])
+def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> None:
+    texts, counts = rewritten([before], "small", has_card=False)
+    assert texts == [after]
+    assert dict(counts) == {kind: 1}
+
+
+@pytest.mark.parametrize("cell", [
+    "x = 'cuda'; y = 'a/b'", "from datasets import Dataset", "import torch",
+    "t.apply_chat_template(x, tokenize = False)", "from transformers import TrainingArguments", "no python at all",
+])
+def test_nothing_else_is_changed(cell: str) -> None:
+    assert rewritten([cell], "small", has_card=False) == ([cell], {})
+
+
+def test_on_a_card_the_device_stays() -> None:
+    assert rewritten(["f(x).to('cuda')"], "small", has_card=True)[1] == {}
+
+
+def test_made_rows_have_parts_and_unknown_names_are_refused() -> None:
+    assert all(len(load_dataset(name, split="train[:5%]")) == 24 for name in DATASETS)
+    assert {*load_dataset("openai/gsm8k", "main")} == {"train", "validation", "test"}
+    with pytest.raises(LookupError, match="no made rows for 'a/b'"):
+        load_dataset("a/b")
+
+
+@pytest.mark.slow
+def test_a_folder_is_run_and_each_verdict_is_what_happened(tmp_path: Path) -> None:
+    script = SCRIPT.read_text()
+    write(tmp_path / "good.ipynb", ["!pip install unsloth", *script.split("\n\n\n")])
+    write(tmp_path / "bad.ipynb", ["x = 1", "raise ValueError('no | good')"])
+    write(tmp_path / "idle.ipynb", ["x = 1"])
+    done = CliRunner().invoke(bench.main, [str(tmp_path), "--output", str(tmp_path / "rows.jsonl")])
+    assert done.exit_code == 0, done.output
+    assert "1 of 3 notebooks ran to their end" in done.output
+    (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    lines = bench.table(row)
+    assert "cell 1: ValueError: no / good |" in lines[2] and "| 2 |" in lines[3] and "| runs |" in lines[3]
+    assert "it trains nothing" in lines[4]
+
+
+def write(path: Path, cells: list[str]) -> None:
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells]), path)
