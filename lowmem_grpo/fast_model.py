@@ -15,19 +15,14 @@ from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.prompt_inputs import Encoded, encode, encoded
 from lowmem_grpo.engines.request_output import Answers, RequestOutput
+from lowmem_grpo.export.saving import Saving
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.pretrained import linears_in_4bit
 from lowmem_grpo.runs.adapter_file import check_for
 from lowmem_grpo.runs.saved_adapter import BaseRecord, check_base
-from lowmem_grpo.unsloth_names import UnsupportedError
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
-EXPORT_ADVICE = (
-    "is not supported: save the adapter with model.save_lora(PATH), then `lowmem-grpo export PATH --format merged|gguf "
-    "--out FOLDER` makes the files and `--push OWNER/NAME` sends them to the hub"
-)
 NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first"
-MERGED_16BIT, LORA = "merged_16bit", "lora"
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Loaded:
     revision: str | None = None  # of the stored model
 
 
-class FastGeneration:
+class FastGeneration(Saving):
     """`fast_generate` and the export calls, shared by the bare model and the one with an adapter."""
 
     loaded: Loaded
@@ -108,40 +103,6 @@ class FastGeneration:
     def encode(self, prompt: Any) -> tuple[str, list[int]]:
         """(text, token ids) of a string, of chat messages or of token ids."""
         return encode(self.loaded.tokenizer, prompt)
-
-    def save_pretrained_merged(
-        self, save_directory: str | Path, tokenizer: Any = None, save_method: str = MERGED_16BIT,
-        dtype: str | None = None, overwrite: bool = False,
-    ) -> Path:
-        """Write the model with its adapter merged ("merged_16bit"), or only the adapter ("lora"); returns the folder.
-
-        Merged weights are rounded once to `dtype`: "bfloat16", "float16", or that of the model (None). Only one tensor
-        is in memory at a time, and each file is read back and compared. The model in memory stays as it is. Raises
-        ExportError for a folder that is not empty (unless it is an earlier export and `overwrite` is True), and
-        UnsupportedError for other methods and for a `dtype` with "lora", which keeps the adapter's own.
-        """
-        if save_method not in (MERGED_16BIT, LORA):
-            raise UnsupportedError(f"save_method is {save_method!r}; allowed are {MERGED_16BIT!r} and {LORA!r}")
-        from lowmem_grpo.export.merged import save_adapter, save_merged
-
-        if save_method == LORA:
-            if not isinstance(self.inner, PeftModelForCausalLM):
-                raise UnsupportedError('save_method="lora" needs a model with LoRA')
-            if dtype is not None:
-                raise UnsupportedError(f'dtype is {dtype!r}; save_method="lora" keeps the adapter\'s own: leave it out')
-            return save_adapter(self.inner, Path(save_directory), overwrite, self.loaded.name).folder
-        return save_merged(
-            self.inner, Path(save_directory), tokenizer or self.loaded.tokenizer, dtype, overwrite, self.loaded.name
-        ).folder
-
-    def save_pretrained_gguf(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(f"save_pretrained_gguf {EXPORT_ADVICE}")
-
-    def push_to_hub_merged(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(f"push_to_hub_merged {EXPORT_ADVICE}")
-
-    def push_to_hub_gguf(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(f"push_to_hub_gguf {EXPORT_ADVICE}")
 
 
 class BareModel(FastGeneration, nn.Module):

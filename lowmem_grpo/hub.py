@@ -19,7 +19,7 @@ class HubError(RuntimeError):
 def check_repo(repo: str) -> None:
     """ValueError unless the name reads OWNER/NAME."""
     if not REPO.fullmatch(repo):
-        raise ValueError(f"--push got {repo!r}; a repository of the hub is named OWNER/NAME")
+        raise ValueError(f"the repository is {repo!r}; one of the hub is named OWNER/NAME")
 
 
 def client(token: str | None = None) -> Any:
@@ -44,7 +44,7 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
     `api` is a huggingface_hub.HfApi, which takes its token from `hf auth login`. HubError where the hub refuses.
     """
     check_repo(repo)
-    api = api or huggingface_hub.HfApi()
+    api = api or client()
     try:
         api.create_repo(repo_id=repo, private=private, exist_ok=True)
         commit = api.upload_folder(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 import lowmem_grpo
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.config.sampling import as_sampling_params
-from lowmem_grpo.fast_model import BareModel, FastPeftModel, LoraRequest, RequestOutput, UnsupportedError, adapter_for
+from lowmem_grpo.fast_model import BareModel, FastPeftModel, LoraRequest, RequestOutput, adapter_for
 from lowmem_grpo.runs.checkpoint import CheckpointError
 from lowmem_grpo.runs.saved_adapter import base_of_adapter
 
@@ -210,13 +210,6 @@ def test_a_saved_adapter_loads_with_plain_peft(model: FastPeftModel, tmp_path: P
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == names
     record = base_of_adapter(tmp_path / "adapter")
     assert (record.model, record.load_in_4bit, record.dtype, record.revision) == ("tiny", False, "float32", None)
-
-
-@pytest.mark.parametrize("call", ["save_pretrained_gguf", "push_to_hub_merged", "push_to_hub_gguf"])
-def test_an_export_call_is_refused_with_what_to_do_instead(model: FastPeftModel, bare: BareModel, call: str) -> None:
-    for each in (model, bare):
-        with pytest.raises(UnsupportedError, match=rf"{call} is not supported: .*save_lora.*lowmem-grpo export PATH"):
-            getattr(each, call)("folder", None, quantization_method="q8_0")
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.5}, 0.5, "greedy"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from lowmem_grpo.export.gguf import TYPES
 from lowmem_grpo.units import size_text
 from lowmem_grpo.views.terminal import plain_errors, quiet
 
@@ -20,7 +21,7 @@ from lowmem_grpo.views.terminal import plain_errors, quiet
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]),
               help="Of a merged model.  [default: that of the run, else "
               "bfloat16]")
-@click.option("--gguf-type", type=click.Choice(["bf16", "f16", "f32", "q8_0"]), default="bf16", show_default=True)
+@click.option("--gguf-type", type=click.Choice(TYPES), default="bf16", show_default=True)
 @click.option("--llama-cpp", type=click.Path(path_type=Path), help="Folder of llama.cpp, for --format gguf.")
 @click.option("--device", help="Where weights are merged: cpu or cuda:0.  [default: the card, if there is one]")
 @click.option("--unfinished", is_flag=True, help="Export the last good checkpoint of a run that never finished.")

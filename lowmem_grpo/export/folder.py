@@ -60,7 +60,8 @@ def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
     if source is not None and source.resolve().is_relative_to(out.resolve()):
         raise ExportError(f"{out} holds the adapter that is to be exported; choose another --out")
     if not overwrite:
-        raise ExportError(f"{out} is not empty; choose another --out, or replace an earlier export with --overwrite")
+        raise ExportError(f"{out} is not empty; choose another folder, or replace an earlier export with --overwrite "
+                          "(in Python: overwrite=True)")
     if not (out / RECORD).is_file():
         raise ExportError(f"{out} holds something that is no export of this command ({RECORD} is missing); "
                           "--overwrite would delete it. Choose another --out")

@@ -20,7 +20,16 @@ from lowmem_grpo.export.base_weights import stored_weights, tensor_files
 from lowmem_grpo.export.check import LARGEST, adapter_logits
 from lowmem_grpo.export.folder import Exported, ExportError, finish, new_folder
 from lowmem_grpo.export.lora_pairs import read_pairs
-from lowmem_grpo.export.merged import DTYPES, Merge, compare, elements, output_dtype, write_folder
+from lowmem_grpo.export.merged import (
+    DTYPES,
+    Merge,
+    compare,
+    elements,
+    live_merge,
+    output_dtype,
+    write_folder,
+    write_live,
+)
 from lowmem_grpo.hub import check_repo, model_folder, push
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models.pretrained import Pretrained, resolve
@@ -58,7 +67,7 @@ def export(
     check_choices(kind, settings)
     if repo is not None:
         check_repo(repo)
-    converter = gguf.find_converter(settings.llama_cpp) if kind == "gguf" else None
+    converter = gguf.find_converter(settings.llama_cpp, [settings.gguf_type]) if kind == "gguf" else None
     adapter = find_adapter(run, unfinished)
     with new_folder(out, overwrite, adapter.folder) as temp:
         done = Exported(out, kind, adapter.note, None)
@@ -119,18 +128,41 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
 
 
 def export_gguf(
-    adapter: RunAdapter, settings: ExportSettings, converter: Path, temp: Path, done: Exported
+    adapter: RunAdapter, settings: ExportSettings, converter: gguf.Converter, temp: Path, done: Exported
 ) -> None:
     """Merge, convert and compare the number of weights. The merged model is deleted afterwards."""
     merged = temp / "merged"
     merged.mkdir()
     export_merged(adapter, settings, merged, done)
-    name = Path(str(done.base)).name.lower() or "model"
-    content = gguf.convert(converter, merged, temp / f"{name}-{settings.gguf_type}.gguf", settings.gguf_type)
-    wanted = matrix_elements(merged)
-    if content.elements != wanted:
-        raise ExportError(f"the GGUF file holds {content.elements:,} weights in matrices, the merged model {wanted:,}")
-    done.checks |= {"gguf_architecture": content.architecture, "gguf_tensors": len(content.shapes)}
+    convert_merged(converter, merged, [settings.gguf_type], done)
+
+
+def save_gguf(
+    model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp: Path | None, overwrite: bool, name: str,
+) -> Exported:
+    """Merge a loaded model with its adapter, if it has one, and write a GGUF file of each kind."""
+    for kind in kinds:
+        check_choices("gguf", ExportSettings(gguf_type=kind))
+    converter = gguf.find_converter(llama_cpp, kinds)
+    merge, done = live_merge(model, tokenizer, None), Exported(out, "gguf", "a loaded model", name)
+    with new_folder(out, overwrite) as temp:
+        merged = temp / "merged"
+        merged.mkdir()
+        write_live(model, merge, merged, done)
+        convert_merged(converter, merged, kinds, done)
+        finish(temp, done)
+    return done
+
+
+def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], done: Exported) -> None:
+    """A GGUF file of each kind beside a merged model, which is deleted afterwards. ExportError if one lacks weights."""
+    name, wanted = Path(str(done.base)).name.lower() or "model", matrix_elements(merged)
+    for kind in kinds:
+        content = converter.convert(merged, merged.parent / f"{name}-{kind}.gguf", kind)
+        if content.elements != wanted:
+            raise ExportError(f"the GGUF file holds {content.elements:,} weights in matrices, the merged model "
+                              f"{wanted:,}")
+        done.checks |= {"gguf_architecture": content.architecture, "gguf_tensors": len(content.shapes)}
     shutil.rmtree(merged)
 
 

@@ -3,16 +3,23 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-SCRIPT = "convert_hf_to_gguf.py"
-TYPES = ("bf16", "f16", "f32", "q8_0")  # what the converter writes by itself
+SCRIPT, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
+DIRECT = ("bf16", "f16", "f32", "q8_0")  # what the converter writes by itself
+TYPES = (*DIRECT, "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "q3_k_l", "q3_k_m",
+         "q3_k_s", "q2_k")  # the others are made of a file in bf16, by llama-quantize
 ADVICE = (
     "llama.cpp's own converter writes GGUF files: git clone https://github.com/ggml-org/llama.cpp, and name the folder "
-    "with --llama-cpp DIR"
+    "with --llama-cpp DIR (in Python: llama_cpp=DIR)"
+)
+BUILD = (
+    "build llama.cpp (cmake -B build && cmake --build build --target llama-quantize) and name its folder with "
+    "--llama-cpp DIR (in Python: llama_cpp=DIR), or take one of " + ", ".join(DIRECT)
 )
 PACKAGE = "the package gguf, which reads GGUF files, is not installed; pip install gguf"
 
@@ -34,19 +41,52 @@ class GGUFContent:
         return sum(shape[0] * shape[1] for shape in self.shapes.values() if len(shape) == 2)
 
 
-def find_converter(llama_cpp: Path | None) -> Path:
-    """The converter in a folder of llama.cpp, or on the PATH. A GGUFError says how to get what is missing."""
+@dataclass(frozen=True)
+class Converter:
+    """llama.cpp's programs."""
+
+    script: Path
+    quantizer: Path | None = None  # only for the types that the script does not write
+
+    def convert(self, merged: Path, out: Path, kind: str) -> GGUFContent:
+        """Write a GGUF file and read it back. GGUFError if either fails."""
+        if kind in DIRECT:
+            run(command(self.script, merged, out, kind), out, SCRIPT)
+            return read_gguf(out)
+        assert self.quantizer is not None, kind
+        between = out.with_suffix(".bf16")
+        run(command(self.script, merged, between, "bf16"), between, SCRIPT)
+        run([str(self.quantizer), str(between), str(out), kind.upper()], out, QUANTIZER)
+        between.unlink()
+        return read_gguf(out)
+
+
+def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Converter:
+    """The programs that make files of these kinds, in a folder of llama.cpp or on the PATH. A GGUFError says how to get
+    what is missing."""
     if find_spec("gguf") is None:
         raise GGUFError(PACKAGE)
-    if llama_cpp is not None:
-        script = llama_cpp if llama_cpp.name == SCRIPT else llama_cpp / SCRIPT
-        if not script.is_file():
-            raise GGUFError(f"there is no {SCRIPT} in {llama_cpp}. {ADVICE}")
-        return script
-    found = shutil.which(SCRIPT)
-    if found is None:
-        raise GGUFError(f"{SCRIPT} is not on the PATH. {ADVICE}")
-    return Path(found)
+    folder = llama_cpp.parent if llama_cpp is not None and llama_cpp.name == SCRIPT else llama_cpp
+    script = program(folder, SCRIPT)
+    if script is None:
+        raise GGUFError(f"there is no {SCRIPT} in {folder}. {ADVICE}" if folder else
+                        f"{SCRIPT} is not on the PATH. {ADVICE}")
+    needed = [kind for kind in kinds if kind not in DIRECT]
+    quantizer = program(folder, QUANTIZER, f"build/bin/{QUANTIZER}") if needed else None
+    if needed and quantizer is None:
+        where = f"in {folder}" if folder else "on the PATH"
+        raise GGUFError(f"{needed[0]} is made by {QUANTIZER}, which is not {where}: {BUILD}")
+    return Converter(script, quantizer)
+
+
+def program(folder: Path | None, name: str, *others: str) -> Path | None:
+    """A program of llama.cpp: in its folder, under one of the names, or on the PATH."""
+    if folder is not None:
+        found = next((folder / each for each in (name, *others) if (folder / each).is_file()), None)
+        if found is not None or not others:
+            return found
+    on_path = shutil.which(name)
+    return None if on_path is None else Path(on_path)
 
 
 def command(script: Path, merged: Path, out: Path, kind: str) -> list[str]:
@@ -54,13 +94,12 @@ def command(script: Path, merged: Path, out: Path, kind: str) -> list[str]:
     return [sys.executable, str(script), str(merged), "--outfile", str(out), "--outtype", kind]
 
 
-def convert(script: Path, merged: Path, out: Path, kind: str) -> GGUFContent:
-    """Run the converter and read the file that it wrote. GGUFError if either fails."""
-    done = subprocess.run(command(script, merged, out, kind), capture_output=True, text=True, errors="replace")
+def run(words: list[str], out: Path, name: str) -> None:
+    """Run a program of llama.cpp; GGUFError if it fails or writes no file."""
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not out.is_file():
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
-        raise GGUFError(f"{SCRIPT} ended with {done.returncode} and wrote no usable file:\n{said}")
-    return read_gguf(out)
+        raise GGUFError(f"{name} ended with {done.returncode} and wrote no usable file:\n{said}")
 
 
 def read_gguf(path: Path) -> GGUFContent:

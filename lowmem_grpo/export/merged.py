@@ -37,19 +37,27 @@ def save_merged(
     model: Any, out: Path, tokenizer: Any, dtype: str | None, overwrite: bool, name: str | None = None
 ) -> Exported:
     """Write a loaded model, merged with its adapter if it has one."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    computed = base.get_input_embeddings().weight.dtype
-    weights = live_weights(model)
-    pairs = live_pairs(model) if hasattr(model, "peft_config") else {}
-    wanted = output_dtype(dtype, computed)
-    done = Exported(out, "merged", "a loaded model", name)
-    with new_folder(out, overwrite) as temp, freed_memory_returned():
-        merge = Merge(weights, pairs, wanted, base.config, base.generation_config, tokenizer)
-        write_folder(merge, temp, done)
-        if elements(weights) * 4 <= LARGEST and tokenizer is not None:
-            compare(live_logits(model), merge, temp, str(base.device), done)
+    merge, done = live_merge(model, tokenizer, dtype), Exported(out, "merged", "a loaded model", name)
+    with new_folder(out, overwrite) as temp:
+        write_live(model, merge, temp, done)
         finish(temp, done)
     return done
+
+
+def live_merge(model: Any, tokenizer: Any, dtype: str | None) -> Merge:
+    """A loaded model and its adapter, if it has one, as a merge."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    weights, wanted = live_weights(model), output_dtype(dtype, base.get_input_embeddings().weight.dtype)
+    pairs = live_pairs(model) if hasattr(model, "peft_config") else {}
+    return Merge(weights, pairs, wanted, base.config, base.generation_config, tokenizer)
+
+
+def write_live(model: Any, merge: Merge, temp: Path, done: Exported) -> None:
+    """Write the merge of a loaded model into a folder, and compare it with the model."""
+    with freed_memory_returned():
+        write_folder(merge, temp, done)
+        if elements(merge.weights) * 4 <= LARGEST and merge.tokenizer is not None:
+            compare(live_logits(model), merge, temp, str(model.device), done)
 
 
 def save_adapter(model: Any, out: Path, overwrite: bool, name: str | None = None) -> Exported:

@@ -10,13 +10,14 @@ from typing import Any
 
 from lowmem_grpo import hub
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.fast_model import FastPeftModel, UnsupportedError
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.saver import Saver
 from lowmem_grpo.units import time_text
+from lowmem_grpo.unsloth_names import UnsupportedError
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from lowmem_grpo.data.examples import Example
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.data.shapes import Shapes, Tokenised
 from lowmem_grpo.data.stream import Stream, source_of
-from lowmem_grpo.fast_model import UnsupportedError
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.parameters import either, taken_in, with_names
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.unsloth_names import UnsupportedError
 from lowmem_grpo.views.live import SFTView
 
 MEASURED = ("loss", "entropy", "learning_rate", "grad_norm", "optimizer/skipped", "nonfinite/steps",

@@ -7,38 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from adapters import export_command, names_beside
+from export_tools import CONVERTER, llama_cpp
 from gguf import GGUFWriter
 
 from lowmem_grpo.export.folder import ExportError
 from lowmem_grpo.export.formats import ExportSettings, export
 from lowmem_grpo.export.gguf import GGUFError, command, find_converter, read_gguf
-
-CONVERTER = '''
-import json, sys
-from pathlib import Path
-import numpy
-from gguf import GGUFWriter
-from safetensors import safe_open
-
-merged, _, out, _, kind = sys.argv[1:]
-Path(out).with_suffix(".arguments").write_text(json.dumps(sys.argv[1:]))
-writer = GGUFWriter(out, "qwen2")
-writer.add_token_list(["a", "b"])
-with safe_open(merged + "/model.safetensors", "np") as file:
-    for name in list(file.keys()){cut}:
-        writer.add_tensor(name, numpy.zeros(file.get_slice(name).get_shape(), "float16"))
-writer.write_header_to_file()
-writer.write_kv_data_to_file()
-writer.write_tensors_to_file()
-writer.close()
-'''
-
-
-def llama_cpp(folder: Path, script: str) -> Path:
-    """A stand-in for llama.cpp's folder."""
-    folder.mkdir(parents=True)
-    (folder / "convert_hf_to_gguf.py").write_text(script)
-    return folder
 
 
 def test_gguf_goes_through_the_converter_and_is_read_back(adapter: Path, tmp_path: Path, unequal: None) -> None:
@@ -82,7 +56,7 @@ def test_without_llama_cpp_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyP
     script = llama_cpp(tmp_path / "bin", "") / "convert_hf_to_gguf.py"
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(script.parent))
-    assert find_converter(None) == script
+    assert find_converter(None).script == script
 
 
 def test_a_file_whose_weights_are_cut_off_is_refused(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from lowmem_grpo.export.folder import ExportError
 from lowmem_grpo.export.formats import export
 from lowmem_grpo.export.lora_pairs import live_pairs, read_pairs
 from lowmem_grpo.export.merge import MergeError
-from lowmem_grpo.fast_model import FastPeftModel, UnsupportedError
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.runs.adapter_file import AdapterError
+from lowmem_grpo.unsloth_names import UnsupportedError
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 
@@ -131,8 +132,10 @@ def test_a_model_without_an_adapter_is_saved_in_16_bit(tmp_path: Path, unequal: 
 
 def test_a_save_method_or_dtype_that_there_is_not_is_refused(saved: tuple[FastPeftModel, Path], tmp_path: Path) -> None:
     model, _ = saved
-    with pytest.raises(UnsupportedError, match="save_method is 'merged_4bit'; allowed are 'merged_16bit' and 'lora'"):
-        model.save_pretrained_merged(tmp_path / "other", save_method="merged_4bit")
+    for method, advice in (("merged_4bit", "load_in_4bit=True"), ("merged_4bit_forced", "load_in_4bit=True"),
+                           ("mxfp4", "quantize that"), ("gguf", "call save_pretrained_gguf")):
+        with pytest.raises(UnsupportedError, match=f"{method}'; allowed are 'merged_16bit' and 'lora': .*{advice}"):
+            model.save_pretrained_merged(tmp_path / "other", save_method=method)
     with pytest.raises(ExportError, match="dtype is 'float32'; allowed are bfloat16, float16"):
         model.save_pretrained_merged(tmp_path / "other", dtype="float32")
     assert names_beside(tmp_path) == []

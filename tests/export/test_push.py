@@ -1,32 +1,13 @@
 """An export that is pushed to the hub."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from adapters import names_beside
+from export_tools import StubHub
 
 from lowmem_grpo.export.formats import export
 from lowmem_grpo.export.lora_pairs import read_pairs
 from lowmem_grpo.hub import HubError
-
-
-class StubHub:
-    """Stands in for huggingface_hub.HfApi."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.error = error
-
-    def create_repo(self, **given: Any) -> None:
-        self.calls.append(("create_repo", given))
-
-    def upload_folder(self, **given: Any) -> Any:
-        if self.error is not None:
-            raise self.error
-        given["files"] = names_beside(Path(given["folder_path"]))
-        self.calls.append(("upload_folder", given))
-        return type("Commit", (), {"commit_url": "https://hub/owner/name/commit/1"})()
 
 
 def test_a_push_makes_the_repository_and_uploads_the_whole_folder(adapter: Path, tmp_path: Path) -> None:
@@ -42,6 +23,6 @@ def test_a_push_makes_the_repository_and_uploads_the_whole_folder(adapter: Path,
 
 def test_a_hub_that_refuses_leaves_the_export_whole(adapter: Path, tmp_path: Path) -> None:
     refusing = StubHub(OSError("no token"))
-    with pytest.raises(HubError, match=r"did not take owner/name: no token\. The export in .* is whole: `hf auth"):
+    with pytest.raises(HubError, match=r"did not take owner/name: no token\. What lies in .* is whole: `hf auth"):
         export(adapter, "adapter", tmp_path / "out", repo="owner/name", api=refusing)
     assert read_pairs(tmp_path / "out")
