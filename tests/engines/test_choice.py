@@ -17,7 +17,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
 
 import pytest
 import torch
-from small_models import SPLIT
+from small_models import SPLIT, scatter
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.engines import choice
@@ -53,15 +53,7 @@ def load(fast_inference: bool | str = True, **options: Any) -> BareModel:
 def adapt(model: BareModel, seed: int = 1, r: int = 4, **options: Any) -> FastPeftModel:
     """The model under a random adapter, large enough to change what it says."""
     adapted = FastLanguageModel.get_peft_model(model, r=r, use_gradient_checkpointing=False, **options)
-    randomize(adapted, seed)
-    return adapted
-
-
-def randomize(model: FastPeftModel, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.copy_(torch.empty_like(parameter, device="cpu").normal_(0, 0.2, generator=generator))
+    return scatter(adapted, 0.2, seed)
 
 
 def texts(outputs: list[RequestOutput]) -> list[str]:

@@ -8,10 +8,10 @@ import peft
 import pytest
 import torch
 import transformers
-from adapters import adapted, edit_record, export_command, names_beside, randomized
+from adapters import adapted, edit_record, export_command, names_beside
 from bitsandbytes.functional import dequantize_4bit
 from safetensors.torch import load_file
-from small_models import TINY
+from small_models import TINY, scatter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo import FastLanguageModel
@@ -111,7 +111,7 @@ def test_weights_laid_out_for_vllm_are_exported_as_they_were(four_bit: bool, tmp
     AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "base")
     bare, _ = FastLanguageModel.from_pretrained(str(tmp_path / "base"), max_seq_length=64, load_in_4bit=four_bit)
     assert fuse_weights(bare.inner) == []
-    model = randomized(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False))
+    model = scatter(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False))
     query, key = (model.get_base_model().model.layers[0].self_attn.get_submodule(f"{name}_proj").base_layer.weight
                   for name in "qk")
     assert query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
@@ -168,7 +168,7 @@ def test_a_warning_says_how_much_of_a_small_update_rounding_leaves(
     bare, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False, dtype="bfloat16")
     model = FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
     with caplog.at_level("WARNING", logger="lowmem_grpo"):
-        randomized(model, 1e-5).save_pretrained_merged(tmp_path / "out")
+        scatter(model, 1e-5).save_pretrained_merged(tmp_path / "out")
     assert "% is left after rounding to torch.bfloat16" in caplog.text
 
 

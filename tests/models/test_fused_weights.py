@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from small_models import FUSED, SPLIT, TINY
+from small_models import FUSED, SPLIT, TINY, scatter
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -50,12 +50,7 @@ def apart(folder: Path, four_bit: bool) -> PreTrainedModel:
 
 def adapt(model: BareModel) -> FastPeftModel:
     """The model under an adapter whose factors are both random."""
-    adapted = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
-    return adapted
+    return scatter(FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False))
 
 
 def groups(model: Any) -> list[list[Any]]:

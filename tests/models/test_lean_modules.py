@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from live_storage import LiveStorage
-from small_models import FAMILIES, FUSED, SPLIT, random_model
+from small_models import FAMILIES, FUSED, SPLIT, random_model, scatter
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -38,11 +38,7 @@ def adapted(model: PreTrainedModel, lean: bool, tile_rows: int | None = 8, **opt
     config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **options)
     if lean:
         use_kernel_layers(config, model)
-    result = peft.get_peft_model(model.requires_grad_(False), config)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in result.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(0, 0.2, generator=generator)
+    result = scatter(peft.get_peft_model(model.requires_grad_(False), config), 0.2, of="lora_")
     if lean:
         make_lean(result.get_base_model(), tile_rows)
     return result

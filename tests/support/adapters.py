@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
+from small_models import scatter
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.cli import main
@@ -16,15 +16,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 def adapted(four_bit: bool, name: str = "tiny", spread: float = 0.05) -> FastPeftModel:
     """A model under an adapter whose factors are both random."""
     bare, _ = FastLanguageModel.from_pretrained(name, max_seq_length=128, load_in_4bit=four_bit)
-    return randomized(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False), spread)
-
-
-def randomized(model: FastPeftModel, spread: float = 0.05) -> FastPeftModel:
-    generator = torch.Generator().manual_seed(1)
-    for parameter_name, parameter in model.named_parameters():
-        if "lora_B" in parameter_name:
-            parameter.data.normal_(0, spread, generator=generator)
-    return model
+    return scatter(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False), spread)
 
 
 def export_command(*words: Any) -> Result:

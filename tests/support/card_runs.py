@@ -7,7 +7,7 @@ import bitsandbytes
 import peft
 import torch
 from card import CPU
-from small_models import TINY
+from small_models import TINY, scatter
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -36,12 +36,7 @@ def load(device: torch.device, dtype: torch.dtype, four_bit: bool = False, r: in
     bare, _ = FastLanguageModel.from_pretrained(
         "tiny", max_seq_length=128, load_in_4bit=four_bit, dtype=dtype, device=str(device)
     )
-    model = FastLanguageModel.get_peft_model(bare, r=r, **({"use_gradient_checkpointing": False} | lora))
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
+    return scatter(FastLanguageModel.get_peft_model(bare, r=r, **({"use_gradient_checkpointing": False} | lora)))
 
 
 def make(

@@ -1,7 +1,7 @@
 """The embedded model, and small random models of other families."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import peft
 import torch
@@ -22,6 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
     "Phi3": {"num_key_value_heads": 4, "sliding_window": 8},
 }
+Model = TypeVar("Model", bound=torch.nn.Module)
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -43,9 +44,14 @@ def with_adapter(model: transformers.PreTrainedModel, lora_dropout: float = 0.0)
     """`model` with LoRA on every linear layer but the head, both factors random, so that the adapter matters."""
     targets = FUSED if model.config.model_type == "phi3" else SPLIT
     config = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=lora_dropout, task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            parameter.data.copy_(torch.empty_like(parameter, device="cpu").normal_(0, 0.05, generator=generator))
-    return adapted
+    return scatter(peft.get_peft_model(model, config))
+
+
+@torch.no_grad()
+def scatter(model: Model, spread: float = 0.05, seed: int = 1, of: str = "lora_B") -> Model:
+    """The model, with random values in the LoRA factor that begins at zero, so that the adapter matters; in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if of in name:
+            parameter.copy_(torch.empty_like(parameter, device="cpu").normal_(0, spread, generator=generator))
+    return model

@@ -6,7 +6,7 @@ from typing import Any
 
 import peft
 import torch
-from small_models import TINY
+from small_models import TINY, scatter
 from transformers import AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
@@ -37,11 +37,7 @@ def load(**lora: Any) -> FastPeftModel:
 
 def moved(model: FastPeftModel) -> FastPeftModel:
     """The model with an adapter that matters, so that both of its factors have a gradient."""
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
-    return model
+    return scatter(model)
 
 
 def make(folder: Path, reward: Any = digit_sum, rows: Any = ROWS, model: Any = None, **settings: Any) -> GRPOTrainer:

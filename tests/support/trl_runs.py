@@ -17,7 +17,7 @@ from typing import Any
 import peft
 import torch
 from datasets import Dataset
-from small_models import FUSED, SPLIT, TINY, load_model
+from small_models import FUSED, SPLIT, TINY, load_model, scatter
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
@@ -131,14 +131,6 @@ def lora(model: PreTrainedModel) -> peft.LoraConfig:
     """LoRA on every linear layer but the head, without dropout."""
     targets = FUSED if model.config.model_type == "phi3" else SPLIT
     return peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
-
-
-def scatter(model: torch.nn.Module) -> None:
-    """Random values for the LoRA factor that starts at zero, so that the adapter matters; seeded."""
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
 
 
 def given_reward(name: str, values: list[float | None]) -> Callable[..., list[float | None]]:

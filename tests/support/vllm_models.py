@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from card import CPU
-from small_models import FAMILIES, SHAPE, TINY, with_adapter
+from small_models import FAMILIES, SHAPE, TINY, scatter, with_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
@@ -81,13 +81,9 @@ def policy_of(
     return policy
 
 
-@torch.no_grad()
 def move_adapter(policy: Policy, size: float, seed: int = 1) -> None:
     """Change the adapter in place, as an optimizer does."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in policy.model.named_parameters():
-        if "lora_B" in name:
-            parameter.copy_(torch.empty_like(parameter, device="cpu").normal_(0, size, generator=generator))
+    scatter(policy.model, size, seed)
 
 
 @contextmanager

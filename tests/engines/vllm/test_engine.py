@@ -6,7 +6,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from small_models import SPLIT, load_model, with_adapter
+from small_models import SPLIT, load_model, scatter, with_adapter
 from transformers import PreTrainedTokenizerBase
 from vllm_models import (
     CONTEXT,
@@ -108,9 +108,7 @@ def test_a_saved_adapter_is_sampled_with_and_the_live_one_is_as_before(engine: V
     first = engine.generate([LONG], params)
     model.add_adapter("saved", peft.LoraConfig(r=2, lora_alpha=8, target_modules=SPLIT))
     try:
-        for name, parameter in model.named_parameters():
-            if ".saved." in name:
-                parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+        scatter(model, 0.1, seed=3, of=".saved.")
         model.set_adapter("saved")
         saved = engine.generate([LONG], params)
         assert distance(policy, [LONG], saved) < SAME

@@ -21,7 +21,7 @@ from lent_parts import (
     sampled,
     theirs,
 )
-from small_models import SPLIT, load_model
+from small_models import SPLIT, load_model, scatter
 from torch import Tensor
 from vllm_models import move_adapter
 
@@ -36,10 +36,7 @@ pytestmark = pytest.mark.usefixtures("no_layers_left")
 def second_adapter(model: Any, r: int = 4, alpha: int = 8, targets: Any = SPLIT, **options: Any) -> None:
     """Another adapter beside the first, and active."""
     model.add_adapter("saved", peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, **options))
-    generator = torch.Generator().manual_seed(9)
-    for name, parameter in model.named_parameters():
-        if ".saved." in name and "lora" in name:
-            parameter.data.normal_(0, 0.1, generator=generator)
+    scatter(model, 0.1, seed=9, of=".saved.")
     model.set_adapter("saved")
 
 
