@@ -43,6 +43,11 @@ def mean_over_tokens(values: list[Tensor]) -> Tensor:
     return torch.cat(values).mean()
 
 
+def mean_over_micro_batches(values: list[Tensor]) -> Tensor:
+    """The mean of the means of three micro-batches."""
+    return torch.stack([mean_over_tokens(values[at : at + 4]) for at in (0, 4, 8)]).mean()
+
+
 def assert_ours(ours: OurRun, exact: Exact, loss: Tensor) -> None:
     """Loss and gradients are the formula's."""
     assert ours.loss == pytest.approx(loss.item(), rel=TOLERANCE, abs=3e-6)
@@ -54,26 +59,20 @@ def assert_trl_apart(theirs: TrlRun, exact: Exact, loss: Tensor) -> None:
     assert difference(theirs.gradients, exact.gradients(loss)) > APART
 
 
-def test_bnpo_is_a_mean_over_the_step_and_over_each_micro_batch_in_trl() -> None:
+@pytest.mark.parametrize(("settings", "bonus"), [({"loss_type": "bnpo"}, 0.0), ({"entropy_coef": 0.3}, 0.3)], ids=str)
+def test_bnpo_and_the_entropy_bonus_are_means_over_the_step_and_over_each_micro_batch_in_trl(
+    settings: dict[str, Any], bonus: float
+) -> None:
     rollouts, old = stale(ROLLOUTS)
-    theirs, ours = both(rollouts, old_logprobs=old, micro_batches=3, loss_type="bnpo", **CLIPPED)
+    theirs, ours = both(rollouts, old_logprobs=old, micro_batches=3, **settings, **CLIPPED)
     exact = Exact(theirs.trainer.model, rollouts)
     tokens = clipped(exact, rows(old), ours.advantages)
-    assert_ours(ours, exact, mean_over_tokens(tokens))
-    assert_trl_apart(theirs, exact, mean_over_tokens(tokens))
-    of_trl = torch.stack([mean_over_tokens(tokens[at : at + 4]) for at in (0, 4, 8)]).mean()
+    loss = mean_over_tokens(tokens) - bonus * mean_over_tokens(exact.entropy)
+    assert_ours(ours, exact, loss)
+    assert_trl_apart(theirs, exact, loss)
+    policy = mean_over_tokens(tokens) if bonus else mean_over_micro_batches(tokens)  # that of dapo is over the step
+    of_trl = policy - bonus * mean_over_micro_batches(exact.entropy)
     assert float(theirs.loss) == pytest.approx(of_trl.item(), rel=TOLERANCE, abs=3e-6)
-
-
-def test_the_entropy_bonus_is_a_mean_over_the_step_and_over_each_micro_batch_in_trl() -> None:
-    rollouts, old = stale(ROLLOUTS)
-    theirs, ours = both(rollouts, old_logprobs=old, micro_batches=3, entropy_coef=0.3, **CLIPPED)
-    exact = Exact(theirs.trainer.model, rollouts)
-    policy = mean_over_tokens(clipped(exact, rows(old), ours.advantages))
-    assert_ours(ours, exact, policy - 0.3 * mean_over_tokens(exact.entropy))
-    assert_trl_apart(theirs, exact, policy - 0.3 * mean_over_tokens(exact.entropy))
-    of_trl = torch.stack([mean_over_tokens(exact.entropy[at : at + 4]) for at in (0, 4, 8)]).mean()
-    assert float(theirs.loss) == pytest.approx((policy - 0.3 * of_trl).item(), rel=TOLERANCE, abs=3e-6)
 
 
 def test_the_tokens_of_highest_entropy_are_those_of_the_step_and_of_each_micro_batch_in_trl() -> None:
@@ -223,8 +222,7 @@ def test_metrics_are_of_the_step_here_and_means_over_micro_batches_in_trl() -> N
     above = [(w > 1 + HIGH).double() * (a > 0) for w, a in zip(weight, ours.advantages, strict=True)]
     tokens = {"kl": kl, "entropy": exact.entropy, "clip_ratio/high_mean": above}
     for name, values in tokens.items():
-        expected = torch.stack([mean_over_tokens(values[at : at + 4]) for at in (0, 4, 8)]).mean()
-        assert theirs.metrics[name] == pytest.approx(expected.item(), rel=TOLERANCE), name
+        assert theirs.metrics[name] == pytest.approx(mean_over_micro_batches(values).item(), rel=TOLERANCE), name
         assert ours.metrics[name] == pytest.approx(mean_over_tokens(values).item(), rel=TOLERANCE), name
     for name in ("kl", "clip_ratio/high_mean"):
         assert ours.metrics[name] != pytest.approx(theirs.metrics[name], rel=1e-3), name

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 import transformers
 from live_storage import LiveStorage
-from small_models import SHAPE, TINY, load_model, with_adapter
+from small_models import SHAPE, SPLIT, TINY, load_model, with_adapter
 from transformers import AutoTokenizer
 
 if os.environ.get("CI") != "true":  # in CI its absence fails the import below
@@ -27,9 +26,7 @@ from trl.experimental.gmpo import GMPOTrainer
 from trl_runs import (
     Rollouts,
     TrlRun,
-    lora,
     make_trainer,
-    move,
     prepare,
     random_rollouts,
     trl_run,
@@ -43,7 +40,40 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(rollout_func|supports vLLM).*
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 STALE = {"num_iterations": 2, "drift": 0.05}  # TRL then keeps the old log-probabilities, and the ratio is not 1
-CASES: dict[str, dict[str, Any]] = {
+
+
+def seeded(family: str, **options: Any) -> transformers.PreTrainedModel:
+    """A model of a family that only these tests train."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SHAPE, **options)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def with_bias() -> transformers.PreTrainedModel:
+    """A model whose head has a bias."""
+    model = seeded("Phi")
+    torch.nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+def experts() -> transformers.PreTrainedModel:
+    return seeded("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+
+
+def lora_with_head() -> peft.LoraConfig:
+    """An adapter that has a head of its own."""
+    return peft.LoraConfig(r=4, target_modules=SPLIT, task_type="CAUSAL_LM", modules_to_save=["lm_head"])
+
+
+def with_head_of_its_own() -> peft.PeftModel:
+    """A model under such an adapter, whose head was moved away from the model's."""
+    adapted = peft.get_peft_model(load_model("Llama"), lora_with_head())
+    head = adapted.get_base_model().lm_head.modules_to_save["default"].weight
+    head.data += 0.1 * torch.randn(head.shape, generator=torch.Generator().manual_seed(5))
+    return adapted
+
+
+CASES: dict[str, dict[str, Any]] = {  # a model or an adapter may be a function that makes it
     "dapo": {},
     "dapo in micro-batches": {"micro_batches": 3},
     "grpo with a reference": {"loss_type": "grpo", "beta": 0.1},
@@ -63,13 +93,29 @@ CASES: dict[str, dict[str, Any]] = {
     "off-policy sequences masked": {"off_policy_mask_threshold": 0.001, "correction": True, **STALE},
     "softcap": {"model": "Gemma3", "entropy_coef": 0.05},
     "tied head": {"model": "tiny"},
+    "tied head that is trained": {"model": "tiny", "adapter": False, "entropy_coef": 0.05},
+    "head that is trained": {"adapter": False, "entropy_coef": 0.05},
+    "head of the adapter": {"model": with_head_of_its_own, "adapter": False, "beta": 0.1, "num_iterations": 2,
+                            "drift": 0.02},
+    "reference with the model's own head": {"adapter": lora_with_head, "beta": 0.1, "drift": 0.05},
+    "adapter given with the model": {"model": lambda: with_adapter(load_model("Llama")), "adapter": False,
+                                     "beta": 0.1, "drift": 0.02},
+    "logits that are divided": {"model": lambda: seeded("Granite", logits_scaling=4.0), "beta": 0.1},
+    "head with a bias": {"model": with_bias, "beta": 0.1},
+    "experts without auxiliary loss": {"model": experts, "adapter": False, "router_aux_loss_coef": 0.0},
 }
+
+
+def run(rollouts: Rollouts, **options: Any) -> TrlRun:
+    """A run for which model and adapter are made."""
+    made = {name: options[name]() for name in ("model", "adapter") if callable(options.get(name))}
+    return trl_run(rollouts, **options | made)
 
 
 def both(rollouts: Rollouts, **options: Any) -> tuple[TrlRun, TrlRun]:
     """The same run by TRL and on the kernels."""
     base = options.pop("trainer_class", trl.GRPOTrainer)
-    return tuple(trl_run(rollouts, trainer_class=each, **options) for each in (base, use_lowmem_kernels(base)))
+    return tuple(run(rollouts, trainer_class=each, **options) for each in (base, use_lowmem_kernels(base)))
 
 
 def assert_equal(expected: TrlRun, result: TrlRun, tolerance: float = 1e-5) -> None:
@@ -104,11 +150,15 @@ def test_the_cases_do_what_their_names_say() -> None:
     for name, value in changes.items():
         changed = trl_run(rollouts, loss_type="dr_grpo", **STALE, **{name: value}).loss
         assert float(changed) != pytest.approx(float(plain.loss), rel=1e-3), name
+    for name, least in (("head of the adapter", 1e-4), ("reference with the model's own head", 1e-2)):
+        changed = run(rollouts, **CASES[name])
+        assert changed.metrics["kl"] > least
+        assert any("modules_to_save" in parameter for parameter in changed.gradients)
 
 
 def test_the_adaptive_entropy_bonus_takes_its_gradient_in_the_second_step() -> None:
     options = {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 100.0}
-    runs = [window(run.trainer, run.batch) for run in both(random_rollouts(), **options)]
+    runs = [window(each.trainer, each.batch) for each in both(random_rollouts(), **options)]
     assert_equal(*runs)
     without = trl_run(random_rollouts()).gradients
     assert any((runs[1].gradients[name] - without[name]).norm() > 1e-2 * without[name].norm() for name in without)
@@ -122,61 +172,9 @@ def test_a_subclass_of_trls_keeps_its_own_loss() -> None:
     assert type(result.trainer).__name__ == "LowMemGMPOTrainer"
 
 
-def test_a_trained_head_has_its_gradient_with_and_without_ties() -> None:
-    for model in ("tiny", "Llama"):
-        expected, result = both(random_rollouts(), model=model, adapter=False, entropy_coef=0.05)
-        assert_equal(expected, result)
-        assert ("lm_head.weight" in result.gradients) == (model == "Llama")
-
-
-def adapted_head() -> peft.PeftModel:
-    """A model whose adapter has a head of its own, moved away from the model's."""
-    model = load_model("Llama")
-    config = lora(model)
-    config.modules_to_save = ["lm_head"]
-    adapted = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(5)
-    head = adapted.get_base_model().lm_head.modules_to_save["default"].weight
-    head.data += 0.1 * torch.randn(head.shape, generator=generator)
-    return adapted
-
-
-def test_the_adapters_own_head_is_trained_and_the_reference_has_its_copy() -> None:
-    options = {"adapter": False, "beta": 0.1, "num_iterations": 2, "drift": 0.02}
-    expected, result = (trl_run(random_rollouts(), model=adapted_head(), trainer_class=each, **options)
-                        for each in (trl.GRPOTrainer, use_lowmem_kernels()))
-    assert_equal(expected, result)
-    assert any("modules_to_save" in name for name in result.gradients)
-    assert result.metrics["kl"] > 1e-4
-
-
-def test_the_reference_has_the_models_own_head_where_the_adapter_is_off() -> None:
-    runs = []
-    for each in (trl.GRPOTrainer, use_lowmem_kernels()):
-        config = lora(load_model("Llama"))
-        config.modules_to_save = ["lm_head"]
-        trainer = make_trainer(random_rollouts(), trainer_class=each, adapter=config, settings={"beta": 0.1})
-        move(trainer, 0.05)
-        runs.append(window(trainer, prepare(trainer, random_rollouts())))
-    assert_equal(*runs)
-    assert runs[1].metrics["kl"] > 1e-2
-
-
-def test_an_adapter_given_with_the_model_is_its_own_reference() -> None:
-    expected, result = (
-        trl_run(random_rollouts(), model=with_adapter(load_model("Llama")), trainer_class=each, adapter=False, beta=0.1,
-                drift=0.02)
-        for each in (trl.GRPOTrainer, use_lowmem_kernels())
-    )
-    assert_equal(expected, result)
-
-
 def test_a_head_in_float32_under_a_model_in_bfloat16() -> None:
-    options = {"cast_lm_head_to_fp32": True, "entropy_coef": 0.05}
-    expected, result = (
-        trl_run(random_rollouts(), model=load_model("Llama").bfloat16(), trainer_class=each, **options)
-        for each in (trl.GRPOTrainer, use_lowmem_kernels())
-    )
+    expected, result = both(random_rollouts(), model=lambda: load_model("Llama").bfloat16(), cast_lm_head_to_fp32=True,
+                            entropy_coef=0.05)
     assert_equal(expected, result, tolerance=1e-2)  # the backbone's gradients are rounded to bfloat16
     assert float(result.loss) == pytest.approx(float(expected.loss), rel=1e-5)
 
@@ -283,10 +281,6 @@ def test_trl_computes_logprobs_by_its_own_head_nowhere_else() -> None:
     assert keywords.count("fused_lm_head") == 1
 
 
-def test_the_installed_trl_is_one_that_was_checked() -> None:
-    check_version(trl.__version__)
-
-
 @pytest.mark.parametrize("found", ["1.15.2", "1.17.0", "2.0.0"])
 def test_another_version_of_trl_is_refused_with_what_to_do(found: str) -> None:
     with pytest.raises(ImportError, match=rf"trl is {found}; allowed is {TRL}.*pip install"):
@@ -362,17 +356,8 @@ def test_the_constructor_refuses_an_adapter_that_needs_pefts_own_forward(case: s
 
 
 def test_a_mixture_of_experts_is_refused_until_its_auxiliary_loss_is_turned_off() -> None:
-    def experts() -> transformers.PreTrainedModel:
-        torch.manual_seed(0)
-        config = transformers.Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-        return transformers.Qwen3MoeForCausalLM(config)
-
-    with pytest.raises(ValueError, match=r"set router_aux_loss_coef=0\.0"):
-        trl_run(random_rollouts(), model=experts(), trainer_class=use_lowmem_kernels(), adapter=False)
-    assert_equal(*(
-        trl_run(random_rollouts(), model=experts(), trainer_class=each, adapter=False, router_aux_loss_coef=0.0)
-        for each in (trl.GRPOTrainer, use_lowmem_kernels())
-    ))
+    with pytest.raises(ValueError, match=r"set router_aux_loss_coef=0\.0"):  # for more see CASES
+        run(random_rollouts(), model=experts, trainer_class=use_lowmem_kernels(), adapter=False)
 
 
 def test_images_are_refused_by_name_where_they_arrive() -> None:
@@ -396,27 +381,6 @@ def test_the_scale_of_the_logits_is_read_from_every_name_that_trl_knows(fields: 
     assert logit_shape(SimpleNamespace(get_text_config=lambda: config)) == {"logit_scale": scale, "softcap": None}
 
 
-def granite() -> transformers.PreTrainedModel:
-    """A model that divides its logits."""
-    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**SHAPE, logits_scaling=4.0))
-
-
-def phi() -> transformers.PreTrainedModel:
-    """A model whose head has a bias."""
-    model = transformers.PhiForCausalLM(transformers.PhiConfig(**SHAPE))
-    torch.nn.init.normal_(model.lm_head.bias)
-    return model
-
-
-@pytest.mark.parametrize("make", [granite, phi])
-def test_what_a_model_does_to_its_logits_is_done(make: Callable[[], transformers.PreTrainedModel]) -> None:
-    runs = []
-    for each in (trl.GRPOTrainer, use_lowmem_kernels()):
-        torch.manual_seed(0)
-        runs.append(trl_run(random_rollouts(), model=make(), trainer_class=each, beta=0.1))
-    assert_equal(*runs)
-
-
 def test_old_logprobs_are_computed_for_a_micro_batch_at_a_time() -> None:
     rollouts, rows = random_rollouts(), []
     trainer = make_trainer(rollouts, trainer_class=use_lowmem_kernels(), micro_batches=3,
@@ -429,8 +393,8 @@ def test_old_logprobs_are_computed_for_a_micro_batch_at_a_time() -> None:
 def test_a_backbone_compiled_in_place_is_the_one_that_computes() -> None:
     model, graphs = load_model("Llama"), []
     model.base_model.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    run = trl_run(random_rollouts(), model=model, trainer_class=use_lowmem_kernels())
-    assert_equal(trl_run(random_rollouts()), run)
+    compiled = trl_run(random_rollouts(), model=model, trainer_class=use_lowmem_kernels())
+    assert_equal(trl_run(random_rollouts()), compiled)
     assert graphs
 
 
