@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import ran
 
 from bench.common.make_results import document
+from bench.common.rows import append_row, read_rows
 
 pytest.importorskip("triton")
-BENCH = Path(__file__).parents[2] / "bench"
 KERNELS = '''
 import torch
 
@@ -59,10 +60,10 @@ def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
 '''
 
 
-def run(script: str, *arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A benchmark script in a process in which Triton compiles rather than interprets."""
+def check(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The compiler check in a process in which Triton compiles rather than interprets."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    command = [sys.executable, "-m", script, *map(str, arguments)]
+    command = [sys.executable, "-m", "bench.kernels.compile", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=kept, check=False)
 
 
@@ -71,8 +72,7 @@ def compile_chosen(folder: Path, chosen: list[tuple[str, int, int]], chips: str)
     path = folder / "some_kernels.py"
     listed = ", ".join(f"({', '.join(map(str, entry))})" for entry in chosen)
     path.write_text(f"{KERNELS}\n\nCHOSEN = [{listed}]\n")
-    done = run("bench.kernels.compile", "--json", "--file", path, "--chips", chips, "--jobs", 1,
-               TRITON_CACHE_DIR=str(folder / "cache"))
+    done = check("--json", "--file", path, "--chips", chips, "--jobs", 1, TRITON_CACHE_DIR=str(folder / "cache"))
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -125,7 +125,7 @@ def test_good_kernels_pass_with_their_registers_counted(compiled: tuple[int, dic
 
 
 def test_the_check_refuses_to_interpret() -> None:
-    done = run("bench.kernels.compile", TRITON_INTERPRET="1")
+    done = check(TRITON_INTERPRET="1")
     assert done.returncode == 1 and "env -u TRITON_INTERPRET" in done.stderr
 
 
@@ -133,10 +133,9 @@ def test_the_check_refuses_to_interpret() -> None:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The rows of a tiny run of every op on the CPU, without the compiler of torch."""
     output = tmp_path_factory.mktemp("measure") / "rows.jsonl"
-    done = run("bench.kernels.bench", "--device", "cpu", "--shapes", "tiny", "--output", output, "--dtype", "float32",
-               "--providers", "lowmem_grpo,reference,two_gemms,trl_chunked,dense")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    ran("kernels.bench", "--device", "cpu", "--shapes", "tiny", "--output", output, "--dtype", "float32",
+        "--providers", "lowmem_grpo,reference,two_gemms,trl_chunked,dense", TRITON_INTERPRET="0")
+    return read_rows(output)
 
 
 def test_every_op_is_measured_beside_its_reference(measured: list[dict[str, Any]]) -> None:
@@ -170,7 +169,9 @@ def test_ours_is_set_against_its_bare_products(measured: list[dict[str, Any]]) -
 
 def page(folder: Path, rows: list[dict[str, Any]]) -> str:
     """RESULTS.md made of these kernel rows alone."""
-    (folder / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "kernels.jsonl").unlink(missing_ok=True)
+    for row in rows:
+        append_row(folder / "kernels.jsonl", row)
     return document(folder)
 
 

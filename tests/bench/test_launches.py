@@ -1,29 +1,22 @@
 """What a decoder layer hands to a card, held: launches in training and for a sampled token, and the host's time."""
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import ROOT, ran
 
 from bench.launches import decode
+from lowmem_grpo.planning.costs import COSTS
 
-ROOT = Path(__file__).parents[2]
 TRAINING, DECODE, MICROSECONDS = 170, 16, 5.0  # at most
 
 
 @pytest.fixture(scope="module")
 def printed() -> str:
     """Standard output of `make bench-launches JSON=1`, by the command that it runs."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.launches.bench", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return ran("launches.bench", "--json").stdout
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +27,11 @@ def found(printed: str) -> dict[str, Any]:
 def test_one_json_object_is_printed_and_nothing_else(printed: str, found: dict[str, Any]) -> None:
     assert printed.strip() == json.dumps(found)
     assert {"launches_forward", "launches_backward", "launches_decode", "host_us_per_op"} <= found.keys()
+
+
+def test_the_time_plan_counts_no_fewer_launches_than_the_code_makes(found: dict[str, Any]) -> None:
+    for name in ("launches_forward", "launches_backward", "launches_decode"):
+        assert found[name] <= getattr(COSTS, name), f"raise {name} in lowmem_grpo/planning/costs.py"
 
 
 def test_a_layer_trains_with_few_launches(found: dict[str, Any]) -> None:

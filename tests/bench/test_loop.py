@@ -1,20 +1,20 @@
 """bench/loop/bench.py: phases that add up, rows and what is missing, real steps on the CPU, the targets, and the
 page."""
 
-import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bench_runs import providers, ran
 from click.testing import CliRunner
 
 from bench.common import model_folder
 from bench.common.child import outcome
 from bench.common.make_results import document
+from bench.common.rows import append_row, read_rows
 from bench.common.targets import judged
 from bench.loop import bench as loop
 from bench.loop import ours as loop_ours
@@ -26,7 +26,6 @@ from bench.loop.inputs import NO_CARD, ByPlace, Patience, engine_share, prompt_r
 from bench.loop.phase_watch import PhaseWatch
 from bench.loop.shapes import loop_shape, weight_bytes
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 OURS = "lowmem_grpo"
 MIB = 2**20
 
@@ -230,7 +229,6 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
     broken: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "rows.jsonl"
-    names = [broken, "unsloth", OURS]
     seen: list[int] = []
 
     def run(plan: Any, provider: str, folder: Path) -> dict[str, Any]:
@@ -243,12 +241,10 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
 
     monkeypatch.setattr(loop.Plan, "run", run)
     monkeypatch.setattr(model_folder, "make", lambda folder, shape, device: None)
-    done = called("--device", "cpu", "--output", str(output), "--run", "mine",
-                  *(word for name in names for word in ("--provider", name)))
+    done = called("--device", "cpu", "--output", str(output), "--run", "mine", *providers(broken, "unsloth", OURS))
     assert done.exit_code == code, done.output
     assert seen == [0, 1, 2]
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [(row["provider"], "missing" in row, row["run"]) for row in rows] == [
+    assert [(row["provider"], "missing" in row, row["run"]) for row in read_rows(output)] == [
         (broken, True, "mine"), ("unsloth", True, "mine"), (OURS, False, "mine")
     ]
     assert f"{broken} is missing: ended with 1: no room" in done.output
@@ -272,16 +268,10 @@ def test_what_makes_no_sense_is_refused_by_name_and_writes_nothing(arguments: tu
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The rows of a run on the CPU by provider: ours and TRL without vLLM, and Unsloth, which is not installed."""
-    folder = tmp_path_factory.mktemp("loop")
+    output = tmp_path_factory.mktemp("loop") / "rows.jsonl"
     names = ["lowmem_grpo_transformers", "trl_transformers", "unsloth"]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.loop.bench", "--device", "cpu", "--steps", "1", "--output",
-         str(folder / "rows.jsonl"),
-         *(word for name in names for word in ("--provider", name))],
-        cwd=BENCH.parent, capture_output=True, text=True, timeout=500, check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    ran("loop.bench", "--device", "cpu", "--steps", 1, "--output", output, *providers(*names))
+    rows = read_rows(output)
     assert [row["provider"] for row in rows] == names
     return {row["provider"]: row for row in rows}
 
@@ -346,17 +336,18 @@ def test_rows_of_another_run_case_or_card_are_not_compared(other: dict[str, Any]
 
 def test_targets_alone_measure_nothing(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(one) + "\n" for one in (row(OURS), row("trl", 200.0, 99))))
+    for one in (row(OURS), row("trl", 200.0, 99)):
+        append_row(rows, one)
     done = called("--targets", "--output", str(rows))
     assert done.exit_code == 0
     assert done.output.count(" met ") == 2
-    assert len(rows.read_text().splitlines()) == 2
+    assert len(read_rows(rows)) == 2
 
 
 def test_the_page_shows_the_newest_row_of_each_provider_and_what_is_missing(tmp_path: Path) -> None:
     gone = {key: value for key, value in row("unsloth").items() if key in {*COMMON, "provider"}}
-    rows = [row(OURS, 1.0), row("trl", 200.0), gone | {"missing": "no module | at all"}, row(OURS, 123.0, run="2")]
-    (tmp_path / "loop.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    for one in (row(OURS, 1.0), row("trl", 200.0), gone | {"missing": "no module | at all"}, row(OURS, 123.0, run="2")):
+        append_row(tmp_path / "loop.jsonl", one)
     text = document(tmp_path)
     lines = [line for line in text.splitlines() if line.startswith("| full: 1 x 8 x 4,096 tokens after 1,024")]
     assert len(lines) == 3

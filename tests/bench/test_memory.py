@@ -1,14 +1,13 @@
 """The memory benchmark: its rows, its order of stages, its section of the page and its picture."""
 
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_runs import ran
 
 import lowmem_grpo
 from bench.memory import longest_context, on_card
@@ -17,7 +16,6 @@ from bench.memory.picture import draw
 from bench.memory.section import longest_table, memory_table, newest_cases
 from bench.memory.stages import CASES, Case, Features, completion_lengths
 
-ROOT = Path(__file__).parents[2]
 STAGES = ["naive", "+ no logits", "+ packing", "+ 8-bit optimizer", "+ host embedding"]
 SVG = "{http://www.w3.org/2000/svg}"
 PARTS = ("weights", "adapters", "gradients", "optimizer", "engine")
@@ -26,12 +24,8 @@ PARTS = ("weights", "adapters", "gradients", "optimizer", "engine")
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     """The rows of a run of some stages; nothing but these is printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.memory.bench", "--shape", "qwen3-8b", "--context", "512", "--generations", "4",
-         "--json", *(word for stage in STAGES for word in ("--stage", stage))],
-        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran("memory.bench", "--shape", "qwen3-8b", "--context", 512, "--generations", 4, "--json",
+               *(word for stage in STAGES for word in ("--stage", stage)))
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -3,13 +3,11 @@ CPU."""
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import ran
 from click.testing import CliRunner
 
 from bench.common import model_folder
@@ -18,8 +16,6 @@ from bench.profiles import bench as profiles
 from bench.profiles.reader import events_of
 from bench.profiles.timeline import Event, common, innermost, length, summarize, union
 from bench.rollout.shapes import SHAPES
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 def event(start: float, end: float, kind: str = "kernel", name: str = "gemm", stream: str = "7") -> Any:
@@ -149,12 +145,7 @@ def test_a_file_that_is_no_trace_is_refused_and_nothing_is_written(content: str,
 @pytest.mark.slow
 @pytest.mark.timeout(440)
 def test_both_parts_are_profiled_on_the_cpu(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.profiles.bench", "--device", "cpu", "--engine", "transformers", "--output",
-         str(tmp_path), "--trace"], cwd=BENCH.parent, capture_output=True, text=True, timeout=400, check=False,
-        env=os.environ | {"COLUMNS": "150", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    ran("profiles.bench", "--device", "cpu", "--engine", "transformers", "--output", tmp_path, "--trace")
     for part, steps in (("train", 1), ("decode", 8)):
         found = json.loads((tmp_path / f"{part}_tiny_cpu.json").read_text())
         assert (found["part"], found["of"], found["steps"], found["device"]) == (part, "ops", steps, "cpu")

@@ -1,24 +1,16 @@
 """bench/loop/reward_overlap.py on a tiny shape: rows of every case, and what early scoring hides."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+from bench_runs import ran
+
+from bench.common.rows import read_rows
 
 
 def test_a_run_leaves_a_row_of_every_case_and_only_early_scoring_hides_time(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.loop.reward_overlap", "--prompts", "4", "--tokens", "16", "--rounds", "1",
-         "--output",
-         str(output)], cwd=BENCH.parent, capture_output=True, text=True, timeout=200, check=False,
-        env=os.environ | {"COLUMNS": "200"},
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    done = ran("loop.reward_overlap", "--prompts", 4, "--tokens", 16, "--rounds", 1, "--output", output)
+    rows = read_rows(output)
     cases = {(row["reward"].partition(",")[0] + row["reward"][-7:], row["score_while_sampling"]): row for row in rows}
     assert len(cases) == len(rows) == 7
     free, *others = rows

@@ -1,19 +1,16 @@
 """The rollout benchmark: the rows that a run writes, what is missing named, the targets, and its part of the page."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import providers, ran
 
+from bench.common.rows import read_rows
 from bench.common.targets import judged
 from bench.rollout.goals import GOALS
 from bench.rollout.section import rollout_table
 
-BENCH = Path(__file__).parents[2] / "bench"
 OURS, BNB, BF16 = "lowmem_grpo", "vllm_bnb_lora", "vllm_bf16_lora"
 
 
@@ -26,15 +23,9 @@ def statuses(rows: list[dict[str, Any]], device: str) -> dict[str, str]:
 def measured(tmp_path: Path) -> tuple[dict[str, dict[str, Any]], str]:
     """The rows of a run on the CPU by provider, and what it printed. Ours with vLLM is a piece of `make gpu-cpu`."""
     output = tmp_path / "rows.jsonl"
-    names = ["transformers", BNB]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.rollout.bench", "--device", "cpu", "--rounds", "2", "--output", str(output),
-         *(word for name in names for word in ("--provider", name))],
-        cwd=BENCH.parent, capture_output=True, text=True, timeout=400, env=os.environ | {"COLUMNS": "200"}, check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["provider"] for row in rows] == names
+    done = ran("rollout.bench", "--device", "cpu", "--rounds", 2, "--output", output, *providers("transformers", BNB))
+    rows = read_rows(output)
+    assert [row["provider"] for row in rows] == ["transformers", BNB]
     return {row["provider"]: row for row in rows}, done.stdout
 
 

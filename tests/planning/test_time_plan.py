@@ -123,16 +123,6 @@ def test_the_4_bit_kernel_is_planned_as_it_is_launched() -> None:
             assert block_outputs(outputs, rows) == decode_launch(rows, outputs, 90).constexprs["BLOCK_N"]
 
 
-def test_the_plan_counts_no_fewer_launches_than_the_code_makes() -> None:
-    if not (BENCH / "launches" / "bench.py").is_file():
-        pytest.skip("bench/launches/bench.py counts the launches, and is not there")
-    done = subprocess.run([sys.executable, "-m", "bench.launches.bench", "--json"], cwd=BENCH.parent,
-                          capture_output=True, text=True, timeout=300, check=True)
-    counted = json.loads(done.stdout)
-    for name in ("launches_forward", "launches_backward", "launches_decode"):
-        assert counted[name] <= getattr(COSTS, name), f"raise {name} in lowmem_grpo/planning/costs.py"
-
-
 def test_16_bit_weights_are_faster_than_4_bits_at_many_rows_and_slower_at_one() -> None:
     assert sampled(False).token_step(64, 300) < sampled(True).token_step(64, 300)
     assert sampled(False).token_step(1, 300) > sampled(True).token_step(1, 300)
