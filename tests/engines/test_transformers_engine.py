@@ -91,16 +91,6 @@ def test_rows_that_finish_early_do_not_disturb_the_others(
     torch.testing.assert_close(logprobs, batch.rollout_logprobs[batch.loss_mask], rtol=0, atol=1e-4)
 
 
-def test_the_same_seed_draws_the_same_tokens(engine: TransformersEngine, prompts: list[list[int]]) -> None:
-    params = SamplingParams(n=4, max_tokens=16, seed=7, ignore_eos=True)
-    first = ids_of(engine.generate(prompts, params))
-    assert ids_of(engine.generate(prompts, params)) == first
-    assert ids_of(engine.generate(prompts, replace(params, seed=8))) != first
-    before = torch.get_rng_state()
-    assert ids_of(engine.generate(prompts, replace(params, seed=None))) != first
-    assert torch.equal(torch.get_rng_state(), before), "the global random state is left alone"
-
-
 def test_every_prompt_gets_n_completions_of_the_policys_version(
     engine: TransformersEngine, prompts: list[list[int]]
 ) -> None:
@@ -167,16 +157,6 @@ def test_a_stop_string_is_seen_however_many_tokens_it_takes(engine: Transformers
     assert not engine.ends(state, torch.tensor([completion[:-1]]), params).any()
 
 
-def test_a_prompt_that_fills_the_context_is_refused(tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
-    engine = TransformersEngine(tiny_policy, tokenizer, max_seq_length=10)
-    with pytest.raises(ValueError, match="a prompt of 10 tokens leaves no room in a context of 10"):
-        engine.generate([[5] * 10], SamplingParams(max_tokens=1))
-    ((rollout,),) = engine.generate([[5] * 8], SamplingParams(max_tokens=50, ignore_eos=True))
-    assert len(rollout.completion_ids) == 2 and rollout.finish_reason == "length"
-    long, short = engine.generate([[5] * 8, [5] * 4], SamplingParams(max_tokens=5, ignore_eos=True))
-    assert len(long[0].completion_ids) == 2 and len(short[0].completion_ids) == 5, "each has its own room"
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_dropout_is_off_while_sampling_and_the_mode_comes_back(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], training: bool
@@ -204,36 +184,3 @@ def test_sampling_with_checkpointing_on_still_uses_the_cache(
     policy.model.gradient_checkpointing_enable()
     policy.model.train()
     assert ids_of(engine.generate(prompts, params)) == expected
-
-
-def test_each_prompt_is_reported_once_when_it_is_finished_with_the_rollouts_that_are_returned(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
-    told: list[tuple[int, list[Rollout]]] = []
-    forwards: list[int] = []
-    params = SamplingParams(n=4, max_tokens=40, seed=3)
-    expected = engine.generate(prompts, params)
-    handle = engine.policy.backbone.norm.register_forward_hook(lambda *_: forwards.append(len(told)))
-    try:
-        groups = engine.generate(prompts, params, lambda prompt, rollouts: told.append((prompt, rollouts)))
-    finally:
-        handle.remove()
-    assert groups == expected
-    assert sorted(prompt for prompt, _ in told) == [0, 1, 2]
-    assert all(rollouts is groups[prompt] for prompt, rollouts in told)
-    longest = [max(len(rollout.completion_ids) for rollout in group) for group in groups]
-    assert [longest[prompt] for prompt, _ in told] == sorted(longest) and len(set(longest)) > 1
-    assert [sum(length <= step for length in longest) for step in range(len(forwards))] == forwards
-
-
-def test_an_error_of_the_listener_ends_the_call_and_the_mode_comes_back(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
-    def refuses(prompt: int, rollouts: list[Rollout]) -> None:
-        raise KeyError("gold")
-
-    engine.policy.model.train()
-    with pytest.raises(KeyError, match="gold"):
-        engine.generate(prompts, SamplingParams(n=2, max_tokens=10), refuses)
-    assert engine.policy.model.training
-    engine.policy.model.eval()

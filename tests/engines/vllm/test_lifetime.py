@@ -38,21 +38,6 @@ from lowmem_grpo.types import Rollout
 pytestmark = NEEDS_VLLM
 
 
-def test_an_error_of_the_listener_ends_the_call_and_the_engine_lives_on(
-    engine: VLLMEngine, prompts: list[list[int]]
-) -> None:
-    told: list[int] = []
-
-    def refuses(prompt: int, rollouts: list[Rollout]) -> None:
-        told.append(prompt)
-        raise RuntimeError("not mine")
-
-    with pytest.raises(RuntimeError, match="not mine"):
-        engine.generate(prompts, GREEDY, refuses)
-    assert len(told) == 1
-    assert len(engine.generate(prompts, GREEDY)) == 3
-
-
 def test_a_restarted_engine_reports_each_prompt_once(
     engine: VLLMEngine, policy: Policy, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,6 @@ from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import Rollout
 
 pytestmark = NEEDS_VLLM
 
@@ -78,28 +77,6 @@ def test_greedy_completions_end_and_read_as_with_transformers_engine(
         assert (got.finish_reason, got.text) == (expected.finish_reason, expected.text)
         difference = torch.tensor(got.rollout_logprobs) - torch.tensor(expected.rollout_logprobs)
         assert difference.abs().mean() < SAME
-
-
-def test_a_completion_fills_the_context_and_no_more(engine: VLLMEngine) -> None:
-    params = SamplingParams(max_tokens=50, ignore_eos=True, seed=1)
-    lengths = [CONTEXT - 1, CONTEXT - 2, CONTEXT - 50, CONTEXT - 51, 4]
-    groups = engine.generate([[5 + number % 9 for number in range(length)] for length in lengths], params)
-    assert [len(rollout.completion_ids) for (rollout,) in groups] == [1, 2, 50, 50, 50]
-    assert {rollout.finish_reason for (rollout,) in groups} == {"length"}
-    with pytest.raises(ValueError, match=f"a prompt of {CONTEXT} tokens leaves no room in a context of {CONTEXT}"):
-        engine.generate([[5] * 4, [5] * CONTEXT], params)
-    assert len(engine.generate([[5] * 4], params)) == 1
-
-
-def test_the_same_seed_draws_the_same_tokens(engine: VLLMEngine, prompts: list[list[int]]) -> None:
-    assert engine.generate([], SamplingParams()) == []
-    params = SamplingParams(n=4, max_tokens=16, seed=7, ignore_eos=True)
-    first = ids_of(engine.generate(prompts, params))
-    assert ids_of(engine.generate(prompts, params)) == first
-    assert ids_of(engine.generate(prompts, replace(params, seed=8))) != first
-    assert ids_of(engine.generate(prompts, replace(params, seed=None))) != ids_of(
-        engine.generate(prompts, replace(params, seed=None))
-    )
 
 
 def test_no_two_completions_share_their_random_numbers(engine: VLLMEngine, prompts: list[list[int]]) -> None:
@@ -164,23 +141,3 @@ def test_sampling_leaves_the_processs_random_numbers_alone(
     before = states()
     engine.generate(prompts, SamplingParams(n=2, max_tokens=4, seed=seed))
     assert states() == before
-
-
-def test_each_prompt_is_reported_when_it_is_finished_with_the_rollouts_that_are_returned(
-    engine: VLLMEngine, prompts: list[list[int]]
-) -> None:
-    told: list[tuple[int, list[Rollout]]] = []
-    unfinished: list[bool] = []
-
-    def listen(prompt: int, rollouts: list[Rollout]) -> None:
-        told.append((prompt, rollouts))
-        unfinished.append(engine.unfinished)
-
-    params = SamplingParams(n=3, max_tokens=40, seed=4)
-    expected = engine.generate(prompts, params)
-    groups = engine.generate(prompts, params, listen)
-    assert ids_of(groups) == ids_of(expected)
-    assert sorted(prompt for prompt, _ in told) == [0, 1, 2] and unfinished == [True, True, False]
-    assert all(rollouts is groups[prompt] for prompt, rollouts in told)
-    longest = [max(len(rollout.completion_ids) for rollout in group) for group in groups]
-    assert [longest[prompt] for prompt, _ in told] == sorted(longest)
