@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from failing import Failing
 from small_models import load_model, with_adapter
+from trainer_runs import TEXTS
 from transformers import PreTrainedTokenizerBase
-from vllm_models import engine_on
+from vllm_models import engine_on, ids_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
@@ -20,8 +21,6 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.units import GIB
 
-ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
-
 
 @pytest.fixture
 def engine(tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
@@ -30,7 +29,7 @@ def engine(tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
 
 @pytest.fixture
 def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    return [tokenizer(row["prompt"])["input_ids"] for row in ROWS[:3]]
+    return [tokenizer(row["prompt"])["input_ids"] for row in TEXTS[:3]]
 
 
 def generate_failing(
@@ -43,10 +42,6 @@ def generate_failing(
     finally:
         handle.remove()
         assert hook.raised == len(calls)
-
-
-def ids_of(groups: list[list[Rollout]]) -> list[list[list[int]]]:
-    return [[rollout.completion_ids for rollout in group] for group in groups]
 
 
 @pytest.mark.parametrize(("family", "calls"), [

@@ -11,6 +11,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.cutting import SPREAD
 from lowmem_grpo.memory.live_bytes import LiveBytes, update_peak
+from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.train.run_memory import settings_of
@@ -78,3 +79,8 @@ def test_a_real_step_stands_beside_its_plan_and_checkpointing_is_seen(tmp_path: 
         peaks[checkpointing] = update_peak(trainer, trainer.rollout())
         assert 0.9 < peaks[checkpointing] / expected < 1.33
     assert peaks[True] < 0.8 * peaks[False]
+
+
+def test_peak_memory_of_this_process_is_bytes_and_not_kilobytes() -> None:
+    peak = peak_memory(torch.device("cpu"))["memory/peak_bytes"]
+    assert 50 * 2**20 < peak < 2**40  # torch alone needs more than 50 MiB

@@ -142,14 +142,6 @@ def test_soft_capped_attention_is_refused_not_ignored() -> None:
         attention.attention(torch.nn.Identity(), query, query, query, None, softcap=5.0)
 
 
-@pytest.mark.parametrize("window", [1, 3, 7, 8, 100])
-def test_a_window_counts_oneself(window: int) -> None:
-    expected = [[0 <= i - j < window for j in range(8)] for i in range(8)]
-    for queries in (8, 3, 1):  # the last of them
-        mask = packed_attention.window_mask(queries, 8, window, torch.device("cpu"))
-        assert mask.tolist() == expected[8 - queries :]
-
-
 def test_a_trainable_or_wrapped_head_is_refused() -> None:
     model = random_model("Llama")
     model.lm_head = torch.nn.Sequential(model.lm_head)

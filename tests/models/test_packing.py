@@ -115,22 +115,6 @@ def test_unpacking_gives_back_what_was_packed(sequences: list[tuple[list[int], l
             torch.testing.assert_close(part, torch.tensor(expected))
 
 
-@settings(deadline=None, max_examples=60)
-@given(sequences=SEQUENCES, max_tokens=st.none() | st.integers(1, 20), max_sequences=st.none() | st.integers(1, 4))
-def test_every_completion_is_packed_once_within_the_bounds(
-    sequences: list[tuple[list[int], list[int]]], max_tokens: int | None, max_sequences: int | None
-) -> None:
-    batches = pack([group(prompt, ids) for prompt, ids in sequences], max_tokens, max_sequences)
-    packed = []
-    for batch in batches:
-        count = len(batch.cu_seqlens) - 1
-        assert count <= (max_sequences or count)
-        assert count == 1 or len(batch.input_ids) <= (max_tokens or len(batch.input_ids))
-        assert count == 1 or len(batch.sources) <= 2 * (max_tokens or len(batch.sources))
-        packed += unpack(batch.targets[batch.loss_mask], batch.loss_mask, batch.sequence_ids)
-    assert sorted(part.tolist() for part in packed) == sorted(ids for _, ids in sequences)
-
-
 def test_moving_a_batch_leaves_a_tensor_behind_or_takes_the_host_s_ids_along() -> None:
     (batch,) = pack([group([5], [6, 7], extra=True)])
     moved = vars(batch.to("meta"))

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from card import CARD, DEVICES, gpu, half
-from card_runs import SETTINGS, Tensors, digit_sum, gradients, norm, same
+from card_runs import SETTINGS, gradients, norm
 from small_models import TINY
+from trainer_runs import Gradients, digit_sum, same
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
@@ -81,7 +82,7 @@ def capped(num_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def reserved_by(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> tuple[Tensors, int]:
+def reserved_by(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> tuple[Gradients, int]:
     """A step's gradient, and the most bytes that the process took of the card for it."""
     gc.collect()
     torch.cuda.empty_cache()

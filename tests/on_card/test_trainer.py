@@ -11,19 +11,10 @@ from typing import Any
 import pytest
 import torch
 from card import CARD, CPU, DEVICES, gpu, half
-from card_runs import (
-    Tensors,
-    adapter,
-    apart,
-    gradients,
-    make,
-    plain_gradients,
-    plain_logprobs,
-    plain_twin,
-    same,
-    sample,
-)
+from card_runs import apart, gradients, make, plain_gradients, plain_logprobs, plain_twin, sample
+from resumed_runs import StopAt
 from safetensors.torch import load_file
+from trainer_runs import Gradients, adapter, same
 
 from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.runs.records import read_lines
@@ -176,7 +167,7 @@ def test_every_optimizer_goes_where_adam_in_32_bits_goes(
 ) -> None:
     if optim == "paged_adamw_8bit" and device == CPU:
         pytest.skip("paged memory is a card's")
-    moves: list[Tensors] = []
+    moves: list[Gradients] = []
     for name in ("adamw_torch", optim):
         # enough numbers in each tensor for bitsandbytes to keep their states in 8 bits
         trainer = make(tmp_path, device, lora={"r": 64}, optim=name, max_steps=100)
@@ -189,16 +180,6 @@ def test_every_optimizer_goes_where_adam_in_32_bits_goes(
         states = list(trainer.learner.optimizer.state.values())
         assert {state["state1"].dtype for state in states} == {torch.uint8}
         assert {getattr(state["state1"], "is_paged", False) for state in states} == {optim.startswith("paged")}
-
-
-class StopAt:
-    """Asks for a stop after a step."""
-
-    def __init__(self, stop: int) -> None:
-        self.stop = stop
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.stop
 
 
 @on_both

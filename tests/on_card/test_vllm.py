@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from card import CARD, CPU, DEVICES, gpu, half
-from card_runs import ROWS, SETTINGS, digit_sum
+from card_runs import SETTINGS
 from small_models import TINY
+from trainer_runs import TEXTS, digit_sum
 from transformers import AutoTokenizer
 from vllm_models import (
     CONTEXT,
@@ -20,6 +21,7 @@ from vllm_models import (
     NEEDS_VLLM,
     REAL,
     assert_borrowed,
+    cached_tokens,
     differences,
     distance,
     engine_on,
@@ -175,15 +177,7 @@ def test_the_base_model_is_sampled_inside_its_block_only(
 def test_prefixes_of_the_old_policy_are_dropped_after_an_update(
     engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached: list[int] = []
-    generate = engine.llm.generate
-
-    def counted(*args: Any, **options: Any) -> Any:
-        outputs = generate(*args, **options)
-        cached.append(sum(output.num_cached_tokens for output in outputs))
-        return outputs
-
-    monkeypatch.setattr(engine.llm, "generate", counted)
+    cached = cached_tokens(monkeypatch, engine)
     params = replace(SAMPLED, n=1, max_tokens=2)
     engine.generate([LONG], params)
     engine.generate([LONG], params)
@@ -323,7 +317,7 @@ def test_a_run_sleeps_wakes_updates_and_agrees_with_its_sampler(device: torch.de
     )
     model = FastLanguageModel.get_peft_model(bare, r=4)
     settings = SETTINGS | {"max_steps": 3, "parity_steps": 1, "vllm_importance_sampling_correction": None}
-    trainer = GRPOTrainer(model, digit_sum, GRPOConfig(output_dir=str(tmp_path), **settings), ROWS)
+    trainer = GRPOTrainer(model, digit_sum, GRPOConfig(output_dir=str(tmp_path), **settings), TEXTS)
     assert trainer.engine.name == "vllm"
     done = trainer.train()
     model.close_engine()

@@ -1,14 +1,13 @@
 """A run's planned seconds: of the lengths that a step really had, beside the measured ones, and never on the CPU."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from trainer_runs import TEXTS, make
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import RunSettings
@@ -19,12 +18,12 @@ from lowmem_grpo.planning.workload import Workload
 from lowmem_grpo.preflight.before_run import before_training
 from lowmem_grpo.preflight.how_long import how_long
 from lowmem_grpo.preflight.subject import Subject
+from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.train.run_memory import plan_run, settings_of
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.views.charts import figures
 
 CONFIG = named_config("qwen2.5-3b")
-ROWS = [{"prompt": f"Start with {n}. Add 4. What is the result?\n"} for n in range(3, 15)]
 
 
 def planned(card: str = "h200") -> PlannedTime:
@@ -42,17 +41,7 @@ def paid(completions: list[Any], **_: Any) -> list[float]:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Any:
-    model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False, max_seq_length=128)
-    model = FastLanguageModel.get_peft_model(model, r=4)
-    args = GRPOConfig(
-        output_dir=str(tmp_path / "run"), num_generations=4, per_device_train_batch_size=8, max_steps=2,
-        max_completion_length=16, save_strategy="no", disable_tqdm=True, learning_rate=1e-3,
-    )
-    return GRPOTrainer(model=model, reward_funcs=[paid], args=args, train_dataset=ROWS)
-
-
-def lines(trainer: Any) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return make(tmp_path / "run", paid, TEXTS, max_completion_length=16, disable_tqdm=True)
 
 
 def on_card(trainer: Any, card: str) -> Any:
@@ -99,12 +88,12 @@ def test_nothing_is_planned_without_completions_a_plan_or_a_data_sheet() -> None
 def test_a_run_on_the_cpu_logs_no_planned_seconds(trainer: Any) -> None:
     assert how_long(Subject.of(trainer)) is None
     trainer.train()
-    assert not [key for line in lines(trainer) for key in line if "planned" in key]
+    assert not [key for line in read_lines(trainer.run_dir / "metrics.jsonl") for key in line if "planned" in key]
 
 
 def test_a_run_on_a_known_card_logs_planned_beside_measured_seconds(trainer: Any) -> None:
     on_card(trainer, "NVIDIA H200").train()
-    for line in lines(trainer):
+    for line in read_lines(trainer.run_dir / "metrics.jsonl"):
         assert line["time/planned_step_s"] > line["time/planned_generate_s"] + line["time/planned_train_s"] > 0
         assert line["step_time"] > 0
 

@@ -9,26 +9,19 @@ import torch
 from card import CPU
 from small_models import TINY, scatter
 from torch import Tensor
+from trainer_runs import TEXTS, Gradients, digit_sum
 from transformers import AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.types import RolloutGroup
 
-ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
 SETTINGS: dict[str, Any] = {
     "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 24, "max_steps": 4,
     "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, "parity_steps": 0, "loss_type": "dapo",
     "vllm_importance_sampling_correction": False,
 }
 MAX_HALVINGS = 24  # of the scale of the loss, until its gradients are finite
-
-Tensors = dict[str, Tensor]
-
-
-def digit_sum(completions: list[str], **kwargs: Any) -> list[float]:
-    """Differs between most completions, and depends on nothing else."""
-    return [float(sum(int(c) for c in text if c in "0123456789")) for text in completions]
 
 
 def load(device: torch.device, dtype: torch.dtype, four_bit: bool = False, r: int = 4, **lora: Any) -> FastPeftModel:
@@ -45,7 +38,7 @@ def make(
 ) -> GRPOTrainer:
     """A trainer of the embedded model on a device; `lora` goes to `load`."""
     config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
-    return GRPOTrainer(load(device, dtype, **(lora or {})), digit_sum, config, ROWS, callbacks=list(callbacks))
+    return GRPOTrainer(load(device, dtype, **(lora or {})), digit_sum, config, TEXTS, callbacks=list(callbacks))
 
 
 def sample(folder: Path) -> list[RolloutGroup]:
@@ -56,29 +49,18 @@ def sample(folder: Path) -> list[RolloutGroup]:
     return groups
 
 
-def adapter(trainer: GRPOTrainer) -> Tensors:
-    """A copy of the adapter."""
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def same(first: Tensors, second: Tensors) -> bool:
-    """Equal bit for bit."""
-    assert first.keys() == second.keys() and first
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
-def norm(tensors: Tensors) -> float:
+def norm(tensors: Gradients) -> float:
     """Of all of them together."""
     return sum(tensor.double().square().sum().item() for tensor in tensors.values()) ** 0.5
 
 
-def apart(first: Tensors, second: Tensors) -> float:
+def apart(first: Gradients, second: Gradients) -> float:
     """Norm of the difference, by the norm of `second`."""
     assert first.keys() == second.keys() and first
     return norm({name: first[name].double() - second[name].double() for name in second}) / norm(second)
 
 
-def gradients(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> Tensors:
+def gradients(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> Gradients:
     """The gradient of one step on the host, then cleared; in float16 at the largest scale at which it is finite."""
     learner = trainer.learner
     for _ in range(MAX_HALVINGS):
@@ -127,7 +109,7 @@ def plain_logprobs(twin: peft.PeftModel, prompt: list[int], completion: list[int
     return wide.log_softmax(-1).gather(-1, torch.tensor(completion, device=device)[:, None]).squeeze(-1)
 
 
-def plain_gradients(twin: peft.PeftModel, groups: list[RolloutGroup], scale: float = 1.0) -> Tensors:
+def plain_gradients(twin: peft.PeftModel, groups: list[RolloutGroup], scale: float = 1.0) -> Gradients:
     """On-policy DAPO as the paper has it, every completion alone; `scale` keeps float16 from underflowing."""
     tokens = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
     for group in groups:

@@ -3,19 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+from trainer_runs import TEXTS as ROWS
+from trainer_runs import digit_sum
+
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.runs.records import read_lines
 
-ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
 SETTINGS: dict[str, Any] = {
     "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 24, "max_steps": 6,
     "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2, "save_steps": 100, "beta": 0.02,
 }
 TIMES = ("elapsed", "step_time", "tokens_per_second")
-
-
-def digit_sum(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(sum(int(c) for c in text if c in "0123456789")) for text in completions]
 
 
 def make(

@@ -17,6 +17,7 @@ QUESTIONS = (
     "Start with 15. Subtract 6. Add 31. What is the result?", "Start with 9. Subtract 9. Add 2. What is the result?",
 )
 ROWS = [{"prompt": [{"role": "user", "content": question}], "answer": "14"} for question in QUESTIONS]
+TEXTS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
 SMALL: dict[str, Any] = {
     "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 24, "max_steps": 2,
     "learning_rate": 1e-2, "save_strategy": "no",
@@ -55,7 +56,8 @@ def adapter(trainer: GRPOTrainer) -> Gradients:
 
 
 def same(first: Gradients, second: Gradients) -> bool:
-    assert first.keys() == second.keys()
+    """Equal bit for bit."""
+    assert first.keys() == second.keys() and first
     return all(torch.equal(first[name], second[name]) for name in first)
 
 

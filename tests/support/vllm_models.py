@@ -141,6 +141,20 @@ def states() -> tuple[Any, ...]:
     return (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), sys.excepthook)
 
 
+def cached_tokens(monkeypatch: pytest.MonkeyPatch, engine: VLLMEngine) -> list[int]:
+    """The tokens that vLLM takes from its cache in each of the calls to come."""
+    seen: list[int] = []
+    generate = engine.llm.generate
+
+    def spy(*args: Any, **options: Any) -> Any:
+        outputs = generate(*args, **options)
+        seen.append(sum(output.num_cached_tokens for output in outputs))
+        return outputs
+
+    monkeypatch.setattr(engine.llm, "generate", spy)
+    return seen
+
+
 def dying(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> list[str]:
     """One layer raises at its third call; the names of the layers that did."""
     layer, died, calls = LAYERS["model.layers.1.self_attn.o_proj"], [], []
