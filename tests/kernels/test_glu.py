@@ -229,35 +229,6 @@ def test_calls_without_autograd_refuse_to_write_into_a_copy(name: str) -> None:
             glu_backward(activation="silu", **(changed | {name: change(tensors[name])}))
 
 
-ZEROS = {"gate": torch.zeros(3, 6), "up": torch.zeros(3, 6)}
-WRONG = [
-    ({"up": torch.zeros(3, 5)}, "(3, 5)"), ({"gate": torch.zeros(()), "up": torch.zeros(())}, "()"),
-    ({"gate": torch.zeros(3, 7), "up": None}, "(3, 7)"), ({"up": torch.zeros(3, 6, dtype=torch.half)}, "float16"),
-    ({"gate": torch.zeros(3, 6, dtype=torch.long)}, "int64"), ({"up": torch.zeros(3, 6, device="meta")}, "meta"),
-    ({"up": torch.zeros(3, 6, requires_grad=True), "reuse_inputs": True}, "leaf"),
-    ({"up": ZEROS["gate"], "reuse_inputs": True}, "one and the same"),
-    ({"up": torch.zeros(6).expand(3, 6), "reuse_inputs": True}, "share memory"),
-    ({"approximate": "sigmoid"}, "'sigmoid'"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[f"{'+'.join(c)}-{m}" for c, m in WRONG])
-def test_wrong_arguments_are_refused_with_what_was_got(changes: dict[str, Any], message: str) -> None:
-    function: Any = geglu if "approximate" in changes else swiglu
-    with pytest.raises(ValueError) as refusal:
-        function(**(ZEROS | changes))
-    assert message in str(refusal.value)
-
-
-def test_calls_without_autograd_refuse_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="'relu'"):
-        glu_forward(**ZEROS, activation="relu")
-    with pytest.raises(ValueError, match="float64"):
-        glu_forward(**ZEROS, activation="silu", out=torch.zeros(3, 6, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"\(3, 5\)"):
-        glu_backward(torch.zeros(3, 5), **ZEROS, activation="silu")
-
-
 def test_every_width_has_a_compiled_configuration_without_shared_entries() -> None:
     listed = [variant.launch for variant in module.variants(90, torch.bfloat16)]
     for width in [1, 64, 65, 256, 257, 1024, 14336]:

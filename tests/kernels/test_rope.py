@@ -330,35 +330,6 @@ def test_no_tokens_give_no_results_and_no_k_heads_turn_q_alone(in_place: bool) -
     assert torch.equal(q, expected) and k.shape == (2, 0, 7, 10)
 
 
-ARGUMENTS = {"q": torch.zeros(2, 4, 3, 8), "k": torch.zeros(2, 1, 3, 8), "cos": torch.zeros(2, 3, 8),
-             "sin": torch.zeros(2, 3, 8)}
-BF16, META, GRADIENT = {"dtype": torch.bfloat16}, {"device": "meta"}, {"requires_grad": True}
-WRONG = [
-    ({"q": torch.zeros(2, 4, 8)}, "(2, 4, 8)"), ({"q": torch.zeros(3, 4, 8), "k": torch.zeros(3, 1, 8)}, "(3, 1, 8)"),
-    ({"k": torch.zeros(2, 1, 5, 8)}, "(2, 1, 5, 8)"), ({"k": torch.zeros(2, 1, 3, 6)}, "(2, 1, 3, 6)"),
-    ({"cos": torch.zeros(2, 3, 6)}, "(2, 3, 6)"), ({"cos": torch.zeros(()), "sin": torch.zeros(())}, "()"),
-    ({"cos": torch.zeros(4, 8), "sin": torch.zeros(4, 8)}, "(4, 8)"), ({"heads_first": False}, "(B, T, H, D)"),
-    ({"cos": torch.zeros(3, 3, 8), "sin": torch.zeros(3, 3, 8)}, "(3, 3, 8)"),
-    ({"cos": torch.zeros(3, 5), "sin": torch.zeros(3, 5)}, "even"),
-    ({"cos": torch.zeros(3, 10), "sin": torch.zeros(3, 10)}, "up to 8"),
-    ({"k": torch.zeros(2, 1, 3, 8, **BF16)}, "bfloat16"), ({"sin": torch.zeros(2, 3, 8, **BF16)}, "bfloat16"),
-    ({"cos": torch.zeros(3, 8, **BF16), "sin": torch.zeros(3, 8, **BF16)}, "bfloat16"),
-    ({"q": torch.zeros(2, 4, 3, 8).long(), "k": torch.zeros(2, 1, 3, 8).long()}, "int64"),
-    ({"k": torch.zeros(2, 1, 3, 8, **META)}, "meta"), ({"cos": torch.zeros(2, 3, 8, **GRADIENT)}, "detach"),
-    ({"in_place": True, "q": torch.zeros(2, 4, 3, 8, **GRADIENT)}, "leaf"),
-    ({"in_place": True, "q": torch.zeros(2, 4, 8, 3).mT}, "strides (96, 24, 1, 3)"),
-    ({"in_place": True, "q": ARGUMENTS["k"]}, "one and the same"),
-    ({"in_place": True, "k": torch.zeros(2, 1, 3, 8).expand(2, 4, 3, 8)}, "strides (24, 0, 8, 1)"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[f"{'+'.join(c)}-{m}" for c, m in WRONG])
-def test_wrong_arguments_are_refused_with_what_was_got(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as refusal:
-        rope(**(ARGUMENTS | changes))
-    assert message in str(refusal.value)
-
-
 def test_every_width_has_a_compiled_configuration_without_shared_entries() -> None:
     listed = [variant.launch for variant in module.variants(90, torch.bfloat16)]
     for turning in [2, 64, 72, 96, 128, 256, module.MAX_WIDTH]:

@@ -1,0 +1,121 @@
+"""Wrong arguments are refused by every function of the kernels, with what was got."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from logprob_problem import D, V
+from logprob_problem import problem as logprob_problem
+from nf4_problem import ONE
+from nf4_problem import problem as nf4_problem
+
+from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels.glu import geglu, glu_backward, glu_forward, swiglu
+from lowmem_grpo.kernels.lora import LoRA, lora_linear
+from lowmem_grpo.kernels.lora_mlp import lora_mlp
+from lowmem_grpo.kernels.nf4_linear import nf4_linear
+from lowmem_grpo.kernels.rms_norm import rms_norm
+from lowmem_grpo.kernels.rope import rope
+
+IN, INNER = 63, 130
+GLU: dict[str, Any] = {"gate": torch.zeros(3, 6), "up": torch.zeros(3, 6)}
+SILU = GLU | {"activation": "silu"}
+ROPE: dict[str, Any] = {"q": torch.zeros(2, 4, 3, 8), "k": torch.zeros(2, 1, 3, 8), "cos": torch.zeros(2, 3, 8),
+                        "sin": torch.zeros(2, 3, 8)}
+LINEAR: dict[str, Any] = {"x": torch.zeros(3, IN), "weights": [torch.zeros(INNER, IN)], "loras": [None]}
+MLP: dict[str, Any] = {
+    "x": torch.zeros(3, IN), "gate": torch.zeros(INNER, IN), "up": torch.zeros(INNER, IN),
+    "down": torch.zeros(IN, INNER), "up_lora": LoRA(torch.zeros(5, IN), torch.zeros(INNER, 5), 1.0),
+}
+BF16, META, GRADIENT = {"dtype": torch.bfloat16}, {"device": "meta"}, {"requires_grad": True}
+# A function, arguments that are right, and changes that are not, with a part of the answer.
+TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
+    (swiglu, GLU, [
+        ({"up": torch.zeros(3, 5)}, "(3, 5)"), ({"gate": torch.zeros(()), "up": torch.zeros(())}, "()"),
+        ({"gate": torch.zeros(3, 7), "up": None}, "(3, 7)"), ({"up": torch.zeros(3, 6, dtype=torch.half)}, "float16"),
+        ({"gate": torch.zeros(3, 6, dtype=torch.long)}, "int64"), ({"up": torch.zeros(3, 6, device="meta")}, "meta"),
+        ({"up": torch.zeros(3, 6, requires_grad=True), "reuse_inputs": True}, "leaf"),
+        ({"up": GLU["gate"], "reuse_inputs": True}, "one and the same"),
+        ({"up": torch.zeros(6).expand(3, 6), "reuse_inputs": True}, "share memory"),
+    ]),
+    (geglu, GLU, [({"approximate": "sigmoid"}, "'sigmoid'")]),
+    (glu_forward, SILU, [({"activation": "relu"}, "'relu'"), ({"out": torch.zeros(3, 6).double()}, "float64")]),
+    (glu_backward, SILU | {"grad": torch.zeros(3, 6)}, [({"grad": torch.zeros(3, 5)}, "(3, 5)")]),
+    (rms_norm, {"x": torch.zeros(3, 33), "weight": torch.zeros(33)}, [
+        ({"x": torch.zeros(())}, "()"), ({"x": torch.zeros(3, 0), "weight": torch.zeros(0)}, "(3, 0)"),
+        ({"x": torch.zeros(1, 65537), "weight": torch.zeros(65537)}, "65536"), ({"weight": torch.zeros(5)}, "(5,)"),
+        ({"weight": torch.zeros(33, dtype=torch.long)}, "int64"), ({"x": torch.zeros(3, 33).int()}, "int32"),
+        ({"weight": torch.zeros(33, device="meta")}, "meta"), ({"residual": torch.zeros(4, 33)}, "(4, 33)"),
+        ({"residual": torch.zeros(3, 33, dtype=torch.bfloat16)}, "bfloat16"),
+        ({"residual": torch.zeros(3, 33, device="meta")}, "meta"),
+    ]),
+    (rope, ROPE, [
+        ({"q": torch.zeros(2, 4, 8)}, "(2, 4, 8)"),
+        ({"q": torch.zeros(3, 4, 8), "k": torch.zeros(3, 1, 8)}, "(3, 1, 8)"),
+        ({"k": torch.zeros(2, 1, 5, 8)}, "(2, 1, 5, 8)"), ({"k": torch.zeros(2, 1, 3, 6)}, "(2, 1, 3, 6)"),
+        ({"cos": torch.zeros(2, 3, 6)}, "(2, 3, 6)"), ({"cos": torch.zeros(()), "sin": torch.zeros(())}, "()"),
+        ({"cos": torch.zeros(4, 8), "sin": torch.zeros(4, 8)}, "(4, 8)"), ({"heads_first": False}, "(B, T, H, D)"),
+        ({"cos": torch.zeros(3, 3, 8), "sin": torch.zeros(3, 3, 8)}, "(3, 3, 8)"),
+        ({"cos": torch.zeros(3, 5), "sin": torch.zeros(3, 5)}, "even"),
+        ({"cos": torch.zeros(3, 10), "sin": torch.zeros(3, 10)}, "up to 8"),
+        ({"k": torch.zeros(2, 1, 3, 8, **BF16)}, "bfloat16"), ({"sin": torch.zeros(2, 3, 8, **BF16)}, "bfloat16"),
+        ({"cos": torch.zeros(3, 8, **BF16), "sin": torch.zeros(3, 8, **BF16)}, "bfloat16"),
+        ({"q": torch.zeros(2, 4, 3, 8).long(), "k": torch.zeros(2, 1, 3, 8).long()}, "int64"),
+        ({"k": torch.zeros(2, 1, 3, 8, **META)}, "meta"), ({"cos": torch.zeros(2, 3, 8, **GRADIENT)}, "detach"),
+        ({"in_place": True, "q": torch.zeros(2, 4, 3, 8, **GRADIENT)}, "leaf"),
+        ({"in_place": True, "q": torch.zeros(2, 4, 8, 3).mT}, "strides (96, 24, 1, 3)"),
+        ({"in_place": True, "q": ROPE["k"]}, "one and the same"),
+        ({"in_place": True, "k": torch.zeros(2, 1, 3, 8).expand(2, 4, 3, 8)}, "strides (24, 0, 8, 1)"),
+    ]),
+    (linear_logprobs, logprob_problem(3, torch.float32)[0], [
+        ({"hidden": torch.zeros(3)}, "hidden"), ({"hidden": torch.zeros(3, 5)}, "(3, 5)"),
+        ({"weight": torch.zeros(V)}, "weight"), ({"targets": torch.zeros(2, dtype=torch.long)}, "(2,)"),
+        ({"targets": torch.zeros(3, dtype=torch.int32)}, "int32"), ({"targets": torch.zeros(3)}, "float32"),
+        ({"bias": torch.zeros(5)}, "bias"), ({"hidden": torch.zeros(3, D, dtype=torch.bfloat16)}, "bfloat16"),
+        ({"weight": torch.zeros(V, D, device="meta")}, "meta"),
+        ({"targets": torch.zeros(3, dtype=torch.long, device="meta")}, "meta"),
+        ({"bias": torch.zeros(V, device="meta")}, "meta"),
+        ({"hidden": torch.zeros(3, D, dtype=torch.long), "weight": torch.zeros(V, D, dtype=torch.long)}, "int64"),
+        ({"temperature": 0.0}, "temperature is 0.0"), ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"chunk_rows": -1}, "chunk_rows is -1"), ({"lora_a": torch.zeros(5, D)}, "only one"),
+        ({"lora_b": torch.zeros(V, 5)}, "only one"),
+        ({"lora_a": torch.zeros(5, D), "lora_b": torch.zeros(V, 4)}, "(1003, 4)"),
+    ]),
+    (nf4_linear, nf4_problem(3, ONE, torch.float32), [
+        ({"x": torch.zeros(3, 191)}, "expected x (..., 192)"),
+        ({"x": torch.zeros(3, 192, dtype=torch.int32)}, "of a floating dtype"),
+        ({"lora_b": None}, "expected lora_a and lora_b, or neither"),
+        ({"lora_a": torch.zeros(4, 192)}, "expected lora_a (1 * rank, 192)"),
+        ({"lora_a": [torch.zeros(5, 192)]}, "expected both as tensors, or both as sequences"),
+        ({"lora_a": [torch.zeros(5, 192)] * 2, "lora_b": [torch.zeros(70, 5)] * 2}, "for each of 1 matrices"),
+        ({"lora_a": [torch.zeros(5, 192)], "lora_b": [torch.zeros(70, 4)]}, "expected one rank"),
+        ({"lora_a": [torch.zeros(5, 192)], "lora_b": [torch.zeros(69, 5)]}, "expected lora_b of (70,) rows; got [69]"),
+        ({"bias": torch.zeros(71)}, "expected bias (70,)"),
+        ({"scale": torch.zeros(1)}, "expected scale ()"),
+        ({"bias": torch.zeros(70, device="meta")}, "expected bias on the device of x, cpu; got meta"),
+        ({"weight": torch.zeros(70, 192)}, "expected a Params4bit"),
+    ]),
+    (lora_linear, LINEAR, [
+        ({"biases": [torch.zeros(3)]}, "expected a bias (130,) of torch.float32; got (3,) of torch.float32"),
+        ({"biases": [None, None]}, "expected one entry of biases for each weight; got 1 and 2"),
+        ({"biases": [torch.zeros(INNER, **GRADIENT)]}, "biases are frozen"),
+    ]),
+    (lora_mlp, MLP, [
+        ({"gate": torch.zeros(INNER, 5)}, "(130, 5)"), ({"down": torch.zeros(IN, 5)}, "(63, 5)"),
+        ({"up": torch.zeros(5, IN)}, "(5, 63)"), ({"gate": torch.zeros(INNER, IN, dtype=torch.bfloat16)}, "bfloat16"),
+        ({"gate": torch.zeros(INNER, IN, requires_grad=True)}, "frozen"), ({"activation": "relu"}, "'relu'"),
+        ({"gate_lora": LoRA(torch.zeros(5, IN), torch.zeros(5, 5), 1.0)}, "(5, 5)"), ({"up": None}, "up_lora"),
+        *(({"tile_rows": rows}, f"tile_rows is {rows}; it must be at least 1") for rows in (0, -3)),
+    ]),
+]
+CASES = [(function, arguments | changes, message) for function, arguments, rows in TABLE for changes, message in rows]
+
+
+@pytest.mark.parametrize(("function", "arguments", "message"), CASES, ids=[f"{f.__name__}-{m}" for f, _, m in CASES])
+def test_wrong_arguments_are_refused_with_what_was_got(
+    function: Callable[..., Any], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        function(**arguments)
+    assert message in str(refusal.value)
