@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from live_storage import LiveStorage
 from logprob_problem import CLOSE, COLD, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
+from nf4_problem import in_4_bit
 from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs
@@ -111,12 +111,6 @@ def test_memory_of_a_trained_head_is_its_gradient_and_some_tiles() -> None:
     assert storage.largest < rows * V
 
 
-def quantized(weight: Tensor, double: bool) -> Any:
-    """A Params4bit made of `weight`."""
-    parameter = bnb.nn.Params4bit(weight.detach(), requires_grad=False, quant_type="nf4", compress_statistics=double)
-    return parameter.to("cpu")
-
-
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("chunk_rows", "double"), [(1, True), (7, False), (None, True)])
 @pytest.mark.parametrize("options", [*SHAPES, {"lora": True, "trained": ["hidden", "lora_a", "lora_b"]}])
@@ -128,7 +122,7 @@ def test_a_4_bit_head_gives_what_its_dequantized_weight_gives(
     arguments["hidden"] = torch.randn(63, size, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     if "lora_a" in arguments:
         arguments["lora_a"] = torch.randn(5, size).to(dtype).div_(8).requires_grad_()
-    parameter = quantized(torch.randn(V, size, generator=torch.Generator().manual_seed(2)).to(dtype) / 4, double)
+    parameter = in_4_bit(torch.randn(V, size, generator=torch.Generator().manual_seed(2)).to(dtype) / 4, double)
     packed = arguments | {"weight": parameter}
     arguments["weight"] = nf4_dequantize(NF4Weight.from_bitsandbytes(parameter))
     ours = outcome(linear_logprobs, packed, grad, chunk_rows=chunk_rows, return_entropy=True)
@@ -138,7 +132,7 @@ def test_a_4_bit_head_gives_what_its_dequantized_weight_gives(
 def test_a_4_bit_head_is_dequantized_once_for_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, grad = problem(63, torch.float32)
     arguments["hidden"] = torch.randn(63, 64, requires_grad=True)
-    arguments["weight"] = quantized(torch.randn(V, 64), False)
+    arguments["weight"] = in_4_bit(torch.randn(V, 64), False)
     rows_read: list[int] = []
 
     def counted(weight: NF4Weight, out: Tensor | None = None) -> Tensor:

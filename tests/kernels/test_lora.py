@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
-from accuracy import assert_as_accurate
+from accuracy import assert_as_accurate, in_float64
 from card import gpu
 from counted_ops import CountedOps
 from live_storage import LiveStorage
+from nf4_problem import in_4_bit
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -43,19 +43,6 @@ def mlp_problem(rows: int, dtype: torch.dtype, fused: bool = False) -> dict[str,
     arguments["up"] = None if fused else weight(INNER, IN)
     arguments["up_lora"] = None if fused else adapter(INNER, IN, SMALL[dtype], 2)
     return arguments | {"down": weight(IN, INNER), "down_lora": adapter(IN, INNER, SMALL[dtype], 3)}
-
-
-def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same with every tensor in float64."""
-
-    def wide(value: Any) -> Any:
-        if isinstance(value, LoRA):
-            return LoRA(wide(value.a), wide(value.b), value.scale)
-        if not torch.is_tensor(value):
-            return value
-        return value.detach().double().requires_grad_(value.requires_grad)
-
-    return {name: wide(value) for name, value in arguments.items()}
 
 
 def outcome(function: Callable[..., Tensor], arguments: dict[str, Any], **options: Any) -> dict[str, Tensor]:
@@ -169,7 +156,7 @@ def test_a_bias_is_added_and_changes_no_gradient(dtype: torch.dtype, four_bit: b
     arguments, bias = mlp_problem(63, dtype), torch.randn(INNER).to(dtype)
     x, weight, lora = arguments["x"], arguments["gate"], arguments["gate_lora"]
     if four_bit:
-        weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to("cpu")
+        weight = in_4_bit(weight, double=True)
     (plain,) = lora_linear(x, [weight], [lora])
     (biased,) = lora_linear(x, [weight], [lora], [bias])
     torch.testing.assert_close(biased, plain + bias, rtol=4 * ROUNDING[dtype], atol=4 * ROUNDING[dtype])
@@ -193,9 +180,7 @@ def test_4_bit_mlp_gives_what_its_dequantized_weights_give(dtype: torch.dtype, d
     arguments = mlp_problem(63, dtype)
     packed = {}
     for name in ("gate", "up", "down"):
-        packed[name] = bnb.nn.Params4bit(
-            arguments[name], requires_grad=False, quant_type="nf4", compress_statistics=double
-        ).to("cpu")
+        packed[name] = in_4_bit(arguments[name], double)
         arguments[name] = nf4_dequantize(NF4Weight.from_bitsandbytes(packed[name]))
     assert_no_worse(arguments, outcome(lora_mlp, arguments | packed), dtype)
 
@@ -259,9 +244,7 @@ def linear_problem(rows: int, dtype: torch.dtype, device: str, four_bit: bool) -
     generator = torch.Generator().manual_seed(rows)
     weight: Any = (torch.randn(INNER, 2 * IN, generator=generator) / IN**0.5).to(dtype)
     if four_bit:
-        weight = NF4Weight.from_bitsandbytes(bnb.nn.Params4bit(
-            weight, requires_grad=False, quant_type="nf4", compress_statistics=True
-        ).to(device))
+        weight = NF4Weight.from_bitsandbytes(in_4_bit(weight, True, device))
     x = torch.randn(rows, 2 * IN, generator=generator).to(device, dtype).requires_grad_()
     lora = placed(adapter(INNER, 2 * IN, SMALL[dtype], 1), device)
     return {"x": x, "weight": weight if four_bit else weight.to(device), "lora": lora}

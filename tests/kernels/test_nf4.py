@@ -8,6 +8,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate, interpreted
 from card import gpu
+from nf4_problem import in_4_bit
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -33,11 +34,7 @@ def quantized(
 ) -> Any:
     """A random weight as bitsandbytes quantizes it, the same for the same shape."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
-    param = bnb.nn.Params4bit(
-        values, requires_grad=False, blocksize=blocksize, compress_statistics=double, quant_type=quant_type,
-        quant_storage=storage,
-    )
-    return param.to(device)
+    return in_4_bit(values, double, device, quant_type, blocksize=blocksize, quant_storage=storage)
 
 
 def element_by_element(param: Any) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate, interpreted
 from card import HALVES, gpu
-from nf4_problem import ONE, ROUNDING, THREE, in_float64, problem
+from nf4_problem import ONE, ROUNDING, THREE, problem, wide
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -55,7 +55,7 @@ def test_operator_is_sound() -> None:
 def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) -> None:
     for size, rank in ((((33,), 64), 5), (((64, 128, 64), 768), 16), (((70,), 1088), 40), (((64, 65), 256), 3)):
         arguments = problem(rows, size, torch.float32, double, rank)
-        truth = nf4_linear_ref(**in_float64(arguments))
+        truth = nf4_linear_ref(**wide(arguments))
         given = arguments if rank in (5, 40) else arguments | {"scale": torch.tensor(0.3)}  # a number, or a tensor
         assert_as_accurate("y", in_triton(given), nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
 
@@ -68,7 +68,7 @@ def test_candidate_launches_are_as_accurate_as_the_reference(rows: int) -> None:
     for (name, launch), double in product(found.items(), (False, True)):
         for size, rank in ((((33,), 64), 5), (((64, 128, 64), 768), 16), (((64, 65), 256), 3)):
             arguments = problem(rows, size, torch.float32, double, rank)
-            truth = nf4_linear_ref(**in_float64(arguments))
+            truth = nf4_linear_ref(**wide(arguments))
             y = in_triton(arguments, launch)
             assert_as_accurate(name, y, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
 
@@ -101,7 +101,7 @@ def test_decode_kernel_does_without_lora_and_bias() -> None:
     weight = arguments["weight"]
     for band in (weight, weight.rows(37, 200), weight.rows(200, 201)):
         arguments["weight"] = band
-        truth = nf4_linear_ref(**in_float64(arguments))
+        truth = nf4_linear_ref(**wide(arguments))
         found = in_triton(arguments)
         assert_as_accurate("y", found, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
 

@@ -18,10 +18,10 @@ from nf4_problem import (
     ROUNDING,
     THREE,
     assert_all_as_accurate,
-    in_float64,
     outcome,
     problem,
     quantized,
+    wide,
 )
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -53,11 +53,11 @@ def test_many_bands_are_as_accurate_as_one(size: Any, dtype: torch.dtype, monkey
 def test_gradients_are_those_of_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     small_bands(monkeypatch, 64 * 8)
     arguments = problem(3, ((3, 2), 64), torch.float32, rank=2)
-    wide = in_float64(arguments | {"weight": NF4Weight.adjacent([quantized(3, 64, torch.float32) for _ in range(2)])})
-    wide["lora_b"], wide["bias"] = (torch.randn(6, *more, dtype=torch.double) for more in ((2,), ()))
-    inputs = [wide[name].detach().requires_grad_() for name in GRADIENTS]
+    exact = wide(arguments | {"weight": NF4Weight.adjacent([quantized(3, 64, torch.float32) for _ in range(2)])})
+    exact["lora_b"], exact["bias"] = (torch.randn(6, *more, dtype=torch.double) for more in ((2,), ()))
+    inputs = [exact[name].detach().requires_grad_() for name in GRADIENTS]
     assert torch.autograd.gradcheck(
-        lambda x, a, b, bias: nf4_linear(x, wide["weight"], a, b, 0.7, bias), inputs
+        lambda x, a, b, bias: nf4_linear(x, exact["weight"], a, b, 0.7, bias), inputs
     )
 
 
@@ -204,7 +204,7 @@ def test_strided_empty_and_deep_inputs_and_autocast() -> None:
     x, b = arguments["x"].detach(), arguments["lora_b"]
     strided = torch.empty(192, 12).T.copy_(x)
     turned = nf4_linear(**(arguments | {"x": strided, "lora_b": b.detach().T.contiguous().T}))
-    truth = nf4_linear_ref(**in_float64(arguments))
+    truth = nf4_linear_ref(**wide(arguments))
     assert_as_accurate("strided", turned, y, truth, ROUNDING[torch.float32])  # another order of summation
     deep = nf4_linear(**(arguments | {"x": x.view(2, 3, 2, 192)}))
     assert torch.equal(deep.view(12, 70), y)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import IN_16_BITS, assert_as_accurate, interpreted
+from accuracy import IN_16_BITS, assert_as_accurate, in_float64, interpreted
 from card import on_both
 from live_storage import LiveStorage
 from torch import Tensor
@@ -39,10 +39,6 @@ def problem(
     tensors = {"x": values(*shape), "weight": values(shape[-1])} | ({"residual": values(*shape)} if residual else {})
     grads = [values(*shape) for _ in range(1 + residual)]
     return {name: tensor.requires_grad_() for name, tensor in tensors.items()}, grads
-
-
-def in_float64(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
 
 
 def outcome(function: Any, tensors: dict[str, Tensor], grads: list[Tensor], offset: float) -> dict[str, Tensor]:

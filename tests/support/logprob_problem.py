@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accuracy import assert_as_accurate
+from accuracy import assert_as_accurate, in_float64
 from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs_ref
@@ -50,15 +50,6 @@ def reference(
         hidden = torch.cat([hidden, (hidden @ lora_a.T) * lora_scale], 1)
         weight = torch.cat([weight, lora_b], 1)
     return linear_logprobs_ref(hidden, weight, targets, **options)
-
-
-def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments with every floating tensor in float64."""
-    return {
-        name: value.detach().double().requires_grad_(value.requires_grad)
-        if torch.is_tensor(value) and value.is_floating_point() else value
-        for name, value in arguments.items()
-    }
 
 
 def outcome(

@@ -6,7 +6,7 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from accuracy import assert_as_accurate
+from accuracy import assert_as_accurate, in_float64
 from torch import Tensor
 
 from lowmem_grpo.kernels.nf4 import NF4Weight
@@ -18,12 +18,17 @@ ONE, THREE, ODD = ((70,), 192), ((128, 64, 33), 256), ((37,), 75)  # (out of eac
 GRADIENTS = ("x", "lora_a", "lora_b", "bias")
 
 
-def quantized(rows: int, columns: int, dtype: torch.dtype, double: bool = False, device: str = "cpu") -> Any:
-    """A random weight of one matrix as bitsandbytes quantizes it."""
-    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) / columns**0.5
+def in_4_bit(values: Tensor, double: bool = False, device: str = "cpu", quant_type: str = "nf4", **options: Any) -> Any:
+    """A weight as bitsandbytes quantizes it."""
     return bnb.nn.Params4bit(
-        values.to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=double
+        values.detach(), requires_grad=False, quant_type=quant_type, compress_statistics=double, **options
     ).to(device)
+
+
+def quantized(rows: int, columns: int, dtype: torch.dtype, double: bool = False, device: str = "cpu") -> Any:
+    """A random weight of one matrix."""
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) / columns**0.5
+    return in_4_bit(values.to(dtype), double, device)
 
 
 def problem(
@@ -46,13 +51,9 @@ def problem(
     }
 
 
-def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
+def wide(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same in float64, with the weight as its codes and scales define it."""
-    wide = {
-        name: value.detach().double().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
-        for name, value in arguments.items()
-    }
-    return wide | {"weight": replace(arguments["weight"], dtype=torch.float64)}
+    return in_float64(arguments) | {"weight": replace(arguments["weight"], dtype=torch.float64)}
 
 
 def outcome(function: Callable[..., Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -66,6 +67,6 @@ def outcome(function: Callable[..., Tensor], arguments: dict[str, Any]) -> dict[
 def assert_all_as_accurate(arguments: dict[str, Any]) -> None:
     """nf4_linear against the reference in the same dtype, and float64."""
     found, reference = outcome(nf4_linear, arguments), outcome(nf4_linear_ref, arguments)
-    for name, truth in outcome(nf4_linear_ref, in_float64(arguments)).items():
+    for name, truth in outcome(nf4_linear_ref, wide(arguments)).items():
         assert found[name].dtype == (arguments["x"] if name == "y" else arguments[name]).dtype
         assert_as_accurate(name, found[name], reference[name], truth, ROUNDING[arguments["x"].dtype])

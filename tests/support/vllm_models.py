@@ -97,12 +97,14 @@ def engine_on(policy: Policy, **options: Any) -> Iterator[VLLMEngine]:
         engine.close()
 
 
-def differences(policy: Policy, prompts: list[list[int]], groups: list[list[Rollout]]) -> Tensor:
+def differences(
+    policy: Policy, prompts: list[list[int]], groups: list[list[Rollout]], temperature: float = 1.0
+) -> Tensor:
     """The trainer's log-probability of each sampled token, minus the sampler's."""
     packed = pack([RolloutGroup({}, *pair) for pair in zip(prompts, groups, strict=True)], 4096, 256)
     batches = [batch.to(policy.device) for batch in packed]
     with torch.no_grad():
-        return torch.cat([policy.logprobs(b, 1.0)[0] - b.at_trained(b.rollout_logprobs) for b in batches])
+        return torch.cat([policy.logprobs(b, temperature)[0] - b.at_trained(b.rollout_logprobs) for b in batches])
 
 
 def held_by(model: nn.Module) -> list[tuple[str, Tensor]]:
