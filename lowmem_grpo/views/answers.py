@@ -30,7 +30,7 @@ def verdict(right: bool | None) -> Text:
     """Right or wrong, with its sign, in its colour; empty where it is not known."""
     if right is None:
         return Text()
-    return Text(f"{sign(right)} {'right' if right else 'wrong'}\n", style=f"bold {RIGHT if right else WRONG}")
+    return Text.assemble((f"{sign(right)} {'right' if right else 'wrong'}\n", f"bold {RIGHT if right else WRONG}"))
 
 
 def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from lowmem_grpo.types import Rollout
 from lowmem_grpo.units import size_text, time_text
 from lowmem_grpo.views.answers import plain, shortened
 from lowmem_grpo.views.cell import Cell
+from lowmem_grpo.views.palette import LINES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHARES = ("generate", "reward", "train", "idle")
@@ -129,11 +130,12 @@ class LiveView:
         head.add_column(no_wrap=True)
         head.add_row(
             Text(f"step {self.step}/{self.max_steps}", style="bold"),
-            ProgressBar(total=max(self.max_steps, 1), completed=self.step), Text(f"left {self.time_left()}"),
+            ProgressBar(total=max(self.max_steps, 1), completed=self.step, complete_style=LINES[0]),
+            Text(f"left {self.time_left()}"),
         )
         width = min(self.console.width, MAX_WIDTH)
-        parts = [head, Text(), self.table(), *self.sample_lines()]
-        return Panel(Group(*parts), title=Text(self.title), border_style="blue", width=width)
+        parts = [head, Text(), self.table(), self.words(), *self.sample_lines()]
+        return Panel(Group(*parts), title=Text(self.title), border_style=LINES[0], width=width)
 
     def sample_lines(self) -> list[RenderableType]:
         """The completion that was kept last: its reward and its first lines."""
@@ -154,9 +156,15 @@ class LiveView:
             if key in self.history:
                 value = shown(key, self.history[key][-1]) + self.spread(key, " \u00b1 ")
                 table.add_row(Text(label), Text(value), Text(sparkline(self.history[key])))
+        return table
+
+    def words(self) -> Table:
+        """What the last log says in words; each on a line of its own, or on more in a narrow terminal."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
         now = {key: values[-1] for key, values in self.history.items()}
         for label, value in in_words(now).items():
-            table.add_row(Text(label), Text(""), Text(value))
+            table.add_row(Text(label), Text(value))
         return table
 
     def curves(self) -> list[tuple[str, str]]:

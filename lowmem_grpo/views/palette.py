@@ -6,7 +6,7 @@ its sign as well. The components of memory are too many for that: they follow ea
 
 LINES = ("#0065d2", "#e8500c", "#0c9c65", "#7c2150", "#8d9a3c", "#49506c")  # on a light page, in this order
 DARK_LINES = ("#4d94ff", "#f07a28", "#2fe0b0", "#f79be8", "#e0ee80", "#858779")
-RIGHT, WRONG = "#007a66", "#c2410c"
+RIGHT, WRONG = "#00856f", "#cc4a0c"  # as far from white as from black: a terminal and a notebook may be either
 DARK_RIGHT, DARK_WRONG = "#3ecfae", "#ff8a5c"
 RIGHT_SIGN, WRONG_SIGN = "\u2713", "\u2717"
 INK, PALE = "#1f2733", "#d0d7de"  # text, and what stands behind the data, on a light page

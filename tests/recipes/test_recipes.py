@@ -301,6 +301,7 @@ def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path:
     change = summary["difference"]
     assert change["accuracy"] == summary["accuracy_after"] - summary["accuracy_before"]
     assert change["better"] + change["worse"] + change["same"] == 8
+    assert f"report: {tmp_path / 'run'}/report.html" in result.output  # no path is broken at the terminal's width
     assert summary["right"] == "correct_answer" and summary["machine"]["parameters"] > 1_000_000
     assert "accuracy before" in result.output and "\n1 step in " in result.output
     assert (tmp_path / "run" / "checkpoint-1").is_dir()

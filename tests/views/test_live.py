@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.types import Rollout
 from lowmem_grpo.views.answers import print_accuracy, print_samples
-from lowmem_grpo.views.live import BLOCKS, LiveView, sparkline
+from lowmem_grpo.views.live import BLOCKS, SAMPLE_SECONDS, LiveView, sparkline
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
@@ -84,6 +85,42 @@ def test_a_terminal_gets_a_panel_with_progress_and_sparklines() -> None:
     assert "[bold]run" in text and "[red]format" in text
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_panel_cuts_nothing_off_and_shows_the_spread_and_a_sample_now_and_then(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("lowmem_grpo.views.live.time.monotonic", lambda: now[0])
+    view = LiveView(console(terminal=True, width=width))
+    run(view, LOGS | {"reward_std": 0.125})
+    for text, seconds in (("first\x1b[2J [red]words", 0), ("too soon", SAMPLE_SECONDS / 2)):
+        now[0] += seconds
+        view.on_step_end(None, state(1), None, groups=[SimpleNamespace(rollouts=[Rollout([], [], "stop", text)])])
+    shown = console(terminal=False, width=width)
+    shown.print(view.panel())
+    text = written(shown)
+    for expected in ("0.750 ± 0.125", "generate 60% reward 5% train 30% idle 5%", "first\ufffd[2J [red]words"):
+        assert expected in text
+    assert "…" not in text and "too soon" not in text
+    now[0] += SAMPLE_SECONDS
+    view.on_step_end(None, state(2), None, groups=[SimpleNamespace(rollouts=[Rollout([], [], "stop", "later" * 999)])])
+    shown.print(view.panel())
+    assert "later" in written(shown) and len(written(shown).splitlines()) < 60
+    view.close()
+
+
+def test_a_notebook_gets_one_panel_that_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    display = pytest.importorskip("IPython.display")
+    handle = SimpleNamespace(update=lambda page: shown.append(page.data))
+    monkeypatch.setattr(display, "display", lambda page, display_id: shown.append(f"new {page.data}") or handle)
+    view = LiveView(Console(file=io.StringIO(), force_jupyter=True, width=80))
+    run(view, LOGS, LOGS | {"rewards/<b>/mean": 0.5})
+    view.on_train_end(None, state(2), None)
+    assert len(shown) == 3 and [page.startswith("new <pre") for page in shown] == [True, False, False]
+    assert "step 2/60" in shown[-1] and "&lt;b&gt;" in shown[-1] and "<b>" not in shown[-1]
+
+
 @pytest.mark.parametrize("ending", ["close", "on_train_end"])
 def test_the_terminal_is_restored_once_however_the_view_ends(ending: str) -> None:
     terminal = console(terminal=True)
@@ -118,9 +155,12 @@ def test_a_sparkline_spans_lowest_to_highest_and_averages_a_long_history(values:
 
 def test_samples_stand_side_by_side() -> None:
     wide = console(terminal=False)
-    print_samples(wide, [{"prompt": "2 + 2?", "answer": "4", "before": "five", "after": "four"}])
-    row = next(line for line in written(wide).splitlines() if "2 + 2?" in line)
-    assert row.index("2 + 2?") < row.index("five") < row.index("four")
+    print_samples(wide, [{"prompt": "2 + 2?", "answer": "4", "before": "five", "after": "four",
+                          "right_before": False, "right_after": True}])
+    verdicts = next(line for line in written(wide).splitlines() if "2 + 2?" in line)
+    assert verdicts.split()[-4:] == ["✗", "wrong", "✓", "right"]
+    row = next(line for line in written(wide).splitlines() if "five" in line)
+    assert row.index("five") < row.index("four")
     assert "expected: 4" in written(wide)
 
 
@@ -136,10 +176,12 @@ def test_model_text_is_never_markup_or_terminal_control() -> None:
 def test_accuracy_is_printed_with_its_interval() -> None:
     piped = console(terminal=False, width=30)
     print_accuracy(piped, 0.5, 0.75, 100)
-    before, after, change = written(piped).splitlines()
+    print_accuracy(piped, 0.5, 0.75, 100, (0.13, 0.36))
+    before, after, change, *_, paired = written(piped).splitlines()
     assert before == "accuracy before  50.0%  (95% interval 40.4% to 59.6%)"
     assert after == "accuracy after   75.0%  (95% interval 65.7% to 82.5%)"
     assert change == "change +25.0 points on 100 problems"
+    assert paired == "change +25.0 points (95% interval +13.0 to +36.0) on 100 problems"
 
 
 def test_wilson_interval_stays_inside_zero_and_one() -> None:
