@@ -12,10 +12,11 @@ from lowmem_grpo import __version__
 def facts(model: Any, device: torch.device) -> dict[str, Any]:
     """A PEFT model's numbers of parameters, the card (or the processor), its bytes, and the versions."""
     trainable, whole = model.get_nb_trainable_parameters()  # peft counts a packed 4-bit weight as what it stands for
-    on_card = device.type == "cuda"
+    on_card, base = device.type == "cuda", model.get_base_model()
+    dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
     return {
         "parameters": whole - trainable, "trainable_parameters": trainable,
-        "weights": "4-bit" if getattr(model.get_base_model(), "is_loaded_in_4bit", False) else "16-bit or more",
+        "weights": "4-bit" if getattr(base, "is_loaded_in_4bit", False) else dtype,
         "card": torch.cuda.get_device_name(device) if on_card else None,
         "card_bytes": torch.cuda.get_device_properties(device).total_memory if on_card else None,
         "processor": cpu_model(), "version": __version__, "torch": torch.__version__,

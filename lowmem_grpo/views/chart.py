@@ -65,8 +65,13 @@ def smoothed(chart: Chart, line: Line) -> Line:
                    edges=list(edges))
 
 
+def widest_window(charts: Iterable[Chart]) -> int:
+    """How many steps a point of these charts is at most the mean of; 1 where nothing is smoothed."""
+    lines = [line for chart in charts if chart.smooth for line in chart.lines if not line.dots]
+    return max((window(len(line.points)) for line in lines), default=1)
+
+
 def how_smoothed(charts: Iterable[Chart]) -> str:
     """What bold and faint mean, in words; empty where nothing is smoothed."""
-    lines = [line for chart in charts if chart.smooth for line in chart.lines if not line.dots]
-    widest = max((window(len(line.points)) for line in lines), default=1)
+    widest = widest_window(charts)
     return f"Bold lines are means of the {widest} steps around each, faint ones are single steps." if widest > 1 else ""

@@ -18,7 +18,7 @@ from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.runs.accuracy import Answers, accuracy_interval, changed_first
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.units import GIB
-from lowmem_grpo.views.chart import Chart, Line, how_smoothed, smoothed
+from lowmem_grpo.views.chart import Chart, Line, smoothed, widest_window
 from lowmem_grpo.views.charts import figures
 from lowmem_grpo.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
 from lowmem_grpo.views.report import completions_of_run, rows_of_run, summary_of_run
@@ -52,6 +52,7 @@ def drawn(charts: list[Chart]) -> Figure:
     height = CHART_HEIGHT * rows + CHART_GAP * (rows - 1)
     figure = make_subplots(
         rows, columns, subplot_titles=[heading(chart) for chart in charts], vertical_spacing=CHART_GAP / height,
+        horizontal_spacing=0.14,
     )
     for place, chart in enumerate(charts):
         at = {"row": place // columns + 1, "col": place % columns + 1}
@@ -60,9 +61,10 @@ def drawn(charts: list[Chart]) -> Figure:
         _, values = chart.axes()
         ticks = {"tickvals": [value for value, _ in values.ticks], "ticktext": [label for _, label in values.ticks]}
         figure.update_yaxes(title_text=chart.axis, range=[values.low, values.high], **ticks, **at)
-        figure.update_xaxes(title_text="step", title_standoff=4, **at)
-    how = {"text": how_smoothed(charts), "x": 0.5, "font_size": 12}
-    return figure.update_layout(height=FRAME + height, margin={"t": 80, "b": 50, "l": 60, "r": 20}, title=how)
+        wide = widest_window([chart])
+        bold = f" (bold: mean of {wide} steps)" if wide > 1 else ""
+        figure.update_xaxes(title_text=f"step{bold}", title_standoff=4, **at)
+    return figure.update_layout(height=FRAME + height, margin={"t": 60, "b": 50, "l": 60, "r": 20})
 
 
 def traces(chart: Chart) -> list[dict[str, Any]]:
@@ -74,7 +76,7 @@ def traces(chart: Chart) -> list[dict[str, Any]]:
         found += band(bold, colour)
         if bold is not line:
             found.append({**trace(line, colour, 1), "opacity": 0.35, "showlegend": False, "hoverinfo": "skip"})
-        shown = trace(bold, colour, 2) | {"showlegend": len(chart.lines) > 1} | words
+        shown = trace(bold, colour, 0 if chart.stacked else 2) | {"showlegend": len(chart.lines) > 1} | words
         found.append(shown | ({"stackgroup": "shares"} if chart.stacked else {}))
     return found
 
@@ -122,8 +124,8 @@ def accuracies(found: Mapping[str, Answers]) -> Figure:
               text=[f"{share:.0%}" for share in shares], textposition="inside", insidetextanchor="start",
               marker_color=list(LINES[: len(found)]))
     return Figure(bar).update_layout(
-        title=f"right answers, with 95% intervals<br><sup>n = {' and '.join(map(str, dict.fromkeys(counts)))} problems"
-              "</sup>", height=340, width=420, margin={"t": 70, "b": 30},
+        title="right answers, with 95% intervals", height=340, width=420, margin={"t": 50, "b": 50},
+        xaxis_title=f"n = {' and '.join(map(str, dict.fromkeys(counts)))} problems",
         yaxis={"range": [0, 1], "tickformat": ".0%", "title": "share of answers"},
     )
 
