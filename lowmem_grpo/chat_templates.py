@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_grpo.data.chat_template import get_chat_template
     from lowmem_grpo.data.conversations import standardize_data_formats, standardize_sharegpt
+    from lowmem_grpo.train.responses import train_on_responses_only
 
-__all__ = ["get_chat_template", "standardize_data_formats", "standardize_sharegpt"]
+__all__ = ["get_chat_template", "standardize_data_formats", "standardize_sharegpt", "train_on_responses_only"]
 
 HOMES = {
     "get_chat_template": "data.chat_template", "standardize_data_formats": "data.conversations",
-    "standardize_sharegpt": "data.conversations",
+    "standardize_sharegpt": "data.conversations", "train_on_responses_only": "train.responses",
 }
 
 

@@ -23,7 +23,8 @@ NAMES = {  # module -> names; a folder's name that was a module's offers what th
                           "settings_of",
     "lowmem_grpo.offload": "ALIASES MIN_BYTES MODES ActivationOffload Kept checkpointed_layers checkpointing_mode "
                            "device_of drops enable_checkpointing offload_activations storage_id storage_ids",
-    "lowmem_grpo.chat_templates": "get_chat_template standardize_data_formats standardize_sharegpt",
+    "lowmem_grpo.chat_templates": "get_chat_template standardize_data_formats standardize_sharegpt "
+                                  "train_on_responses_only",
     "lowmem_grpo.config": "DECAY GRPO_DEFAULTS MUST_AGREE OPTIMIZERS POSITIVE SCHEDULERS SHARE SINKS STRATEGIES "
                           "ZERO_OR_MORE CheckedCall GRPOConfig Rule TrainSettings field_names refuse_unsupported",
     "lowmem_grpo.data": "SHOWN DataError Prompt PromptEncoder PromptSource check_dataset is_chat longest_prompt",
