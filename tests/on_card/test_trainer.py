@@ -12,10 +12,10 @@ import pytest
 import torch
 from card import CARD, CPU, DEVICES, gpu, half
 from card_runs import apart, gradients, make, plain_gradients, plain_logprobs, plain_twin, sample
-from resumed_runs import StopAt
 from safetensors.torch import load_file
 from trainer_runs import Gradients, adapter, same
 
+from bench.attacks.small_run import StopAt
 from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.train.nonfinite import FILE

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_runs import StopAt, digit_sum, make, records
 from safetensors.torch import load_file
 from trainer_runs import make as make_plain
 from trainer_runs import naive_logprobs, plain_peft, relative
 
+from bench.attacks.small_run import StopAt, digit_sum, make, records
 from lowmem_grpo.rollout.collector import Collector
 
 REMAX: dict[str, Any] = {"advantage_estimator": "remax"}

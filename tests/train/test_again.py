@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_runs import StopAt, digit_sum, make, records
 from safetensors.torch import load_file
 
+from bench.attacks.small_run import StopAt, digit_sum, make, records
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.runs import lock
 from lowmem_grpo.runs.checkpoint import list_checkpoints

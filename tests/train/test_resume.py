@@ -1,56 +1,28 @@
-"""Runs that stop and go on: by a callback, Ctrl-C, SIGKILL or a damaged disk."""
+"""Runs that stop and go on: by a callback, Ctrl-C or a damaged disk; tests/bench/test_attacks_on_runs.py kills them."""
 
 import json
 import logging
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from resumed_runs import ROWS, StopAt, digit_sum, make, records
-from safetensors.torch import load_file
 
-from lowmem_grpo import FastLanguageModel, SFTConfig, SFTTrainer
+from bench.attacks.small_run import ROWS, StopAt, differences, digit_sum, make, make_sft, records
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.checkpoint import CheckpointError
 from lowmem_grpo.runs.records import read_lines
 
-TAUGHT: dict[str, Any] = {
-    "per_device_train_batch_size": 2, "max_steps": 6, "learning_rate": 1e-2, "lr_scheduler_type": "cosine",
-    "save_steps": 2, "save_total_limit": 2, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3,
-}
-KILLS = 10
-KILLED: dict[str, Any] = {"max_steps": 16, "save_steps": 1, "save_total_limit": 3}
-CHILD = """
-import sys
-import torch
-from test_resume import KILLED, make
-torch.set_num_threads(1)
-trainer = make(sys.argv[1], **KILLED)
-print("ready", flush=True)
-if sys.stdin.readline():
-    trainer.train(resume_from_checkpoint=True)
-"""
-
 
 def check_same_run(folder: Path, expected: Path) -> None:
     """Adapters bit for bit, and every record once."""
-    adapters = [load_file(path / "adapter" / "adapter_model.safetensors") for path in (folder, expected)]
-    assert adapters[0].keys() == adapters[1].keys()
-    for name, tensor in adapters[0].items():
-        assert torch.equal(tensor, adapters[1][name]), name
-    metrics, completions = records(folder)
-    assert [line["step"] for line in metrics] == list(range(1, metrics[-1]["step"] + 1))
-    assert (metrics, completions) == records(expected)
+    assert differences(folder, expected) == []
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +56,7 @@ def test_a_resumed_run_is_the_undisturbed_one_with(tmp_path: Path, settings: dic
     make(tmp_path / "whole", **settings).train()
     make(tmp_path / "parts", callbacks=[StopAt(3)], **settings).train()
     assert make(tmp_path / "parts", **settings).train(resume_from_checkpoint=True).finished
-    adapters = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "parts")]
-    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
-    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    check_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
 def test_steps_recorded_after_the_checkpoint_are_made_again_and_recorded_once(tmp_path: Path, straight: Path) -> None:
@@ -130,27 +100,14 @@ def test_other_settings_are_named_on_resume_and_other_data_refused(
 # Fine-tuning
 
 
-def fine_tune(folder: Path, stop: int | None = None, resume: bool = False, **settings: Any) -> SFTTrainer:
-    """Train the embedded model with dropout on seven rows, two in a step; `stop` ends it after that step."""
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
-    model = FastLanguageModel.get_peft_model(bare, r=4, lora_dropout=0.1, use_gradient_checkpointing=False)
-    rows = [row | {"completion": f"Answer = {index}"} for index, row in enumerate(ROWS)]
-    config = SFTConfig(output_dir=str(folder), **(TAUGHT | settings))
-    trainer = SFTTrainer(model, rows, config, eval_dataset=rows[:2], callbacks=[] if stop is None else [StopAt(stop)])
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
-
-
 def test_resumed_fine_tuning_is_the_undisturbed_one(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    fine_tune(whole)
-    fine_tune(parts, stop=3)
+    make_sft(whole).train()
+    make_sft(parts, [StopAt(3)]).train()
     assert [path.name for path in checkpoint.list_checkpoints(parts)] == ["checkpoint-2", "checkpoint-3"]
     shutil.rmtree(parts / "checkpoint-3")  # so step 3 is made again
-    assert fine_tune(parts, resume=True).state.global_step == 6
-    adapters = [load_file(path / "adapter" / "adapter_model.safetensors") for path in (whole, parts)]
-    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
-    assert records(parts, completions=False) == records(whole, completions=False)
+    assert make_sft(parts).train(resume_from_checkpoint=True).global_step == 6
+    check_same_run(parts, whole)
     assert [path.name for path in checkpoint.list_checkpoints(parts)] == ["checkpoint-4", "checkpoint-6"]
 
 
@@ -206,63 +163,6 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - started < 4
     assert signal.getsignal(signal.SIGINT) is before
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
-
-
-# SIGKILL
-
-
-def start(folder: Path) -> subprocess.Popen[str]:
-    """A process that has begun to import; it trains when told."""
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(folder)], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def tell(process: subprocess.Popen[str]) -> None:
-    """Wait for the imports, then let it train."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.stdin.write("go\n")
-    process.stdin.flush()
-
-
-def steps_saved(folder: Path) -> int:
-    return max((int(path.name.rpartition("-")[2]) for path in checkpoint.list_checkpoints(folder)), default=0)
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    waiting: deque[subprocess.Popen[str]] = deque()
-    rng, alive = random.Random(0), 0
-    started = time.monotonic()
-    make(whole, **KILLED).train()
-    pace = (time.monotonic() - started) / KILLED["max_steps"]
-    try:
-        for index in range(KILLS):
-            while len(waiting) < min(3, KILLS - index):  # they import while another one trains
-                waiting.append(start(killed))
-            process = waiting.popleft()
-            tell(process)
-            wanted = steps_saved(killed) + rng.randrange(2)
-            while steps_saved(killed) < wanted and process.poll() is None:
-                time.sleep(0.001)
-            time.sleep(rng.uniform(0, pace))
-            alive += process.poll() is None
-            process.kill()
-            process.wait()
-    finally:
-        for process in waiting:
-            process.kill()
-            process.wait()
-    assert alive >= KILLS // 2  # else this machine ran the steps far faster than those before
-    assert make(killed, **KILLED).train(resume_from_checkpoint=True).finished
-    check_same_run(killed, whole)
-    assert len(records(killed)[0]) == KILLED["max_steps"]
-    assert not list(killed.glob(".checkpoint-*"))
-    assert json.loads((killed / "summary.json").read_text())["status"] == "finished"
 
 
 # Checkpoints
