@@ -4,9 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lowmem_grpo.sandbox import file_access
 from lowmem_grpo.sandbox.cases import read_cases
 from lowmem_grpo.sandbox.isolation import Sandbox
 from lowmem_grpo.sandbox.limits import MIB, Limits
@@ -61,8 +58,3 @@ def wrapped(body: str) -> str:
     lines = "\n".join("        " + line for line in body.strip().splitlines())
     return f"def attempt(*args):\n    try:\n{lines}\n    except BaseException as error:\n" \
            "        return type(error).__name__\n"
-
-
-def needs_a_closed_file_system(sandbox: Sandbox) -> None:
-    if sandbox.isolation == "process" and file_access.version() < file_access.COMPLETE:
-        pytest.skip("process: this kernel lacks Landlock 3, and the opt-in says that files are open then")
