@@ -70,7 +70,8 @@ class FastGeneration(Saving):
         given = encoded(self.loaded.tokenizer, prompts)
         calls = calls_of(given, sampling_params, self.loaded.max_seq_length)
         engine, request = self.engine(), as_request(lora_request)
-        policy, outputs = Policy(self.inner), []
+        policy = Policy(self.inner)
+        outputs: list[RequestOutput] = []
         with adapter_for(self.inner, request):
             for params, part in calls:
                 groups = engine.generate([ids for _, ids in part], params)

@@ -2,15 +2,17 @@
 
 import inspect
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, set_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, refuse
 from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
 from lowmem_grpo.engines.vllm.sampling_weights import SIXTEEN, check_four_bit
+from lowmem_grpo.export.lora_pairs import check_settings
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.models.dtypes import compute_dtype
 from lowmem_grpo.models.fused_weights import fuse_weights
@@ -20,6 +22,8 @@ from lowmem_grpo.models.lora_targets import Scope, Targets, lora_targets
 from lowmem_grpo.models.pretrained import TINY, Pretrained, linears_in_4bit, resolve
 from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.offload.embedding import embed_on_host, is_tied
+from lowmem_grpo.runs.adapter_file import AdapterError, check_for, read_adapter
+from lowmem_grpo.runs.saved_adapter import base_of_adapter
 from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
@@ -40,8 +44,9 @@ class FastLanguageModel:
         enforce_eager: bool | None = None, offload_embedding: bool = False, sampling_weights: str | None = None,
         load_in_16bit: bool = False, device_map: Any = None, cache_dir: str | None = None,
         local_files_only: bool = False, **options: Any,
-    ) -> tuple[BareModel, Any]:
-        """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer.
+    ) -> tuple[Any, Any]:
+        """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer. The
+        folder of a saved adapter loads its base and the adapter, ready to train and to sample.
 
         `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, one tensor at a time, on the CPU
         too; None means True, unless `load_in_16bit`. A checkpoint that is already in 4 bit loads as it is.
@@ -65,6 +70,9 @@ class FastLanguageModel:
         Raises ValueError for what is not supported, EngineUnavailableError if "vllm" cannot be used, and OSError if
         there is no such model.
         """
+        if (Path(model_name) / "adapter_config.json").is_file() and not (Path(model_name) / "config.json").is_file():
+            given = {name: value for name, value in locals().items() if name not in ("cls", "model_name", "options")}
+            return with_adapter(cls, Path(model_name), given | options)
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
         four_bit = in_4_bit(load_in_4bit, load_in_16bit)
         device = one_device(device, device_map)
@@ -162,6 +170,29 @@ class FastModel(FastLanguageModel):
 
 class FastVisionModel(FastLanguageModel):
     """The same loader, for text: of a model with images, its text layers are trained, and images are refused."""
+
+
+def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> tuple[FastPeftModel, Any]:
+    """The base of a saved adapter with the adapter on it, and the tokenizer beside it, or the base's. AdapterError for
+    an adapter that is not plain LoRA, or that does not say its base."""
+    config, tensors = read_adapter(folder)
+    check_settings(config, folder)
+    record = base_of_adapter(folder)
+    if record.model is None:
+        raise AdapterError(f"the adapter in {folder} does not say its base model; load that, and then load_lora")
+    four_bit = record.load_in_4bit if given["load_in_4bit"] is None and not given["load_in_16bit"] else None
+    own = {"load_in_4bit": given["load_in_4bit"] if four_bit is None else four_bit,
+           "revision": given["revision"] or record.revision, "max_lora_rank": max(given["max_lora_rank"], config["r"])}
+    model, tokenizer = cls.from_pretrained(record.model, **given | own)
+    settings = {name: config[name] for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform")}
+    targets = config["target_modules"]
+    targets = targets if isinstance(targets, str) else sorted(targets)
+    adapted: FastPeftModel = cls.get_peft_model(model, target_modules=targets, **settings)
+    check_for(adapted, folder)
+    set_peft_model_state_dict(adapted, tensors)
+    if (folder / "tokenizer_config.json").is_file():
+        adapted.loaded.tokenizer = tokenizer = Pretrained(str(folder), str(folder), {}).tokenizer()
+    return adapted, tokenizer
 
 
 def check_options(cls: type, method: str, options: dict[str, Any], fates: dict[str, Fate]) -> None:

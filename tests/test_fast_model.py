@@ -185,6 +185,20 @@ def test_gradients_reach_the_live_adapter_after_sampling_with_a_saved_one(saved:
     assert not [name for name, values in before.items() if torch.equal(after[name], values)]
 
 
+def test_the_folder_of_a_saved_adapter_loads_as_a_model_with_that_adapter(
+    saved: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    folder, expected = saved
+    model, tokenizer = FastLanguageModel.from_pretrained(str(folder), max_seq_length=128)
+    assert texts(model.fast_generate([CHAT, "Start"], GREEDY, model.current_lora())) == expected
+    assert all(p.requires_grad == (".lora_" in name) for name, p in model.named_parameters())
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(copy)
+    again, beside = FastLanguageModel.from_pretrained(str(copy), max_seq_length=128, max_lora_rank=1)
+    assert beside.chat_template == again.loaded.tokenizer.chat_template == "{{ messages[0].content }}"
+
+
 @pytest.mark.parametrize("missing", ["everything", "adapter_config.json", "adapter_model.safetensors"])
 def test_a_folder_that_is_no_adapter_is_named_when_it_is_loaded(
     model: FastPeftModel, saved: tuple[Path, list[str]], missing: str, tmp_path: Path
