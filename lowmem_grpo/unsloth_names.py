@@ -26,6 +26,10 @@ REFUSED = {
     **dict.fromkeys(("launch_openenv", "is_port_open"),
                     "No server of OpenEnv is started here: call your environment in a reward function."),
     **dict.fromkeys(
+        ("create_locked_down_function", "check_python_modules", "execute_with_time_limit"),
+        "Code that a model wrote is not run in the trainer's own process, where it could reach everything: use "
+        "rewards.code_passes_tests, which runs it in a sandbox with limits of time and memory."),
+    **dict.fromkeys(
         ("to_sharegpt", "apply_chat_template"),
         "Make the rows yourself: dataset.map(lambda row: {'messages': [{'role': 'user', 'content': ...}, {'role': "
         "'assistant', 'content': ...}]}); SFTTrainer applies the tokenizer's chat template to `messages`."),

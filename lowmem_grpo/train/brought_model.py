@@ -47,7 +47,7 @@ class Brought:
         if self.peft_config is None:
             raise self.without_lora()
         off = self.settings.gradient_checkpointing is False
-        checkpointing = {"use_gradient_checkpointing": False} if off else {}
+        checkpointing: Any = {"use_gradient_checkpointing": False} if off else {}
         return FastLanguageModel.get_peft_model(
             model, **lora_options(self.peft_config, model), random_state=self.settings.seed, **checkpointing
         )
