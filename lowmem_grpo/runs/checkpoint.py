@@ -124,9 +124,10 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
 def trusted(folder: Path, *own: type[Exception]) -> Iterator[None]:
     """Inside, whatever content of the wrong kind leads to becomes a CheckpointError, but for errors that are `own`. No
     sum tells such files from good ones, for whoever altered them may have renewed the sums."""
+    kept: tuple[type[Exception], ...] = (CheckpointError, *own)
     try:
         yield
-    except (CheckpointError, *own):
+    except kept:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder / 'state.json'}, or a file beside it, is altered: it does not hold what a run "
