@@ -21,6 +21,8 @@ from lowmem_grpo.models import attention
 TINY = "tiny"  # the model that ships with the package
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
+NO_TEXT = ("{!r} is no causal language model of text: transformers has no class of that kind for it. Only text is "
+           "trained here: take a text model, such as Qwen3 instead of Qwen3-VL")
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,8 @@ class Pretrained:
                 f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line}"
             ) from error
         except ValueError as error:
+            if "Unrecognized configuration class" in str(error):
+                raise ValueError(NO_TEXT.format(self.name)) from error
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError(OWN_CODE.format(self.name)) from error

@@ -88,6 +88,14 @@ def test_a_model_that_needs_its_own_code_is_refused_with_what_to_do(tmp_path: Pa
         FastLanguageModel.from_pretrained(str(folder))
 
 
+def test_a_model_without_a_class_for_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder, _ = planted(tmp_path / "planted", "AutoTokenizer")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    shutil.copy(TINY / "tokenizer_config.json", folder)
+    with pytest.raises(ValueError, match=r"is no causal language model of text.*take a text model"):
+        FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False)
+
+
 def test_an_empty_model_of_foreign_code_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoModelForCausalLM.from_pretrained(TINY).config
     config.auto_map = {"AutoModelForCausalLM": f"{tmp_path}--own.Own"}
