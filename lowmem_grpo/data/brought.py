@@ -17,7 +17,7 @@ from lowmem_grpo.data.stream import Stream
 def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
     """The dataset as rows by index, or as a Stream; DataError, with what to pass instead, where it is neither."""
     if dataset is None:
-        raise DataError(f"{parameter} is missing: pass a list of dicts, or a datasets.Dataset")
+        raise DataError(f"{parameter} is missing, so there are no rows; pass a list of dicts, or a datasets.Dataset")
     if isinstance(dataset, str):
         raise DataError(f"{parameter} is {dataset!r}, which is text; pass datasets.load_dataset({dataset!r}, "
                         "split='train')")

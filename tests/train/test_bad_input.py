@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from trainer_runs import (
     QUESTIONS,
-    ROWS,
     adapter,
     digit_sum,
     load,
@@ -30,8 +29,8 @@ def test_what_is_no_dataset_is_refused_with_advice(tmp_path: Path) -> None:
         make(tmp_path, rows=[{"question": "?"}])
     with pytest.raises(DataError, match="no rows"):
         make(tmp_path, rows=None)
-    with pytest.raises(DataError, match="from_list"):
-        make(tmp_path, rows=iter(ROWS))
+    with pytest.raises(DataError, match=r"pass a datasets\.Dataset or a list of rows"):
+        make(tmp_path, rows=7)
 
 
 def test_bad_rows_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
