@@ -17,6 +17,7 @@ from bench.kernels.goals import GOALS
 from bench.learner.section import card_learning_table
 from bench.loop.section import loop_table
 from bench.memory.section import longest_table, memory_table
+from bench.notebooks.section import notebooks_table
 from bench.rollout.section import rollout_table
 from lowmem_grpo.units import MIB
 
@@ -99,7 +100,7 @@ def place(row: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "demo": demo_table, "step_time": step_table, "kernels": kernel_table, "rollout": rollout_table,
     "memory": memory_table, "longest_context": longest_table, "loop": loop_table,
-    "card_learning": card_learning_table,
+    "card_learning": card_learning_table, "notebooks": notebooks_table,
 }
 
 

@@ -1,15 +1,16 @@
 """The bench of public notebooks changes only what it says it changes, and its verdicts are what happened."""
 
-import json
 from pathlib import Path
 
 import nbformat
 import pytest
 from click.testing import CliRunner
 
+from bench.common.rows import read_rows
 from bench.notebooks import bench
 from bench.notebooks.made_rows import DATASETS, load_dataset
 from bench.notebooks.rules import rewritten
+from bench.notebooks.section import notebooks_table
 
 SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
 
@@ -71,10 +72,10 @@ def test_a_folder_is_run_and_each_verdict_is_what_happened(tmp_path: Path) -> No
     done = CliRunner().invoke(bench.main, [str(tmp_path), "--output", str(tmp_path / "rows.jsonl")])
     assert done.exit_code == 0, done.output
     assert "1 of 3 notebooks ran to their end" in done.output
-    (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    lines = bench.table(row)
-    assert "cell 1: ValueError: no / good |" in lines[2] and "| 2 |" in lines[3] and "| runs |" in lines[3]
-    assert "it trains nothing" in lines[4]
+    lines = notebooks_table(read_rows(tmp_path / "rows.jsonl") * 2)
+    assert lines[3] == "1 of 3 ran to their end." and len(lines) == 10
+    assert "cell 1: ValueError: no / good |" in lines[7] and "| 2 |" in lines[8] and "| runs |" in lines[8]
+    assert "it trains nothing" in lines[9]
 
 
 def write(path: Path, cells: list[str]) -> None:
