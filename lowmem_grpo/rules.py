@@ -1,11 +1,10 @@
 """Rules for the values of settings, in words and as checks: a class of settings lists those of its fields in RANGES."""
 
 import math
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Real
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words; whether one is
 
@@ -35,15 +34,23 @@ COUNT = at_least(1)
 TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
 
 
-def check_ranges(settings: Any) -> None:
+def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None:
     """Raise ValueError for the first field of a dataclass that breaks its rule in RANGES, of the class or of its bases.
 
-    None is allowed where the field's annotation allows it.
+    None is allowed where the field's annotation allows it. With `values`, by name, these are checked alone, and
+    `settings` is the class.
     """
-    for name, words, holds, optional in rules_of(settings.__class__):
-        value = getattr(settings, name)
+    for name, words, holds, optional in rules_of(settings.__class__ if values is None else settings):
+        if values is not None and name not in values:
+            continue
+        value = getattr(settings, name) if values is None else values[name]
         if not (value is None and optional) and not holds(value):
             raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' if optional else ''}")
+
+
+def check_value(cls: Any, name: str, value: Any) -> None:
+    """Raise ValueError where a field of such a dataclass would break its rule with this value."""
+    check_ranges(cls, {name: value})
 
 
 @cache
@@ -52,5 +59,5 @@ def rules_of(cls: Any) -> list[tuple[str, str, Callable[[Any], bool], bool]]:
     rules: dict[str, Rule] = {}
     for base in reversed(cls.__mro__):
         rules |= vars(base).get("RANGES", {})
-    optional = {field.name for field in fields(cls) if type(None) in get_args(field.type)}
+    optional = {name for name, hint in get_type_hints(cls).items() if type(None) in get_args(hint)}
     return [(name, *rule, name in optional) for name, rule in rules.items()]

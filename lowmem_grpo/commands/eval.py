@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from lowmem_grpo.recipes.recipe_file import unknown_recipe
 from lowmem_grpo.views.terminal import plain_errors, quiet
 
 FILE = "eval.json"
@@ -65,6 +66,14 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     With an adapter, the base model and the adapter answer the same prompts. All answers are written to eval.json.
     """
     check_source(chosen)
+    with plain_errors():
+        from lowmem_grpo.commands.asked import check_data, check_model
+
+        check_data(chosen["dataset"])
+        if chosen["recipe"] and (problem := unknown_recipe(chosen["recipe"])):
+            raise ValueError(problem)
+        if not Path(target).exists():
+            check_model(target)
     quiet()
     with plain_errors():
         subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"])

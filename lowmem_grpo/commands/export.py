@@ -38,6 +38,9 @@ def export(
     """
     if public and repo is None:
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
+    with plain_errors():
+        if not run.exists():
+            raise OSError(f"there is no {run}; give the folder of a run, of a checkpoint or of a saved adapter")
     quiet()
     with plain_errors():
         from lowmem_grpo.export.formats import ExportSettings, export

@@ -23,12 +23,17 @@ CONTEXT = 2048  # tokens of prompt and answer
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer.")
 def generate(prompt: str, model: str, adapter: Path | None, as_json: bool, load_in_4bit: bool, **sampling: Any) -> None:
     """Answer PROMPT as a chat message, with the base model or with a saved adapter."""
-    quiet()
     with plain_errors():
+        from lowmem_grpo.commands.asked import check_folder, check_model
         from lowmem_grpo.config.sampling import SamplingParams
-        from lowmem_grpo.loader import FastLanguageModel
 
         params = SamplingParams(n=sampling.pop("samples"), **sampling)
+        check_model(model)
+        check_folder(adapter)
+    quiet()
+    with plain_errors():
+        from lowmem_grpo.loader import FastLanguageModel
+
         loaded: Any = None
         loaded, _ = FastLanguageModel.from_pretrained(model, max_seq_length=CONTEXT, load_in_4bit=load_in_4bit)
         request = None

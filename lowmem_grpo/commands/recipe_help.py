@@ -99,6 +99,13 @@ def presets_of(tree: ast.Module) -> str:
     return ""
 
 
+def sizes_of(tree: ast.Module) -> list[str]:
+    """The sizes of the presets that the file writes out; empty where it takes them from elsewhere."""
+    values = [node.value for node in tree.body if isinstance(node, ast.AnnAssign)
+              and ast.unparse(node.target) == "PRESETS" and isinstance(node.value, ast.Dict)]
+    return [str(key.value) for value in values for key in value.keys if isinstance(key, ast.Constant)]
+
+
 def preset_line(size: str, made: ast.Call) -> str:
     """A preset's size, model, context and LoRA, and the settings that it changes."""
     given = dict(zip(PRESET, made.args, strict=False)) | {word.arg or "": word.value for word in made.keywords}

@@ -39,6 +39,10 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
         with plain_errors():
             click.echo(recipe_help(Path(recipe) if is_recipe_file(recipe) else file_of(recipe)))
         return
+    with plain_errors():
+        from lowmem_grpo.commands.asked import check_recipe
+
+        check_recipe(recipe, options)
     quiet()
     with plain_errors():
         run_module(find_recipe(recipe), list(options), recipe)

@@ -12,9 +12,9 @@ from typing import Any
 from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled, load_dataset
 from datasets.exceptions import DatasetsError
 
+from lowmem_grpo.data.kinds import KINDS, refuse_missing
 from lowmem_grpo.hub import find_dataset
 
-KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 NAMED = 12  # columns that a message lists
 CHUNK = 1 << 20  # bytes of a file that are read at a time
 
@@ -93,8 +93,7 @@ def check_rows(path: Path) -> None:
 
 def check_file(path: Path) -> None:
     """OSError unless this is a file of a known kind and, if it is text, in UTF-8."""
-    if path.suffix.lower() not in KINDS or not path.is_file():
-        raise OSError(f"no file {str(path)!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
+    refuse_missing(path)
     if path.suffix.lower() == ".parquet":
         return
     decoder, place = codecs.getincrementaldecoder("utf-8")(), 0

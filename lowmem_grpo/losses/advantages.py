@@ -1,14 +1,18 @@
 """From rewards to advantages. P prompts, G completions of a prompt, R reward functions; NaN marks "no reward"."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
+from lowmem_grpo.later import torch
 from lowmem_grpo.rules import Rule, check_ranges, one_of
-from lowmem_grpo.types import Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowmem_grpo.types import Rollout, RolloutGroup
 
 SCALE_REWARDS = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")

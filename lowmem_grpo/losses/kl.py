@@ -1,12 +1,16 @@
 """Estimates of KL(policy || reference) per token, from d = logp - ref_logp on the policy's samples (Schulman, 2020).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from lowmem_grpo.later import torch
 from lowmem_grpo.losses.ratios import held
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -8,16 +8,19 @@ The denominators of `weights` always count the whole step, so that neither the s
 can change the gradient. Everything here is elementwise on aligned tokens (N,), and any autograd can differentiate it.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from lowmem_grpo.later import torch
 from lowmem_grpo.losses.ratios import held
 from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,14 @@ class LossTokens:
     correction_is_per_sequence: bool = False
     kept: Tensor | None = None  # (N,) bool: whose policy term counts; None: everyone's
 
-    def only(self, kept: Tensor) -> "LossTokens":
+    def only(self, kept: Tensor) -> LossTokens:
         """The tokens, where those that are not kept (N,) have ratio 1: nothing of theirs can overflow."""
         logprobs, log_weight = (torch.where(kept, values, 0.0) for values in (self.logprobs, self.log_weight))
         return replace(self, logprobs=logprobs, log_weight=log_weight, kept=kept)
 
 
-TokenLoss = Callable[[LossTokens, Mapping[str, Any]], Tensor]
-Weights = Callable[[Tensor, "StepCounts"], Tensor]
+TokenLoss = Callable[[LossTokens, Mapping[str, Any]], "Tensor"]
+Weights = Callable[["Tensor", "StepCounts"], "Tensor"]
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,19 @@ what sampler and trainer disagree on, the clipped ratio bounds what the update i
 a sequence drops long completions (1.012^100 is 3.3), so no correction over sequences is ever chosen unasked.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from lowmem_grpo.later import torch
 from lowmem_grpo.losses.kl import excess
 from lowmem_grpo.losses.ratios import ratio as ratio_of
 from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Bounds = tuple[float | None, float | None]
 

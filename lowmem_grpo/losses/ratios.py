@@ -1,10 +1,15 @@
 """Ratios of probabilities, from their logs: beyond 88 the exponential of a log is infinite in float32, and 0 * inf is
 NaN, in a product as in its gradient. So a log is kept below that wherever only a bound of the ratio matters."""
 
-import math
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
+
+from lowmem_grpo.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def log_limit(like: Tensor) -> float:

@@ -1,7 +1,13 @@
 """Sums and means of aligned tokens (N,) over the S sequences that `sequence_ids` (N,) tells apart."""
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowmem_grpo.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sequence_lengths(sequence_ids: Tensor, count: int | None = None) -> Tensor:

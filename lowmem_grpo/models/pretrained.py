@@ -8,8 +8,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models import attention
 
-TINY = "tiny"  # the model that ships with the package
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
 NO_TEXT = ("{!r} is no causal language model of text: transformers has no class of that kind for it. Only text is "
@@ -116,17 +113,3 @@ def keep_layout(model: PreTrainedModel) -> None:
     pass in evaluation mode, and no gradient flows through repacked weights."""
     for module in linears_in_4bit(model):
         module.support_avx512bf16_for_cpu = False
-
-
-def resolve(model_name: str) -> str:
-    """The folder of "tiny" or of a path, otherwise the name itself; OSError for a path that leads to no model."""
-    if model_name == TINY:
-        return str(files("lowmem_grpo") / "assets" / TINY)
-    looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
-    folder = Path(model_name).expanduser()
-    if not looks_like_path and not folder.is_dir():
-        return model_name
-    if not (folder / "config.json").is_file():
-        why = "the folder holds no config.json" if folder.is_dir() else "there is no such folder"
-        raise OSError(f"no model {model_name!r}: {why}")
-    return str(folder)

@@ -102,10 +102,15 @@ def either(asked: T | None, default: T) -> T:
     return default if asked is None else asked
 
 
+def size_of(gpu: str) -> str:
+    """The size in GiB as presets name it: without its unit."""
+    return re.sub(r"(?i)\s*gi?b$", "", gpu)
+
+
 def choose(gpu: str, presets: Presets) -> tuple[str, Preset]:
     """The size and the preset for `gpu`: a size in GiB, "cpu", or "auto" for this machine. Raises ValueError for a size
     without a preset."""
-    size = fitting_size(presets) if gpu == "auto" else re.sub(r"(?i)\s*gi?b$", "", gpu)
+    size = fitting_size(presets) if gpu == "auto" else size_of(gpu)
     if size not in presets:
         raise ValueError(f"gpu is {gpu!r}; allowed are auto, {', '.join(presets)}")
     return size, presets[size]

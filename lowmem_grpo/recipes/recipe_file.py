@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from lowmem_grpo.recipes import RECIPES
-from lowmem_grpo.rewards.by_name import load_file
 from lowmem_grpo.views.terminal import is_ours, plain_errors, quiet
 
 NEEDED = (
@@ -43,15 +42,23 @@ def find_recipe(name: str) -> Any:
     return load_recipe(name) if is_recipe_file(name) else import_module(f"lowmem_grpo.recipes.{name}")
 
 
-def load_recipe(name: str) -> Any:
-    """The module in a recipe file. It can import modules beside it, and these hide no installed ones."""
+def recipe_path(name: str) -> Path:
+    """The recipe file of this name; ValueError where there is none."""
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
         missing = " (no such file)" if not path.exists() else ""
         raise ValueError(f"{name} is not a recipe{missing}: give a Python file, or the name of a recipe")
+    return path
+
+
+def load_recipe(name: str) -> Any:
+    """The module in a recipe file. It can import modules beside it, and these hide no installed ones."""
+    path = recipe_path(name)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
+    from lowmem_grpo.rewards.by_name import load_file
+
     with own_traceback(path):
         return load_file(path)
 

@@ -1,0 +1,61 @@
+"""What a command line asks for, checked before a heavy library is imported: recipes, options, models and files."""
+
+from collections.abc import Sequence
+from dataclasses import field, fields, make_dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.commands.recipe_help import file_of, named, options_of, parsed, sizes_of
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.data.kinds import KINDS, refuse_missing
+from lowmem_grpo.models.named import resolve
+from lowmem_grpo.recipes.options import RecipeOptions, fill
+from lowmem_grpo.recipes.presets import size_of
+from lowmem_grpo.recipes.recipe_file import is_recipe_file, recipe_path
+from lowmem_grpo.rules import check_value
+
+PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
+TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
+
+
+def check_recipe(name: str, arguments: Sequence[str]) -> None:
+    """Refuse what `fill` and the recipe would refuse, as the recipe's file says it: the file is read, and not run.
+
+    Raises ValueError, OSError or click.UsageError. What the file does not say in so many words is left to the recipe.
+    """
+    tree = parsed(recipe_path(name) if is_recipe_file(name) else file_of(name))
+    owner = named(tree, "OPTIONS")
+    shared = {one.name for one in fields(RecipeOptions)}
+    own = {option: TYPES.get(kind, Any) for option, kind, *_ in options_of(tree, owner) if option not in shared}
+    if not own and owner != "RecipeOptions":
+        return
+    made = make_dataclass("Asked", [(option, kind, field(default=None)) for option, kind in own.items()],
+                          bases=(RecipeOptions,))
+    asked: Any = fill(made, list(arguments))
+    for option, value in asked.config.items():
+        check_value(GRPOConfig, option, value)
+    sizes = sizes_of(tree)
+    if sizes and asked.gpu != "auto" and size_of(asked.gpu) not in sizes:
+        raise ValueError(f"gpu is {asked.gpu!r}; allowed are auto, {', '.join(sizes)}")
+    if asked.engine != "auto":
+        asked.fast_inference  # noqa: B018  (refuses an unknown engine)
+    check_model(asked.model)
+    check_data(getattr(asked, "dataset", None))
+
+
+def check_model(name: str | None) -> None:
+    """OSError for a path that leads to no model."""
+    if name is not None:
+        resolve(name)
+
+
+def check_data(source: str | None) -> None:
+    """OSError for a data file that is not there; names on the hub are not looked up."""
+    if source is not None and Path(source).suffix.lower() in KINDS:
+        refuse_missing(Path(source))
+
+
+def check_folder(path: Path | None) -> None:
+    """OSError for a folder that is not there."""
+    if path is not None and not path.is_dir():
+        raise OSError(f"{path} is not a folder")

@@ -1,0 +1,19 @@
+"""Torch, which takes seconds to import, where a module needs it only once it computes: settings are checked before."""
+
+from importlib import import_module
+from typing import Any
+
+
+class Later:
+    """A module that is imported when something of it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(import_module(self._name), name)
+        setattr(self, name, found)  # asked for once
+        return found
+
+
+torch: Any = Later("torch")

@@ -1,0 +1,81 @@
+"""Wrong command lines are refused at once: before torch, transformers or a data library is imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+WRONG = {  # command line: words of the refusal
+    "ruun": "Did you mean 'run'?",
+    "run nosuch": "no recipe 'nosuch'",
+    "run ./nosuch.py": "./nosuch.py is not a recipe (no such file)",
+    "run ./mine.py nmae=1": "no option 'nmae'; did you mean name?",
+    "run arithmetic lerning_rate=1": "no option 'lerning_rate'; did you mean learning_rate?",
+    "run arithmetic learning_rate=abc": "learning_rate='abc': Input should be a valid number",
+    "run arithmetic learning_rate=-1": "learning_rate is -1.0; it must be 0 or above",
+    "run arithmetic max_steps": "cannot read 'max_steps': write key=value",
+    "run arithmetic --train-size many": "train_size='many': Input should be a valid integer",
+    "run arithmetic loss_type=ppo": "loss_type is 'ppo'; it must be one of grpo, bnpo",
+    "run arithmetic temperature=-0.5": "temperature is -0.5; it must be",
+    "run arithmetic scale_rewards=often": "scale_rewards",
+    "run arithmetic kl_estimator=k4": "kl_estimator is 'k4'; it must be one of k1, k2, k3",
+    "run arithmetic resume=perhaps": "resume='perhaps': Input should be a valid boolean",
+    "run arithmetic engine=fast": "engine is 'fast'; allowed: auto, transformers, vllm",
+    "run arithmetic gpu=99": "gpu is '99'; allowed are auto, cpu",
+    "run arithmetic model=/no/such/model": "no model '/no/such/model': there is no such folder",
+    "run arithmetic model=./mine": "no model './mine': there is no such folder",
+    "run gsm8k dataset=/no/such.jsonl": "no file '/no/such.jsonl' that can be read",
+    "run code seconds=soon": "seconds='soon': Input should be a valid number",
+    "generate": "Missing argument 'PROMPT'",
+    "generate hi --model ../nowhere": "no model '../nowhere': there is no such folder",
+    "generate hi --adapter /no/such": "/no/such is not a folder",
+    "generate hi --temperature -1": "temperature is -1.0; it must be 0 or above",
+    "generate hi --samples 0": "n is 0; it must be",
+    "eval tiny": "name the problems: --recipe NAME",
+    "eval tiny --recipe nosuch": "no recipe 'nosuch'",
+    "eval /no/such --recipe arithmetic": "no model '/no/such': there is no such folder",
+    "eval tiny --dataset /no/such.jsonl --reward number_match": "no file '/no/such.jsonl' that can be read",
+    "eval tiny --recipe arithmetic --k 9": "--k 9 needs at least as many answers",
+    "export /no/such --out made": "there is no /no/such; give the folder of a run",
+    "export .": "Missing option '--out'",
+    "export . --out made --format onnx": "'onnx' is not one of 'adapter', 'merged', 'gguf'",
+    "plan --model tiny": "Missing option '--gpu'",
+    "plan --model tiny --gpu rtx9999": "rtx9999",
+    "plan --model nosuch --gpu t4": "nosuch",
+    "plan --model tiny --gpu t4 --context many": "'many' is not a valid integer",
+    "report /no/such": "Directory '/no/such' does not exist",
+    "doctor --yaml": "No such option '--yaml'",
+    "new": "Missing argument 'NAME'",
+    "new 1st": "'1st' cannot be a recipe's name",
+}
+PROGRAM = """
+import json, shlex, sys
+from click.testing import CliRunner
+from lowmem_grpo.cli import main
+found = {}
+for line in json.load(sys.stdin):
+    result = CliRunner().invoke(main, shlex.split(line))
+    heavy = [name for name in ("torch", "transformers", "datasets", "huggingface_hub") if name in sys.modules]
+    found[line] = result.exit_code, result.output, heavy
+print(json.dumps(found))
+"""
+RECIPE = """
+import torch
+from dataclasses import dataclass
+from lowmem_grpo.recipes.options import RecipeOptions
+@dataclass
+class Mine(RecipeOptions):
+    name: str = "x"
+OPTIONS = Mine
+def run(options):
+    pass
+"""
+
+
+def test_a_wrong_line_is_refused_in_words_and_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(RECIPE)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=json.dumps(list(WRONG)), text=True,
+                          capture_output=True, check=True, cwd=tmp_path)
+    for line, (status, said, heavy) in json.loads(done.stdout).items():
+        assert status in (1, 2) and WRONG[line] in said and "Traceback" not in said, (line, status, said)
+        assert not heavy, f"{line}: imported {heavy}"
