@@ -19,7 +19,8 @@ from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lean_modules import MLP_TILE, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import Scope, Targets, lora_targets
-from lowmem_grpo.models.pretrained import TINY, Pretrained, linears_in_4bit, resolve
+from lowmem_grpo.models.named import TINY, resolve
+from lowmem_grpo.models.pretrained import Pretrained, linears_in_4bit
 from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.offload.embedding import embed_on_host, is_tied
 from lowmem_grpo.runs.adapter_file import AdapterError, check_for, read_adapter

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from bench.common import child, options, tables
 from bench.common.rows import leave, machine, percentiles
-from lowmem_grpo.models.pretrained import TINY, resolve
+from lowmem_grpo.models.named import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.units import MIB
 

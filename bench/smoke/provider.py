@@ -20,8 +20,8 @@ from bench.smoke.variants import CACHE, CARD, VARIANTS, Variant
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.models.named import TINY, resolve
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.pretrained import TINY, resolve
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.types import Rollout

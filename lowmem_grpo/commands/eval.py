@@ -68,10 +68,13 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     check_source(chosen)
     with plain_errors():
         from lowmem_grpo.commands.asked import check_data, check_model
+        from lowmem_grpo.rewards.by_name import refuse_unknown
 
-        check_data(chosen["dataset"])
         if chosen["recipe"] and (problem := unknown_recipe(chosen["recipe"])):
             raise ValueError(problem)
+        for name in chosen["rewards"]:
+            refuse_unknown(name)
+        check_data(None if chosen["recipe"] else chosen["dataset"])
         if not Path(target).exists():
             check_model(target)
     quiet()

@@ -32,7 +32,8 @@ from lowmem_grpo.export.merged import (
 )
 from lowmem_grpo.hub import check_repo, model_folder, push
 from lowmem_grpo.memory.trim import freed_memory_returned
-from lowmem_grpo.models.pretrained import Pretrained, resolve
+from lowmem_grpo.models.named import resolve
+from lowmem_grpo.models.pretrained import Pretrained
 from lowmem_grpo.runs.checkpoint import ADAPTER_FILE
 from lowmem_grpo.runs.saved_adapter import BASE_FILE, BaseRecord, RunAdapter, base_of_adapter, find_adapter
 

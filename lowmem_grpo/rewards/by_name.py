@@ -18,16 +18,21 @@ def find_function(name: str) -> Any:
     "number_match", or one of the user's own, as "my_rewards.py:score" or "package.module:score". ValueError if there is
     none."""
     home, colon, attribute = name.rpartition(":")
+    refuse_unknown(name)
     if not colon:
-        if name not in rewards.__all__:
-            close = difflib.get_close_matches(name, rewards.__all__, n=3)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise ValueError(f"no reward {name!r} in lowmem_grpo.rewards{hint} Name your own as FILE.py:FUNCTION")
         return made(name, getattr(rewards, name))
     module = load_file(Path(home)) if home.endswith(".py") else load_module(home)
     if not hasattr(module, attribute):
         raise ValueError(f"{home} has no {attribute!r}")
     return made(name, getattr(module, attribute))
+
+
+def refuse_unknown(name: str) -> None:
+    """ValueError for a name without a file that is no reward of the package."""
+    if ":" not in name and name not in rewards.__all__:
+        close = difflib.get_close_matches(name, rewards.__all__, n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ValueError(f"no reward {name!r} in lowmem_grpo.rewards{hint} Name your own as FILE.py:FUNCTION")
 
 
 def made(name: str, found: Any) -> Any:

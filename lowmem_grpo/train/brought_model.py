@@ -16,7 +16,8 @@ from lowmem_grpo.engines.choice import EngineKeeper, EngineSettings, choose_engi
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.models.pretrained import keep_layout, linears_in_4bit, resolve
+from lowmem_grpo.models.named import resolve
+from lowmem_grpo.models.pretrained import keep_layout, linears_in_4bit
 
 CONTEXT = 2048  # tokens, where neither the model nor the run needs fewer or more
 ADVICE = ("load it with FastLanguageModel.from_pretrained and put LoRA on it with FastLanguageModel.get_peft_model, or "

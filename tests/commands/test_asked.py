@@ -35,6 +35,7 @@ WRONG = {  # command line: words of the refusal
     "eval tiny --recipe nosuch": "no recipe 'nosuch'",
     "eval /no/such --recipe arithmetic": "no model '/no/such': there is no such folder",
     "eval tiny --dataset /no/such.jsonl --reward number_match": "no file '/no/such.jsonl' that can be read",
+    "eval tiny --dataset x.jsonl --reward number_mach": "no reward 'number_mach'",
     "eval tiny --recipe arithmetic --k 9": "--k 9 needs at least as many answers",
     "export /no/such --out made": "there is no /no/such; give the folder of a run",
     "export .": "Missing option '--out'",

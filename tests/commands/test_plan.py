@@ -139,7 +139,7 @@ def test_a_config_of_the_hub_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> 
     import transformers
 
     config = transformers.AutoConfig.for_model(**named_config("qwen3-4b"))
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: config)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **_: config)
     there = json.loads(plan("--model", "someone/some-model", "--gpu", "t4", "--json").output)
     here = json.loads(plan("--model", "qwen3-4b", "--gpu", "t4", "--json").output)
     assert there["rows"] == here["rows"]

@@ -80,7 +80,8 @@ def run(source: str, folder: Path, **names: Any) -> dict[str, Any]:
 
 
 def test_the_loss_type_of_the_example_works(tmp_path: Path) -> None:
-    found = run(f"{FUNCTION}\nENTRY = {{{ENTRY.strip()}}}", tmp_path, **vars(loss_types))
+    text = f"from __future__ import annotations\n{FUNCTION}\nENTRY = {{{ENTRY.strip()}}}"  # as loss_types.py begins
+    found = run(text, tmp_path, **vars(loss_types))
     (kind,) = found["ENTRY"].values()
     logprobs, advantages = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([0.5, -0.5])
     log_ratio, lengths = logprobs - logprobs.detach(), torch.tensor([1, 1])
