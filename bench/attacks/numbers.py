@@ -28,6 +28,7 @@ from lowmem_grpo.types import Rollout
 
 Tokens = dict[str, Tensor]
 ROUNDING = 2.0**-20  # of a result, for each unit of the largest log that it is an exponential of
+SUMMED = 2.0**-24  # bound on the rounding of a sum, for each of its terms
 LARGEST = torch.finfo(torch.float32).max
 BEYOND = LARGEST / 1e4  # a sum with such a term may be infinite, or NaN
 NEAR_ONE = 2.0**-23  # rounding of a number near 1, such as a sigmoid
@@ -156,7 +157,8 @@ def losses(quick: bool) -> Iterator[Verdict]:
         for extreme, make in EXTREMES.items():
             tokens = make()
             logs = [(tokens[name] - tokens["logprobs"]).abs().nan_to_num() for name in tokens if "logprobs" in name]
-            slack = ROUNDING * (8 + max((float(one.max()) for one in logs if one.numel()), default=0.0))
+            largest = max((float(one.max()) for one in logs if one.numel()), default=0.0)
+            slack = ROUNDING * (8 + largest) + SUMMED * len(tokens["logprobs"])
             truth, ours = (outcome(tokens, settings, mode != "none", dtype) for dtype in (torch.float64, torch.float32))
             for name, value in truth.items():
                 if "gradient" in name and truth["loss"].abs() > BEYOND:
