@@ -293,8 +293,16 @@ def test_vllms_own_sampling_params_mean_what_ours_mean(sampled: FastPeftModel, p
 
 
 @needs_vllm
+def test_the_likeliest_tokens_are_the_same_for_both_engines(sampled: FastPeftModel, plain: FastPeftModel) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=2)
+    (ours,), (theirs,) = (model.fast_generate("Start", params, model.current_lora()) for model in (sampled, plain))
+    assert [list(place) for place in ours.outputs[0].logprobs] == [list(place) for place in theirs.outputs[0].logprobs]
+    assert {len(place) for place in ours.outputs[0].logprobs} == {2}
+
+
+@needs_vllm
 @pytest.mark.parametrize(("name", "value"), [
-    ("logprobs", 2), ("min_tokens", 3), ("presence_penalty", 0.5), ("repetition_penalty", 1.1), ("bad_words", ["x"]),
+    ("prompt_logprobs", 2), ("min_tokens", 3), ("presence_penalty", 0.5), ("repetition_penalty", 1.1), ("bad_words", ["x"]),
     ("logit_bias", {3: 1.0}), ("allowed_token_ids", [3]), ("detokenize", False),
 ])
 def test_a_field_of_vllms_sampling_params_that_we_do_not_honour_is_refused_by_name(
