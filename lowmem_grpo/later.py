@@ -1,7 +1,7 @@
 """Torch, which takes seconds to import, where a module needs it only once it computes: settings are checked before."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class Later:
@@ -16,4 +16,7 @@ class Later:
         return found
 
 
-torch: Any = Later("torch")
+if TYPE_CHECKING:  # a type checker sees the module itself
+    import torch as torch
+else:
+    torch = Later("torch")

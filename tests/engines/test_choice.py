@@ -302,8 +302,8 @@ def test_the_likeliest_tokens_are_the_same_for_both_engines(sampled: FastPeftMod
 
 @needs_vllm
 @pytest.mark.parametrize(("name", "value"), [
-    ("prompt_logprobs", 2), ("min_tokens", 3), ("presence_penalty", 0.5), ("repetition_penalty", 1.1), ("bad_words", ["x"]),
-    ("logit_bias", {3: 1.0}), ("allowed_token_ids", [3]), ("detokenize", False),
+    ("prompt_logprobs", 2), ("min_tokens", 3), ("presence_penalty", 0.5), ("repetition_penalty", 1.1),
+    ("bad_words", ["x"]), ("logit_bias", {3: 1.0}), ("allowed_token_ids", [3]), ("detokenize", False),
 ])
 def test_a_field_of_vllms_sampling_params_that_we_do_not_honour_is_refused_by_name(
     sampled: FastPeftModel, name: str, value: Any
