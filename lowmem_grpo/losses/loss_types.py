@@ -165,7 +165,7 @@ class LossType:
     source: str
     level: str = "token"  # where it is not an option
     counts_generation: bool = False  # `tokens` is the mean over the optimizer steps of one generation
-    metrics: str = ""  # which clip metrics it logs: "clip", "gmpo", "cispo", "vespo" or none
+    metrics: str = ""  # which metrics of its own it logs: a key of KINDS in loss_metrics.py, or none
 
 
 CLIP = {"epsilon": 0.2, "epsilon_high": None, "delta": None}

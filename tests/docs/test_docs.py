@@ -1,22 +1,26 @@
 """Generated pages are up to date, and name everything there is."""
 
 import re
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from naive_loss import LONGEST, example
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.strategies import STRATEGIES
 from lowmem_grpo.losses.advantages import ESTIMATORS
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.off_policy import CORRECTIONS
+from lowmem_grpo.losses.policy_loss import grpo_loss
 from lowmem_grpo.recipes.arithmetic import PRESETS, ArithmeticOptions, make_lesson
 from lowmem_grpo.recipes.lesson import load
 from lowmem_grpo.recipes.presets import prepare
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+EXPLAIN = "explain them in docs/make_metrics.py: METRICS, and run it"
 
 
 @pytest.mark.parametrize("name", ["algorithms", "metrics"])
@@ -26,10 +30,21 @@ def test_a_page_is_what_its_script_makes_of_the_tables(name: str, monkeypatch: p
     assert page == (DOCS / f"{name}.md").read_text(encoding="utf-8"), f"run python docs/make_{name}.py"
 
 
-def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
+def not_on_the_page(metrics: Iterable[str]) -> list[str]:
+    """Those of the names that docs/metrics.md does not explain."""
     page = (DOCS / "metrics.md").read_text(encoding="utf-8")
     known = [re.escape(name).replace("NAME", r"\w+").replace("MODULE", r"\w+")
              for name in re.findall(r"`([^`]+)`", page.partition("## Alarms")[0])]
+    return [name for name in metrics if not any(re.fullmatch(one, name) for one in known)]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_metric_of_a_loss_type_is_on_the_page(loss_type: str) -> None:
+    metrics = grpo_loss(**example(), loss_type=loss_type, max_completion_length=LONGEST).metrics
+    assert not_on_the_page(metrics) == [], EXPLAIN
+
+
+def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
     config = {
         "output_dir": str(tmp_path), "max_steps": 1, "num_generations": 4, "per_device_train_batch_size": 8,
         "beta": 0.02, "max_completion_length": 16, "top_entropy_quantile": 0.5, "entropy_coef": 0.01,
@@ -41,7 +56,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
     _, trainer = load(prepare(options, {}, PRESETS), make_lesson(options, seed=0))
     trainer.train()
     (line,) = trainer.state.log_history
-    assert [name for name in line if not any(re.fullmatch(one, name) for one in known)] == []
+    assert not_on_the_page(line) == [], EXPLAIN
 
 
 @pytest.mark.parametrize(("heading", "names"), [

@@ -10,7 +10,8 @@ LENGTHS = [3, 1, 6, 4]
 LONGEST = 10  # max_completion_length
 STEP = {"num_sequences_in_step": 7, "num_tokens_in_step": 31.5}  # of which the example is a part
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-OF_ALL_TOKENS = ("bnpo", "dapo", "cispo", "vespo", "reinforce")
+OF_ALL_TOKENS = ("bnpo", "dapo", "cispo", "vespo", "reinforce")  # means over the tokens of the step
+OF_MEANS = ("grpo", "gspo", "gspo_token", "sapo", "gmpo")  # means over sequences of means over tokens
 
 
 def example(seed: int = 0, token_advantages: bool = False) -> dict[str, Tensor]:
@@ -87,7 +88,7 @@ def objective(
     if loss_type == "gmpo":
         sides = [(-math.inf, upper) if own > 0 else (-epsilon, math.inf) for own in advantages]
         return -mean([bounded(r, *side) for r, side in zip(log_ratios, sides, strict=True)]).exp() * A
-    assert loss_type == "reinforce"
+    assert loss_type == "reinforce", f"write the formula of {loss_type} here, in tests/support/naive_loss.py"
     return -A * logp
 
 
@@ -130,7 +131,10 @@ def denominator(loss_type: str, length: int, sequences: float, count: float) -> 
         return count
     if loss_type == "dr_grpo":
         return sequences * LONGEST
-    return sequences if loss_type == "luspo" else length * sequences
+    if loss_type == "luspo":
+        return sequences
+    assert loss_type in OF_MEANS, f"add {loss_type} to OF_ALL_TOKENS or OF_MEANS in tests/support/naive_loss.py"
+    return length * sequences
 
 
 def close(actual: Any, expected: Any) -> None:
