@@ -59,6 +59,8 @@ HOMES = {name: home for home, names in {
     "rewards.ready.answers": "answer_match boxed_match number_match regex_match",
     "rewards.ready.code": "code_passes_tests",
     "rewards.ready.formats": "format_kept format_match tags_counted",
+    "rewards.ready.gsm8k": "SYSTEM_PROMPT correctness_reward_func extract_hash_answer extract_xml_answer "
+                           "int_reward_func soft_format_reward_func strict_format_reward_func xmlcount_reward_func",
     "rewards.ready.json_answer": "json_match",
     "rewards.ready.lengths": "length_near repetition_penalty soft_overlong_penalty too_long",
     "rewards.ready.mail": "email_rewards ideal_answer keyword_present recipient_named signed",
@@ -66,7 +68,6 @@ HOMES = {name: home for home, names in {
     "rewards.ready.numbers": "number_equal number_present proximity",
     "rewards.ready.reading": "after boxed in_tag last_line last_number whole",
 }.items() for name in names.split()}
-HOMES = dict.fromkeys(__all__, "rewards.ready.gsm8k") | HOMES  # the names that are left are of GSM8K
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,6 @@
 """The page of ready-made verifiers and rewards is as its source says, every example on it holds, nothing is missing."""
 
+import ast
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,6 @@ from lowmem_grpo import rewards
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
-NAMES = {name: getattr(rewards, name) for name in rewards.__all__}
 NOT_IN_TABLES = {  # places and code are in words below the tables; the rest is what calls, checks and carries
     "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "SYSTEM_PROMPT", "Scores", "SelfJudge",
     "UrlJudge", "Verifier", "after", "boxed", "check", "code_passes_tests", "email_rewards", "extract_hash_answer",
@@ -40,7 +40,7 @@ def test_every_example_on_the_page_holds(source: Any) -> None:
 
 def run(entry: Any) -> tuple[str, list[Any], list[Any]]:
     """(code, what it says, what the page says) of one entry."""
-    made: Any = eval(entry.code, dict(NAMES))
+    made: Any = eval(entry.code, {name: getattr(rewards, name) for name in rewards.__all__})
     texts, expected = [list(values) for values in zip(*entry.examples, strict=True)]
     row = {name: value for name, value in entry.columns.items() if name != "completion_ids"}
     if entry.kind == "verifier":
@@ -56,12 +56,26 @@ def run(entry: Any) -> tuple[str, list[Any], list[Any]]:
 
 def test_every_ready_made_one_is_on_the_page(source: Any) -> None:
     named = {re.match(r"\w+", entry.code)[0] for entry in source.ENTRIES}  # type: ignore[index]
-    assert named == set(rewards.__all__) - NOT_IN_TABLES
+    assert sorted(named ^ (set(rewards.__all__) - NOT_IN_TABLES)) == [], (
+        "give each reward and verifier an example in docs/make_rewards.py: ENTRIES, and run it; what is neither "
+        "is named in NOT_IN_TABLES here")
     for name in ("after", "boxed", "code_passes_tests", "email_rewards", "in_tag", "last_line", "last_number", "whole"):
         assert f"`{name}" in PAGE
 
 
-def test_every_public_name_has_a_home() -> None:
-    assert set(rewards.HOMES) == set(rewards.__all__)
+def test_the_three_lists_of_names_are_the_same() -> None:
+    """Type checkers read the imports and `__all__`, and cannot read HOMES; so a name is written three times."""
+    tree = ast.parse(Path(rewards.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imported = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom)
+                for alias in node.names}
+    homes = {name: f"lowmem_grpo.{home}" for name, home in rewards.HOMES.items()}
+    for place, names in (("the imports for type checkers", imported), ("__all__", rewards.__all__), ("HOMES", homes)):
+        missing = sorted({*imported, *rewards.__all__, *homes} - {*names})
+        assert missing == [], f"add {', '.join(missing)} to {place} in lowmem_grpo/rewards/__init__.py"
+    assert homes == imported, "HOMES in lowmem_grpo/rewards/__init__.py names another file than the import"
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'proximty'; it has .*proximity"):
         rewards.proximty  # noqa: B018
