@@ -31,7 +31,7 @@ def refuse_unknown(name: str) -> None:
     """ValueError for a name without a file that is no reward of the package."""
     if ":" not in name and name not in rewards.__all__:
         close = difflib.get_close_matches(name, rewards.__all__, n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = f"; did you mean {' or '.join(close)}?" if close else "."
         raise ValueError(f"no reward {name!r} in lowmem_grpo.rewards{hint} Name your own as FILE.py:FUNCTION")
 
 
@@ -45,8 +45,9 @@ def made(name: str, found: Any) -> Any:
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in several]
     if needed or not callable(found):
-        raise ValueError(f"{name} is not a reward function: it takes no `completions`. Write one that calls it, and "
-                         "name that one as FILE.py:FUNCTION")
+        needs = f", and needs {', '.join(needed)}, which a name cannot give" if needed else ""
+        raise ValueError(f"{name} is not a reward function: it takes no `completions`{needs}. Write one that calls it, "
+                         "and name that one as FILE.py:FUNCTION")
     built = found()
     if not isinstance(built, Verifier | Reward):
         raise ValueError(f"{name}() returns a {type(built).__name__}, which is neither a reward nor a verifier")

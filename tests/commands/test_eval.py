@@ -280,7 +280,9 @@ def test_ready_made_rewards_are_made(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "message"), [
     ("SYSTEM_PROMPT", "SYSTEM_PROMPT is not a reward function"),
-    ("regex_match", "regex_match is not a reward function"),
+    ("regex_match", "regex_match is not a reward function: .* needs pattern, which"),
+    ("qqqqqq", r"no reward 'qqqqqq' in lowmem_grpo.rewards\. Name your own"),
+    ("number_equl", r"did you mean number_equal or .*\? Name your own"),
     ("nothing.py:score", "there is no file nothing.py"), ("no_such:score", "there is no module 'no_such'"),
     ("math:score", "math has no 'score'"), ("math:pi", "math:pi is not a reward function"),
 ])
