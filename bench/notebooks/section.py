@@ -13,7 +13,15 @@ def notebooks_table(rows: list[Row]) -> list[str]:
     """The newest row of each notebook."""
     last = latest(rows)
     return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
-            f"{sum(map(ran, last))} of {len(last)} ran to their end.", "", *markdown(COLUMNS, map(line, last))]
+            f"{told(last)}. `tokens`: `return_dict=False`, which transformers 5 needs. `device`: the CPU in place of a card.",
+            "", *markdown(COLUMNS, map(line, last))]
+
+
+def told(last: list[Row]) -> str:
+    """How many notebooks ran, and how many of them because transformers gives token ids again."""
+    done = [row for row in last if ran(row)]
+    helped = sum("tokens" in row["changes"] for row in done)
+    return f"{len(done)} of {len(last)} ran to their end, {helped} of them with `return_dict=False`"
 
 
 def latest(rows: list[Row]) -> list[Row]:

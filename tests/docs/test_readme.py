@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.common.rows import read_rows
+from bench.notebooks.section import latest, told
 from lowmem_grpo import SamplingParams
 from lowmem_grpo.memory.cards import MOST_SEQUENCES, device
 from lowmem_grpo.memory.model_shape import named_config
@@ -30,6 +32,11 @@ TINY = {  # what makes the cell small enough for a test
 
 def test_the_readme_has_less_than_900_words() -> None:
     assert len(README.split()) < 900
+
+
+def test_the_readme_says_of_public_notebooks_what_the_bench_found() -> None:
+    found = told(latest(read_rows(ROOT / "bench" / "results" / "notebooks.jsonl")))
+    assert found in " ".join(README.split()) and found in (ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8")
 
 
 def test_the_notebook_cell_works(
