@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ class Stop:
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == self.step:
-            self.trainer.interrupt.requested = True  # type: ignore[attr-defined]
+            self.trainer.interrupt.got = signal.SIGINT  # type: ignore[attr-defined]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.logs.append(logs["step"])
