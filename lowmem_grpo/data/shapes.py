@@ -40,7 +40,7 @@ class Tokenised:
     """A dataset as TRL shows it after its trainer was made: each row with `input_ids` and `labels`."""
 
     dataset: Any
-    encoder: ExampleEncoder
+    encoder: Any  # an ExampleEncoder
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -238,7 +238,7 @@ class Trainer(Familiar):
             groups = self.next_groups()
         with self.saved_before(MemoryExhaustedError, NonFiniteError):
             metrics = self.update(groups, self.state.max_steps - before)
-        self.log(before, metrics, groups)
+        self.record(before, metrics, groups)
         self.saver.mark()
         self.notify("on_step_end", groups=self.sampled)
         self.follow(epoch)
@@ -287,7 +287,7 @@ class Trainer(Familiar):
             optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler, **details,
         )
 
-    def log(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
+    def record(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
         """Write one step's metrics and completions, and tell the listeners."""
         timing = self.clock.metrics()
         self.state.elapsed += timing["step_time"]

@@ -114,7 +114,7 @@ def test_settings_of_another_trainer_are_refused(given: Any, ours: Any, message:
 
 
 def test_what_scripts_do_after_training_works(grpo: GRPOTrainer, tmp_path: Path, capsys: Any) -> None:
-    stats = grpo.train_output = grpo.state.log_history[-1]
+    stats = grpo.state.log_history[-1]
     grpo.save_model(str(tmp_path / "model"))
     assert {"adapter_model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
     grpo.log_metrics("train", {"train_runtime": 75.0, "loss": 0.123456})
@@ -123,6 +123,8 @@ def test_what_scripts_do_after_training_works(grpo: GRPOTrainer, tmp_path: Path,
     assert '"loss": 1.0' in (grpo.run_dir / "all_results.json").read_text()
     grpo.create_model_card(dataset_name="mine", tags=["maths"])
     assert "on mine" in (grpo.run_dir / "README.md").read_text()
+    grpo.log({"mine": 1.0})
+    assert grpo.state.log_history[-1] == {"step": 1, "epoch": grpo.state.epoch, "mine": 1.0}
     grpo.accelerator.print("done")
     assert grpo.accelerator.is_main_process and grpo.is_world_process_zero() and "done" in capsys.readouterr().out
     assert grpo.processing_class is grpo.tokenizer and grpo.train_dataset is ROWS and grpo.eval_dataset is None
