@@ -64,22 +64,22 @@ def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOT
                       soft_wrap=True, markup=False, highlight=False)
         return trainer
     before = measured(model, setup, lesson, None)
-    found = {"recipe": lesson.name, "right": getattr(lesson.right, "__name__", None), **lesson.facts}
+    trainer.told = {"recipe": lesson.name, "right": getattr(lesson.right, "__name__", None), **lesson.facts}
     if before is not None:
-        found |= {"eval_problems": len(before.texts), "accuracy_before": before.accuracy}
+        trainer.told |= {"eval_problems": len(before.texts), "accuracy_before": before.accuracy}
+        trainer.told |= dict.fromkeys(("accuracy_after", "difference", "samples"))  # of a run that goes on: not known
     if lesson.warm_up is not None:
         warmed = warm_up(lesson.warm_up, model, setup, lesson, before, console)
         if warmed is None:
             return trainer
-        found |= warmed
+        trainer.told |= warmed
     result = trainer.train(resume_from_checkpoint=setup.resume or None)
     last = f"stopped at step {result.global_step}; the same command with resume=true goes on"
     if result.finished:
         after = measured(model, setup, lesson, model.current_lora())
         if before is not None and after is not None:
-            found |= compared(lesson, before, after, console)
+            trainer.finish(compared(lesson, before, after, console))
         last = f"{steps(result.global_step)} in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html"
-    trainer.finish(found)
     console.print(last, soft_wrap=True, markup=False, highlight=False)  # a path stays whole
     if trainer.interrupt.requested:
         raise SystemExit(trainer.interrupt.exit_status)
@@ -117,7 +117,8 @@ def check_folders(setup: Setup, lesson: Lesson) -> None:
 def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
     """Whether the run in the folder made every step and was measured, so that nothing is left to do."""
     known = trainer.records.known()
-    tested = lesson.test is None or ("accuracy_after" in known and known.get("eval_problems") == len(lesson.test))
+    measured_after = known.get("accuracy_after") is not None
+    tested = lesson.test is None or (measured_after and known.get("eval_problems") == len(lesson.test))
     return tested and known.get("status") == "finished" and known.get("steps") == trainer.state.max_steps \
         and (trainer.run_dir / FINAL).is_dir()
 

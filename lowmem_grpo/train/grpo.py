@@ -28,7 +28,6 @@ from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.parameters import either, taken_in
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.views.report import write_report
 
 logger = logging.getLogger(__name__)
 
@@ -194,11 +193,3 @@ class GRPOTrainer(Trainer):
     def reward_funcs(self) -> list[Any]:
         """The reward functions, in order."""
         return list(self.scorer.funcs)
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Add to summary.json and write the report anew. A report that cannot be written does not fail a run."""
-        super().finish(summary)
-        try:
-            write_report(self.run_dir)
-        except (OSError, ValueError) as error:
-            logger.warning("the report was not written: %s", error)

@@ -46,6 +46,7 @@ from lowmem_grpo.train.optim import own_or_made
 from lowmem_grpo.train.saver import Saver
 from lowmem_grpo.types import RolloutGroup
 from lowmem_grpo.views.live import LiveView
+from lowmem_grpo.views.report import write_report
 from lowmem_grpo.views.sinks import make_sinks
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Trainer(Familiar):
         self.run_dir = Path(args.output_dir)
         self.records, self.control, self.interrupt = RunRecords(self.run_dir), TrainerControl(), Interrupt()
         self.began = ""  # when this trainer began the run in its folder
+        self.told: dict[str, Any] = {}  # what its caller knows of the run, for the summary however the run ends
 
     def learn(self, source: PromptSource, objective: Objective, memory: RunMemory, peaks: PhasePeaks) -> None:
         """Make what this trainer learns with; `peaks` count the memory of each phase."""
@@ -352,8 +354,12 @@ class Trainer(Familiar):
             self.upload()
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Add to summary.json."""
+        """Add to summary.json and write the report anew. A report that cannot be written does not fail a run."""
         self.records.summary(summary)
+        try:
+            write_report(self.run_dir)
+        except (OSError, ValueError) as error:
+            logger.warning("the report was not written: %s", error)
 
     def describe(self, status: str) -> dict[str, Any]:
         """The run in plain values, for summary.json."""
@@ -362,4 +368,5 @@ class Trainer(Familiar):
             "train_seconds": self.state.elapsed, "skipped_rows": dict(self.source.skipped),
             "best_checkpoint": self.state.best_model_checkpoint,
             "machine": facts(self.model, self.policy.device), "config": self.args.to_dict(),
+            **self.told,
         }

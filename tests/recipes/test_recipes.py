@@ -1,8 +1,10 @@
 """Recipes: exact problems, options from the command line, short runs end to end."""
 
 import json
+import os
 import random
 import re
+import signal
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowmem_grpo.cli import main
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.recipes import gsm8k
+from lowmem_grpo.recipes import arithmetic, gsm8k
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset
 from lowmem_grpo.recipes.gsm8k import Gsm8kOptions
-from lowmem_grpo.recipes.lesson import SHOWN
+from lowmem_grpo.recipes.lesson import SHOWN, Lesson, teach
 from lowmem_grpo.recipes.options import fill, parse
+from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.recipes.problems import arithmetic as arithmetic_problems
 from lowmem_grpo.recipes.tiny import tiny_model
+from lowmem_grpo.rewards import RewardError
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 RULES: dict[str, Callable[[int, int], int]] = {
@@ -314,6 +318,38 @@ def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path:
     assert over.exit_code == 0, over.output
     assert "is finished: 1 step; raise max_steps to go on" in over.output and "accuracy" not in over.output
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+
+
+def breaks(completions: list[Any], **kwargs: Any) -> list[float]:
+    raise ZeroDivisionError("no units")
+
+
+def is_stopped(completions: list[Any], **kwargs: Any) -> list[float]:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return [float(place) for place in range(len(completions))]
+
+
+@pytest.mark.parametrize(("reward", "error", "status"), [
+    (breaks, RewardError, "failed"), (is_stopped, KeyboardInterrupt, "interrupted"),
+])
+def test_a_run_that_failed_or_was_stopped_tells_its_recipe_and_what_was_measured_before(
+    reward: Any, error: type[BaseException], status: str, tmp_path: Path
+) -> None:
+    options = fill(ArithmeticOptions, [*RUN, "gpu=cpu", "preflight=false", f"output_dir={tmp_path}"])
+    setup = prepare(options, arithmetic.DEFAULTS, arithmetic.PRESETS)
+    rows = make_dataset("train", 16), make_dataset("test", 4)
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what the signal does without a run
+    try:
+        with pytest.raises(error):
+            teach(setup, Lesson("sums", rows[0], [reward], rows[1], correct_answer, facts={"digits": 2}))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    found = tuple(summary[name] for name in ("status", "recipe", "eval_problems", "right", "digits"))
+    assert found == (status, "sums", 4, "correct_answer", 2)
+    assert summary["accuracy_before"] in [count / 4 for count in range(5)] and summary["accuracy_after"] is None
+    page = (tmp_path / "report.html").read_text()
+    assert "<h1>sums " in page and f"{summary['accuracy_before']:.1%} \u2192 not measured" in page
 
 
 @pytest.mark.parametrize(("name", "words", "message"), [

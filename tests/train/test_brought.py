@@ -323,6 +323,8 @@ def test_callbacks_can_be_added_popped_and_removed(tmp_path: Path) -> None:
     trainer.add_callback(ProgressCallback)
     assert trainer.pop_callback(Seen) is seen and trainer.pop_callback(Seen) is None
     trainer.remove_callback(ProgressCallback)
+    trainer.log({"mine": 0.5})
+    assert trainer.state.log_history[-1]["mine"] == 0.5
     trainer.train()
     assert seen.calls == []
 
