@@ -73,7 +73,8 @@ class SFTTrainer(Trainer):
         super().__init__(model, config, tokenizer, peft_config, quantization_config, optimizers, config.max_length or 0)
         longest, ends = self.longest_row(), self.policy.eos_token_ids(self.tokenizer)
         self.shapes = Shapes(config, self.tokenizer, longest, ends, formatting_func)
-        source = source_of(*self.shapes.read(train_dataset), config.seed, config.shuffle_dataset)
+        rows, self.encoder = self.shapes.read(train_dataset)
+        source = source_of(rows, self.encoder, config.seed, config.shuffle_dataset)
         self.eval_groups = self.encode_all(eval_dataset)
         memory, peaks = plan_memory(self.model, config, self.policy, longest, "max_length")
         self.learn(source, SFTObjective(), memory, peaks)
@@ -83,7 +84,7 @@ class SFTTrainer(Trainer):
     def train_dataset(self) -> Any:
         """The rows with `input_ids` and `labels`, as they are trained; a stream as it was passed."""
         source = self.source
-        return self.given_rows if isinstance(source.dataset, Stream) else Tokenised(source.dataset, source.encoder)
+        return self.given_rows if isinstance(source.dataset, Stream) else Tokenised(source.dataset, self.encoder)
 
     @train_dataset.setter
     def train_dataset(self, _: Any) -> None:

@@ -37,6 +37,20 @@ CHARTS = (
 )
 
 
+OF_TAUGHT = (  # in place of those above, where the rows hold the answers
+    Chart("Loss", "-log p of the trained tokens, their mean", "nats per token",
+          {"loss": "train", "eval_loss": "evaluation"}),
+    Chart("Tokens per second", "trained tokens, over the whole step", "tokens per second",
+          {"tokens_per_second": "tokens/s"}, from_zero=True),
+    Chart("Trained tokens", "", "tokens of a step", {"completions/tokens": "tokens"}, from_zero=True),
+)
+
+
+def taught(summary: Record) -> bool:
+    """Whether the rows held the answers, so that nothing was sampled, rewarded or logged as a sample."""
+    return summary.get("method") == "sft"
+
+
 def figures(rows: list[Record], completions: list[Record] | None = None, summary: Record | None = None) -> list[Chart]:
     """The charts that have data. `completions` and `summary` are for the accuracy."""
     names = sorted({match[1] for row in rows for key in row if (match := re.fullmatch(r"rewards/(.+)/mean", key))})
@@ -44,10 +58,20 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
     verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
     verdicts = Chart("Verified right", "whatever that pays", "share of completions",
                      {f"verdicts/{name}": name for name in verifiers}, share=True)
+    charts = [functions, verdicts, *CHARTS]
+    if taught(summary or {}):
+        own = {chart.title for chart in OF_TAUGHT}
+        charts = [*OF_TAUGHT, *(chart for chart in CHARTS if chart.title not in own)]
     drawn = [accuracy_chart(completions or [], summary or {}), reward_chart(rows)]
-    drawn += [replace(chart, lines=[Line(name, points(rows, key, chart.scale)) for key, name in chart.metrics.items()
-                                    if points(rows, key)]) for chart in (functions, verdicts, *CHARTS)]
+    drawn += [replace(chart, lines=lines_of(chart, rows)) for chart in charts]
     return [chart for chart in drawn if chart.lines]
+
+
+def lines_of(chart: Chart, rows: list[Record]) -> list[Line]:
+    """The metrics of a chart that were logged; evaluations as dots."""
+    lines = [Line(name, points(rows, key, chart.scale), dots=key.startswith("eval_"))
+             for key, name in chart.metrics.items()]
+    return [line for line in lines if line.points]
 
 
 def points(rows: list[Record], key: str, scale: float = 1.0) -> list[tuple[int, float]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowmem_grpo.units import size_text, time_text
 from lowmem_grpo.views.accuracy import Measured, before_and_after
+from lowmem_grpo.views.charts import taught
 
 Record = dict[str, Any]
 
@@ -17,7 +18,8 @@ def headline(name: str, rows: list[Record], summary: Record, missing: list[str])
     """Title and status, why a run ended early, accuracy, and tiles. `missing` is what the run did not leave behind."""
     status = str(summary.get("status") or "running")
     title = escape(str(summary.get("recipe") or name))
-    parts = [summary.get("model"), name if summary.get("recipe") else None]
+    parts = [summary.get("model"), "supervised fine-tuning" if taught(summary) else None,
+             name if summary.get("recipe") else None]
     about = " · ".join(escape(str(part)) for part in parts if part)
     tiles = "".join(tile(label, value) for label, value in facts_of(rows, summary).items())
     return (f'<header><h1>{title} <span class="status {escape(status)}">{escape(status)}</span></h1>'
@@ -103,8 +105,14 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
         found["reward in the last step, mean and spread"] = f"{last['reward']:.2f}{spread}"
     if peaks := numbers(rows, "memory/peak_bytes"):
         found[memory_label(machine)] = size_text(max(peaks))
+    for key, what in (("loss", "loss"), ("eval_loss", "evaluation loss")) if taught(summary) else ():
+        if losses := numbers(rows, key):
+            found[f"{what} of a trained token, first \u2192 last"] = f"{losses[0]:.3g} \u2192 {losses[-1]:.3g}"
+    if taught(summary) and (tokens := numbers(rows, "num_tokens")):
+        found["tokens read, of prompts and answers"] = f"{tokens[-1]:,.0f}"
     if speeds := numbers(rows, "tokens_per_second"):
-        found["tokens per second while sampling (median)"] = f"{median(speeds):,.0f}"
+        kind = "trained tokens per second" if taught(summary) else "tokens per second while sampling"
+        found[f"{kind} (median)"] = f"{median(speeds):,.0f}"
     if times := numbers(rows, "step_time"):
         found["a step (median)"] = time_text(median(times))
     return found | machine_facts(machine)

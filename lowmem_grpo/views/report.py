@@ -17,7 +17,7 @@ from lowmem_grpo.runs.accuracy import KINDS
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
 from lowmem_grpo.views.accuracy import deciding
 from lowmem_grpo.views.chart import Chart, how_smoothed
-from lowmem_grpo.views.charts import Record, figures
+from lowmem_grpo.views.charts import Record, figures, taught
 from lowmem_grpo.views.headline import NOTHING, clipped, headline
 from lowmem_grpo.views.palette import LINES, css, sign
 from lowmem_grpo.views.svg import MOST_POINTS, drawing, hover_data
@@ -90,7 +90,8 @@ def render(name: str, rows: list[Record], completions: list[Record], summary: Re
         if room >= ROOM_FOR_SAMPLES:
             break
     samples = fitting(completions, room, longest)
-    return page(title, top + samples_section(len(samples), len(completions)) + end, data | {"samples": samples})
+    browser = "" if taught(summary) and not completions else samples_section(len(samples), len(completions))
+    return page(title, top + browser + end, data | {"samples": samples})
 
 
 def page(title: str, body: str, data: Record) -> str:
@@ -122,7 +123,7 @@ def line_rules() -> str:
 def missing(rows: list[Record], completions: list[Record], summary: Record) -> list[str]:
     """What the run left no trace of, in words."""
     lacks = [("curves, since no step was logged", not rows),
-             ("samples, since no completion was logged", not completions),
+             ("samples, since no completion was logged", not completions and not taught(summary)),
              ("model, settings and status, since there is no summary.json that can be read", not summary)]
     return [words for words, absent in lacks if absent]
 

@@ -215,6 +215,18 @@ def test_the_records_hold_every_step_and_the_adapter_is_saved(tmp_path: Path) ->
     assert saved.path == tmp_path / "adapter"
 
 
+def test_the_report_shows_what_fine_tuning_has_and_nothing_of_samples_and_rewards(tmp_path: Path) -> None:
+    make(tmp_path, max_steps=2, eval_dataset=ROWS[:3], eval_strategy="steps", eval_steps=1).train()
+    page = (tmp_path / "report.html").read_text()
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    for expected in ("supervised fine-tuning", f"{losses[0]:.3g} \u2192 {losses[1]:.3g}", "trained tokens per second",
+                     "tokens read, of prompts and answers", "peak memory", "learning_rate", '"evaluation",[1,2]'):
+        assert expected in page
+    for absent in ("sampl", "Reward", "reward in", "held-out", "not measured", "watch the"):
+        assert absent not in page.partition("<script")[0].partition("<details")[0].partition("<body>")[2], absent
+
+
 def test_lines_are_means_over_logging_steps_and_the_last_step_is_never_left_out(tmp_path: Path) -> None:
     make(tmp_path / "each", max_steps=5).train()
     make(tmp_path / "pairs", max_steps=5, logging_steps=2).train()
@@ -280,6 +292,8 @@ def test_steps_that_are_not_finite_train_nothing_and_stop_the_run_with_a_checkpo
     assert all(torch.equal(value, before[name]) for name, value in adapter_of(model).items())
     assert (checkpoint / "adapter_model.safetensors").is_file()
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    page = (tmp_path / "report.html").read_text()
+    assert "This run failed after step 3 of 9" in page and "3 steps in a row" in page and "Not on this page" not in page
 
 
 def test_the_live_view_shows_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

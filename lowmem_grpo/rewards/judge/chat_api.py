@@ -80,7 +80,7 @@ async def ask(
     """One chat completion."""
     from openai import OpenAIError
 
-    said = {"messages": question.messages(fault)}
+    said: dict[str, Any] = {"messages": question.messages(fault)}
     said |= {} if form == "text" else {"response_format": response_format(question, form)}
     create: Any = client.chat.completions.with_raw_response.create
     limit = options.get("max_completion_tokens", options.get("max_tokens"))
@@ -106,8 +106,9 @@ def reply_of(answer: Any, retries: int, asked_bytes: int, limit: object) -> Repl
     except (AttributeError, TypeError, IndexError, KeyError):
         said, cut, is_chat = "", False, False
     text = said if isinstance(said, str) else ""
-    counts = (getattr(getattr(answer, "usage", None), name, None) for name in ("prompt_tokens", "completion_tokens"))
-    usage = usage_of(*counts, asked_bytes, len(text.encode(errors="replace")), limit)
+    counts = getattr(answer, "usage", None)
+    prompt, completion = (getattr(counts, f"{name}_tokens", None) for name in ("prompt", "completion"))
+    usage = usage_of(prompt, completion, asked_bytes, len(text.encode(errors="replace")), limit)
     return Reply(text, cut, usage, retries, is_chat)
 
 

@@ -101,8 +101,8 @@ def test_a_verifier_is_no_reward_and_its_reward_pays_and_logs_verdicts() -> None
 
 def test_the_report_draws_verdicts_apart_from_what_they_pay() -> None:
     row = {"step": 1, "rewards/number_match/mean": 2.0, "verdicts/number_match": 0.75}
-    drawn = {chart["title"]: chart["traces"][0]["y"] for chart in figures([row])}
-    assert drawn == {"Reward functions": [2.0], "Verified right": [0.75]}
+    drawn = {chart.title: chart.lines[0].points for chart in figures([row])}
+    assert drawn == {"Reward functions": [(1, 2.0)], "Verified right": [(1, 0.75)]}
 
 
 @pytest.mark.parametrize(("verifier", "text", "label", "verdict"), [
