@@ -39,7 +39,6 @@ class Loaded:
     name: str
     tokenizer: PreTrainedTokenizerBase
     max_seq_length: int
-    max_lora_rank: int
     keeper: EngineKeeper  # of the rollout engine
     offload: bool = False  # activations to the host, set by get_peft_model
     revision: str | None = None  # of the stored model

@@ -39,10 +39,10 @@ class FastLanguageModel:
     @classmethod
     def from_pretrained(
         cls, model_name: str = TINY, max_seq_length: int | None = 2048, dtype: torch.dtype | str | None = None,
-        load_in_4bit: bool | None = None, fast_inference: bool | str = False, max_lora_rank: int = 64,
-        gpu_memory_utilization: float = 0.5, revision: str | None = None, token: str | None = None,
-        device: str | None = None, kv_cache_bytes: int | None = None, max_num_seqs: int | None = None,
-        enforce_eager: bool | None = None, offload_embedding: bool = False, sampling_weights: str | None = None,
+        load_in_4bit: bool | None = None, fast_inference: bool | str = False, gpu_memory_utilization: float = 0.5,
+        revision: str | None = None, token: str | None = None, device: str | None = None,
+        kv_cache_bytes: int | None = None, max_num_seqs: int | None = None, enforce_eager: bool | None = None,
+        offload_embedding: bool = False, sampling_weights: str | None = None,
         load_in_16bit: bool = False, device_map: Any = None, cache_dir: str | None = None,
         local_files_only: bool = False, **options: Any,
     ) -> tuple[Any, Any]:
@@ -98,7 +98,7 @@ class FastLanguageModel:
         if keeper.choice.name == VLLM or any(linears_in_4bit(model)):
             fuse_weights(model)  # so that one product serves for three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
-        loaded = Loaded(model_name, tokenizer, context, max_lora_rank, keeper, revision=revision)
+        loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision)
         return BareModel(model, loaded), tokenizer
 
     @classmethod
@@ -132,8 +132,8 @@ class FastLanguageModel:
         if max_seq_length not in (None, UNSLOTHS_LENGTH, model.loaded.max_seq_length):
             raise ValueError(f"max_seq_length is {max_seq_length}; the model was loaded with "
                              f"{model.loaded.max_seq_length}, change it there")
-        if not 1 <= r <= model.loaded.max_lora_rank:
-            raise ValueError(f"r is {r}; allowed is 1 to max_lora_rank={model.loaded.max_lora_rank} of from_pretrained")
+        if r < 1:
+            raise ValueError(f"r is {r}; it must be at least 1")
         if bias != "none":
             raise ValueError(f'bias is {bias!r}; only "none" is supported')
         mode = checkpointing_mode(use_gradient_checkpointing)
@@ -183,7 +183,7 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> tuple[FastPef
         raise AdapterError(f"the adapter in {folder} does not say its base model; load that, and then load_lora")
     four_bit = record.load_in_4bit if given["load_in_4bit"] is None and not given["load_in_16bit"] else None
     own = {"load_in_4bit": given["load_in_4bit"] if four_bit is None else four_bit,
-           "revision": given["revision"] or record.revision, "max_lora_rank": max(given["max_lora_rank"], config["r"])}
+           "revision": given["revision"] or record.revision}
     model, tokenizer = cls.from_pretrained(record.model, **given | own)
     settings = {name: config[name] for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform")}
     targets = config["target_modules"]

@@ -65,7 +65,7 @@ def load(options: Any, size: Shape, engine: str) -> FastPeftModel:
     """The random model in NF4, with LoRA on all linears and the package's own checkpointing."""
     model, _ = FastLanguageModel.from_pretrained(
         str(options.folder), max_seq_length=size.context, load_in_4bit=True, dtype="bfloat16", fast_inference=engine,
-        device=options.device, kv_cache_bytes=size.kv_bytes, max_num_seqs=size.sequences, max_lora_rank=LORA_RANK,
+        device=options.device, kv_cache_bytes=size.kv_bytes, max_num_seqs=size.sequences,
     )
     return FastLanguageModel.get_peft_model(
         model, r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=TARGETS, random_state=0

@@ -110,7 +110,7 @@ def with_lora(config: dict[str, Any], rank: int, context: int, features: Feature
 def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
     """LoRA on all linears of a model on any device."""
     if features.kernels:
-        fast = BareModel(model, Loaded("fake", None, context, rank, NoEngine()))  # type: ignore[arg-type]
+        fast = BareModel(model, Loaded("fake", None, context, NoEngine()))  # type: ignore[arg-type]
         return FastLanguageModel.get_peft_model(
             fast, r=rank, use_gradient_checkpointing=features.checkpointing, mlp_tile=features.mlp_tile
         )

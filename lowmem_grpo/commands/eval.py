@@ -223,7 +223,6 @@ def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any,
     model, _ = FastLanguageModel.from_pretrained(
         subject.model, max_seq_length=context, load_in_4bit=subject.load_in_4bit,
         revision=subject.revision, fast_inference=engine if engine != "auto" else cuda.is_available() or "transformers",
-        max_lora_rank=max(64, *(len(pair.a) for pair in (adapter or {}).values()), 0),
     )
     if adapter is None or subject.adapter is None:
         return model, None

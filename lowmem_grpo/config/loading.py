@@ -65,6 +65,7 @@ FROM_PRETRAINED: dict[str, Fate] = {
     **off("use dtype, its newer name", "torch_dtype"),
     **off("there is one device, and the whole model lies on it; leave it out", "max_memory"),
     **off("layers are not replaced by others; leave it out", "model_patcher"),
+    **any_value("an adapter of any rank can be trained, sampled with and loaded", "max_lora_rank"),
     **any_value("names are always taken as they are", "use_exact_model_name"),
     **any_value("the tokenizer is used as it is stored", "fix_tokenizer"),
     **any_value("LoRA's own random_state is the one of get_peft_model", "random_state"),

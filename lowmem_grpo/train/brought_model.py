@@ -86,7 +86,7 @@ class Brought:
                                             revision=options.get("revision"), token=options.get("token"))
         check_lora(self.peft_config)
         model, _ = FastLanguageModel.from_pretrained(
-            self.model, max_seq_length=self.context(config), max_lora_rank=max(64, self.peft_config.r),
+            self.model, max_seq_length=self.context(config),
             fast_inference="vllm" if getattr(self.settings, "use_vllm", False) else False, **options, **four_bit,
         )
         return model
@@ -117,7 +117,7 @@ class Brought:
         model.requires_grad_(False)
         context = self.context(model.config)
         keeper = EngineKeeper(context, choose_engine(False, str(model.device)), EngineSettings(0.5), name)
-        return BareModel(model, Loaded(name, tokenizer, context, max(64, self.peft_config.r), keeper))
+        return BareModel(model, Loaded(name, tokenizer, context, keeper))
 
 
 def tokenizer_of(given: Any) -> PreTrainedTokenizerBase | None:
