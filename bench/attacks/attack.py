@@ -1,7 +1,7 @@
 """What came of an attack, and the table of all of them."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import click
@@ -18,6 +18,14 @@ class Verdict:
     @property
     def held(self) -> bool:
         return not self.damage
+
+
+def attempted(kind: str, name: str, look: Callable[[], str]) -> Verdict:
+    """The verdict of an attack that nothing may come of but what `look` finds: an error would end a run."""
+    try:
+        return Verdict(kind, name, look())
+    except Exception as error:  # noqa: BLE001
+        return Verdict(kind, name, f"it raised {type(error).__name__}: {error}"[:300])
 
 
 def report(verdicts: Iterable[Verdict]) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
 Reply = tuple[Any, ...]  # status, a body (see `say`), and perhaps {header: value}
+RAW = 0  # in place of a status: the body is all that goes over the connection, which then ends
 
 
 @dataclass
@@ -23,6 +25,8 @@ class JudgeServer:
 
     answer: Callable[[dict[str, Any]], Reply]
     asked: list[dict[str, Any]] = field(default_factory=list)
+    told: list[dict[str, str]] = field(default_factory=list)  # the headers of each request
+    sent: int = 0  # bytes of bodies without a known end, and of raw ones
     open: int = 0
     most_open: int = 0
     url: str = ""
@@ -54,6 +58,7 @@ def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[JudgeServer]:
             if closed.is_set():  # a connection that was kept open ends, too
                 self.close_connection = True
                 return
+            judge.told.append(dict(self.headers))
             reply = judge.reply(body) if self.path == "/v1/chat/completions" else (404, {"error": "no page"})
             with contextlib.suppress(OSError):  # the client did not wait
                 self.say(*reply)
@@ -61,6 +66,10 @@ def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[JudgeServer]:
         def say(self, status: int, found: Any, headers: Mapping[str, str] = MappingProxyType({})) -> None:
             """A body is an object, its JSON in bytes, text that is no JSON, or pieces of bytes without a known end."""
             endless = isinstance(found, Iterator)
+            if status == RAW:
+                self.close_connection = True
+                self.pour(found)
+                return
             text = found if endless or isinstance(found, str | bytes) else json.dumps(found)
             sent = text.encode() if isinstance(text, str) else text
             pause = {"Retry-After-Ms": "10"} if status in (429, 500) else {}  # the client's own would be half a second
@@ -73,13 +82,23 @@ def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[JudgeServer]:
             if not endless:
                 self.wfile.write(sent)
                 return
-            for piece in itertools.chain(found, [b""]):
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            self.pour(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in itertools.chain(found, [b""]))
+
+        def pour(self, pieces: Iterator[bytes]) -> None:
+            for piece in pieces:
+                self.wfile.write(piece)
+                judge.sent += len(piece)
 
         def log_message(self, *words: Any) -> None:
             """Nothing on the terminal."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *request: Any) -> None:
+            """The client has hung up: nothing on the terminal."""
+            if not isinstance(sys.exception(), OSError):
+                super().handle_error(*request)
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     judge.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

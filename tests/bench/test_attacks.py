@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from bench.attacks import judge
 from bench.attacks.attack import Verdict, report
 from bench.attacks.escapes import ESCAPES
 from bench.attacks.outside import LIBC, Outside, outside
@@ -24,6 +25,24 @@ def test_no_attack_on_the_sandbox_succeeds(isolation: str, part: str, capsys: py
     status = report(attack(isolation, [part]))
     said = capsys.readouterr().out
     assert status == 0, said
+
+
+def test_no_attack_on_the_judge_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    status = report(judge.verdicts())
+    said = capsys.readouterr().out
+    assert status == 0 and int(said.splitlines()[-1].split()[0]) > 400, said
+
+
+@pytest.mark.parametrize(("name", "case", "damage"), [
+    ("a wrong score", judge.Case("k", "n", judge.chat(judge.GOOD), [0.5, 0.5]), "the scores are [0.25, 0.75]"),
+    ("too many requests", judge.Case("k", "n", (500, {}), requests=1), "2 requests"),
+    ("an error", judge.Case("k", "n", judge.chat(judge.GOOD), settings={"timeout": 0}), "it raised ValueError"),
+])
+def test_an_attack_on_the_judge_that_succeeds_is_seen(name: str, case: judge.Case, damage: str) -> None:
+    with judge.listening():
+        assert damage in judge.play(case).damage, name
+    told = [f"x{judge.KEY}", "y\x1b[2J", "z" * 2000]
+    assert len([*filter(None, judge.shown_wrongly(told))]) == 3
 
 
 CHANGES: dict[str, Callable[[Outside], object]] = {

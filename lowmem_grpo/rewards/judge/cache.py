@@ -2,14 +2,14 @@
 
 import json
 import logging
-import math
+import os
 import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.rewards.judge.question import Ratings
-from lowmem_grpo.rewards.judge.replies import writable
+from lowmem_grpo.rewards.judge.replies import REASON, is_number, writable
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ class Cache:
         if path is not None and not size:
             raise ValueError(f"cache_size is 0 and cache_file is {str(path)!r}: what the file holds is kept in the "
                              "cache's memory; give a cache_size of 1 or more, or no cache_file")
+        if path is not None and not (isinstance(path, str | os.PathLike) and "\0" not in os.fspath(path)):
+            raise ValueError(f"cache_file is {path!r}; it must be the path of a file, or None")
         self.size, self.path = size, None if path is None else Path(path)
         self.found: OrderedDict[str, Ratings] = OrderedDict()
         self.lock = threading.Lock()
@@ -35,6 +37,8 @@ class Cache:
             self.load(self.path)
 
     def load(self, path: Path) -> None:
+        if path.exists() and not path.is_file():  # a pipe or a device may have no end
+            raise ValueError(f"cache_file {path} cannot be used: it is no ordinary file; give the path of a file")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -95,8 +99,9 @@ def entry_of(line: bytes) -> tuple[str, Ratings] | None:
     """(key, ratings) of a line of the file; None if it is damaged."""
     try:
         held = json.loads(line)
-        key, ratings = held["key"], [(float(score), reason) for score, reason in held["ratings"]]
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        key, ratings = held["key"], [(score, reason) for score, reason in held["ratings"]]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    sound = isinstance(key, str) and all(math.isfinite(score) and isinstance(reason, str) for score, reason in ratings)
-    return (key, [(score, writable(reason)) for score, reason in ratings]) if sound and ratings else None
+    sound = isinstance(key, str) and all(is_number(score) and isinstance(reason, str) for score, reason in ratings)
+    kept = [(float(score), writable(reason[:REASON])) for score, reason in ratings] if sound else []
+    return (key, kept) if kept else None

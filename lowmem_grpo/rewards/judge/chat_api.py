@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lowmem_grpo.rewards.judge.hidden import address, hidden, is_address, plain, secrets_of
 from lowmem_grpo.rewards.judge.judge import unanswered
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rewards.judge.usage import NOTHING, Usage, usage_of
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 FORMS = ("json_schema", "json_object", "text")  # forms of structured output, the strictest first
+VISIBLE = re.compile(r"[!-~]+")  # what a key consists of
+WRONG_URL = ("the client cannot use the judge's URL, of base_url or OPENAI_BASE_URL; it must be like "
+             "https://api.example.com/v1")
 REFUSED = (400, 422)  # status codes of a request that the server does not accept
 
 
@@ -41,7 +46,8 @@ def make_client(base_url: str | None, api_key: str | None, timeout: float, retri
     """A client that waits `timeout` seconds for a request. After 408, 409, 429, 5xx, a time-out or a lost connection it
     repeats the request up to `retries` times, 0.5 to 8 s later or when the server says.
 
-    Raises ImportError if it is not installed, and ValueError if it has no key.
+    Raises ImportError if it is not installed, and ValueError if it has no key, or one that no request can hold, or if
+    the URL is none.
     """
     try:
         from openai import AsyncOpenAI, OpenAIError
@@ -50,13 +56,26 @@ def make_client(base_url: str | None, api_key: str | None, timeout: float, retri
     except ImportError as error:
         raise ImportError("a judge at a URL needs the package openai: pip install openai") from error
     try:
-        return AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=retries,
-                           http_client=LimitedClient(timeout=timeout))
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=retries,
+                             http_client=LimitedClient(timeout))
     except OpenAIError as error:
         raise ValueError(
             f"the judge has no API key ({error}). Give api_key=..., or set OPENAI_API_KEY; a server of your own takes "
             'any text, api_key="local"'
         ) from error
+    except Exception as error:  # the client's library has one of its own, and its words may hold a password
+        raise ValueError(WRONG_URL) from error
+    check_client(client)
+    return client
+
+
+def check_client(client: "AsyncOpenAI") -> None:
+    """Raises ValueError, without showing the key, if the key or the URL cannot be that of a request."""
+    if not VISIBLE.fullmatch(client.api_key):
+        raise ValueError("the API key has a space, a line break or a letter that is not ASCII, which no request can "
+                         "hold; copy it again, without what stands around it")
+    if not is_address(str(client.base_url)):
+        raise ValueError(WRONG_URL)
 
 
 def unknown_options(client: "AsyncOpenAI", options: dict[str, Any]) -> list[str]:
@@ -78,17 +97,17 @@ async def ask(
     client: "AsyncOpenAI", model: str, question: Question, fault: str | None, form: str, options: dict[str, Any]
 ) -> Reply | Failure:
     """One chat completion."""
-    from openai import OpenAIError
-
     said: dict[str, Any] = {"messages": question.messages(fault)}
     said |= {} if form == "text" else {"response_format": response_format(question, form)}
     create: Any = client.chat.completions.with_raw_response.create
-    limit = options.get("max_completion_tokens", options.get("max_tokens"))
+    limit, secrets = options.get("max_completion_tokens", options.get("max_tokens")), secrets_of(client, options)
     try:
         raw = await create(model=model, **said, **options)
-        return reply_of(raw.parse(), raw.retries_taken, len(json.dumps(said, ensure_ascii=False).encode()), limit)
-    except (OpenAIError, ValueError, RecursionError) as error:  # a body that is no JSON, or nested too deeply
-        return failure_of(error, model, str(client.base_url), client.timeout)
+        answer = raw.parse()
+    except Exception as error:  # noqa: BLE001, what a server sends can raise any in the client and below it
+        return failure_of(error, model, client, secrets)
+    asked = len(json.dumps(said, ensure_ascii=False).encode())
+    return reply_of(answer, raw.retries_taken, asked, limit, secrets)
 
 
 def response_format(question: Question, form: str) -> dict[str, Any]:
@@ -98,29 +117,30 @@ def response_format(question: Question, form: str) -> dict[str, Any]:
     return {"type": form, "json_schema": {"name": "scores", "strict": True, "schema": question.schema}}
 
 
-def reply_of(answer: Any, retries: int, asked_bytes: int, limit: object) -> Reply:
+def reply_of(answer: Any, retries: int, asked_bytes: int, limit: object, secrets: list[str]) -> Reply:
     """The reply in the client's object; a server may have left out any part of it."""
     try:
         choice = answer.choices[0]
         said, cut, is_chat = choice.message.content, choice.finish_reason == "length", True
     except (AttributeError, TypeError, IndexError, KeyError):
         said, cut, is_chat = "", False, False
-    text = said if isinstance(said, str) else ""
+    text = hidden(said, secrets) if isinstance(said, str) else ""
     counts = getattr(answer, "usage", None)
     prompt, completion = (getattr(counts, f"{name}_tokens", None) for name in ("prompt", "completion"))
     usage = usage_of(prompt, completion, asked_bytes, len(text.encode(errors="replace")), limit)
     return Reply(text, cut, usage, retries, is_chat)
 
 
-def failure_of(error: Exception, model: str, url: str, timeout: Any) -> Failure:
+def failure_of(error: Exception, model: str, client: "AsyncOpenAI", secrets: list[str]) -> Failure:
     """What failed, as a finding with what to do."""
     request = getattr(error, "request", None)
     taken = request.headers.get("x-stainless-retry-count", "0") if request is not None else "0"
     status = getattr(error, "status_code", None)
-    return Failure(trouble_of(error, model, url, timeout), int(taken) if taken.isdigit() else 0, status in REFUSED)
+    trouble = trouble_of(error, model, address(client.base_url), client.timeout, secrets)
+    return Failure(trouble, int(taken) if taken.isdigit() else 0, status in REFUSED)
 
 
-def trouble_of(error: Exception, model: str, url: str, timeout: Any) -> Finding:
+def trouble_of(error: Exception, model: str, url: str, timeout: Any, secrets: list[str]) -> Finding:
     """The finding for an error of the client."""
     from openai import APIConnectionError, APITimeoutError
 
@@ -133,9 +153,9 @@ def trouble_of(error: Exception, model: str, url: str, timeout: Any) -> Finding:
         return unanswered("slow", f"{url} did not answer within {timeout:g} s",
                        "raise timeout, lower concurrency, or take a faster model")
     if isinstance(error, APIConnectionError):
-        return unanswered("down", f"{url} cannot be reached ({error.__cause__ or error})",
+        return unanswered("down", f"{url} cannot be reached ({plain(error.__cause__ or error, secrets)})",
                        "check that the server is up and that base_url is right (it usually ends in /v1)")
-    status, said = getattr(error, "status_code", None), " ".join(str(error).split())[:300]
+    status, said = getattr(error, "status_code", None), plain(error, secrets)
     return {
         401: unanswered("key", f"{url} does not take the API key ({said})", "give the right api_key"),
         403: unanswered("key", f"{url} does not let this key use {model} ({said})", "give another api_key or model"),

@@ -4,6 +4,8 @@ The names are those of well-known families of models.
 """
 
 import re
+import unicodedata
+from itertools import pairwise
 from typing import Any
 
 NAMES = ("s", "bos", "eos", "pad", "unk", "mask", "cls", "sep", "sop", "eop", "eod", "eot", "eoh", "eoa", "eoc",
@@ -27,13 +29,27 @@ CONTROL = re.compile(
     r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's orders /think and /no_think
     re.IGNORECASE,
 )
+INVISIBLE = re.compile(r"[\u034f\u115f\u1160\u3164\u180b-\u180f\ufe00-\ufe0f]")  # besides the category Cf
 TRIES = 20
 
 
 def broken(text: str) -> str:
     """The text with a space inside whatever looks like a control token of a well-known family of models, for a judge
-    whose tokenizer is not known."""
-    return CONTROL.sub(lambda found: f"{found[0]} ", text)
+    whose tokenizer is not known; also inside what looks so without invisible characters and with wide ones as usual."""
+    text = CONTROL.sub(lambda found: f"{found[0]} ", text)
+    if text.isascii():
+        return text
+    seen, places = usual(text)
+    ends = [places[found.end() - 1] + 1 for found in CONTROL.finditer(seen)]
+    return " ".join(text[start:end] for start, end in pairwise([0, *ends, len(text)]))
+
+
+def usual(text: str) -> tuple[str, list[int]]:
+    """The text as many tokenizers read it, without invisible characters and with wide ones as usual (NFKC), and for
+    each of its characters the place in `text` that it comes from."""
+    found = [(char, place) for place, one in enumerate(text) if not INVISIBLE.match(one)
+             and unicodedata.category(one) != "Cf" for char in unicodedata.normalize("NFKC", one)]
+    return "".join(char for char, _ in found), [place for _, place in found]
 
 
 def without_controls(text: str, tokenizer: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lowmem_grpo.rewards.judge.cache import Cache
 from lowmem_grpo.rewards.judge.question import Question, Ratings
+from lowmem_grpo.rewards.judge.replies import is_number
 from lowmem_grpo.runs.findings import Finding
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Prices:
 
     def __post_init__(self) -> None:
         for name, price in (("price_prompt", self.prompt), ("price_completion", self.completion)):
-            if price is not None and not (isinstance(price, int | float) and 0 <= price < float("inf")):
+            if price is not None and not (is_number(price) and price >= 0):
                 raise ValueError(f"{name} is {price!r}; it must be the price of a million tokens, 0 or above")
 
     def cost(self, meter: Meter) -> float | None:
@@ -88,7 +89,7 @@ class Judge:
         waiting: list[Question] = []
         for question in dict.fromkeys(questions):
             ratings = self.cache.get(question.key(self.identity), len(question.answers))
-            if ratings is None:
+            if ratings is None or not all(question.low <= score <= question.high for score, _ in ratings):
                 waiting.append(question)
             else:
                 now.found[question] = ratings
@@ -162,7 +163,7 @@ def check_settings(rules: dict[str, tuple[object, bool, str]]) -> None:
 
 def is_seconds(value: object) -> bool:
     """Whether it is a finite time above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return isinstance(value, int | float) and is_number(value) and value > 0
 
 
 def is_count(value: object, least: int) -> bool:

@@ -1,5 +1,7 @@
 """An HTTP client that does not read more than a judge may say. Only `chat_api` imports it, because it needs openai."""
 
+import asyncio
+from importlib import import_module
 from typing import Any
 
 from openai import DefaultAsyncHttpxClient, OpenAIError
@@ -13,15 +15,26 @@ class ReplyTooLargeError(OpenAIError):
 
 
 class LimitedClient(DefaultAsyncHttpxClient):
-    """Reads each answer to its end, up to REPLY_BYTES. It asks for answers that are not packed, and takes no others:
-    a packed one could become a thousand times as large."""
+    """Reads each answer to its end, up to REPLY_BYTES and for `seconds` in all. It asks for answers that are not packed
+    and takes no others: a packed one could become a thousand times as large. Each answer is read as UTF-8, because a
+    server could also name a packing as its charset."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(headers={"Accept-Encoding": "identity"}, **settings)
+    def __init__(self, seconds: float) -> None:
+        super().__init__(headers={"Accept-Encoding": "identity"}, timeout=seconds)
+        self.seconds = seconds
 
     async def send(self, request: Any, **options: Any) -> Any:
-        """The answer with its body. Raises ReplyTooLargeError if that is too large or packed."""
-        options |= {"stream": True, "follow_redirects": False}
+        """The answer with its body. Raises ReplyTooLargeError if that is too large or packed, and the client's
+        ReadTimeout if it is not whole in time, even if some of it comes again and again."""
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await self.whole(request, options | {"stream": True, "follow_redirects": False})
+        except TimeoutError as error:
+            library = import_module(type(request).__module__.partition(".")[0])  # httpx, or its successor
+            raise library.ReadTimeout("the answer was not whole in time", request=request) from error
+
+    async def whole(self, request: Any, options: dict[str, Any]) -> Any:
+        """The answer at the end of a few redirects."""
         for _ in range(1 + REDIRECTS):
             response = await super().send(request, **options)
             try:
@@ -31,7 +44,9 @@ class LimitedClient(DefaultAsyncHttpxClient):
             if response.next_request is None:
                 break
             request = response.next_request
-        return type(response)(response.status_code, headers=response.headers, content=body, request=request,
+        headers = response.headers.copy()
+        headers["Content-Type"] = headers.get("Content-Type", "").partition(";")[0]
+        return type(response)(response.status_code, headers=headers, content=body, request=request,
                               extensions=response.extensions)
 
 

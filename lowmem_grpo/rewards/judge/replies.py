@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 from lowmem_grpo.rewards.ready.reading import FENCE, unfenced
 
@@ -57,17 +57,17 @@ def id_of(value: Any) -> int | None:
 def rating_of(entry: dict[str, Any], low: float, high: float) -> tuple[float, str]:
     """(score, reason) of an object. The reason may be missing; a long one is cut."""
     score, reason = entry.get("score"), entry.get("reason")
-    if isinstance(score, bool) or not isinstance(score, int | float) or not is_finite(score):
+    if not is_number(score):
         raise BadReplyError('its "score" is not a number', f"{score!r:.40}")
     if not low <= score <= high:
         raise BadReplyError(f"its score {score!r:.20} is not within {low:g} to {high:g}")
     return float(score), writable(reason[:REASON]) if isinstance(reason, str) else ""
 
 
-def is_finite(number: float) -> bool:
-    """Whether it is a number that a float can hold."""
+def is_number(score: object) -> TypeGuard[float]:
+    """Whether it is a number that a float can hold; True and False are none."""
     try:
-        return math.isfinite(number)
+        return isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
     except OverflowError:
         return False
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.rewards.judge.chat_api import FORMS, Failure, Reply, ask, make_client, unknown_options
+from lowmem_grpo.rewards.judge.hidden import hidden, is_address, secrets_of
 from lowmem_grpo.rewards.judge.judge import Judge, Prices, Round, check_settings, is_count, is_seconds, unanswered
 from lowmem_grpo.rewards.judge.question import Question, Ratings
 from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
@@ -38,16 +39,22 @@ class UrlJudge(Judge):
 
         Raises ValueError for settings that make no sense or if there is no key, and ImportError without openai.
         """
-        wrong = sorted({*(options or {})} & {*OURS})
+        named = isinstance(options, dict) or options is None
+        wrong = sorted({*(options or {})} & {*OURS}) if named else []
         check_settings({
-            "base_url": (base_url, base_url is None or base_url.startswith(("http://", "https://")),
+            "base_url": (str(base_url).rpartition("@")[2].partition("?")[0][:99],
+                         base_url is None or is_address(str(base_url)),
                          "an address that begins with http:// or https://, or None for OpenAI's own"),
             "model": (model, isinstance(model, str) and bool(model), "the server's name for its model"),
+            "api_key": (type(api_key).__name__, api_key is None or isinstance(api_key, str), "a text, or None"),
             "timeout": (timeout, is_seconds(timeout), "seconds above 0"),
             "deadline": (deadline, is_seconds(deadline), "seconds above 0"),
             "retries": (retries, is_count(retries, 0), "a number, 0 or above"),
             "concurrency": (concurrency, is_count(concurrency, 1), "a number, at least 1"),
-            "options": (options, not wrong, f"without {', '.join(wrong)}, which the judge sets itself"),
+            "options": (type(options).__name__, named, "a dict, or None"),
+        })
+        check_settings({  # their values are not shown: a header may be a secret
+            "options": (sorted(options or {}), not wrong, f"without {', '.join(wrong)}, which the judge sets itself"),
         })
         super().__init__(model, cache_size, cache_file, Prices(price_prompt, price_completion))
         self.client_settings = (base_url, api_key, min(timeout, deadline), retries)
@@ -61,7 +68,8 @@ class UrlJudge(Judge):
         client = make_client(*self.client_settings)  # if there can be no client, the run does not begin
         self.identity = repr((str(client.base_url), model, sorted(self.options.items())))
         unknown = unknown_options(client, self.options)
-        check_settings({"options": (options, not unknown, f"what the client's create() takes, without {unknown}")})
+        check_settings({"options": (sorted(self.options), not unknown,
+        f"what the client's create() takes, without {unknown}")})
         self._sessions = Sessions(client)
 
     async def rate(self, questions: list[Question]) -> Round:
@@ -87,7 +95,7 @@ class UrlJudge(Judge):
 
     async def _answer(self, client: Any, places: asyncio.Semaphore, question: Question, now: Round) -> None:
         """Ask until the reply has scores, up to `retries` further times."""
-        fault, last, reply = None, "", Reply("")
+        fault, last, reply, secrets = None, "", Reply(""), secrets_of(client, self.options)
         for attempt in range(1 + self.retries):
             async with places:
                 found = await self._ask(client, question, fault, now)
@@ -98,7 +106,8 @@ class UrlJudge(Judge):
             reply = found
             self._count(reply.usage, now)
             try:
-                self.learn(now, question, read(question, reply))
+                ratings = read(question, reply)
+                self.learn(now, question, [(score, hidden(reason, secrets)) for score, reason in ratings])
                 return
             except BadReplyError as bad:
                 fault, last = bad.fault, str(bad)
