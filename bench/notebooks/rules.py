@@ -16,7 +16,7 @@ MADE_ROWS = "bench.notebooks.made_rows"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SHELL = re.compile(r"^(\s*)[!%].*?(?:(?<!\\)\n|\Z)", re.MULTILINE | re.DOTALL)  # to the end of a continued line
 KEPT_MAGIC = ("%%capture", "%%time")  # a cell with another %% is not Python
-SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments")
+SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArguments")
 STEPS = "max_steps = 2"
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
 
