@@ -1,4 +1,5 @@
-"""The loop of every trainer: its parts, one step after another, records, checkpoints and listeners.
+"""The loop of every trainer: its parts, one step after another, records, checkpoints and listeners. lifecycle.py begins
+and ends a run.
 
 A trainer is a subclass of `Trainer`. Its constructor calls `learn`, with its rows and what it minimises, and then
 `write`. `next_groups` gives the groups of the next update, and `measured` what it logs beside what every trainer logs.
@@ -8,7 +9,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +28,28 @@ from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs.alarms import Alarms
-from lowmem_grpo.runs.checkpoint import list_checkpoints, save_adapter
 from lowmem_grpo.runs.clock import Clock
-from lowmem_grpo.runs.facts import error_text, facts
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.outcome import TrainOutput, outcome
-from lowmem_grpo.runs.records import FINAL, RunRecords
+from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.train.brought_model import Brought, tokenizer_of
-from lowmem_grpo.train.familiar import Familiar
 from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.train.lifecycle import Lifecycle
 from lowmem_grpo.train.nonfinite import Guard, NonFiniteError
 from lowmem_grpo.train.optim import own_or_made
 from lowmem_grpo.train.saver import Saver
 from lowmem_grpo.types import RolloutGroup
 from lowmem_grpo.views.live import LiveView
-from lowmem_grpo.views.report import write_report
 from lowmem_grpo.views.sinks import make_sinks
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(Familiar):
+class Trainer(Lifecycle):
     """Trains the adapter of a model: groups, an update on them, and their line in the records, step after step."""
 
     view_class: type[LiveView] = LiveView
@@ -75,8 +72,7 @@ class Trainer(Familiar):
             enable_checkpointing(self.policy.base, args.gradient_checkpointing)
         self.run_dir = Path(args.output_dir)
         self.records, self.control, self.interrupt = RunRecords(self.run_dir), TrainerControl(), Interrupt()
-        self.began = ""  # when this trainer began the run in its folder
-        self.told: dict[str, Any] = {}  # what its caller knows of the run, for the summary however the run ends
+        self.told = {}
 
     def learn(self, source: PromptSource, objective: Objective, memory: RunMemory, peaks: PhasePeaks) -> None:
         """Make what this trainer learns with; `peaks` count the memory of each phase."""
@@ -203,20 +199,6 @@ class Trainer(Familiar):
         return outcome(self.state, finished, began, time.monotonic() - started, samples)
 
     @contextmanager
-    def failure_recorded(self) -> Iterator[None]:
-        """An error inside is written to the summary and the report of the run."""
-        self.began_here = False
-        try:
-            yield
-        except BaseException as error:
-            if self.began_here:
-                try:
-                    self.finish(self.describe("failed") | {"error": error_text(error)})
-                except Exception as second:  # noqa: BLE001 - whatever it is, the first error is the one to tell
-                    logger.warning("the failure could not be recorded: %s", second)
-            raise
-
-    @contextmanager
     def training(self) -> Iterator[None]:
         """Inside, Ctrl-C, SIGTERM and SIGHUP end the run after its step. An engine that sampled with this model before,
         and that this trainer does not use, frees its cache, and learns afterwards that the weights are others."""
@@ -301,72 +283,3 @@ class Trainer(Familiar):
         logged = self.journal.write(before, line, groups if self.samples else [])
         if logged is not None:
             self.notify("on_log", logs=logged)
-
-    # Beginning and ending.
-
-    def begin(self, resume: bool | str | None) -> None:
-        """A fresh run directory, or the state of a checkpoint."""
-        torch.manual_seed(self.args.seed)
-        self.control.should_training_stop = False  # what stopped an earlier `train`
-        known = self.records.known()
-        if not resume and self.stopped(known):
-            logger.warning("train() was called again: it goes on with the run in %s, which stopped before its end (for "
-                           "a new run, make a new trainer)", self.run_dir)
-            resume = True
-        found = bool(resume) and self.saver.resume(resume or False)
-        if not found and self.began:
-            self.saver.begin_again()
-            logger.warning("a new run begins, with the weights as the run before has left them")
-        if not resume:
-            self.make_room()
-        elif not found:
-            logger.warning("%s has no checkpoint yet: starting from step 0", self.run_dir)
-            self.records.rewind(0)
-        if found or self.began:
-            self.weights_changed()
-        self.began = str(known.get("began") if resume and known.get("began") else datetime.now().astimezone())
-        self.began_here = True
-        self.records.summary(self.describe("running") | {"began": self.began, "error": None})
-
-    def stopped(self, known: dict[str, Any]) -> bool:
-        """Whether the run in the folder is this trainer's, has not come to its end, and can go on."""
-        mine = bool(self.began) and known.get("began") == self.began
-        return mine and self.state.global_step < self.state.max_steps and bool(list_checkpoints(self.run_dir))
-
-    def make_room(self) -> None:
-        """Move an earlier run out of the way, and say where to."""
-        if earlier := self.records.begin():
-            logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
-                           "begins", self.run_dir, earlier)
-
-    def end(self, status: str) -> None:
-        """Save where the run stopped, and write the adapter and the summary."""
-        if self.args.save_strategy != "no" or status == "interrupted":
-            folder = self.save_state()
-            if status == "interrupted":
-                logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s",
-                               self.state.global_step, folder)
-        if self.args.load_best_model_at_end and self.saver.load_best():
-            self.weights_changed()
-        save_adapter(self.run_dir / FINAL, self.model.save_lora)
-        self.finish(self.describe(status))
-        if self.args.push_to_hub and not self.interrupt.requested:
-            self.upload()
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Add to summary.json and write the report anew. A report that cannot be written does not fail a run."""
-        self.records.summary(summary)
-        try:
-            write_report(self.run_dir)
-        except (OSError, ValueError) as error:
-            logger.warning("the report was not written: %s", error)
-
-    def describe(self, status: str) -> dict[str, Any]:
-        """The run in plain values, for summary.json."""
-        return {
-            "status": status, "model": self.model.loaded.name, "seed": self.args.seed, "steps": self.state.global_step,
-            "train_seconds": self.state.elapsed, "skipped_rows": dict(self.source.skipped),
-            "best_checkpoint": self.state.best_model_checkpoint,
-            "machine": facts(self.model, self.policy.device), "config": self.args.to_dict(),
-            **self.told,
-        }

@@ -1,0 +1,121 @@
+"""How a run begins, anew or from a checkpoint, and how it ends: finished, interrupted or failed."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem_grpo.data.prompts import PromptSource
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.runs.checkpoint import list_checkpoints, save_adapter
+from lowmem_grpo.runs.facts import error_text, facts
+from lowmem_grpo.runs.records import FINAL, RunRecords
+from lowmem_grpo.runs.state import Interrupt, TrainerControl
+from lowmem_grpo.train.familiar import Familiar
+from lowmem_grpo.views.report import write_report
+
+logger = logging.getLogger(__name__)
+
+
+class Lifecycle(Familiar):
+    """The folder of a run from its first line to its summary and report."""
+
+    policy: Policy
+    source: PromptSource
+    records: RunRecords
+    control: TrainerControl
+    interrupt: Interrupt
+    told: dict[str, Any]  # what the trainer's caller knows of the run, for the summary however the run ends
+    began = ""  # when this trainer began the run in its folder
+    began_here = False  # whether this call of `train` has begun or resumed it
+
+    def save_state(self) -> Path:
+        raise NotImplementedError
+
+    def weights_changed(self) -> None:
+        raise NotImplementedError
+
+    def begin(self, resume: bool | str | None) -> None:
+        """A fresh run directory, or the state of a checkpoint."""
+        torch.manual_seed(self.args.seed)
+        self.control.should_training_stop = False  # what stopped an earlier `train`
+        known = self.records.known()
+        if not resume and self.stopped(known):
+            logger.warning("train() was called again: it goes on with the run in %s, which stopped before its end (for "
+                           "a new run, make a new trainer)", self.run_dir)
+            resume = True
+        found = bool(resume) and self.saver.resume(resume or False)
+        if not found and self.began:
+            self.saver.begin_again()
+            logger.warning("a new run begins, with the weights as the run before has left them")
+        if not resume:
+            self.make_room()
+        elif not found:
+            logger.warning("%s has no checkpoint yet: starting from step 0", self.run_dir)
+            self.records.rewind(0)
+        if found or self.began:
+            self.weights_changed()
+        self.began = str(known.get("began") if resume and known.get("began") else datetime.now().astimezone())
+        self.began_here = True
+        self.records.summary(self.describe("running") | {"began": self.began, "error": None})
+
+    def stopped(self, known: dict[str, Any]) -> bool:
+        """Whether the run in the folder is this trainer's, has not come to its end, and can go on."""
+        mine = bool(self.began) and known.get("began") == self.began
+        return mine and self.state.global_step < self.state.max_steps and bool(list_checkpoints(self.run_dir))
+
+    def make_room(self) -> None:
+        """Move an earlier run out of the way, and say where to."""
+        if earlier := self.records.begin():
+            logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
+                           "begins", self.run_dir, earlier)
+
+    def end(self, status: str) -> None:
+        """Save where the run stopped, and write the adapter and the summary."""
+        if self.args.save_strategy != "no" or status == "interrupted":
+            folder = self.save_state()
+            if status == "interrupted":
+                logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s",
+                               self.state.global_step, folder)
+        if self.args.load_best_model_at_end and self.saver.load_best():
+            self.weights_changed()
+        save_adapter(self.run_dir / FINAL, self.model.save_lora)
+        self.finish(self.describe(status))
+        if self.args.push_to_hub and not self.interrupt.requested:
+            self.upload()
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Add to summary.json and write the report anew. A report that cannot be written does not fail a run."""
+        self.records.summary(summary)
+        try:
+            write_report(self.run_dir)
+        except (OSError, ValueError) as error:
+            logger.warning("the report was not written: %s", error)
+
+    def describe(self, status: str) -> dict[str, Any]:
+        """The run in plain values, for summary.json."""
+        return {
+            "status": status, "model": self.model.loaded.name, "seed": self.args.seed, "steps": self.state.global_step,
+            "train_seconds": self.state.elapsed, "skipped_rows": dict(self.source.skipped),
+            "best_checkpoint": self.state.best_model_checkpoint,
+            "machine": facts(self.model, self.policy.device), "config": self.args.to_dict(),
+            **self.told,
+        }
+
+    @contextmanager
+    def failure_recorded(self) -> Iterator[None]:
+        """An error inside is written to the summary and the report of the run."""
+        self.began_here = False
+        try:
+            yield
+        except BaseException as error:
+            if self.began_here:
+                try:
+                    self.finish(self.describe("failed") | {"error": error_text(error)})
+                except Exception as second:  # noqa: BLE001 - whatever it is, the first error is the one to tell
+                    logger.warning("the failure could not be recorded: %s", second)
+            raise
