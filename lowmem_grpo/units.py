@@ -1,4 +1,4 @@
-"""Bytes and seconds, as numbers and in words."""
+"""Bytes, seconds and counts, as numbers and in words."""
 
 MIB = 2**20
 GIB = 2**30
@@ -7,6 +7,11 @@ GIB = 2**30
 def size_text(count: float) -> str:
     """Bytes as people read them: 1.50 GiB, or 300.0 MiB where it is less than one GiB."""
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun: 1 step, 2,000 steps."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def time_text(seconds: float) -> str:

@@ -18,6 +18,7 @@ from lowmem_grpo.rollout.assessment import answer, rows_of
 from lowmem_grpo.runs.accuracy import Answers, changed_first
 from lowmem_grpo.runs.accuracy import compared as difference
 from lowmem_grpo.runs.records import FINAL, RunRecords
+from lowmem_grpo.units import count_text
 from lowmem_grpo.views.answers import print_accuracy, print_samples
 
 SHOWN = 6  # samples in the report
@@ -60,8 +61,9 @@ def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOT
     if trainer.args.preflight:  # before minutes go into held-out answers; train() repeats it and logs the warnings
         refuse_errors(trainer.preflight())
     if setup.resume and is_done(trainer, lesson):
-        console.print(f"{trainer.run_dir} is finished: {steps(trainer.state.max_steps)}; raise max_steps to go on",
-                      soft_wrap=True, markup=False, highlight=False)
+        made = count_text(trainer.state.max_steps, "step")
+        console.print(f"{trainer.run_dir} is finished: {made}; raise max_steps to go on", soft_wrap=True, markup=False,
+                      highlight=False)
         return trainer
     before = measured(model, setup, lesson, None)
     trainer.told = {"recipe": lesson.name, "right": getattr(lesson.right, "__name__", None), **lesson.facts}
@@ -79,7 +81,8 @@ def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOT
         after = measured(model, setup, lesson, model.current_lora())
         if before is not None and after is not None:
             trainer.finish(compared(lesson, before, after, console))
-        last = f"{steps(result.global_step)} in {trainer.state.elapsed:.0f} s; report: {trainer.run_dir}/report.html"
+        made, seconds = count_text(result.global_step, "step"), trainer.state.elapsed
+        last = f"{made} in {seconds:.0f} s; report: {trainer.run_dir}/report.html"
     console.print(last, soft_wrap=True, markup=False, highlight=False)  # a path stays whole
     if trainer.interrupt.requested:
         raise SystemExit(trainer.interrupt.exit_status)
@@ -99,11 +102,6 @@ def opened(lesson: Lesson, console: Console | None) -> Console:
     if lesson.note:
         console.print(lesson.note, soft_wrap=True, markup=False, highlight=False)
     return console
-
-
-def steps(number: int) -> str:
-    """The number in words: "1 step", "2 steps"."""
-    return f"{number} step{'s' if number != 1 else ''}"
 
 
 def check_folders(setup: Setup, lesson: Lesson) -> None:

@@ -26,8 +26,8 @@ CHARTS = (
     Chart("Where the time goes", "", "share of each step",
           {"time/generate": "generate", "time/reward": "reward", "time/train": "train", "time/idle": "idle"},
           share=True, stacked=True, smooth=False),
-    Chart("Seconds of a step", "and the estimate from the card's data sheet, if there is one", "seconds",
-          {"step_time": "measured", "time/planned_step_s": "estimated"}, from_zero=True),
+    Chart("Seconds of a step", "", "seconds",
+          {"step_time": "measured", "time/planned_step_s": "estimated from the card's data sheet"}, from_zero=True),
     Chart("Tokens per second", "completion tokens, while generating", "tokens per second",
           {"tokens_per_second": "tokens/s"}, from_zero=True),
     Chart("Peak memory", "", "GiB", {"memory/peak_bytes": "peak"}, scale=1 / GIB, from_zero=True, smooth=False),
@@ -38,7 +38,7 @@ CHARTS = (
 
 
 OF_TAUGHT = (  # in place of those above, where the rows hold the answers
-    Chart("Loss", "-log p of the trained tokens, their mean", "nats per token",
+    Chart("Loss", "mean of -log p over the trained tokens", "nats per token",
           {"loss": "train", "eval_loss": "evaluation"}),
     Chart("Tokens per second", "trained tokens, over the whole step", "tokens per second",
           {"tokens_per_second": "tokens/s"}, from_zero=True),

@@ -4,7 +4,7 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from lowmem_grpo.units import size_text, time_text
+from lowmem_grpo.units import count_text, size_text, time_text
 from lowmem_grpo.views.accuracy import Measured, before_and_after
 from lowmem_grpo.views.charts import taught
 
@@ -69,8 +69,9 @@ def accuracy(summary: Record) -> str:
     if before is None and after is None:
         return ""
     shown = " \u2192 ".join("not measured" if each is None else f"{each.share:.1%}" for each in (before, after))
-    problems = summary.get("eval_problems")
-    lines = [f"right answers before \u2192 after training{f', n = {problems:,} held-out problems' if problems else ''}"]
+    lines = ["right answers before \u2192 after training"]
+    if problems := summary.get("eval_problems"):
+        lines[0] += f", n = {count_text(problems, 'held-out problem')}"
     if spans := [f"{span(each)} {when}" for each, when in ((before, "before"), (after, "after")) if span(each)]:
         lines.append(f"95% interval{'s' * (len(spans) > 1)}: {', '.join(spans)}")
     lines += paired(summary)
@@ -98,8 +99,10 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
     last, machine = rows[-1] if rows else {}, summary.get("machine") or {}
     step, steps = reached(rows, summary)
     seconds = summary.get("train_seconds", last.get("elapsed"))
-    found = {"steps": f"{step:,} of {steps:,}" if steps and steps != step else f"{step:,}",
-             "training time": NOTHING if seconds is None else time_text(seconds)}
+    made, noun = count_text(step, "step").split()
+    if steps and steps != step:
+        made, noun = f"{made} of {steps:,}", "steps"
+    found = {noun: made, "training time": NOTHING if seconds is None else time_text(seconds)}
     if last.get("reward") is not None:
         spread = f" \u00b1 {last['reward_std']:.2f}" if last.get("reward_std") is not None else ""
         found["reward in the last step, mean and spread"] = f"{last['reward']:.2f}{spread}"
@@ -129,9 +132,9 @@ def machine_facts(machine: Record) -> dict[str, str]:
     """Size of the model, card and version."""
     found = {}
     if machine.get("parameters"):
-        trained = count_text(machine.get("trainable_parameters") or 0)
+        trained = short_text(machine.get("trainable_parameters") or 0)
         found[f"parameters ({machine.get('weights')} weights), {trained} more in the adapter"] = \
-            count_text(machine["parameters"])
+            short_text(machine["parameters"])
     if machine.get("card") or machine.get("processor"):
         found["card" if machine.get("card") else "processor (no card)"] = machine.get("card") or machine["processor"]
     if machine.get("version"):
@@ -139,7 +142,7 @@ def machine_facts(machine: Record) -> dict[str, str]:
     return found
 
 
-def count_text(count: float) -> str:
+def short_text(count: float) -> str:
     """A number of parameters as people read it: 8.03 B, 1.2 M, 640 k."""
     for size, unit, digits in ((1e9, "B", 2), (1e6, "M", 1), (1e3, "k", 0)):
         if count >= size:

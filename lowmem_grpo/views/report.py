@@ -15,6 +15,7 @@ from typing import Any
 
 from lowmem_grpo.runs.accuracy import KINDS
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
+from lowmem_grpo.units import count_text
 from lowmem_grpo.views.accuracy import deciding
 from lowmem_grpo.views.chart import Chart, how_smoothed
 from lowmem_grpo.views.charts import Record, figures, taught
@@ -212,8 +213,9 @@ def counts(summary: Record) -> str:
     """How many problems changed, if the run counted them."""
     if not (change := summary.get("difference")):
         return ""
-    return (f'<p class="quiet">{change["better"]:,} problems were wrong before and right after, {change["worse"]:,} '
-            f'the other way round; {change["same"]:,} stayed as they were. Those that changed come first.</p>')
+    better = count_text(change["better"], "problem")
+    return (f'<p class="quiet">Wrong before and right after: {better}; the other way round: {change["worse"]:,}; as '
+            f'before: {change["same"]:,}. Those that changed come first.</p>')
 
 
 def text(sample: Record, key: str, longest: int) -> str:
@@ -227,7 +229,7 @@ def samples_section(kept: int, logged: int) -> str:
     if not kept:
         why = "No completions logged yet." if not logged else f"None of {logged:,} completions fits into this page."
         return f'<section><h2>Samples over time</h2><p class="card">{why}</p></section>'
-    capped = f"{logged} completions were logged; this page holds {kept} of them, spread evenly over the steps."
+    capped = f"{logged:,} completions were logged; this page holds {kept:,} of them, spread evenly over the steps."
     note = f'<p class="quiet">{capped}</p>' if kept < logged else ""
     return f"""<section><h2>Samples over time</h2>{note}
 <div class="controls"><label>Step <input type="range" id="step" min="0" step="1"> <b id="at"></b></label>

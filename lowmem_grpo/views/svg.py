@@ -15,9 +15,9 @@ from lowmem_grpo.views.palette import LINES
 
 WIDTH, HEIGHT = 360, 210  # units of the drawing, about as many pixels on a page
 TOP, RIGHT, BOTTOM = 8, 12, 36
-TITLE, CHARACTER = 24, 6.3  # room for the title of the vertical axis, and for a character of its labels
+TITLE, CHARACTER = 27, 6.3  # room for the title of the vertical axis, and for a character of its labels
 MOST_POINTS = 240  # of a line: more cannot be told apart
-MARKED = 30  # a line with fewer points marks each of them
+MARKED = 30  # a line with fewer points marks each of them, unless it is smoothed
 Points = Sequence[tuple[float, float]]
 
 
@@ -64,7 +64,7 @@ def axes(frame: Frame, title: str) -> str:
     bottom, middle = HEIGHT - BOTTOM, (HEIGHT - BOTTOM + TOP) / 2
     grid = "".join(
         f'<line class="grid" x1="{frame.left:.1f}" x2="{WIDTH - RIGHT}" y1="{frame.y(at):.1f}" y2="{frame.y(at):.1f}"/>'
-        f'<text class="ytick" x="{frame.left - 5:.1f}" y="{frame.y(at) + 3.5:.1f}">{label}</text>'
+        f'<text class="ytick" x="{frame.left - 8:.1f}" y="{frame.y(at) + 3.5:.1f}">{label}</text>'
         for at, label in frame.values.ticks
     )
     ticks = "".join(f'<text class="xtick" x="{frame.x(at):.1f}" y="{bottom + 14}">{label}</text>'
@@ -81,10 +81,9 @@ def curve(frame: Frame, chart: Chart, line: Line, css: str, most: int) -> str:
     drawn = band(frame, bold, css, most)
     if bold is not line:
         drawn += polyline(frame, spiked(line.points, most), f"{css} faint")
-    drawn += polyline(frame, thinned(bold.points, most), css)
-    if len(line.points) < MARKED:
+    elif len(line.points) < MARKED:
         drawn += "".join(circle(frame, *point, css, 2) for point in line.points)
-    return drawn
+    return drawn + polyline(frame, thinned(bold.points, most), css)
 
 
 def polyline(frame: Frame, points: Points, css: str) -> str:

@@ -102,7 +102,7 @@ def test_the_report_draws_measured_beside_estimated_seconds() -> None:
     rows = [{"step": step, "step_time": 2.5, "time/planned_step_s": 2.3} for step in (1, 2)]
     (chart,) = [chart for chart in figures(rows) if chart.title == "Seconds of a step"]
     drawn = {line.name: [value for _, value in line.points] for line in chart.lines}
-    assert drawn == {"measured": [2.5, 2.5], "estimated": [2.3, 2.3]}
+    assert drawn == {"measured": [2.5, 2.5], "estimated from the card's data sheet": [2.3, 2.3]}
 
 
 def test_preflight_says_how_long_a_run_should_take_and_that_it_is_an_estimate(trainer: Any) -> None:

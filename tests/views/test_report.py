@@ -192,6 +192,14 @@ def test_a_run_that_did_not_finish_says_so_and_why_and_what_the_page_lacks(
         assert expected in prose
 
 
+def test_one_of_something_is_no_plural(tmp_path: Path) -> None:
+    change = {"accuracy": 1.0, "interval": [0.1, 1.0], "better": 1, "worse": 0, "same": 0}
+    finished(tmp_path, steps=1, eval_problems=1, difference=change, samples=[{"prompt": "p"}], config={"max_steps": 1})
+    page = page_of(tmp_path, [metric(1)])
+    assert "n = 1 held-out problem<" in page.source and "right after: 1 problem;" in page.prose
+    assert '<div class="number">1</div><div class="quiet">step</div>' in page.source
+
+
 def test_verdicts_have_colours_and_signs_and_what_changed_comes_first(tmp_path: Path) -> None:
     sample = {"prompt": "p", "answer": "4", "before": "old", "after": "new"}
     kinds = [(True, True), (True, False), (False, False), (False, True)]
@@ -310,7 +318,7 @@ def test_many_samples_are_capped_over_all_of_the_run_and_the_page_says_so(tmp_pa
     page = page_of(tmp_path, [metric(1)], [completion(step) for step in range(1, 101) for _ in range(20)])
     steps = [sample["step"] for sample in page.data["samples"]]
     assert set(steps) == set(range(1, 101)) and len(steps) == MAX_SAMPLES
-    assert f"2000 completions were logged; this page holds {MAX_SAMPLES}" in page.prose
+    assert f"2,000 completions were logged; this page holds {MAX_SAMPLES:,}" in page.prose
 
 
 @pytest.mark.parametrize(("steps", "each", "limit"), [(1000, 16, 1500), (1, 5000, 1500), (5000, 1, 1500), (7, 3, 1)])
