@@ -236,14 +236,17 @@ TABLE: dict[tuple[str, str], list[str]] = {
         "libc('personality', 0x0040000)", "os.setsid()", "os.setpgid(0, VICTIM)",
         "os.setuid(12345)", "os.setgroups([0])", "os.nice(-20)",
         "call('capset', struct.pack('Ii', 0x20080522, 0), struct.pack('6I', *[0xffffffff] * 6))",
-        "call('seccomp', 0, 0, None)", "call('iopl', 3)", "with open('big', 'wb') as f:\n    f.truncate(10**10)",
-        "with open('big', 'wb') as f:\n    for _ in range(1000):\n        f.write(bytes(10**5))",
+        "call('seccomp', 0, 0, None)", "call('iopl', 3)",
         "kept = [open('/dev/null') for _ in range(500)]",
-        "os.posix_fallocate(os.open('own', os.O_CREAT | os.O_RDWR), 0, 10**10)",
         "os.mknod('node', 0o20666, os.makedev(1, 1))",
         "fcntl.fcntl(os.open('own', os.O_CREAT | os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)", "os.chmod('.', 0)",
         "os.chown('.', 1, 1)",
         "os.chroot('.')", "write('own', 'x')\nos.truncate('own', 0)",
+    ],
+    ("its own scratch directory", ANSWER): [  # full, it ends the process; the others are spared that
+        "with open('big', 'wb') as f:\n    f.truncate(10**10)",
+        "with open('big', 'wb') as f:\n    for _ in range(1000):\n        f.write(bytes(10**5))",
+        "os.posix_fallocate(os.open('own', os.O_CREAT | os.O_RDWR), 0, 10**10)",
     ],
 }
 DOOR = "call({!r}, *6 * [0x7ffffffffff0])"

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from bench.attacks.attack import Verdict
 from lowmem_grpo.sandbox.cases import read_cases
@@ -10,6 +12,7 @@ from lowmem_grpo.sandbox.isolation import Sandbox
 from lowmem_grpo.sandbox.trial import run_tests
 
 SECONDS = 0.4  # that a flood has
+AT_ONCE = 4  # most of them wait for a limit
 PATIENCE = 15.0  # seconds until its end that a busy machine may need
 CALL = {"call": "add", "args": [2, 3], "expected": 5}
 ADD = "def add(a, b):\n"
@@ -85,17 +88,22 @@ FLOODS: dict[str, list[tuple[str, str]]] = {  # by kind: allowed outcomes, and t
 
 
 def floods(sandbox: Sandbox) -> Iterator[Verdict]:
-    """A verdict for each flood: it succeeds if it is not stopped in time, or by another limit than its own."""
-    quick = Sandbox(sandbox.isolation, replace(sandbox.limits, seconds=SECONDS, total_seconds=4 * SECONDS))
-    patient = Sandbox(sandbox.isolation, replace(sandbox.limits, seconds=PATIENCE, total_seconds=PATIENCE))
-    for kind, codes in FLOODS.items():
-        for allowed, code in codes:
-            began = time.monotonic()
-            tests = [CALL, "assert add(2, 3) == 5"] if kind in ANSWERED else [CALL]
-            found = run_tests(code, read_cases(tests), quick if "timeout" in allowed else patient)
-            took = time.monotonic() - began
-            wrong = [verdict for verdict in found if verdict.outcome not in allowed.split()]
-            damage = f"its test {wrong[0].outcome} ({wrong[0].reason[:200]})" if wrong else ""
-            if took > PATIENCE + SECONDS:
-                damage = f"it took {took:.1f} s"
-            yield Verdict(f"{sandbox.isolation}: {kind}", repr(code), damage)
+    """A verdict for each flood: it succeeds if it is not stopped in time, or by another limit than its own. Several
+    run at once, each in a process of its own."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = list(pool.map(partial(flood, sandbox), *zip(*(
+            (kind, allowed, code) for kind, codes in FLOODS.items() for allowed, code in codes), strict=True)))
+    yield from found  # only now, because processes that still run would be seen as left behind
+
+
+def flood(sandbox: Sandbox, kind: str, allowed: str, code: str) -> Verdict:
+    """The verdict of one flood."""
+    seconds, total = (SECONDS, 4 * SECONDS) if "timeout" in allowed else (PATIENCE, PATIENCE)
+    limited = Sandbox(sandbox.isolation, replace(sandbox.limits, seconds=seconds, total_seconds=total))
+    began = time.monotonic()
+    found = run_tests(code, read_cases([CALL, "assert add(2, 3) == 5"] if kind in ANSWERED else [CALL]), limited)
+    took = time.monotonic() - began
+    wrong = [verdict for verdict in found if verdict.outcome not in allowed.split()]
+    damage = f"its test {wrong[0].outcome} ({wrong[0].reason[:200]})" if wrong else ""
+    return Verdict(f"{sandbox.isolation}: {kind}", repr(code),
+                   f"it took {took:.1f} s" if took > PATIENCE + SECONDS else damage)

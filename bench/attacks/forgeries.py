@@ -1,8 +1,12 @@
 """Wrong code that tries to get a passed test all the same."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 from bench.attacks.attack import Verdict
+from bench.attacks.floods import AT_ONCE
 from lowmem_grpo.sandbox.cases import read_cases
 from lowmem_grpo.sandbox.isolation import Sandbox
 from lowmem_grpo.sandbox.trial import OUTCOMES, run_tests
@@ -78,11 +82,16 @@ FORGERIES = {
 
 
 def forgeries(sandbox: Sandbox) -> Iterator[Verdict]:
-    """A verdict for each forgery: it succeeds if a test passes."""
-    for name, code, tests in [
-        *((name, code, TESTS) for name, code in FORGERIES.items()),
-        *((f"a program that {name}", code, PROGRAM) for name, code in PROGRAMS.items()),
-    ]:
-        found = [verdict.outcome for verdict in run_tests(code, read_cases(list(tests)), sandbox)]
-        sound = "passed" not in found and {*found} <= {*OUTCOMES}
-        yield Verdict(f"{sandbox.isolation}: {KIND}", name, "" if sound else f"its tests {found}")
+    """A verdict for each forgery: it succeeds if a test passes. Several run at once, each in processes of its own."""
+    tried = [*((name, code, TESTS) for name, code in FORGERIES.items()),
+             *((f"a program that {name}", code, PROGRAM) for name, code in PROGRAMS.items())]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = list(pool.map(partial(forgery, sandbox), *zip(*tried, strict=True)))
+    yield from found  # as in `floods`
+
+
+def forgery(sandbox: Sandbox, name: str, code: str, tests: list[Any]) -> Verdict:
+    """The verdict of one forgery."""
+    found = [verdict.outcome for verdict in run_tests(code, read_cases(list(tests)), sandbox)]
+    sound = "passed" not in found and {*found} <= {*OUTCOMES}
+    return Verdict(f"{sandbox.isolation}: {KIND}", name, "" if sound else f"its tests {found}")
