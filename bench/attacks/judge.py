@@ -21,7 +21,7 @@ import click
 
 from bench.attacks.attack import Verdict, attempted, report
 from bench.attacks.judge_answers import answer_verdicts
-from bench.attacks.judge_cases import ANY, GOOD, KEY, SCORES, TEXTS, Case, cases, scores
+from bench.attacks.judge_cases import ANY, GOOD, KEY, SCORES, TEXTS, UNJUDGED, Case, cases, scores
 from bench.attacks.judge_server import JudgeServer, chat, in_turn, serving
 from lowmem_grpo import rewards
 
@@ -58,12 +58,13 @@ def judge_of(url: str, **settings: Any) -> Any:
 
 def score(judge: Any, texts: tuple[str, ...] = TEXTS) -> tuple[list[float | None], list[str], Any]:
     """The scores, all that is told or kept, and the reward."""
-    reward, kept = rewards.ruler(judge), {}
+    reward: Any = rewards.ruler(judge)
+    kept: dict[str, Any] = {}
     SAID.of_this_thread()
     found = asyncio.run(reward(prompts=["p"] * len(texts), completions=list(texts), log_extra=kept.__setitem__,
                                log_metric=kept.__setitem__))
-    return found, [*SAID.of_this_thread(), *problems(reward), judge.summary(), repr(judge), repr(reward)], (reward,
-    kept)
+    told = [*SAID.of_this_thread(), *problems(reward), judge.summary(), repr(judge), repr(reward)]
+    return found, told, (reward, kept)
 
 
 def problems(reward: Any) -> list[str]:
@@ -85,7 +86,7 @@ def damages(case: Case, server: JudgeServer) -> Iterator[str]:
     limit = min(known["deadline"], (1 + known["timeout"]) * (1 + known["retries"])) + MARGIN
     yield f"it took {took:.1f} s" if took > limit else ""
     yield wrong_scores(found, case.expected)
-    yield "" if found != [None] * 2 or reward.trouble else "nobody is told why"
+    yield "" if found != UNJUDGED or reward.trouble else "nobody is told why"
     yield f"{len(server.asked)} requests" if len(server.asked) > case.requests else ""
     yield f"{server.sent} bytes were taken" if server.sent > MOST_BYTES else ""
     yield from shown_wrongly(told)
@@ -97,8 +98,8 @@ def damages(case: Case, server: JudgeServer) -> Iterator[str]:
 
 def wrong_scores(found: list[float | None], expected: list[float] | None) -> str:
     if expected == ANY:
-        return "" if found in (SCORES, [None] * 2) else f"the scores are {found}"
-    return "" if found == (expected or [None] * 2) else f"the scores are {found}, not {expected}"
+        return "" if found in (SCORES, UNJUDGED) else f"the scores are {found}"
+    return "" if found == (expected or UNJUDGED) else f"the scores are {found}, not {expected}"
 
 
 def shown_wrongly(told: list[str]) -> Iterator[str]:
@@ -124,9 +125,13 @@ def poisoned(change: Callable[[str], str]) -> str:
     return "" if found == [0.5, 0.25] else f"it is believed: {found}"
 
 
+def with_score(text: str, line: str) -> str:
+    return line.replace("0.75", text)
+
+
 def changes() -> Iterator[tuple[str, Callable[[str], str]]]:
     for text in POISONED:
-        yield f"a score of {text[:20]}", lambda line, text=text: line.replace("0.75", text)
+        yield f"a score of {text[:20]}", partial(with_score, text)
     yield "a line that is torn", lambda line: line[: len(line) // 2]
     yield "a rating too few", lambda line: line.replace('[0.25, "so"], ', "")
     yield "a rating too many", lambda line: line.replace('[0.25, "so"]', '[0.25, "so"], [1, ""]')
@@ -147,6 +152,7 @@ def elsewhere(status: int) -> Verdict:
 
 
 SECRET = {"extra_headers": {"x-api-key": KEY}}
+NO_NUMBERS: tuple[Any, ...] = (float("nan"), float("inf"), -1.0, "1", True, [])
 REFUSED: dict[str, dict[str, Any]] = {
     **{f"a key with {name}": {"api_key": text}
         for name, text in {"a line break": f"{KEY}\n", "another header": f"{KEY}\r\nx: y", "a space": f" {KEY}",
@@ -162,7 +168,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "an option of an odd name": {"options": {5: 1}},
     "an option that no JSON holds": {"options": SECRET | {"seed": object()}},
     **{f"{name}={value!r}": {name: value} for name in ("price_prompt", "timeout", "deadline")
-        for value in (float("nan"), float("inf"), -1.0, "1", True, [])},
+       for value in NO_NUMBERS},
     **{f"cache_file={place}": {"cache_file": place} for place in ("/dev/null", "/", "/dev/null/x", "\0", 5)},
 }
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.attacks.attack import Verdict, attempted
-from bench.attacks.judge_cases import GOOD, REPLIES, SCORES
+from bench.attacks.judge_cases import GOOD, REPLIES, SCORES, UNJUDGED
 from bench.attacks.judge_server import chat, in_turn, serving
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
@@ -28,10 +28,15 @@ TOKENS = (
     "<|reserved_special_token_5|>", "<|constrain|>", "<|endoftext|>", "<|start|>", "<|message|>", "<|return|>",
     "<|system|>", "<|user|>", "<|END_OF_TURN_TOKEN|>", "[TOOL_CALLS]", "[gMASK]", "[/THINK]",
 )
+
+
+def with_inside(char: str, token: str) -> str:
+    return f"{token[:1]}{char}{token[1:2]}{char}{token[2:]}"
+
+
 DISGUISES: dict[str, Callable[[str], str]] = {
     "as it is": str, "in capitals": str.upper, "within itself": lambda token: f"{token[:-1]}{token}{token[-1:]}",
-    **{f"with {name} in it": lambda token, char=char: f"{token[:1]}{char}{token[1:2]}{char}{token[2:]}"
-       for name, char in {
+    **{f"with {name} in it": partial(with_inside, char) for name, char in {
         "zero width": "\u200b", "joiners": "\u2060", "a soft hyphen": "\u00ad", "right to left": "\u202e",
         "a byte order mark": "\ufeff", "a variation selector": "\ufe0f", "a tag": "\U000e0041"}.items()},
     "in wide characters": lambda token: "".join(
@@ -110,7 +115,7 @@ class Base:
 
     def generate(self, prompts: list[list[int]], params: Any) -> list[list[Rollout]]:
         self.asked.update(number for ids in prompts for number in ids if number)
-        return [[Rollout([1] * 7, [], "stop", self.says)] for _ in prompts]  # type: ignore[arg-type]
+        return [[Rollout([1] * 7, [], "stop", self.says)] for _ in prompts]
 
 
 @cache
@@ -130,7 +135,7 @@ def tokenizer(changed: bool) -> Any:
 def by_base(says: str, texts: tuple[str, str], changed: bool = False) -> tuple[list[float | None], Counter[int]]:
     """The scores, and how often the base model read each control token."""
     base = Base(says, changed)
-    reward = rewards.ruler(rewards.SelfJudge(base))  # type: ignore[arg-type]
+    reward = rewards.ruler(rewards.SelfJudge(base))
     return reward(prompts=["p", "p"], completions=list(texts)), base.asked
 
 
@@ -144,7 +149,7 @@ def read_by_base(disguise: Callable[[str], str], changed: bool) -> str:
 
 def said_by_base(reply: str, expected: list[float] | None) -> str:
     found = by_base(reply, ("x", "y"))[0]
-    return "" if found == (expected or [None] * 2) else f"the scores are {found}"
+    return "" if found == (expected or UNJUDGED) else f"the scores are {found}"
 
 
 def answer_verdicts(score: Any, judge_of: Any) -> Iterator[Callable[[], Verdict]]:

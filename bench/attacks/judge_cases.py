@@ -13,6 +13,7 @@ from bench.attacks.judge_server import RAW, USAGE, Reply, answers_in, chat, in_t
 
 TEXTS = ("aaa", "")
 SCORES = [0.25, 0.75]
+UNJUDGED: list[float | None] = [None, None]
 KEY = "sk-5ecret.of-the-judge"
 ANY = [-1.0]  # the client's versions differ: a score or none, but nothing worse
 SLOW = {"timeout": 0.5}

@@ -113,7 +113,7 @@ EXTREMES: dict[str, Callable[[], Tokens]] = {
 
 def outcome(tokens: Tokens, settings: LossSettings, correct: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     """The loss, its gradients and its metrics in this dtype, in float64."""
-    given = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tokens.items()}
+    given: dict[str, Any] = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tokens.items()}
     leaves = [given[name].requires_grad_() for name in ("logprobs", "entropy")]
     out = grpo_loss(**given, settings=settings, correct_mismatch=correct, num_sequences=len(LENGTHS) + 1)
     grads = torch.autograd.grad(out.loss, leaves, materialize_grads=True, allow_unused=True)
@@ -182,18 +182,18 @@ def run_head(function: Any, rows: int, trained: bool, dtype: torch.dtype, **opti
 
 def kernels(quick: bool) -> Iterator[Verdict]:
     """Log-probabilities, entropies and gradients of the kernels' CPU path, no further from float64 than plain torch."""
-    asked = {"return_entropy": True, "entropy_grad": True, "chunk_rows": 7}
+    asked: dict[str, Any] = {"return_entropy": True, "entropy_grad": True, "chunk_rows": 7}
     shapes = itertools.product((1.0, 0.01, 1e-4), (None, 30.0, 1000.0), (1, 63), (False, True))
-    for temperature, softcap, *shape in list(shapes)[:: 3 if quick else 1]:
+    for temperature, softcap, rows, trained in list(shapes)[:: 3 if quick else 1]:
         options: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
-        truth, plain = (run_head(linear_logprobs_ref, *shape, dtype, **options)
+        truth, plain = (run_head(linear_logprobs_ref, rows, trained, dtype, **options)
                         for dtype in (torch.float64, torch.float32))
-        ours = run_head(linear_logprobs, *shape, torch.float32, **options, **asked)
+        ours = run_head(linear_logprobs, rows, trained, torch.float32, **options, **asked)
         for name, one, other, exact in zip(("logp", "entropy", "dhidden", "dweight"), ours, plain, truth, strict=False):
             error, allowed = ((found - exact).abs().max() for found in (one, other))
             limit = allowed + 8 * ROUNDING * exact.abs().max()
             damage = "" if error <= limit else f"error {error:.2e}, allowed {limit:.2e}"
-            yield Verdict(f"kernel at temperature {temperature}", f"{name}, softcap {softcap}, {shape}", damage)
+            yield Verdict(f"kernel at temperature {temperature}", f"{name}, softcap {softcap}, {[rows, trained]}", damage)
 
 
 def divergences() -> Iterator[Verdict]:
@@ -218,10 +218,12 @@ def advantages() -> Iterator[Verdict]:
         expected = [rollout.token_advantages for rollout in whole]
         rollouts[1].ref_logprobs = torch.tensor([broken])
         put_kl_in_reward(rollouts, 0.1)
-        equal = all(torch.allclose(one.token_advantages, other, atol=STD_EPSILON)
+        equal = all(one.token_advantages is not None and other is not None
+                    and torch.allclose(one.token_advantages, other, atol=STD_EPSILON)
                     for one, other in zip(whole, expected, strict=True))
         yield Verdict("KL in the reward", f"reference {broken}", "" if equal else "it moved other advantages")
-        told = not rollouts[1].token_advantages.isfinite().any()
+        found = rollouts[1].token_advantages
+        told = found is not None and not found.isfinite().any()
         yield Verdict("KL in the reward", f"reference {broken} is told", "" if told else "its own is a number")
 
 

@@ -77,9 +77,8 @@ def differences(folder: Path, expected: Path) -> list[str]:
         if one.keys() != other.keys() or not all(tensor.equal(other[key]) for key, tensor in one.items()):
             found.append(f"{name} has other weights")
     sampled = (expected / COMPLETIONS).exists()
-    for name, one, other in zip((METRICS, COMPLETIONS), records(folder, sampled), records(expected, sampled),
-                                strict=True):
-        if one != other:
-            steps = [[line["step"] for line in lines] for lines in (one, other)]
+    for name, *both in zip((METRICS, COMPLETIONS), records(folder, sampled), records(expected, sampled), strict=True):
+        if both[0] != both[1]:
+            steps = [[line["step"] for line in lines] for lines in both]
             found.append(f"{name} has other lines: of the steps {steps[0]}, expected {steps[1]}")
     return found
