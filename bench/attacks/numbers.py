@@ -113,7 +113,8 @@ EXTREMES: dict[str, Callable[[], Tokens]] = {
 
 def outcome(tokens: Tokens, settings: LossSettings, correct: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     """The loss, its gradients and its metrics in this dtype, in float64."""
-    given: dict[str, Any] = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tokens.items()}
+    given: dict[str, Any] = {name: value.to(dtype) if value.is_floating_point() else value
+                             for name, value in tokens.items()}
     leaves = [given[name].requires_grad_() for name in ("logprobs", "entropy")]
     out = grpo_loss(**given, settings=settings, correct_mismatch=correct, num_sequences=len(LENGTHS) + 1)
     grads = torch.autograd.grad(out.loss, leaves, materialize_grads=True, allow_unused=True)
@@ -193,7 +194,7 @@ def kernels(quick: bool) -> Iterator[Verdict]:
             error, allowed = ((found - exact).abs().max() for found in (one, other))
             limit = allowed + 8 * ROUNDING * exact.abs().max()
             damage = "" if error <= limit else f"error {error:.2e}, allowed {limit:.2e}"
-            yield Verdict(f"kernel at temperature {temperature}", f"{name}, softcap {softcap}, {[rows, trained]}", damage)
+            yield Verdict(f"kernel at temperature {temperature}", f"{name}, softcap {softcap}, {rows, trained}", damage)
 
 
 def divergences() -> Iterator[Verdict]:
