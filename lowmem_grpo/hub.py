@@ -1,14 +1,27 @@
 """Exported folders on the Hugging Face hub, and models from there, through huggingface_hub."""
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-SECONDS = 5.0  # for an answer of the hub
+SECONDS = 4.0  # for an answer of the hub, unless HF_HUB_ETAG_TIMEOUT says otherwise
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
@@ -51,9 +64,8 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
             folder_path=str(folder), repo_id=repo, commit_message=message or "Model trained with lowmem-grpo"
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise HubError(f"the hub did not take {repo}: {why}. What lies in {folder} is whole: `hf auth login`, then "
-                       f"`hf upload {repo} {folder}`") from error
+        raise HubError(f"the hub did not take {repo}: {first_line(error)}. What lies in {folder} is whole: `hf "
+                       f"auth login`, then `hf upload {repo} {folder}`") from error
     return str(getattr(commit, "commit_url", commit))
 
 
@@ -64,20 +76,118 @@ def model_folder(path: str, revision: str | None = None) -> Path:
     """
     if Path(path).is_dir():
         return Path(path)
+    find_model(path, revision)
     try:
         return Path(huggingface_hub.snapshot_download(path, revision=revision, allow_patterns=MODEL_FILES))
     except (OSError, ValueError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise OSError(f"no model {path!r}: it is not a folder, and the hub did not provide it ({why})") from error
+        raise OSError(f"no model {path!r}: it is not a folder, and the hub did not provide it ({first_line(error)})"
+                      ) from error
+
+
+@cache  # a refusal is not kept: the next call asks again
+def find_model(
+    name: str, revision: str | None = None, token: str | None = None, cache_dir: str | None = None,
+    local_files_only: bool = False, weights: bool = True,
+) -> None:
+    """OSError in one line for a model that is not in the cache and that the hub does not give; without `weights` its
+    config is enough. One that is in the cache is not asked for.
+
+    Libraries would try for half a minute where there is no network, and say so in twenty lines.
+    """
+    try:
+        if is_cached(name, revision, cache_dir, weights):
+            return
+        if local_files_only:
+            raise OSError(away("model", name, "local_files_only=True allows no download"))
+        url = huggingface_hub.hf_hub_url(name, "config.json", revision=revision)
+        answer(lambda: huggingface_hub.get_hf_file_metadata(url, token=token, timeout=patience()))
+    except HFValidationError as error:
+        raise OSError(f"no model {name!r}: that is no name on the hub ({first_line(error)})") from error
+    except GatedRepoError as error:
+        raise OSError(f"no model {name!r}: the hub gives it only to those whom its owner admits. Ask on its page, then "
+                      "hf auth login, or token=...") from error
+    except RepositoryNotFoundError as error:
+        raise OSError(f"no model {name!r}: the hub has no such model, or not for everyone (then: hf auth login, or "
+                      "token=...)") from error
+    except RevisionNotFoundError as error:
+        raise OSError(f"no model {name!r}: on the hub it has no revision {revision!r}") from error
+    except HfHubHTTPError:
+        return  # there is a network, and whoever loads the model says what is wrong
+    except NoAnswerError as error:
+        raise OSError(away("model", name, str(error))) from error
+
+
+def is_cached(name: str, revision: str | None, cache_dir: str | None, weights: bool) -> bool:
+    """Whether the hub's cache holds the config of a model and, if they are wanted, its weights."""
+    def holds(file: str) -> bool:
+        return isinstance(huggingface_hub.try_to_load_from_cache(name, file, cache_dir, revision), str)
+
+    return holds("config.json") and (not weights or any(map(holds, WEIGHTS)))
 
 
 def find_dataset(name: str, api: Any = None) -> None:
     """ValueError for a dataset that the hub does not have, OSError where the hub cannot be reached: told in seconds,
     where loading would try for half a minute."""
+    api = api or huggingface_hub.HfApi()
     try:
-        (api or huggingface_hub.HfApi()).dataset_info(name, timeout=SECONDS)
+        answer(lambda: api.dataset_info(name, timeout=patience()))
     except RepositoryNotFoundError as error:
         raise ValueError(f"the hub has no dataset {name!r}, or not for everyone (then: hf auth login)") from error
-    except Exception as error:  # network errors come from another library in each version
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise OSError(f"the hub does not answer ({why})") from error
+    except HFValidationError as error:
+        raise ValueError(f"{name!r} is no name on the hub ({first_line(error)})") from error
+    except HfHubHTTPError as error:
+        raise OSError(f"the hub refused {name!r} ({first_line(error)})") from error
+    except NoAnswerError as error:
+        raise OSError(away("dataset", name, str(error))) from error
+
+
+class NoAnswerError(Exception):
+    """The hub cannot be reached, or must not be asked; the message says why."""
+
+
+def answer(ask: Callable[[], Any]) -> None:
+    """Ask the hub once. Its refusals are raised as they are; NoAnswerError where none comes in time.
+
+    A client's timeout holds for each address of the hub anew and not for the look-up of its name, so the time is kept
+    outside of the client.
+    """
+    answers: SimpleQueue[Exception | None] = SimpleQueue()
+    Thread(target=lambda: answers.put(failure(ask)), daemon=True).start()
+    try:
+        error = answers.get(timeout=patience())
+    except Empty:
+        raise NoAnswerError(f"the hub gave no answer in {patience():g} s (HF_HUB_ETAG_TIMEOUT=30 waits 30 s)") from None
+    if isinstance(error, (HfHubHTTPError, HFValidationError)):
+        raise error
+    if isinstance(error, OfflineModeIsEnabled):
+        raise NoAnswerError("HF_HUB_OFFLINE allows no download") from error
+    if error is not None:  # network errors come from another library in each version
+        raise NoAnswerError(f"the hub does not answer ({first_line(error)})") from error
+
+
+def failure(ask: Callable[[], Any]) -> Exception | None:
+    """What went wrong when asking."""
+    try:
+        ask()
+    except Exception as error:  # noqa: BLE001  (another thread raises it)
+        return error
+    return None
+
+
+def patience() -> float:
+    """Seconds to wait for an answer."""
+    asked = constants.HF_HUB_ETAG_TIMEOUT
+    return SECONDS if asked == constants.DEFAULT_ETAG_TIMEOUT else float(asked)
+
+
+def away(kind: str, name: str, why: str) -> str:
+    """One line about what is neither here nor to be had, and what to do."""
+    fetch = f"hf download {name}; or give its folder"
+    if kind == "dataset":  # the library cannot read what `hf download` brings where there is no network
+        fetch = f"datasets.load_dataset({name!r}, split='train').to_json('rows.jsonl'); then give that file"
+    return f"no {kind} {name!r}: it is not in the cache, and {why}. Where there is a network: {fetch}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,7 +19,7 @@ from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lean_modules import MLP_TILE, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import Scope, Targets, lora_targets
-from lowmem_grpo.models.named import TINY, resolve
+from lowmem_grpo.models.named import TINY, find
 from lowmem_grpo.models.pretrained import Pretrained, linears_in_4bit
 from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.offload.embedding import embed_on_host, is_tied
@@ -85,8 +85,8 @@ class FastLanguageModel:
             EngineSettings(gpu_memory_utilization, kv_cache_bytes, max_num_seqs, enforce_eager, sampling_weights),
             model_name,
         )
-        stored = Pretrained(model_name, resolve(model_name), {
-            "revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only})
+        where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        stored = Pretrained(model_name, find(model_name, **where), where)
         model, tokenizer = stored.load(compute_dtype(dtype), device, four_bit)
         keeper.max_seq_length = context = context_of(model, max_seq_length)
         check_sampling_weights(sampling_weights, fast_inference, next(linears_in_4bit(model), None) is not None)

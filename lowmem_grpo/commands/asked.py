@@ -8,7 +8,7 @@ from typing import Any
 from lowmem_grpo.commands.recipe_help import file_of, named, options_of, parsed, sizes_of
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.kinds import KINDS, refuse_missing
-from lowmem_grpo.models.named import resolve
+from lowmem_grpo.models.named import find
 from lowmem_grpo.recipes.options import RecipeOptions, fill
 from lowmem_grpo.recipes.presets import size_of
 from lowmem_grpo.recipes.recipe_file import is_recipe_file, recipe_path
@@ -44,9 +44,9 @@ def check_recipe(name: str, arguments: Sequence[str]) -> None:
 
 
 def check_model(name: str | None) -> None:
-    """OSError for a path that leads to no model."""
+    """OSError for a path that leads to no model, and for a name that the hub does not give."""
     if name is not None:
-        resolve(name)
+        find(name)
 
 
 def check_data(source: str | None) -> None:

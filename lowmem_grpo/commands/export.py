@@ -41,6 +41,10 @@ def export(
     with plain_errors():
         if not run.exists():
             raise OSError(f"there is no {run}; give the folder of a run, of a checkpoint or of a saved adapter")
+        if repo is not None:
+            from lowmem_grpo.hub import check_repo
+
+            check_repo(repo)
     quiet()
     with plain_errors():
         from lowmem_grpo.export.formats import ExportSettings, export

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from lowmem_grpo import recipes
+from lowmem_grpo.data.kinds import is_file_name, refuse_missing
 from lowmem_grpo.recipes.problems.arithmetic import problems
 from lowmem_grpo.views.terminal import plain_errors
 
@@ -109,15 +110,17 @@ def example(name: str, out: Path, chosen: dict[str, Any]) -> tuple[Any, str]:
 
 def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
     """A recipe for the user's data. OSError and ValueError say what is wrong with it."""
-    from lowmem_grpo.data.files import cell_text, is_file_name
-    from lowmem_grpo.recipes.new.columns import Columns, find_columns
-    from lowmem_grpo.recipes.new.kinds import EXAMPLE, kind_of, marks_of, of_the_tiny_model
-    from lowmem_grpo.recipes.new.writing import Wanted
-
     is_file = is_file_name(data)
     if not is_file and not HUB_NAME.fullmatch(data):
         raise ValueError(f"there is no file {data!r}; --data takes a jsonl, json, csv or parquet file, or a dataset of "
                          "the hub (OWNER/NAME)")
+    if is_file:
+        refuse_missing(Path(data))
+    from lowmem_grpo.data.files import cell_text
+    from lowmem_grpo.recipes.new.columns import Columns, find_columns
+    from lowmem_grpo.recipes.new.kinds import EXAMPLE, kind_of, marks_of, of_the_tiny_model
+    from lowmem_grpo.recipes.new.writing import Wanted
+
     rows, unseen = look(data, chosen["split"], is_file)
     prompt, answer = chosen["prompt_column"], chosen["answer_column"]
     if not rows:

@@ -84,10 +84,13 @@ def config_of(model: str) -> Any:
     except ValueError as unknown:
         if model.count("/") != 1 or Path(model).exists():
             raise
-        from transformers import AutoConfig
+        from lowmem_grpo.models.named import find
 
         try:
+            find(model, weights=False)
+            from transformers import AutoConfig
+
             return AutoConfig.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError) as error:
             cause = str(error).splitlines()[0]
-            raise ValueError(f"{unknown} (the hub did not give a config either: {cause})") from error
+            raise ValueError(f"{unknown}. From the hub: {cause}") from error

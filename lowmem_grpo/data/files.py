@@ -9,10 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled, load_dataset
+from datasets import config, disable_progress_bars, enable_progress_bars, is_progress_bar_enabled, load_dataset
 from datasets.exceptions import DatasetsError
 
-from lowmem_grpo.data.kinds import KINDS, refuse_missing
+from lowmem_grpo.data.kinds import KINDS, is_file_name, refuse_missing
 from lowmem_grpo.hub import find_dataset
 
 NAMED = 12  # columns that a message lists
@@ -31,7 +31,8 @@ def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt"
 
 def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any:
     """A dataset from a jsonl, json, csv or parquet file (all its rows), or a split of a dataset on the hub, where
-    "OWNER/NAME:CONFIG" names one of several configurations. OSError if it is not there or cannot be read."""
+    "OWNER/NAME:CONFIG" names one of several configurations. OSError if it is not there or cannot be read, ValueError
+    for a dataset that the hub does not have."""
     path = Path(source)
     if is_file_name(source):
         check_file(path)
@@ -39,8 +40,10 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
             check_rows(path)
         wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train"}
     else:
-        name, _, config = source.partition(":")
-        wanted = {"path": name, "name": config or None, "split": split, "streaming": streaming}
+        name, _, part = source.partition(":")
+        if not is_loaded_before(name):
+            find_dataset(name)
+        wanted = {"path": name, "name": part or None, "split": split, "streaming": streaming}
     try:
         with quiet_datasets():
             rows = load_dataset(**wanted)
@@ -58,10 +61,10 @@ def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
     if is_file_name(source):
         rows = read_rows(source)
         return [dict(rows[index]) for index in range(min(count, len(rows)))]
-    find_dataset(source.partition(":")[0])
+    rows = read_rows(source, split, streaming=True)
     try:
         with quiet_datasets():
-            found = [dict(row) for row in read_rows(source, split, streaming=True).take(count)]
+            found = [dict(row) for row in rows.take(count)]
     except (DatasetsError, ValueError) as error:
         raise OSError(f"no rows from {source!r}: {reason(Path(source), error)}") from error
     if not found:
@@ -69,9 +72,13 @@ def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
     return found
 
 
-def is_file_name(source: str) -> bool:
-    """Whether the source is a file, and not a dataset on the hub."""
-    return Path(source).suffix.lower() in KINDS or Path(source).exists()
+def is_loaded_before(name: str) -> bool:
+    """Whether the library's cache has rows of a dataset of the hub; it changes case and underscores in its names."""
+    def plain(text: str) -> str:
+        return text.replace("_", "").replace("/", "").lower()
+
+    places = Path(config.HF_DATASETS_CACHE)
+    return places.is_dir() and any(plain(place.name) == plain(name) for place in places.iterdir())
 
 
 def check_rows(path: Path) -> None:

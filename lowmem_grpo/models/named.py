@@ -1,7 +1,8 @@
-"""A model's name as a folder, or as a name on the hub; needs no torch, so that a wrong path is refused at once."""
+"""A model's name as a folder, or as a name on the hub; needs no torch, so that a wrong one is refused at once."""
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 TINY = "tiny"  # the model that ships with the package
 
@@ -18,3 +19,14 @@ def resolve(model_name: str) -> str:
         why = "the folder holds no config.json" if folder.is_dir() else "there is no such folder"
         raise OSError(f"no model {model_name!r}: {why}")
     return str(folder)
+
+
+def find(model_name: str, **options: Any) -> str:
+    """The same, and OSError for a name that is neither in the hub's cache nor to be had from the hub in seconds.
+    `options` are those of `hub.find_model`."""
+    found = resolve(model_name)
+    if not Path(found).is_dir():
+        from lowmem_grpo.hub import find_model  # its library takes half a second, which a folder need not wait for
+
+        find_model(found, **options)
+    return found

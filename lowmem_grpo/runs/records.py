@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.runs.disk import free_bytes, refused
 from lowmem_grpo.runs.whole_folder import flush
-from lowmem_grpo.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from lowmem_grpo.types import RolloutGroup  # which needs torch: a report is written without it
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class RunRecords:
     def metrics(self, metrics: dict[str, Any]) -> None:
         self.append(METRICS, [metrics])
 
-    def completions(self, step: int, groups: list[RolloutGroup]) -> None:
+    def completions(self, step: int, groups: list["RolloutGroup"]) -> None:
         """One line for each completion of a step."""
         self.append(COMPLETIONS, completion_lines(step, groups))
 
@@ -138,7 +140,7 @@ def unwritten(path: Path, needed: int, free: int | None, error: OSError) -> Reco
                        "trainer.train(resume_from_checkpoint=True)")
 
 
-def completion_lines(step: int, groups: list[RolloutGroup]) -> list[dict[str, Any]]:
+def completion_lines(step: int, groups: list["RolloutGroup"]) -> list[dict[str, Any]]:
     """What completions.jsonl holds of a step."""
     return [
         {

@@ -16,7 +16,7 @@ from lowmem_grpo.engines.choice import EngineKeeper, EngineSettings, choose_engi
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.models.named import resolve
+from lowmem_grpo.models.named import find
 from lowmem_grpo.models.pretrained import keep_layout, linears_in_4bit
 
 CONTEXT = 2048  # tokens, where neither the model nor the run needs fewer or more
@@ -82,8 +82,8 @@ class Brought:
             raise self.without_lora()
         options = loading_options(self.settings.model_init_kwargs or {})
         four_bit = quantization(self.quantization_config or options.pop("quantization_config", None))
-        config = AutoConfig.from_pretrained(resolve(self.model), trust_remote_code=False,
-                                            revision=options.get("revision"), token=options.get("token"))
+        where = {"revision": options.get("revision"), "token": options.get("token")}
+        config = AutoConfig.from_pretrained(find(self.model, **where), trust_remote_code=False, **where)
         check_lora(self.peft_config)
         model, _ = FastLanguageModel.from_pretrained(
             self.model, max_seq_length=self.context(config),

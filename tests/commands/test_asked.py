@@ -31,6 +31,9 @@ WRONG = {  # command line: words of the refusal
     "generate hi --adapter /no/such": "/no/such is not a folder",
     "generate hi --temperature -1": "temperature is -1.0; it must be 0 or above",
     "generate hi --samples 0": "n is 0; it must be",
+    "generate hi --model nobody/nothing": "no model 'nobody/nothing': it is not in the cache, and HF_HUB_OFFLINE",
+    "run arithmetic model=nobody/nothing": "no model 'nobody/nothing': it is not in the cache",
+    "eval nobody/nothing --recipe arithmetic": "no model 'nobody/nothing': it is not in the cache",
     "eval tiny": "name the problems: --recipe NAME",
     "eval tiny --recipe nosuch": "no recipe 'nosuch'",
     "eval /no/such --recipe arithmetic": "no model '/no/such': there is no such folder",
@@ -40,11 +43,15 @@ WRONG = {  # command line: words of the refusal
     "export /no/such --out made": "there is no /no/such; give the folder of a run",
     "export .": "Missing option '--out'",
     "export . --out made --format onnx": "'onnx' is not one of 'adapter', 'merged', 'gguf'",
+    "export . --out made --push badname": "the repository is 'badname'; one of the hub is named OWNER/NAME",
+    "plan --model nobody/nothing --gpu t4": "From the hub: no model 'nobody/nothing': it is not in the cache",
     "plan --model tiny": "Missing option '--gpu'",
     "plan --model tiny --gpu rtx9999": "rtx9999",
     "plan --model nosuch --gpu t4": "nosuch",
     "plan --model tiny --gpu t4 --context many": "'many' is not a valid integer",
     "report /no/such": "Directory '/no/such' does not exist",
+    "report .": "no metrics.jsonl; expected the folder of a run",
+    "new it --data /no/such.jsonl": "no file '/no/such.jsonl' that can be read",
     "doctor --yaml": "No such option '--yaml'",
     "new": "Missing argument 'NAME'",
     "new 1st": "'1st' cannot be a recipe's name",
@@ -56,7 +63,7 @@ from lowmem_grpo.cli import main
 found = {}
 for line in json.load(sys.stdin):
     result = CliRunner().invoke(main, shlex.split(line))
-    heavy = [name for name in ("torch", "transformers", "datasets", "huggingface_hub") if name in sys.modules]
+    heavy = [name for name in ("torch", "transformers", "datasets") if name in sys.modules]
     found[line] = result.exit_code, result.output, heavy
 print(json.dumps(found))
 """

@@ -262,6 +262,7 @@ def test_another_configuration_of_the_hub_is_read(source: str, name: str | None,
         seen.append(wanted)
         return Dataset.from_list(rows(1))
 
+    monkeypatch.setattr("lowmem_grpo.data.files.find_dataset", lambda name: None)
     monkeypatch.setattr("lowmem_grpo.data.files.load_dataset", load_dataset)
     assert gsm8k.make_dataset(source, "test")["answer"][0] == "0"
     assert (seen[0]["path"], seen[0]["name"], seen[0]["split"]) == (source.partition(":")[0], name, "test")
@@ -275,7 +276,7 @@ def test_a_file_without_good_rows_is_named(content: str, tmp_path: Path) -> None
 
 
 def test_a_dataset_that_the_hub_does_not_give_is_named() -> None:
-    with pytest.raises(OSError, match="no rows from 'no-such-owner/no-such-data'"):
+    with pytest.raises(OSError, match="no dataset 'no-such-owner/no-such-data': it is not in the cache"):
         gsm8k.make_dataset("no-such-owner/no-such-data")
 
 
