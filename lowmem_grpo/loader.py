@@ -1,31 +1,23 @@
-"""`FastLanguageModel` loads a model with its tokenizer and its rollout engine, and puts LoRA on it through peft."""
+"""`FastLanguageModel` loads a model with its tokenizer and its rollout engine, and puts LoRA on it through peft.
+
+Options, names and paths are checked before torch and the other heavy libraries are imported, which takes seconds.
+"""
 
 import inspect
 import logging
 from pathlib import Path
-from typing import Any
-
-import torch
-from peft import LoraConfig, set_peft_model_state_dict
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, refuse
-from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
-from lowmem_grpo.engines.vllm.sampling_weights import SIXTEEN, check_four_bit
-from lowmem_grpo.export.lora_pairs import check_settings
-from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
-from lowmem_grpo.models.dtypes import compute_dtype
-from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.models.lean_modules import MLP_TILE, make_lean
-from lowmem_grpo.models.lora_layers import use_kernel_layers
-from lowmem_grpo.models.lora_targets import Scope, Targets, lora_targets
+from lowmem_grpo.later import torch
 from lowmem_grpo.models.named import TINY, find
-from lowmem_grpo.models.pretrained import Pretrained, linears_in_4bit
-from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
-from lowmem_grpo.offload.embedding import embed_on_host, is_tied
-from lowmem_grpo.runs.adapter_file import AdapterError, check_for, read_adapter
-from lowmem_grpo.runs.saved_adapter import base_of_adapter
 from lowmem_grpo.units import size_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lowmem_grpo.fast_model import BareModel, FastPeftModel
+    from lowmem_grpo.models.lora_targets import Targets
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +30,7 @@ class FastLanguageModel:
 
     @classmethod
     def from_pretrained(
-        cls, model_name: str = TINY, max_seq_length: int | None = 2048, dtype: torch.dtype | str | None = None,
+        cls, model_name: str = TINY, max_seq_length: int | None = 2048, dtype: "torch.dtype | str | None" = None,
         load_in_4bit: bool | None = None, fast_inference: bool | str = False, gpu_memory_utilization: float = 0.5,
         revision: str | None = None, token: str | None = None, device: str | None = None,
         kv_cache_bytes: int | None = None, max_num_seqs: int | None = None, enforce_eager: bool | None = None,
@@ -76,17 +68,25 @@ class FastLanguageModel:
             return with_adapter(cls, Path(model_name), given | options)
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
         four_bit = in_4_bit(load_in_4bit, load_in_16bit)
-        device = one_device(device, device_map)
         if offload_embedding and fast_inference not in (False, "transformers"):
             raise ValueError(f"offload_embedding=True and fast_inference={fast_inference!r}: vLLM looks the embedding "
                              'up on the device. Leave one of them out, or sample with fast_inference="transformers"')
+        where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        found = find(model_name, **where)
+        from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
+        from lowmem_grpo.fast_model import BareModel, Loaded
+        from lowmem_grpo.models.dtypes import compute_dtype
+        from lowmem_grpo.models.fused_weights import fuse_weights
+        from lowmem_grpo.models.pretrained import Pretrained, linears_in_4bit
+        from lowmem_grpo.offload.embedding import embed_on_host, is_tied
+
+        device = one_device(device, device_map)
         keeper = EngineKeeper(
             max_seq_length or 0, choose_engine(fast_inference, device),
             EngineSettings(gpu_memory_utilization, kv_cache_bytes, max_num_seqs, enforce_eager, sampling_weights),
             model_name,
         )
-        where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        stored = Pretrained(model_name, find(model_name, **where), where)
+        stored = Pretrained(model_name, found, where)
         model, tokenizer = stored.load(compute_dtype(dtype), device, four_bit)
         keeper.max_seq_length = context = context_of(model, max_seq_length)
         check_sampling_weights(sampling_weights, fast_inference, next(linears_in_4bit(model), None) is not None)
@@ -103,13 +103,13 @@ class FastLanguageModel:
 
     @classmethod
     def get_peft_model(
-        cls, model: BareModel, r: int = 16, target_modules: Targets = None, lora_alpha: int = 16,
+        cls, model: "BareModel", r: int = 16, target_modules: "Targets" = None, lora_alpha: int = 16,
         lora_dropout: float = 0.0, bias: str = "none", use_gradient_checkpointing: bool | str = "offload",
         random_state: int = 3407, use_rslora: bool = False, max_seq_length: int | None = None,
         mlp_tile: int | None = None, finetune_language_layers: bool = True, finetune_attention_modules: bool = True,
         finetune_mlp_modules: bool = True, layers_to_transform: list[int] | int | None = None,
         finetune_last_n_layers: int | None = None, **options: Any,
-    ) -> FastPeftModel:
+    ) -> "FastPeftModel":
         """Put LoRA of rank r on `target_modules` (None: all linear layers), initialised from `random_state`.
 
         `finetune_attention_modules=False` leaves out those of attention, `finetune_mlp_modules=False` all others.
@@ -121,6 +121,14 @@ class FastLanguageModel:
         Raises ValueError for what is not supported.
         """
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
+        from peft import LoraConfig
+
+        from lowmem_grpo.fast_model import BareModel, FastPeftModel
+        from lowmem_grpo.models.lean_modules import make_lean
+        from lowmem_grpo.models.lora_layers import use_kernel_layers
+        from lowmem_grpo.models.lora_targets import Scope, lora_targets
+        from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
+
         scope = Scope(finetune_language_layers, finetune_attention_modules, finetune_mlp_modules, layers_to_transform,
                       finetune_last_n_layers)
         if isinstance(model, FastPeftModel):
@@ -161,6 +169,8 @@ class FastLanguageModel:
     @staticmethod
     def for_training(model: Any, use_gradient_checkpointing: bool | str = True) -> Any:
         """Training mode. Gradient checkpointing stays as get_peft_model set it up."""
+        from lowmem_grpo.offload.activations import checkpointing_mode
+
         checkpointing_mode(use_gradient_checkpointing)
         return model.train()
 
@@ -173,9 +183,16 @@ class FastVisionModel(FastLanguageModel):
     """The same loader, for text: of a model with images, its text layers are trained, and images are refused."""
 
 
-def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> tuple[FastPeftModel, Any]:
+def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPeftModel, Any]":
     """The base of a saved adapter with the adapter on it, and the tokenizer beside it, or the base's. AdapterError for
     an adapter that is not plain LoRA, or that does not say its base."""
+    from peft import set_peft_model_state_dict
+
+    from lowmem_grpo.export.lora_pairs import check_settings
+    from lowmem_grpo.models.pretrained import Pretrained
+    from lowmem_grpo.runs.adapter_file import AdapterError, check_for, read_adapter
+    from lowmem_grpo.runs.saved_adapter import base_of_adapter
+
     config, tensors = read_adapter(folder)
     check_settings(config, folder)
     record = base_of_adapter(folder)
@@ -229,7 +246,7 @@ def one_device(device: str | None, device_map: Any) -> str:
                          "'cpu'") from error
 
 
-def context_of(model: PreTrainedModel, max_seq_length: int | None) -> int:
+def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:
     """The context in tokens, the model's own for None; ValueError if the model's is shorter."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if max_seq_length is None and longest is None:
@@ -242,6 +259,8 @@ def context_of(model: PreTrainedModel, max_seq_length: int | None) -> int:
 
 def check_sampling_weights(asked: str | None, fast_inference: bool | str, four_bit: bool) -> None:
     """Raise ValueError if the option has nothing to act on."""
+    from lowmem_grpo.engines.vllm.sampling_weights import SIXTEEN, check_four_bit
+
     check_four_bit(asked, four_bit)
     if asked == SIXTEEN and fast_inference in (False, "transformers"):
         raise ValueError(f"sampling_weights is {asked!r} and fast_inference is {fast_inference!r}: only vLLM samples "
@@ -250,6 +269,8 @@ def check_sampling_weights(asked: str | None, fast_inference: bool | str, four_b
 
 def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:
     """The tokens in a tile of the MLP; None for one piece."""
+    from lowmem_grpo.models.lean_modules import MLP_TILE
+
     if mlp_tile is None:
         return MLP_TILE if checkpointing else None
     if mlp_tile < 1:

@@ -56,13 +56,25 @@ WRONG = {  # command line: words of the refusal
     "new": "Missing argument 'NAME'",
     "new 1st": "'1st' cannot be a recipe's name",
 }
+CALLS = {  # options of FastLanguageModel.from_pretrained, in JSON
+    '{"model_name": "/no/such"}': "no model '/no/such': there is no such folder",
+    '{"model_name": "nobody/nothing"}': "no model 'nobody/nothing': it is not in the cache",
+    '{"load_in_5bit": true}': "has no option 'load_in_5bit'; did you mean load_in_8bit or load_in_4bit?",
+    '{"load_in_4bit": true, "load_in_16bit": true}': "contradict each other",
+}
 PROGRAM = """
-import json, shlex, sys
+import click, json, shlex, sys
+from types import SimpleNamespace
+from lowmem_grpo import FastLanguageModel
 from click.testing import CliRunner
 from lowmem_grpo.cli import main
 found = {}
 for line in json.load(sys.stdin):
-    result = CliRunner().invoke(main, shlex.split(line))
+    if line.startswith("{"):
+        result = CliRunner().invoke(click.command()(lambda: FastLanguageModel.from_pretrained(**json.loads(line))))
+        result = SimpleNamespace(exit_code=result.exit_code, output=str(result.exception))
+    else:
+        result = CliRunner().invoke(main, shlex.split(line))
     heavy = [name for name in ("torch", "transformers", "datasets") if name in sys.modules]
     found[line] = result.exit_code, result.output, heavy
 print(json.dumps(found))
@@ -82,8 +94,9 @@ def run(options):
 
 def test_a_wrong_line_is_refused_in_words_and_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], input=json.dumps(list(WRONG)), text=True,
+    wrong = WRONG | CALLS
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=json.dumps(list(wrong)), text=True,
                           capture_output=True, check=True, cwd=tmp_path)
     for line, (status, said, heavy) in json.loads(done.stdout).items():
-        assert status in (1, 2) and WRONG[line] in said and "Traceback" not in said, (line, status, said)
+        assert status in (1, 2) and wrong[line] in said and "Traceback" not in said, (line, status, said)
         assert not heavy, f"{line}: imported {heavy}"
