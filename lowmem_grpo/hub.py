@@ -114,7 +114,7 @@ def find_model(
     except HfHubHTTPError:
         return  # there is a network, and whoever loads the model says what is wrong
     except NoAnswerError as error:
-        raise OSError(away("model", name, str(error))) from error
+        raise OSError(away("model", name, str(error))) from None  # it names the cause
 
 
 def is_cached(name: str, revision: str | None, cache_dir: str | None, weights: bool) -> bool:
@@ -138,7 +138,7 @@ def find_dataset(name: str, api: Any = None) -> None:
     except HfHubHTTPError as error:
         raise OSError(f"the hub refused {name!r} ({first_line(error)})") from error
     except NoAnswerError as error:
-        raise OSError(away("dataset", name, str(error))) from error
+        raise OSError(away("dataset", name, str(error))) from None  # it names the cause
 
 
 class NoAnswerError(Exception):
