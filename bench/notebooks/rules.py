@@ -1,8 +1,8 @@
 """What is changed in a notebook before it runs: install and import lines, model, dataset and number of steps.
 
-Two more changes are counted apart. `tokens`: `apply_chat_template` gives token ids again, as it did before transformers 5
-(`return_dict = False`). `device`: on a machine without a card, what asks for a card asks for the CPU. Everything else
-stays as its author wrote it.
+Three more changes are counted apart. `tokens`: `apply_chat_template` gives token ids again, as it did before transformers 5
+(`return_dict = False`). `device`: on a machine without a card, what asks for a card asks for the CPU. `login`: nobody logs
+in to the hub, and nothing is shown there. Everything else stays as its author wrote it.
 """
 
 import ast
@@ -83,20 +83,32 @@ def edits_of(text: str, model: str, has_card: bool) -> list[Edit]:
                 if (new := new_import(node)) is not None:
                     kind = "dataset" if MADE_ROWS in new else "imports"
                     found.append(edit(kind, node, new.replace("\n", "\n" + " " * node.col_offset)))
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(value))) if (
-                "model" in name.lower() and HUB_NAME.fullmatch(value)
-            ):
-                found.append(edit("model", node.value, repr(model)))
+            case ast.Assign(targets=[target]):
+                found += [edit("model", value, repr(model)) for value in assigned_models(target, node.value)]
             case ast.Call():
                 found += [edit("model", name, repr(model)) for name in model_names(node)]
                 if called(node) in SETTINGS:
                     found += steps_edits(node, edit)
+                    spaces = (keyword.value for keyword in node.keywords if keyword.arg == "trackio_space_id")
+                    found += [edit("login", space, "None") for space in spaces]
+                if called(node) == "notebook_login":
+                    found.append(edit("login", node, "None"))
                 if wants_tokens(node):
                     last = [*node.args, *(keyword.value for keyword in node.keywords)][-1]
                     found.append(Edit("tokens", *[edit("tokens", last, "").end] * 2, ", return_dict = False"))
                 if not has_card:
                     found += [edit("device", place, new) for place, new in device_changes(node)]
     return found
+
+
+def assigned_models(target: ast.expr, value: ast.expr) -> Iterator[ast.expr]:
+    """The names of models of the hub that are assigned to a name with "model" in it."""
+    match target, value:
+        case ast.Tuple(elts=targets), ast.Tuple(elts=values):
+            for pair in zip(targets, values, strict=False):
+                yield from assigned_models(*pair)
+        case ast.Name(id=name), ast.Constant(value=str(text)) if "model" in name.lower() and HUB_NAME.fullmatch(text):
+            yield value
 
 
 def new_import(node: ast.ImportFrom | ast.Import) -> str | None:

@@ -13,8 +13,8 @@ def notebooks_table(rows: list[Row]) -> list[str]:
     """The newest row of each notebook."""
     last = latest(rows)
     return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
-            f"{told(last)}. `tokens`: `return_dict=False`, which transformers 5 needs. `device`: the CPU in place of a card.",
-            "", *markdown(COLUMNS, map(line, last))]
+            f"{told(last)}. `tokens`: `return_dict=False`, which transformers 5 needs. `device`: the CPU in place of a card. "
+            "`login`: no login to the hub.", "", *markdown(COLUMNS, map(line, last))]
 
 
 def told(last: list[Row]) -> str:

@@ -85,7 +85,8 @@ PRECISION_AND_MEMORY = {
     **at_default("The cache is emptied between sampling and training; leave it out.", "torch_empty_cache_steps"),
     **at_default("Set max_tokens_per_micro_batch: it bounds memory, and results stay the same.",
                  "auto_find_batch_size"),
-    **at_default("The loss never holds all logits at once; leave it out.", "use_liger_kernel"),
+    **at_default("The package's own kernels never hold all logits at once; leave it out.", "use_liger_kernel",
+                 also=(True,)),  # it asks for memory that is saved anyway
     **at_default("The loss never holds all logits at once; leave it out.", "liger_kernel_config", also=({},)),
     **at_default("Evaluation uses the precision of training; leave it out.", "bf16_full_eval", "fp16_full_eval"),
     **at_default("Sequences change their length all the time, and compiling would not pay; leave it out.",
@@ -179,7 +180,7 @@ EVERY_TRAINER: dict[str, Fixed] = {
 ROLLOUTS = {
     **only("Pass max_seq_length to FastLanguageModel.from_pretrained.", max_seq_length=None),
     **at_default("The GRPO loss has no labels to smooth; leave it out.", "label_smoothing_factor"),
-    **only("The loss never holds all logits at once; leave it out.", use_liger_loss=(False, None)),
+    **only("The loss never holds all logits at once; leave it out.", use_liger_loss=(False, None, True)),
     **only("The reference is the model without its adapter and stays fixed; use beta for the strength of the KL term.",
            sync_ref_model=False, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512),
     **only("Use steps_per_generation: it counts micro-batches that share a generation.", generation_batch_size=None),

@@ -28,6 +28,8 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("from datasets import load_dataset", "from bench.notebooks.made_rows import load_dataset", "dataset"),
     ("FastModel.from_pretrained(model_name='a/b', r=1)", "FastModel.from_pretrained(model_name='small', r=1)", "model"),
     ("model_id = 'a/b-c'", "model_id = 'small'", "model"),
+    ("model_id, out = 'a/b', 'c/d'", "model_id, out = 'small', 'c/d'", "model"),
+    ("notebook_login()", "None", "login"),
     ("GRPOTrainer('é', model='a/b')", "GRPOTrainer('é', model='small')", "model"),
     ("SFTConfig(max_steps = 60, a=1)", "SFTConfig(max_steps = 2, a=1)", "steps"),
     ("SFTConfig(\n    a=1,\n    num_train_epochs = 3,\n)", "SFTConfig(\n    a=1,\n    max_steps = 2,\n)", "steps"),
