@@ -25,7 +25,7 @@ OURS = "lowmem_grpo"
 PLACES = (OURS, "peft", "transformers", "bitsandbytes")  # whose code a storage is named by
 WORTH_NAMING = 2**20  # bytes; smaller storages are only named by their operation
 CPU_FORMS = (  # (file, function) and the operations by which only the CPU's form of a kernel holds more than a card's
-    ("logprob_rows.py", "finish_rows_ref", ("aten::sub", "aten::clone", "aten::where")),  # a second chunk of logits
+    ("logprob_rows.py", "finish_rows_ref", ("aten::exp", "aten::clone", "aten::where")),  # a second chunk of logits
     ("logprob_rows.py", "forward_rows", ("aten::clone",)),
     ("logits.py", "row_dot", ("aten::mul",)),
     ("logits.py", "<listcomp>", ("aten::mul",)),

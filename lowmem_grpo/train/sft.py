@@ -84,7 +84,7 @@ class SFTTrainer(Trainer):
     def train_dataset(self) -> Any:
         """The rows with `input_ids` and `labels`, as they are trained; a stream as it was passed."""
         source = self.source
-        return self.given_rows if isinstance(source.dataset, Stream) else Tokenised(source.dataset, self.encoder)
+        return self.given_rows if isinstance(source.dataset, Stream) else Tokenised(source.dataset, source.encoder)
 
     @train_dataset.setter
     def train_dataset(self, _: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import adapted, names_beside, randomized
+from adapters import adapted, names_beside
 from export_tools import CONVERTER, StubHub, llama_cpp
 from safetensors.torch import load_file
 
@@ -22,7 +22,7 @@ QUANTIZER = "#!/bin/sh\ncp \"$1\" \"$2\"\necho \"$3\" > \"$2.kind\"\n"
 
 @pytest.fixture(scope="module")
 def model() -> FastPeftModel:
-    return randomized(adapted(False))
+    return adapted(False)
 
 
 @pytest.fixture
