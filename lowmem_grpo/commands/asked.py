@@ -23,7 +23,12 @@ def check_recipe(name: str, arguments: Sequence[str]) -> None:
 
     Raises ValueError, OSError or click.UsageError. What the file does not say in so many words is left to the recipe.
     """
-    tree = parsed(recipe_path(name) if is_recipe_file(name) else file_of(name))
+    try:
+        tree = parsed(recipe_path(name) if is_recipe_file(name) else file_of(name))
+    except ValueError as error:
+        if isinstance(error.__cause__, SyntaxError):
+            return  # Python shows the line, when the file is loaded
+        raise
     owner = named(tree, "OPTIONS")
     shared = {one.name for one in fields(RecipeOptions)}
     own = {option: TYPES.get(kind, Any) for option, kind, *_ in options_of(tree, owner) if option not in shared}
