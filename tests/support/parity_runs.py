@@ -5,6 +5,7 @@
     exact.gradients(loss made of exact.logprobs and exact.entropy)
 """
 
+import copy
 import os
 from dataclasses import dataclass, replace
 from functools import cache
@@ -105,6 +106,17 @@ def our_run(
 ) -> OurRun:
     """One step of `Learner` on the completions."""
     return our_step(our_learner(weights, **settings), rollouts, old_logprobs)
+
+
+def exact_loss(weights: nn.Module, rollouts: Rollouts, old_logprobs: Logprobs | None = None, **settings: Any) -> float:
+    """The loss of the same step in float64."""
+    learner = our_learner(weights, **settings)
+    learner.policy = Policy(copy.deepcopy(learner.policy.model).double())
+    torch.set_default_dtype(torch.float64)
+    try:
+        return our_step(learner, rollouts, old_logprobs).loss
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def our_step(learner: Learner, rollouts: Rollouts, old_logprobs: Logprobs | None = None) -> OurRun:
