@@ -125,10 +125,12 @@ def test_another_engine_is_refused_with_the_allowed_ones(asked: Any) -> None:
         choose_engine(asked, "cpu")
 
 
-def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pretend(monkeypatch, None)
     with pytest.raises(EngineUnavailableError, match="vLLM is not installed"):
-        FastLanguageModel.from_pretrained("./nowhere", fast_inference="vllm")
+        FastLanguageModel.from_pretrained(str(tmp_path), fast_inference="vllm")  # an empty folder
 
 
 @pytest.mark.parametrize(("name", "value", "rule"), [
@@ -138,9 +140,11 @@ def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(monkey
     ("enforce_eager", "yes", "True, False or None"), ("sampling_weights", "8bit", '"4bit", "16bit" or None'),
     ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
 ])
-def test_an_engine_setting_of_the_wrong_kind_is_refused_by_name(name: str, value: Any, rule: str) -> None:
+def test_an_engine_setting_of_the_wrong_kind_is_refused_by_name(
+    name: str, value: Any, rule: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be {rule}"):
-        FastLanguageModel.from_pretrained("./nowhere", **{name: value})
+        FastLanguageModel.from_pretrained(str(tmp_path), **{name: value})
     assert EngineSettings()  # the defaults are allowed
 
 
