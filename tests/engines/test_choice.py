@@ -129,8 +129,9 @@ def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pretend(monkeypatch, None)
+    (tmp_path / "config.json").write_text("{}")  # that could not be loaded
     with pytest.raises(EngineUnavailableError, match="vLLM is not installed"):
-        FastLanguageModel.from_pretrained(str(tmp_path), fast_inference="vllm")  # an empty folder
+        FastLanguageModel.from_pretrained(str(tmp_path), fast_inference="vllm")
 
 
 @pytest.mark.parametrize(("name", "value", "rule"), [
@@ -143,6 +144,7 @@ def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(
 def test_an_engine_setting_of_the_wrong_kind_is_refused_by_name(
     name: str, value: Any, rule: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")  # that could not be loaded
     with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be {rule}"):
         FastLanguageModel.from_pretrained(str(tmp_path), **{name: value})
     assert EngineSettings()  # the defaults are allowed
