@@ -31,6 +31,7 @@ def one(advice: str, name: str, allowed: str) -> dict[str, Fate]:
 
 
 def is_off(value: Any) -> bool:
+    """Whether an option with this value asks for nothing: None, False, or an empty text or collection."""
     return value is None or value is False or (isinstance(value, (dict, list, tuple, str)) and not value)
 
 

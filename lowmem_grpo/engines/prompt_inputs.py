@@ -33,10 +33,12 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def is_encoding(prompt: Any) -> bool:
+    """Whether it is what a tokenizer returns, such as a BatchEncoding of transformers 5."""
     return isinstance(prompt, Mapping) and "input_ids" in prompt
 
 
 def is_message(value: Any) -> bool:
+    """Whether it is one message of a chat, with a role."""
     return isinstance(value, Mapping) and "role" in value
 
 

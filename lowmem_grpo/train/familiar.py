@@ -93,9 +93,11 @@ class Familiar:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def notify(self, event: str, **details: Any) -> None:
+        """Tell the listeners; the loop defines how."""
         raise NotImplementedError
 
     def measure_evaluation(self, dataset: Any = None) -> dict[str, float]:
+        """Metrics on the evaluation rows; each trainer defines them."""
         raise NotImplementedError
 
     # Its parts.

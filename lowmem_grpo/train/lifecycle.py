@@ -34,9 +34,11 @@ class Lifecycle(Familiar):
     began_here = False  # whether this call of `train` has begun or resumed it
 
     def save_state(self) -> Path:
+        """Write a checkpoint; the loop defines how."""
         raise NotImplementedError
 
     def weights_changed(self) -> None:
+        """The adapter has other weights than before; a trainer that samples tells its engine."""
         raise NotImplementedError
 
     def begin(self, resume: bool | str | None) -> None:

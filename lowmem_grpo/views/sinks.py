@@ -35,6 +35,7 @@ class Sink:
     """Writes every line of the log, and every evaluation."""
 
     def write(self, values: dict[str, float], step: int) -> None:
+        """Write the numbers of a step; each sink defines where."""
         raise NotImplementedError
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
