@@ -1,5 +1,6 @@
 """Exported folders on the Hugging Face hub, and models from there, through huggingface_hub."""
 
+import os
 import re
 from collections.abc import Callable
 from functools import cache
@@ -125,9 +126,26 @@ def is_cached(name: str, revision: str | None, cache_dir: str | None, weights: b
     return holds("config.json") and (not weights or any(map(holds, WEIGHTS)))
 
 
+def dataset_cache() -> Path:
+    """Where the library `datasets` keeps what it loaded; it is not imported for this."""
+    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+
+
+def is_loaded_before(dataset: str) -> bool:
+    """Whether the cache has rows of a dataset of the hub; the library changes case and underscores in its names."""
+    def plain(text: str) -> str:
+        return text.replace("_", "").replace("/", "").lower()
+
+    places = dataset_cache()
+    return places.is_dir() and any(plain(place.name) == plain(dataset) for place in places.iterdir())
+
+
+@cache  # a refusal is not kept: the next call asks again
 def find_dataset(name: str, api: Any = None) -> None:
     """ValueError for a dataset that the hub does not have, OSError where the hub cannot be reached: told in seconds,
-    where loading would try for half a minute."""
+    where loading would try for half a minute. One that is in the cache is not asked for."""
+    if is_loaded_before(name):
+        return
     api = api or huggingface_hub.HfApi()
     try:
         answer(lambda: api.dataset_info(name, timeout=patience()))

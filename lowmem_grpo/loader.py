@@ -8,7 +8,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine, named_device
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, refuse
+from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.later import torch
 from lowmem_grpo.models.named import TINY, find
 from lowmem_grpo.units import size_text
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANYWHERE = (None, "auto", "balanced", "balanced_low_0", "sequential", "unsloth")  # device maps that name no device
 UNSLOTHS_LENGTH = 2048  # the default of an option of get_peft_model that means nothing in Unsloth either
 
 
@@ -68,28 +69,31 @@ class FastLanguageModel:
             return with_adapter(cls, Path(model_name), given | options)
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
         four_bit = in_4_bit(load_in_4bit, load_in_16bit)
-        if offload_embedding and fast_inference not in (False, "transformers"):
+        check_engine(fast_inference)
+        if fast_inference == VLLM:
+            refuse_absent()
+        if offload_embedding and fast_inference not in (False, TRANSFORMERS):
             raise ValueError(f"offload_embedding=True and fast_inference={fast_inference!r}: vLLM looks the embedding "
                              'up on the device. Leave one of them out, or sample with fast_inference="transformers"')
+        settings = EngineSettings(gpu_memory_utilization, kv_cache_bytes, max_num_seqs, enforce_eager, sampling_weights)
+        settings.check_for(fast_inference)
+        named = named_device(device, device_map)
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         found = find(model_name, **where)
-        from lowmem_grpo.engines.choice import VLLM, EngineKeeper, EngineSettings, choose_engine
+        from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
+        from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
         from lowmem_grpo.models.dtypes import compute_dtype
         from lowmem_grpo.models.fused_weights import fuse_weights
         from lowmem_grpo.models.pretrained import Pretrained, linears_in_4bit
         from lowmem_grpo.offload.embedding import embed_on_host, is_tied
 
-        device = one_device(device, device_map)
-        keeper = EngineKeeper(
-            max_seq_length or 0, choose_engine(fast_inference, device),
-            EngineSettings(gpu_memory_utilization, kv_cache_bytes, max_num_seqs, enforce_eager, sampling_weights),
-            model_name,
-        )
+        device = named or ("cuda:0" if torch.cuda.is_available() else "cpu")
+        keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         stored = Pretrained(model_name, found, where)
         model, tokenizer = stored.load(compute_dtype(dtype), device, four_bit)
         keeper.max_seq_length = context = context_of(model, max_seq_length)
-        check_sampling_weights(sampling_weights, fast_inference, next(linears_in_4bit(model), None) is not None)
+        check_four_bit(sampling_weights, next(linears_in_4bit(model), None) is not None)
         if offload_embedding and is_tied(model):
             logger.warning("offload_embedding=True changes nothing: %s ties its input embedding to its output head, "
                            "which is needed on the device", type(model).__name__)
@@ -226,26 +230,6 @@ def in_4_bit(load_in_4bit: bool | None, load_in_16bit: bool) -> bool:
     return not load_in_16bit if load_in_4bit is None else load_in_4bit
 
 
-def one_device(device: str | None, device_map: Any) -> str:
-    """The device of the whole model: `device`, the one that a device map names, or the first card, if there is one."""
-    if isinstance(device_map, dict):
-        places = {str(place) for place in device_map.values()}
-        if len(places) != 1:
-            raise ValueError(f"device_map is {device_map!r}: a model lies on one device here; leave it out")
-        device_map = next(iter(device_map.values()))
-    mapped = None if device_map in ANYWHERE else str(device_map)
-    mapped = f"cuda:{mapped}" if mapped is not None and mapped.isdigit() else mapped
-    if device is not None and mapped not in (None, device):
-        raise ValueError(f"device is {device!r} and device_map names {mapped!r}; give one of them")
-    chosen = device or mapped or ("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        return "cuda:0" if chosen == "cuda" else str(torch.device(chosen))
-    except RuntimeError as error:
-        allowed = ", ".join(repr(place) for place in ANYWHERE if place)
-        raise ValueError(f"device_map is {device_map!r}; allowed are {allowed}, and one device such as 'cuda:0' or "
-                         "'cpu'") from error
-
-
 def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:
     """The context in tokens, the model's own for None; ValueError if the model's is shorter."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -255,16 +239,6 @@ def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:
     if longest is not None and (max_seq_length or 0) > longest:
         raise ValueError(f"max_seq_length is {max_seq_length}; this model's context is {longest}")
     return int(max_seq_length or longest or 0)
-
-
-def check_sampling_weights(asked: str | None, fast_inference: bool | str, four_bit: bool) -> None:
-    """Raise ValueError if the option has nothing to act on."""
-    from lowmem_grpo.engines.vllm.sampling_weights import SIXTEEN, check_four_bit
-
-    check_four_bit(asked, four_bit)
-    if asked == SIXTEEN and fast_inference in (False, "transformers"):
-        raise ValueError(f"sampling_weights is {asked!r} and fast_inference is {fast_inference!r}: only vLLM samples "
-                         'with dequantized weights. Leave it out, or load with fast_inference="vllm"')
 
 
 def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 
 from lowmem_grpo import hub
@@ -97,3 +98,12 @@ def test_what_the_hub_refuses_is_said_before_anything_is_loaded(
         return hub.find_model(NAME, "v9")
     with pytest.raises(OSError, match=words):
         hub.find_model(NAME, "v9")
+
+
+def test_the_cache_of_datasets_is_looked_for_where_the_library_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hub.dataset_cache() == Path(datasets.config.HF_DATASETS_CACHE)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    (tmp_path / "owner___some-rows").mkdir()
+    assert hub.is_loaded_before("Owner/some-rows") and not hub.is_loaded_before("other/some-rows")

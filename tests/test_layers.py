@@ -64,6 +64,7 @@ LAZY = {  # packages with doors: their names, and the homes of these
 }
 FREE = ("torch", *sys.stdlib_module_names)
 MADE_AT_RUN_TIME = ("exec", "eval", "compile", "__import__")
+OTHERS_SETTINGS = ("engines.vllm.installed", "hub")  # of vLLM, and of datasets, which is not imported to look it up
 READ_IN_SECRET = {"getsource", "environ", "getenv", "putenv"}
 
 
@@ -172,7 +173,7 @@ def test_nothing_is_run_read_or_caught_in_secret() -> None:
 
 def secrets(name: str) -> Iterator[tuple[int, str]]:
     """(line, what) of code that is made at run time, environment variables, source that is read, and bare excepts."""
-    allowed = {"environ"} if name == "engines.vllm.installed" else set()  # vLLM has settings that are nowhere else
+    allowed = {"environ"} if name in OTHERS_SETTINGS else set()
     for node in ast.walk(TREES[name]):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in MADE_AT_RUN_TIME:

@@ -8,6 +8,7 @@ from typing import Any
 from lowmem_grpo.commands.recipe_help import file_of, named, options_of, parsed, sizes_of
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.kinds import KINDS, refuse_missing
+from lowmem_grpo.hub import REPO, find_dataset
 from lowmem_grpo.models.named import find
 from lowmem_grpo.recipes.options import RecipeOptions, fill
 from lowmem_grpo.recipes.presets import size_of
@@ -31,7 +32,8 @@ def check_recipe(name: str, arguments: Sequence[str]) -> None:
         raise
     owner = named(tree, "OPTIONS")
     shared = {one.name for one in fields(RecipeOptions)}
-    own = {option: TYPES.get(kind, Any) for option, kind, *_ in options_of(tree, owner) if option not in shared}
+    written = {option: (kind, default) for option, kind, default, _ in options_of(tree, owner) if option not in shared}
+    own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
     if not own and owner != "RecipeOptions":
         return
     made = make_dataclass("Asked", [(option, kind, field(default=None)) for option, kind in own.items()],
@@ -44,8 +46,9 @@ def check_recipe(name: str, arguments: Sequence[str]) -> None:
         raise ValueError(f"gpu is {asked.gpu!r}; allowed are auto, {', '.join(sizes)}")
     if asked.engine != "auto":
         asked.fast_inference  # noqa: B018  (refuses an unknown engine)
+    asked.checkpointing  # noqa: B018  (refuses an unknown mode)
     check_model(asked.model)
-    check_data(getattr(asked, "dataset", None))
+    check_data(getattr(asked, "dataset", None) or written.get("dataset", ("", None))[1])
 
 
 def check_model(name: str | None) -> None:
@@ -55,9 +58,14 @@ def check_model(name: str | None) -> None:
 
 
 def check_data(source: str | None) -> None:
-    """OSError for a data file that is not there; names on the hub are not looked up."""
-    if source is not None and Path(source).suffix.lower() in KINDS:
+    """OSError for a data file that is not there, and for a name that the hub does not give (ValueError where it says
+    that there is none)."""
+    if source is None:
+        return
+    if Path(source).suffix.lower() in KINDS:
         refuse_missing(Path(source))
+    elif REPO.fullmatch(name := source.partition(":")[0]) and not Path(source).exists():
+        find_dataset(name)
 
 
 def check_folder(path: Path | None) -> None:

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import config, disable_progress_bars, enable_progress_bars, is_progress_bar_enabled, load_dataset
+from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled, load_dataset
 from datasets.exceptions import DatasetsError
 
 from lowmem_grpo.data.kinds import KINDS, is_file_name, refuse_missing
@@ -41,8 +41,7 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
         wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train"}
     else:
         name, _, part = source.partition(":")
-        if not is_loaded_before(name):
-            find_dataset(name)
+        find_dataset(name)
         wanted = {"path": name, "name": part or None, "split": split, "streaming": streaming}
     try:
         with quiet_datasets():
@@ -70,15 +69,6 @@ def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
     if not found:
         raise OSError(f"no rows from {source!r}: the split {split!r} is empty")
     return found
-
-
-def is_loaded_before(name: str) -> bool:
-    """Whether the library's cache has rows of a dataset of the hub; it changes case and underscores in its names."""
-    def plain(text: str) -> str:
-        return text.replace("_", "").replace("/", "").lower()
-
-    places = Path(config.HF_DATASETS_CACHE)
-    return places.is_dir() and any(plain(place.name) == plain(name) for place in places.iterdir())
 
 
 def check_rows(path: Path) -> None:

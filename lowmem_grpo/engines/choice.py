@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.engine import VLLMEngine, living
@@ -21,15 +22,12 @@ from lowmem_grpo.engines.vllm.installed import (
 )
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread
-from lowmem_grpo.engines.vllm.sampling_weights import FOUR, SIXTEEN
 from lowmem_grpo.memory.bounds import RolloutBound
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-TRANSFORMERS, VLLM = "transformers", "vllm"
 OLD_CARD = "vLLM was not tested on compute capability {}.{}, where the transformers engine is the checked one"
-ALLOWED = (True, False, TRANSFORMERS, VLLM)
 
 
 @dataclass(frozen=True)
@@ -41,40 +39,12 @@ class EngineChoice:
     forced: bool = False  # the user named it: if it cannot be used, that is an error
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What vLLM's engine is made with. The transformers engine reserves no memory and ignores them."""
-
-    gpu_memory_utilization: float = 0.5  # the share of the card that may be in use, the key-value cache included
-    kv_cache_bytes: int | None = None  # of the key-value cache, instead of gpu_memory_utilization
-    max_num_seqs: int | None = None  # sequences that are decoded together; None: what a run samples at once
-    enforce_eager: bool | None = None  # True: no CUDA graphs. None: graphs on a card
-    sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: where there is room
-
-    def __post_init__(self) -> None:
-        checks = {
-            "gpu_memory_utilization": (0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
-            "kv_cache_bytes": (self.kv_cache_bytes is None or is_count(self.kv_cache_bytes), "a positive int, or None"),
-            "max_num_seqs": (self.max_num_seqs is None or is_count(self.max_num_seqs), "a positive int, or None"),
-            "enforce_eager": (self.enforce_eager in (True, False, None), "True, False or None"),
-            "sampling_weights": (self.sampling_weights in (FOUR, SIXTEEN, None), f'"{FOUR}", "{SIXTEEN}" or None'),
-        }
-        for name, (allowed, rule) in checks.items():
-            if not allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
-
-
-def is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
     """The engine for `fast_inference` and a model on `device`, judged by what is installed, without importing it.
 
     Raises EngineUnavailableError where the user named "vllm" and it cannot be used.
     """
-    if fast_inference not in ALLOWED:
-        raise ValueError(f'fast_inference is {fast_inference!r}; allowed are True, False, "transformers" and "vllm"')
+    check_engine(fast_inference)
     if fast_inference in (False, TRANSFORMERS):
         return EngineChoice(TRANSFORMERS, f"fast_inference={fast_inference!r}", forced=True)
     why_not = why_not_here(device)

@@ -11,8 +11,9 @@ from peft import LoraConfig, PeftModel
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lowmem_grpo.config.engine import EngineSettings
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.engines.choice import EngineKeeper, EngineSettings, choose_engine
+from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.fused_weights import fuse_weights

@@ -25,6 +25,9 @@ WRONG = {  # command line: words of the refusal
     "run arithmetic model=/no/such/model": "no model '/no/such/model': there is no such folder",
     "run arithmetic model=./mine": "no model './mine': there is no such folder",
     "run gsm8k dataset=/no/such.jsonl": "no file '/no/such.jsonl' that can be read",
+    "run gsm8k": "no dataset 'openai/gsm8k': it is not in the cache, and HF_HUB_OFFLINE allows no download",
+    "run gsm8k dataset=nobody/nothing": "no dataset 'nobody/nothing': it is not in the cache",
+    "eval tiny --dataset nobody/nothing --reward number_match": "no dataset 'nobody/nothing': it is not in the cache",
     "run code seconds=soon": "seconds='soon': Input should be a valid number",
     "generate": "Missing argument 'PROMPT'",
     "generate hi --model ../nowhere": "no model '../nowhere': there is no such folder",
@@ -61,6 +64,13 @@ CALLS = {  # options of FastLanguageModel.from_pretrained, in JSON
     '{"model_name": "nobody/nothing"}': "no model 'nobody/nothing': it is not in the cache",
     '{"load_in_5bit": true}': "has no option 'load_in_5bit'; did you mean load_in_8bit or load_in_4bit?",
     '{"load_in_4bit": true, "load_in_16bit": true}': "contradict each other",
+    '{"fast_inference": "sglang"}': "fast_inference is 'sglang'; allowed are True, False",
+    '{"max_num_seqs": "8"}': "max_num_seqs is '8'; it must be a positive int",
+    '{"gpu_memory_utilization": 1.5}': "gpu_memory_utilization is 1.5; it must be in (0, 1]",
+    '{"gpu_memory_utilization": "half"}': "gpu_memory_utilization is 'half'; it must be in (0, 1]",
+    '{"sampling_weights": "16bit"}': "only vLLM samples with dequantized weights",
+    '{"device": "gpu"}': "device is 'gpu'; allowed are 'cpu', 'cuda' and one card",
+    '{"device_map": "nowhere"}': "device_map is 'nowhere'; allowed are 'auto'",
 }
 PROGRAM = """
 import click, json, shlex, sys

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import FinishedPrompts, OnGroup
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
 from lowmem_grpo.engines.vllm import pool as vllm_pool
-from lowmem_grpo.engines.vllm import sampling_weights as wide
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
@@ -93,7 +93,7 @@ class VLLMEngine:
             if not self.sleeps or not vllm_pool.is_missing(error):
                 raise
             self.sleeps = False
-            self.sampling_weights = self.sampling_weights if self.eager else wide.FOUR
+            self.sampling_weights = self.sampling_weights if self.eager else FOUR
             logger.warning("vLLM has no memory pool here (%s): the key-value cache of %s stays on the card while "
                            "training", str(error).splitlines()[0], size_text(self.capacity.cache))
         self.start()  # not in the handler: the error's traceback keeps alive what was made
@@ -119,7 +119,7 @@ class VLLMEngine:
                 vllm_settings.explain(error, self.policy)
                 raise
         if self.loan.wide is None:
-            self.sampling_weights = wide.FOUR
+            self.sampling_weights = FOUR
         VLLMEngine.clean, self.asleep, self.seqs = True, False, self.capacity.seqs
         self.cache = self.kv_bytes = self.capacity.cache
         self.prefixes: Hashable = None  # what the cached prefixes were computed with
@@ -150,11 +150,11 @@ class VLLMEngine:
     def back_to_four(self, shortage: Shortage) -> bool:
         """Give up dequantized weights first where memory ran out beside them: whether there were any. The engine of
         the next attempt computes with the 4-bit ones."""
-        if self.sampling_weights == wide.FOUR:
+        if self.sampling_weights == FOUR:
             return False
         self.bound.note("sampling with weights in 16 bits", shortage,
                         "the 4-bit kernels serve for the rest of the run, and the work is repeated")
-        self.sampling_weights = wide.FOUR
+        self.sampling_weights = FOUR
         self.close()
         return True
 

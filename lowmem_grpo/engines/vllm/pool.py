@@ -21,6 +21,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.engines.vllm import sampling_weights as wide
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed
@@ -147,18 +148,18 @@ def choose_for_engine(asked: str | None, policy: Policy, capacity: Capacity, eag
     """`sampling_weights.choose` for an engine. With CUDA graphs (not `eager`) the weights also need vLLM's pool."""
     form, left = wide.choose(asked, policy, capacity.kv_budget, capacity.kv_given, capacity.wanted_seqs,
                              capacity.max_seq_length)
-    why = None if form == wide.FOUR or eager else why_not()
+    why = None if form == FOUR or eager else why_not()
     if why is None:
         return form, left
     if asked is not None:
         raise EngineUnavailableError(f'sampling_weights="16bit" cannot be had: {why}. Leave it out, or load with '
                                      "enforce_eager=True, which needs no fixed addresses")
     logger.warning("sampling with weights in 4 bits, though there is room for 16: %s", why)
-    return wide.FOUR, capacity.kv_budget
+    return FOUR, capacity.kv_budget
 
 
 def room_for(form: str, eager: bool) -> wide.Room | None:
     """Where dequantized weights lie. CUDA graphs need addresses that last, which vLLM's pool has."""
-    if form == wide.FOUR:
+    if form == FOUR:
         return None
     return wide.PlainRoom() if eager else SleepingRoom()

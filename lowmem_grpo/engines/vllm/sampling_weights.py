@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowmem_grpo.config.engine import FOUR, SIXTEEN
 from lowmem_grpo.engines.vllm.capacity import BLOCK, kv_bytes_of
 from lowmem_grpo.engines.vllm.lent_layers import Product
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
@@ -25,7 +26,6 @@ from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
 
-FOUR, SIXTEEN = "4bit", "16bit"  # the forms of weights to sample with
 ALIGN = 128  # numbers: each group begins at a multiple
 
 

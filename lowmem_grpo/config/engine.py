@@ -1,0 +1,78 @@
+"""Which engine is asked for, on which device, and what vLLM's is made with. Needs no library, so that wrong values are
+refused before torch is imported."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+TRANSFORMERS, VLLM = "transformers", "vllm"
+ENGINES = (True, False, TRANSFORMERS, VLLM)
+FOUR, SIXTEEN = "4bit", "16bit"  # the forms of weights to sample with
+ANYWHERE = (None, "auto", "balanced", "balanced_low_0", "sequential", "unsloth")  # device maps that name no device
+DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What vLLM's engine is made with. The transformers engine reserves no memory and ignores them."""
+
+    gpu_memory_utilization: float = 0.5  # the share of the card that may be in use, the key-value cache included
+    kv_cache_bytes: int | None = None  # of the key-value cache, instead of gpu_memory_utilization
+    max_num_seqs: int | None = None  # sequences that are decoded together; None: what a run samples at once
+    enforce_eager: bool | None = None  # True: no CUDA graphs. None: graphs on a card
+    sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: where there is room
+
+    def __post_init__(self) -> None:
+        checks = {
+            "gpu_memory_utilization": (is_share(self.gpu_memory_utilization), "in (0, 1]"),
+            "kv_cache_bytes": (self.kv_cache_bytes is None or is_count(self.kv_cache_bytes), "a positive int, or None"),
+            "max_num_seqs": (self.max_num_seqs is None or is_count(self.max_num_seqs), "a positive int, or None"),
+            "enforce_eager": (self.enforce_eager in (True, False, None), "True, False or None"),
+            "sampling_weights": (self.sampling_weights in (FOUR, SIXTEEN, None), f'"{FOUR}", "{SIXTEEN}" or None'),
+        }
+        for name, (allowed, rule) in checks.items():
+            if not allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+    def check_for(self, fast_inference: bool | str) -> None:
+        """ValueError where a setting has nothing to act on in that engine."""
+        if self.sampling_weights == SIXTEEN and fast_inference in (False, TRANSFORMERS):
+            raise ValueError(f"sampling_weights is {SIXTEEN!r} and fast_inference is {fast_inference!r}: only vLLM "
+                             'samples with dequantized weights. Leave it out, or load with fast_inference="vllm"')
+
+
+def is_count(value: object) -> bool:
+    """Whether this is a whole number from 1 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_share(value: object) -> bool:
+    """Whether this is a number above 0, and 1 at most."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
+
+
+def check_engine(fast_inference: bool | str) -> None:
+    """ValueError for an engine that there is not."""
+    if fast_inference not in ENGINES:
+        raise ValueError(f'fast_inference is {fast_inference!r}; allowed are True, False, "transformers" and "vllm"')
+
+
+def named_device(device: str | None, device_map: Any) -> str | None:
+    """The one device that is asked for by name; None where the choice is left to us. ValueError for another form."""
+    if isinstance(device_map, dict):
+        places = {str(place) for place in device_map.values()}
+        if len(places) != 1:
+            raise ValueError(f"device_map is {device_map!r}: a model lies on one device here; leave it out")
+        device_map = next(iter(device_map.values()))
+    mapped = None if device_map in ANYWHERE else str(device_map)
+    mapped = f"cuda:{mapped}" if mapped is not None and mapped.isdigit() else mapped
+    given = None if device is None else str(device)
+    if given is not None and mapped not in (None, given):
+        raise ValueError(f"device is {device!r} and device_map names {mapped!r}; give one of them")
+    if mapped is not None and not DEVICE.fullmatch(mapped):
+        allowed = ", ".join(repr(place) for place in ANYWHERE if place)
+        raise ValueError(f"device_map is {device_map!r}; allowed are {allowed}, and one device such as 'cuda:0' or "
+                         "'cpu'")
+    if given is not None and not DEVICE.fullmatch(given):
+        raise ValueError(f"device is {device!r}; allowed are 'cpu', 'cuda' and one card such as 'cuda:0'")
+    return "cuda:0" if "cuda" in (given, mapped) else given or mapped
