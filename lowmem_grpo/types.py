@@ -11,16 +11,61 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+Message = dict[str, Any]  # of a chat: `role`, `content`, and `tool_calls` or `name` where it has them
+
+
+@dataclass
+class ToolCall:
+    """A tool that a policy asks for, as it was read from a completion."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass
+class Turn:
+    """One call of the engine in an episode, as the engine returned it, and what the environment answered."""
+
+    prompt_ids: list[int]  # (P,) all that the engine saw
+    completion_ids: list[int]  # (C,) as they were drawn
+    logprobs: list[float]  # (C,) the sampler's own
+    finish_reason: Literal["stop", "length"]
+    text: str = ""  # decoded, special tokens left out
+    policy_version: int = 0
+    cached_tokens: int = 0  # of the prompt, which the engine did not compute again
+    message: Message = field(default_factory=dict)  # the assistant's, with the tool calls that were read from it
+    replies: list[Message] = field(default_factory=list)  # of tools and of the environment, before the next turn
+    reward: float | None = None  # that the environment paid for this turn
+    state: str | None = None  # the key of the state that the policy acted in
+    calls: int = 0  # of tools
+    failures: int = 0  # calls that could not be read, or failed
+    seconds: float = 0.0  # that its tools and its environment took
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where another sequence of an episode begins, because the template rewrote the history."""
+
+    start: int  # the index of its first token among the C of its rollout
+    prompt_ids: list[int] | None = None  # (P,) what comes before that token; None: the prompt of the group
+
 
 @dataclass
 class Rollout:
-    """One sampled completion of C tokens (the end token included, where it was sampled)."""
+    """One sampled completion of C tokens (the end token included, where it was sampled), or one episode: all that
+    followed the prompt, of which the policy drew the `trained` tokens. Fields of (C,) are 0 at the others."""
 
     completion_ids: list[int]  # (C,)
     rollout_logprobs: list[float]  # (C,) the sampler's own
     finish_reason: Literal["stop", "length"]
-    text: str = ""  # decoded, special tokens left out
+    text: str = ""  # decoded, special tokens left out; of an episode the last turn
     policy_version: int = 0
+    cached_tokens: int = 0  # of the prompt, which the engine did not compute again
+    trained: list[bool] | None = None  # (C,) whether the policy drew the token, so that it is in the loss; None: all
+    splits: list[Split] = field(default_factory=list)  # an episode of several sequences: where each further one begins
+    turns: list[Turn] = field(default_factory=list)  # of an episode
+    ending: str = ""  # of an episode: why it ended
+    environment: Any = None  # that the episode was played in, until its rewards are there
     rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward function
     invalid_rewards: dict[str, float] = field(default_factory=dict)  # of these, NaN and infinities: None in `rewards`
     reward: float | None = None  # their weighted sum
@@ -31,6 +76,11 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (C,) under the base model; None without a KL term
     entropy: Tensor | None = None  # (C,) at the start of the update; None where the loss does not ask for it
     policy_mask: Tensor | None = None  # (C,) bool, tokens whose policy term counts; None for all
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that the policy drew."""
+        return len(self.completion_ids) if self.trained is None else sum(self.trained)
 
     @property
     def advantages(self) -> Tensor | float:

@@ -30,7 +30,7 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
     ("config", "models"),
     ("engines",),
     ("data", "runs", "views"),
-    ("export", "fast_model", "loader", "rewards"),
+    ("export", "fast_model", "loader", "rewards", "environments"),
     ("rollout", "preflight", "train", "chat_templates"),
     ("recipes", "commands", "integrations", "cli", "__main__"),
 ]

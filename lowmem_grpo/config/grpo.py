@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from lowmem_grpo.config.episodes import EpisodeSettings
 from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.strategies import StrategySettings
@@ -16,7 +17,7 @@ GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 
 
 @dataclass
-class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, TrainSettings):
+class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSettings, TrainSettings):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
     One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to
@@ -27,8 +28,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, TrainSetting
 
     evaluated: ClassVar[str] = "reward"
 
-    # The fields of TrainSettings; how groups are chosen: those of StrategySettings; the loss: those of LossSettings and
-    # AdvantageSettings.
+    # The fields of TrainSettings; how groups are chosen: those of StrategySettings; episodes of
+    # several turns: those of EpisodeSettings; the loss: those of LossSettings and AdvantageSettings.
 
     max_prompt_length: int | None = None
     """Rows with a longer prompt are skipped and counted; None leaves the context as the only bound."""
@@ -96,6 +97,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, TrainSetting
         self.check_loss_options()
         self.check_advantage_options()
         self.check_replay()
+        self.turn_limit  # noqa: B018  (refuses a contradiction)
         self.sampling(None)
         if self.pass_at_k is not None and not 1 <= self.pass_at_k < self.num_generations:
             raise ValueError(

@@ -187,7 +187,6 @@ ROLLOUTS = {
     **only("Use temperature, top_p, top_k, min_p or vllm_sampling_params.", generation_kwargs=(None, {})),
     **only("Penalised sampling is off-policy; score repetition with a reward function.", repetition_penalty=1.0),
     **only("The key-value cache grows as it is needed; leave it out.", cache_implementation=None),
-    **only("Completions are single turns without tools; leave it out.", max_tool_calling_iterations=None),
     **only("Sequences are packed without padding; leave it out.", pad_to_multiple_of=("auto", None)),
     **only("There is no DeepSpeed here; leave it out.", ds3_gather_for_generation=(True, False)),
     **only("Finished rows always leave the batch; leave it out.", use_transformers_continuous_batching=False,

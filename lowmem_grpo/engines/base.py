@@ -2,12 +2,36 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
 
 OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its rollouts)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One turn that is asked for."""
+
+    key: int  # of the episode; at most one of its turns is in the engine at a time
+    ids: list[int]  # (P,) of the prompt; they begin with those of its last turn, unless the history was rewritten
+    max_tokens: int  # that may be drawn
+    seed: int  # of its random numbers
+
+
+class Conversation(Protocol):
+    """Where an engine gets the turns that are asked for, and gives them back when they are drawn."""
+
+    def take(self, busy: bool) -> list[Request]:
+        """What can be decoded now. A `busy` engine has other turns to decode and gets what is there at once; another
+        waits for the next, and an empty list tells it that there are no more."""
+        ...
+
+    def give(self, key: int, rollout: Rollout) -> None:
+        """The turn of an episode is drawn. Called in the engine's thread; it may make the next turn ready."""
+        ...
 
 
 class Engine(Protocol):
@@ -23,6 +47,16 @@ class Engine(Protocol):
         A sleeping engine wakes itself; if that runs out of memory, it reacts as it does in sampling. The engine calls
         `on_group` in this thread, once for each prompt, as soon as all rollouts of the prompt are finished. It passes
         the same objects that it returns in the end. An error raised by `on_group` ends the call.
+        """
+        ...
+
+    def converse(self, conversation: Conversation, params: SamplingParams) -> None:
+        """Decode turns until the conversation has no more. Of `params`, n, max_tokens and seed are not used: each
+        request has its own.
+
+        Errors and memory are handled as in `generate`: turns that were lost with an engine are decoded again, since a
+        turn depends on nothing but its request. An error raised by the conversation ends the call. What was computed of
+        a prompt that continues the last turn of its key is not computed again, where memory allows.
         """
         ...
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import FinishedPrompts, OnGroup
+from lowmem_grpo.engines.base import Conversation, FinishedPrompts, OnGroup
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop, draw
 from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
+from lowmem_grpo.engines.rounds import in_rounds
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
@@ -153,6 +154,9 @@ class TransformersEngine:
             self.policy.model.train(was_training)
         self.report(drawn, finished.missing)
         return finished.result()
+
+    def converse(self, conversation: Conversation, params: SamplingParams) -> None:
+        in_rounds(self, conversation, params)
 
     def report(self, drawn: Drawn, prompts: list[int]) -> None:
         """Copy the rows of finished prompts to the host, and report each prompt."""

@@ -19,8 +19,8 @@ ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_
              "max_tokens_per_micro_batch", "logits_chunk", "reward_timeout", "nothing_to_learn_steps",
             
              "truncate_prompts", "score_while_sampling", "parity_steps", "parity_bound", "nonfinite_steps",
-             "kl_estimator",
-             "advantage_estimator", "pass_at_k", "preflight",
+             "max_turns", "max_turn_tokens", "history", "environment_timeout", "episode_timeout", "max_tool_tokens",
+             "turn_discount", "state_weight", "kl_estimator", "advantage_estimator", "pass_at_k", "preflight",
              "dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "replay_max_age"}
 TRL_DEFAULTS = {
     "run_name": None, "seed": 42, "shuffle_dataset": True, "chat_template_kwargs": None, "max_steps": -1,
@@ -46,6 +46,7 @@ OF_THE_CHOICE = {  # TRL's defaults of options that are None here: that of the l
     "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "scale_rewards": "group",
 }
 OTHER_DEFAULTS = {
+    "max_tool_calling_iterations": None,
     "disable_tqdm": None, "output_dir": "outputs", "optim": "adamw_torch", "fp16": None,
     "gradient_checkpointing": None, "logging_steps": 1, "save_steps": 100, "save_total_limit": 3,
     "vllm_importance_sampling_correction": None, "vllm_importance_sampling_mode": "token_truncate",

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import FinishedPrompts, OnGroup
+from lowmem_grpo.engines.base import Conversation, FinishedPrompts, OnGroup
+from lowmem_grpo.engines.rounds import in_rounds
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
@@ -140,6 +141,10 @@ class VLLMEngine:
         finished = FinishedPrompts(len(prompts), on_group)
         self.in_less_memory(lambda: self.run_surely(requests, finished))
         return finished.result()
+
+    def converse(self, conversation: Conversation, params: SamplingParams) -> None:
+        """Turns of episodes, as `Engine.converse` says."""
+        in_rounds(self, conversation, params)
 
     def in_less_memory(self, attempt: Callable[[], None]) -> None:
         """Repeat the attempt, each time with less, until memory has room for it."""
