@@ -92,7 +92,8 @@ class LabelReward(Reward):
 
 
 class TokenReward(Reward):
-    """A reward of each completion's token ids, as they were sampled: before decoding and without a chat template."""
+    """A reward of each completion's token ids, as they were sampled: before decoding and without a chat template. Of an
+    episode these are the tokens that the policy drew in all of its turns."""
 
     def __init__(self, name: str, rule: Callable[[list[int]], float]) -> None:
         super().__init__(name)
@@ -101,4 +102,6 @@ class TokenReward(Reward):
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         if (ids := call.get("completion_ids")) is None:
             raise TypeError(f"{self.__name__} counts tokens and got no completion_ids; a trainer passes them")
+        if "environments" in call and "turns" in call:  # episodes: no dataset has both
+            ids = [[token for turn in turns for token in turn.completion_ids] for turns in call["turns"]]
         return [self.rule(one) for one in ids]

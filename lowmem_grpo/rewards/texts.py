@@ -9,11 +9,13 @@ def completion_texts(completions: list[Any]) -> list[str]:
 
 
 def completion_text(completion: Any) -> str:
-    """A string as it is; of chat messages the content of the last one, which may be empty."""
+    """A string as it is; of chat messages the content of the assistant's last one, which may be empty (without an
+    assistant's message, that of the last one)."""
     if isinstance(completion, str):
         return completion
-    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
-        content = completion[-1].get("content") or ""
+    if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):
+        said = [message for message in completion if message.get("role") == "assistant"] or list(completion)
+        content = said[-1].get("content") or ""
         if isinstance(content, str):
             return content
     raise TypeError(f"a completion is a string or a list of chat messages with text content, not {completion!r:.100}")

@@ -14,6 +14,7 @@ from lowmem_grpo.rewards.verifier import Verifier
 RewardFunction = Callable[..., Any]
 
 RESERVED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # no column may have these names
+OF_EPISODES = ("environments", "turns")  # nor these, where completions are episodes
 NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns left out, as in TRL: other arguments hold them
 
 
@@ -99,9 +100,9 @@ def is_required(func: RewardFunction) -> bool:
 # Arguments
 
 
-def passed_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dict[str, list[Any]]:
     """The columns that functions get. Raises RewardError for a column with the name of an argument."""
-    clashes = [name for name in columns if name in RESERVED]
+    clashes = [name for name in columns if name in (*RESERVED, *(OF_EPISODES if episodes else ()))]
     if clashes:
         raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them")
     return {name: values for name, values in columns.items() if name not in NOT_PASSED}
@@ -120,8 +121,9 @@ def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functool
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in available]
     if missing:
+        episodes = "; these are there only with tools or an environment_factory" if {*missing} & {*OF_EPISODES} else ""
         raise MissingColumnError(
-            f"reward function {name} requires {', '.join(missing)}, which no dataset column provides; "
+            f"reward function {name} requires {', '.join(missing)}, which no dataset column provides{episodes}; "
             f"available are {', '.join(available)}"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -12,7 +12,7 @@ from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.calling.scores import Scores
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import Message, Rollout, RolloutGroup, Turn
 
 
 class EarlyScoring(EarlyCalls):
@@ -28,8 +28,7 @@ class EarlyScoring(EarlyCalls):
         self.rows = [prompt.row for prompt in prompts]
         self.now, self.clock = state, clock or Clock()  # early calls see a copy of the state as it was before sampling
         self.columns = columns_of(self.rows)
-        lists = scorer.lists([], [], [], {name: [] for name in self.columns})
-        super().__init__(scorer, list(lists), state)
+        super().__init__(scorer, list(lists_of(scorer, [], self.columns)), state)
 
     @property
     def on_group(self) -> OnGroup | None:
@@ -63,9 +62,25 @@ class EarlyScoring(EarlyCalls):
         return self.scorer.scores(whole, self.calls, spans)
 
 
+class Later(list[Message]):
+    """All messages of an episode that follow its prompt: of the assistant, with its tool calls, of tools and of the
+    environment. It is the plain list that TRL gives to reward functions, but for `completion[0]`: functions for one
+    answer read the answer there, so it is the last message of the assistant."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.answer if index == 0 else super().__getitem__(index)
+
+    @property
+    def answer(self) -> Message:
+        """The last message of the assistant."""
+        return next(message for message in reversed(self) if message["role"] == "assistant")
+
+
 def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Scores:
     """The scores of each rollout."""
-    return score_rows(scorer, *flat(groups), state)
+    lists = lists_of(scorer, groups, columns_of([group.row for group in groups]))
+    calls = scorer.call_whole(scorer.names, lists, state)
+    return scorer.scores(calls, [], [range(sum(len(group.rollouts) for group in groups))])
 
 
 def score_rows(
@@ -74,26 +89,40 @@ def score_rows(
 ) -> Scores:
     """The scores of one completion for each row. Functions get it in the form of its prompt: a text or a chat."""
     columns = {name: [row.get(name) for row in rows] for name in columns_of(rows)}
-    return scorer.score([row["prompt"] for row in rows], in_form(rows, texts), ids, columns, state)
-
-
-def flat(groups: list[RolloutGroup]) -> tuple[list[dict[str, Any]], list[str], list[list[int]]]:
-    """The row, the text and the token ids of each rollout."""
-    rollouts = [(group.row, rollout) for group in groups for rollout in group.rollouts]
-    return [row for row, _ in rollouts], [one.text for _, one in rollouts], [one.completion_ids for _, one in rollouts]
+    completions = [in_form(row, text) for row, text in zip(rows, texts, strict=True)]
+    return scorer.score([row["prompt"] for row in rows], completions, ids, columns, state)
 
 
 def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str]) -> Lists:
-    """What functions get for the rollouts of groups."""
-    rows, texts, ids = flat(groups)
-    values = {name: [row.get(name) for row in rows] for name in columns}
-    return scorer.lists([row["prompt"] for row in rows], in_form(rows, texts), ids, values)
+    """What functions get for the rollouts of groups. `completion_ids` are all that followed the prompt."""
+    pairs = [(group.row, rollout) for group in groups for rollout in group.rollouts]
+    values = {name: [row.get(name) for row, _ in pairs] for name in columns}
+    lists = scorer.lists(
+        [row.get("prompt") for row, _ in pairs], [completion_of(row, rollout) for row, rollout in pairs],
+        [rollout.completion_ids for _, rollout in pairs], values,
+    )
+    if scorer.episodes:
+        lists["environments"] = [rollout.environment for _, rollout in pairs]
+        lists["turns"] = [rollout.turns for _, rollout in pairs]
+    return lists
 
 
-def in_form(rows: list[dict[str, Any]], texts: list[str]) -> list[Any]:
-    """Completions as texts, or as chats if the row's prompt is a chat."""
-    return [[{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
-            for row, text in zip(rows, texts, strict=True)]
+def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
+    """A rollout as functions get it: a text where the prompt is one (of an episode the last turn's), else a chat."""
+    if rollout.turns and not isinstance(row.get("prompt"), str):
+        return Later(message for turn in rollout.turns for message in (said(turn), *turn.replies))
+    return in_form(row, rollout.text)
+
+
+def said(turn: Turn) -> Message:
+    """The assistant's message of a turn."""
+    return turn.message or {"role": "assistant", "content": turn.text}
+
+
+def in_form(row: dict[str, Any], text: str) -> Any:
+    """A completion as a text, or as a chat if the row's prompt is a chat, or is the environment's."""
+    prompt = row.get("prompt")
+    return [{"role": "assistant", "content": text}] if prompt is None or is_chat(prompt) else text
 
 
 def columns_of(rows: list[dict[str, Any]]) -> list[str]:

@@ -39,9 +39,11 @@ class RewardScorer:
     def __init__(
         self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
         weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
+        episodes: bool = False,
     ) -> None:
         """`timeout` is in seconds, for functions without a `time_limit` of their own. `while_sampling` is
-        GRPOConfig.score_while_sampling; `score` does not use it.
+        GRPOConfig.score_while_sampling; `score` does not use it. `episodes` says that completions are episodes:
+        functions then get their `environments` and `turns` too.
 
         Raises TypeError for what is not a function, ValueError for no functions or a wrong number of weights."""
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
@@ -56,7 +58,7 @@ class RewardScorer:
             raise ValueError(f"got {len(self.weights)} reward weights for {len(self.funcs)} reward functions")
         if not any(self.weights):
             raise ValueError(f"reward_weights is {self.weights}: nothing pays; weight 0 only logs a function's rewards")
-        self.timeout, self.while_sampling = timeout, while_sampling
+        self.timeout, self.while_sampling, self.episodes = timeout, while_sampling, episodes
         self.said: set[str] = set()  # functions of whose conversions a warning has told
         self._loop: EventLoop | None = None
 
@@ -97,7 +99,7 @@ class RewardScorer:
     ) -> Lists:
         """The arguments that have one entry for each completion. Raises RewardError if one has not, or names clash."""
         lists = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        lists |= passed_columns(columns)
+        lists |= passed_columns(columns, self.episodes)
         check_lengths(lists, len(completions))
         return lists
 

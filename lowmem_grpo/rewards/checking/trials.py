@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from typing import Any
 
 from lowmem_grpo.rewards.calling.contract import RewardError, own_limit, unwrap
 from lowmem_grpo.rewards.calling.of_groups import call
@@ -18,13 +17,14 @@ def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerStat
     found = []
     for name, func, weight in zip(scorer.names, scorer.funcs, scorer.weights, strict=True):
         kind = "verifier" if isinstance(unwrap(func), VerifiedReward) else "reward"
-        found.append(try_one(Trial(name, kind, weight), func, groups, state, limit))
+        alone = RewardScorer(func, None, limit, episodes=scorer.episodes)
+        found.append(try_one(Trial(name, kind, weight), alone, groups, state))
     return found
 
 
-def try_one(trial: Trial, func: Any, groups: list[RolloutGroup], state: TrainerState, limit: float) -> Trial:
-    """Fill in what the function pays for the rollouts, and for an empty completion of each prompt."""
-    scorer = RewardScorer(func, None, limit)
+def try_one(trial: Trial, scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Trial:
+    """Fill in what the scorer's only function pays for the rollouts, and for an empty completion of each prompt."""
+    func = scorer.funcs[0]
     scorer.names = [trial.name]
     scorer.said.add(trial.name)  # conversions become findings here
     started = time.monotonic()
@@ -48,5 +48,6 @@ def try_one(trial: Trial, func: Any, groups: list[RolloutGroup], state: TrainerS
 
 def without_text(group: RolloutGroup) -> RolloutGroup:
     """The group with a single rollout, which ended at once and is empty."""
-    rollout = replace(group.rollouts[0], completion_ids=[], rollout_logprobs=[], text="", rewards={}, extras={})
+    rollout = replace(group.rollouts[0], completion_ids=[], rollout_logprobs=[], text="", turns=[], rewards={},
+                      extras={})
     return replace(group, rollouts=[rollout])
