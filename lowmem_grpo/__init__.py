@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lowmem_grpo.data.conversations import standardize_data_formats, standardize_sharegpt
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.dtypes import is_bfloat16_supported
+    from lowmem_grpo.rollout.rollout_func import generate_rollout_completions
     from lowmem_grpo.train.grpo import GRPOTrainer
     from lowmem_grpo.train.sft import SFTTrainer
     from lowmem_grpo.unsloth_names import PatchFastRL, unsloth_train
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "FastLanguageModel", "FastModel", "FastVisionModel", "GRPOConfig", "GRPOTrainer", "PatchFastRL", "SFTConfig",
-    "SFTTrainer", "SamplingParams", "get_chat_template", "is_bfloat16_supported", "standardize_data_formats",
-    "standardize_sharegpt", "unsloth_train", "vLLMSamplingParams",
+    "SFTTrainer", "SamplingParams", "generate_rollout_completions", "get_chat_template", "is_bfloat16_supported",
+    "standardize_data_formats", "standardize_sharegpt", "unsloth_train", "vLLMSamplingParams",
 ]
 
 HOMES = {
@@ -29,7 +30,7 @@ HOMES = {
     "get_chat_template": "data.chat_template",
     **dict.fromkeys(("SamplingParams", "vLLMSamplingParams"), "config.sampling"),
     "GRPOConfig": "config.grpo", "GRPOTrainer": "train.grpo", "SFTConfig": "config.sft", "SFTTrainer": "train.sft",
-    "is_bfloat16_supported": "models.dtypes",
+    "is_bfloat16_supported": "models.dtypes", "generate_rollout_completions": "rollout.rollout_func",
 }
 
 

@@ -66,6 +66,7 @@ class Rollout:
     turns: list[Turn] = field(default_factory=list)  # of an episode
     ending: str = ""  # of an episode: why it ended
     environment: Any = None  # that the episode was played in, until its rewards are there
+    columns: dict[str, Any] = field(default_factory=dict)  # that a `rollout_func` gave for the reward functions
     rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward function
     invalid_rewards: dict[str, float] = field(default_factory=dict)  # of these, NaN and infinities: None in `rewards`
     reward: float | None = None  # their weighted sum

@@ -15,7 +15,7 @@ from lowmem_grpo.unsloth_names import REFUSED, UnsupportedError
 NAMES = {  # module -> names; a folder's name that was a module's offers what that module defined
     "lowmem_grpo": "FastLanguageModel FastModel FastVisionModel FastQwen2Model GRPOConfig GRPOTrainer PatchFastRL "
                    "SFTConfig SFTTrainer SamplingParams UnslothTrainer UnslothTrainingArguments is_bf16_supported "
-                   "is_bfloat16_supported unsloth_train vLLMSamplingParams "
+                   "generate_rollout_completions is_bfloat16_supported unsloth_train vLLMSamplingParams "
                    "pictures rewards kernels __version__",
     "lowmem_grpo.kernels": " ".join(lowmem_grpo.kernels.__all__),
     "lowmem_grpo.rewards": " ".join(lowmem_grpo.rewards.__all__),

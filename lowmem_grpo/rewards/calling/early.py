@@ -25,7 +25,7 @@ class EarlyCalls:
     def __init__(self, scorer: RewardScorer, arguments: list[str], state: Any) -> None:
         """`arguments` names the lists that calls will get. Raises MissingColumnError if any function, early or not,
         needs something else. Functions see `state` as it is now, because sampling counts tokens in it."""
-        for name, func in scorer.by_name.items():
+        for name, func in ({} if scorer.late_columns else scorer.by_name).items():
             bind(name, func, dict.fromkeys([*arguments, "trainer_state", "log_extra", "log_metric"]))
         self.scorer, self.state = scorer, copy.copy(state)
         self.names = scorer.early

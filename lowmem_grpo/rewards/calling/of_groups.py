@@ -94,9 +94,11 @@ def score_rows(
 
 
 def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str]) -> Lists:
-    """What functions get for the rollouts of groups. `completion_ids` are all that followed the prompt."""
+    """What functions get for the rollouts of groups: the columns of their rows, and those that rollouts bring, which
+    stand before them. `completion_ids` are all that followed the prompt."""
     pairs = [(group.row, rollout) for group in groups for rollout in group.rollouts]
-    values = {name: [row.get(name) for row, _ in pairs] for name in columns}
+    names = dict.fromkeys([*columns, *columns_of([rollout.columns for _, rollout in pairs])])
+    values = {name: [rollout.columns.get(name, row.get(name)) for row, rollout in pairs] for name in names}
     lists = scorer.lists(
         [row.get("prompt") for row, _ in pairs], [completion_of(row, rollout) for row, rollout in pairs],
         [rollout.completion_ids for _, rollout in pairs], values,

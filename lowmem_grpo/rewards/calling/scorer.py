@@ -39,11 +39,12 @@ class RewardScorer:
     def __init__(
         self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
         weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
-        episodes: bool = False,
+        episodes: bool = False, late_columns: bool = False,
     ) -> None:
         """`timeout` is in seconds, for functions without a `time_limit` of their own. `while_sampling` is
         GRPOConfig.score_while_sampling; `score` does not use it. `episodes` says that completions are episodes:
-        functions then get their `environments` and `turns` too.
+        functions then get their `environments` and `turns` too. `late_columns` says that rollouts bring columns of
+        their own, so that nobody knows before what functions will get.
 
         Raises TypeError for what is not a function, ValueError for no functions or a wrong number of weights."""
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
@@ -58,14 +59,16 @@ class RewardScorer:
             raise ValueError(f"got {len(self.weights)} reward weights for {len(self.funcs)} reward functions")
         if not any(self.weights):
             raise ValueError(f"reward_weights is {self.weights}: nothing pays; weight 0 only logs a function's rewards")
-        self.timeout, self.while_sampling, self.episodes = timeout, while_sampling, episodes
+        self.timeout, self.while_sampling = timeout, while_sampling
+        self.episodes, self.late_columns = episodes, late_columns
         self.said: set[str] = set()  # functions of whose conversions a warning has told
         self._loop: EventLoop | None = None
 
     @property
     def early(self) -> list[str]:
         """The functions that may be called while other groups decode."""
-        return [name for name, func in self.by_name.items() if may_be_early(func, self.while_sampling)]
+        return [name for name, func in self.by_name.items()
+                if may_be_early(func, self.while_sampling) and not self.late_columns]
 
     @property
     def required(self) -> list[str]:

@@ -386,6 +386,20 @@ def test_a_missing_column_is_found_before_anything_is_sampled() -> None:
         EarlyScoring(RewardScorer(number_match("gold").reward()), prompts_of(2), None)
 
 
+def test_columns_that_come_with_the_rollouts_stand_before_those_of_the_rows() -> None:
+    def won(completions: list[str], score: list[float], answer: list[Any], **_: Any) -> list[float]:
+        assert answer == [None, None, None, 9, "1", "1"]
+        return score
+
+    with early(won, 2, late_columns=True) as (scoring, groups):
+        assert scoring.on_group is None
+        for number, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
+            rollout.columns = {"score": number, **({"answer": 9} if number == SIZE else {})}
+        assert scoring.settle(groups).rewards["won"] == [*range(2 * SIZE)]
+    with early(won, 2, late_columns=True) as (scoring, groups), pytest.raises(MissingColumnError, match="score"):
+        scoring.settle(groups)
+
+
 def test_sampling_that_fails_leaves_no_calls_behind() -> None:
     with held() as (entered, go_on, work):
         reward = Length(work)

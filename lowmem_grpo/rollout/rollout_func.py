@@ -1,0 +1,239 @@
+"""Rollouts that a function of the caller's makes: TRL's `rollout_func(prompts, trainer) -> dict`, as TRL 1.16 calls it.
+
+The function gets every prompt as it stands in the dataset, `num_generations` times side by side, and returns one entry
+for each in `prompt_ids`, `completion_ids` and `logprobs`. `env_mask` (1: the policy drew the token) is optional. Every
+other key goes to the reward functions as a column.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.engines.base import OnGroup
+from lowmem_grpo.engines.prompt_inputs import encode, is_message, plain
+from lowmem_grpo.types import Rollout, Split
+
+NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+TOKENS = (*NEEDED, "env_mask")
+GIVEN = "generate_rollout_completions(trainer, prompts) returns them for each prompt"
+ROUNDING = 1e-3  # by which a log-probability may lie above 0
+
+
+class RolloutFuncError(ValueError):
+    """What a `rollout_func` returned cannot be trained on; the message names the entry and what to return."""
+
+
+class RolloutFunction:
+    """Plays with the caller's function where `Episodes` plays with environments."""
+
+    def __init__(self, function: Callable[..., Any], trainer: Any) -> None:
+        """`trainer` is passed to the function, and samples for it in `generate_rollout_completions`."""
+        self.function, self.trainer = function, trainer
+        self.params: SamplingParams | None = None  # while a batch is played
+        self.calls = 0  # of the engine, in this batch
+
+    def play(
+        self, prompts: list[Prompt], n: int, params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        """`n` rollouts of each prompt. RolloutFuncError for what cannot be trained on.
+
+        Where the function rendered a prompt in its own way, the `ids` of the prompt become those; where the rollouts of
+        one prompt differ in that, each of the others begins with a `Split`.
+        """
+        rows = [copy.deepcopy(prompt.row["prompt"]) for prompt in prompts for _ in range(n)]
+        self.params, self.calls = params, 0
+        try:
+            returned = self.function(rows, self.trainer)
+        finally:
+            self.params = None
+        limits = Limits(len(rows), vocabulary(self.trainer.model), self.trainer.model.loaded.max_seq_length)
+        prompt_ids, rollouts = self.checked(returned, limits)
+        groups = [rollouts[start : start + n] for start in range(0, len(rows), n)]
+        for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+            prompt.ids = prompt_ids[index * n]
+            for rollout, ids in zip(group, prompt_ids[index * n : index * n + n], strict=True):
+                rollout.splits = [] if ids == prompt.ids else [Split(0, ids)]
+            if on_group is not None:
+                on_group(index, group)
+        return groups
+
+    def checked(self, returned: Any, limits: "Limits") -> tuple[list[list[int]], list[Rollout]]:
+        """The prompt's ids and the rollout of each row."""
+        lists = rows_of(returned, limits.rows)
+        ends = set(self.trainer.policy.eos_token_ids(self.trainer.tokenizer))
+        prompt_ids, rollouts = [], []
+        for row in range(limits.rows):
+            prompt = ids_of("prompt_ids", row, lists["prompt_ids"][row], limits)
+            ids = ids_of("completion_ids", row, lists["completion_ids"][row], limits)
+            if len(prompt) + len(ids) > limits.context:
+                raise RolloutFuncError(
+                    f"rollout_func: row {row} has {len(prompt)} tokens in prompt_ids and {len(ids)} in completion_ids, "
+                    f"and the model was loaded for {limits.context} together; end the episode earlier, or load with a "
+                    "larger max_seq_length"
+                )
+            trained = mask_of(row, lists["env_mask"][row], len(ids)) if "env_mask" in lists else [True] * len(ids)
+            prompt_ids.append(prompt)
+            rollouts.append(Rollout(
+                ids, logprobs_of(row, lists["logprobs"][row], trained), finish_reason(ids, trained, ends),
+                text=self.trainer.tokenizer.decode(ids, skip_special_tokens=True),
+                policy_version=self.trainer.state.policy_version,
+                trained=trained if "env_mask" in lists else None,
+                columns={name: value[row] for name, value in lists.items() if name not in TOKENS},
+            ))
+        return prompt_ids, rollouts
+
+    def complete(self, prompts: list[Any], overrides: Mapping[str, Any], as_chat: bool | None) -> list[dict[str, Any]]:
+        """One completion of each prompt. Each call within a batch has a seed of its own, so that the same prompt,
+        asked for again, is answered anew."""
+        self.calls += 1
+        usual = self.params or self.trainer.args.sampling(None)
+        seed = None if usual.seed is None else random.Random(f"{usual.seed}-{self.calls}").getrandbits(62)
+        params = replace(usual, **{"n": 1, "seed": seed, **overrides})
+        if params.n != 1:
+            raise ValueError(f"generation_overrides has n={params.n}; repeat the prompt in `prompts` instead")
+        ids = [self.encoded(prompt, as_chat) for prompt in prompts]
+        self.trainer.renew_engine()
+        drawn = [rollouts[0] for rollouts in self.trainer.engine.generate(ids, params)]
+        return [{"prompt_ids": prompt, "completion_ids": one.completion_ids, "logprobs": one.rollout_logprobs,
+                 "text": one.text} for prompt, one in zip(ids, drawn, strict=True)]
+
+    def encoded(self, prompt: Any, as_chat: bool | None) -> list[int]:
+        """The ids of a rendered text, of chat messages, or ids as they are."""
+        tokenizer = self.trainer.tokenizer
+        chat = isinstance(prompt, list) and bool(prompt) and is_message(prompt[0])
+        if as_chat is not None and as_chat != chat:
+            raise ValueError(f"as_chat={as_chat}, and the prompt is a {type(prompt).__name__} "
+                             f"{'of messages' if chat else 'without messages'}; leave as_chat out")
+        if chat:
+            options = self.trainer.args.chat_template_kwargs or {}
+            prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
+        begins = tokenizer.bos_token or tokenizer.eos_token
+        if chat or (isinstance(prompt, str) and prompt.startswith(begins)):  # rendered: it has its special tokens
+            return list(tokenizer(prompt, add_special_tokens=False).input_ids)
+        return encode(tokenizer, prompt)[1]
+
+
+def generate_rollout_completions(
+    trainer: Any, prompts: list[Any], *, generation_overrides: Mapping[str, Any] | None = None,
+    as_chat: bool | None = None,
+) -> list[dict[str, Any]]:
+    """TRL's helper for a `rollout_func`: one completion of each prompt by the trainer's engine, in the settings of the
+    run; `generation_overrides` are names of SamplingParams.
+
+    A prompt is a rendered text, chat messages, or token ids: ids are the exact way to continue what was sampled.
+    Returns for each prompt `prompt_ids`, `completion_ids`, `logprobs` and `text`.
+    """
+    player = getattr(trainer, "player", None)
+    if not isinstance(player, RolloutFunction):
+        raise ValueError("generate_rollout_completions is for a trainer with a rollout_func: "
+                         "GRPOTrainer(..., rollout_func=...); model.fast_generate samples without a trainer")
+    return player.complete(list(prompts), generation_overrides or {}, as_chat) if len(prompts) else []
+
+
+# What came back
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a batch may hold."""
+
+    rows: int
+    vocabulary: int
+    context: int  # tokens of a prompt and its completion
+
+
+def vocabulary(model: Any) -> int:
+    """How many ids the model's embedding has."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def rows_of(returned: Any, rows: int) -> dict[str, list[Any]]:
+    """Every key with one value for each row: lists as they are, anything else repeated."""
+    if not isinstance(returned, Mapping):
+        raise RolloutFuncError(f"rollout_func returned a {type(returned).__name__}; it returns a dictionary with "
+                               f"{', '.join(NEEDED)}, and may add env_mask and columns for the reward functions")
+    if missing := [name for name in NEEDED if name not in returned]:
+        raise RolloutFuncError(f"rollout_func returned no {', '.join(missing)}; {GIVEN}")
+    if returned["logprobs"] is None:
+        raise RolloutFuncError("rollout_func returned None as logprobs: the sampler's log-probability of each token is "
+                               f"needed here; {GIVEN}")
+    found = {}
+    for name, given in returned.items():
+        if name == "env_mask" and given is None:
+            continue
+        values = plain(given)
+        if not isinstance(values, (list, tuple)):
+            if name in TOKENS:
+                raise RolloutFuncError(f"rollout_func returned a {type(given).__name__} as {name}; it is a list of "
+                                       f"{rows} lists")
+            values = [given] * rows
+        if len(values) != rows:
+            raise RolloutFuncError(
+                f"rollout_func returned {len(values)} entries of {name} for {rows} prompts; one for each is needed, in "
+                "their order (each prompt of the dataset is in `prompts` num_generations times already)"
+            )
+        found[name] = list(values)
+    return found
+
+
+def ids_of(name: str, row: int, given: Any, limits: Limits) -> list[int]:
+    """The token ids of a row."""
+    ids = [plain(one) for one in plain(given)] if isinstance(plain(given), (list, tuple)) else given
+    if not isinstance(ids, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise RolloutFuncError(f"rollout_func: {name}[{row}] is {shown(ids)}; it is a list of token ids")
+    if not ids:
+        raise RolloutFuncError(f"rollout_func: {name}[{row}] is empty; it needs a token at least")
+    if outside := [one for one in ids if not 0 <= one < limits.vocabulary]:
+        raise RolloutFuncError(f"rollout_func: {name}[{row}] has the id {outside[0]}, and the model's are 0 to "
+                               f"{limits.vocabulary - 1}; use trainer.processing_class to make ids")
+    return ids
+
+
+def mask_of(row: int, given: Any, length: int) -> list[bool]:
+    """Which tokens of a row the policy drew."""
+    mask = plain(given)
+    if not isinstance(mask, (list, tuple)) or not all(one in (0, 1) for one in mask):
+        raise RolloutFuncError(f"rollout_func: env_mask[{row}] is {shown(mask)}; it is a list of 1 (the model drew the "
+                               "token) and 0 (it came from elsewhere)")
+    same_length("env_mask", row, mask, length)
+    if not any(mask):
+        raise RolloutFuncError(f"rollout_func: env_mask[{row}] has no 1, so nothing of this completion is the model's; "
+                               "let the model take one turn at least")
+    return [bool(one) for one in mask]
+
+
+def logprobs_of(row: int, given: Any, trained: list[bool]) -> list[float]:
+    """The log-probabilities of a row, 0 where the policy did not draw the token."""
+    values = plain(given)
+    if not isinstance(values, (list, tuple)):
+        raise RolloutFuncError(f"rollout_func: logprobs[{row}] is {shown(values)}; it is a list with a number for each "
+                               f"token of completion_ids[{row}]")
+    same_length("logprobs", row, values, len(trained))
+    for place, (value, drawn) in enumerate(zip(values, trained, strict=True)):
+        number = isinstance(value, (int, float)) and math.isfinite(value) and value <= ROUNDING
+        if drawn and not number:
+            raise RolloutFuncError(f"rollout_func: logprobs[{row}][{place}] is {shown(value)}, and the log-probability "
+                                   f"of a token that was drawn is a finite number, 0 at most; {GIVEN}")
+    return [float(value) if drawn else 0.0 for value, drawn in zip(values, trained, strict=True)]
+
+
+def same_length(name: str, row: int, values: Any, length: int) -> None:
+    if len(values) != length:
+        raise RolloutFuncError(f"rollout_func: {name}[{row}] has {len(values)} entries and completion_ids[{row}] has "
+                               f"{length}; one for each token is needed")
+
+
+def finish_reason(ids: list[int], trained: list[bool], ends: set[int]) -> Any:
+    """"length" where the last token that was drawn neither ends a turn nor is followed by anything."""
+    last = max(place for place, drawn in enumerate(trained) if drawn)
+    return "stop" if last < len(ids) - 1 or ids[last] in ends else "length"
+
+
+def shown(value: Any) -> str:
+    """A value in short, for a message."""
+    return f"a {type(value).__name__} ({str(value)[:60]})"
