@@ -1,0 +1,219 @@
+"""The games keep their rules, pay what they promise, and do not fall over bad replies; known players do as is known."""
+
+import random
+from itertools import product
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.recipes.games import guess, tictactoe
+from lowmem_grpo.recipes.games.calculator import calculate, sums
+from lowmem_grpo.recipes.games.guess import Guess, number_in
+from lowmem_grpo.recipes.games.playing import baselines, play, score
+from lowmem_grpo.recipes.games.tictactoe import EMPTY, TicTacToe, best_moves, free, square_in, value, winner
+
+NO_NUMBER = ["", "no idea", "4 or 5", "9" * 5000, "٣", "\x00", "1e999999999999", "1-2"]
+
+
+# guess
+
+
+def test_every_hidden_number_is_found_by_listening() -> None:
+    game = Guess()
+    for seed in range(300):
+        said = game.reset(seed=seed)
+        assert "1 to 32" in said and "5 tries" in said
+        hidden, low, high, done, reward = game.hidden, 1, 32, False, 0.0
+        for tries in range(1, 6):
+            middle = (low + high) // 2
+            said, reward, done = game.step(f"My guess is {middle}.")
+            if middle == hidden:
+                assert (said, reward, done) == ("found", 1.0, True)
+                break
+            assert (said, reward, done) == ("higher" if middle < hidden else "lower", 0.0, tries == 5)
+            if done:
+                break
+            low, high = (middle + 1, high) if said == "higher" else (low, middle - 1)
+            assert game.state_key() == f"{low}-{high} {5 - tries}"
+        assert (reward == 1) == (hidden != 32)  # 31 numbers can be found in five tries
+
+
+def test_all_numbers_are_hidden_equally_often_and_a_seed_always_hides_the_same() -> None:
+    game, hidden = Guess(), []
+    for seed in range(3200):
+        game.reset(seed=seed)
+        hidden.append(game.hidden)
+        assert Guess().reset(seed=seed) and game.hidden == hidden[-1]
+    assert sorted(set(hidden)) == list(range(1, 33))
+    assert all(60 < hidden.count(number) < 145 for number in range(1, 33))
+
+
+@pytest.mark.parametrize("reply", NO_NUMBER)
+def test_a_reply_that_names_no_number_loses_at_once(reply: str) -> None:
+    game = Guess()
+    game.reset(seed=1)
+    assert game.step(reply) == ("unreadable", -1.0, True)
+
+
+@pytest.mark.parametrize(("reply", "number"), [
+    ("7", 7), (" 07\n", 7), ("-3", -3), ("**12**.", 12), ("Is it 30?", 30), ("7.5", None), ("3\n4", None), ("", None),
+])
+def test_only_one_whole_number_is_a_guess(reply: str, number: int | None) -> None:
+    assert number_in(reply) == number
+
+
+def test_a_guess_out_of_range_costs_a_try_and_tells_nothing() -> None:
+    game = Guess()
+    game.reset(seed=2)
+    assert game.step("99") == ("lower", 0.0, False) and game.step("-5") == ("higher", 0.0, False)
+    assert game.state_key() == "1-32 3"
+
+
+@pytest.mark.parametrize("wrong", [{"largest": 1}, {"tries": 0}])
+def test_a_game_that_cannot_be_played_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 2 and 1"):
+        Guess(**wrong)
+
+
+# tictactoe
+
+
+@pytest.mark.parametrize("reply", [*NO_NUMBER, "0", "10", "12", "X"])
+def test_a_reply_that_is_no_square_is_illegal_and_told_what_is_allowed(reply: str) -> None:
+    game = TicTacToe()
+    game.reset(seed=1)
+    said, reward, done = game.step(reply)
+    assert (reward, done) == (-1.0, True) and said == "illegal; the free squares are 1 2 3 4 5 6 7 8 9"
+
+
+def test_a_taken_square_is_illegal() -> None:
+    game = TicTacToe()
+    game.reset(seed=1)
+    game.step("5")
+    assert game.step("5")[1:] == (-1.0, True)
+
+
+def test_every_game_alternates_and_pays_by_its_board() -> None:
+    paid = set()
+    for seed in range(500):
+        game, rng = TicTacToe(), random.Random(seed)
+        assert game.reset(seed=seed).endswith("1|2|3\n4|5|6\n7|8|9")
+        done, reward = False, 0.0
+        while not done:
+            before = game.board
+            assert winner(before) is None and before.count("X") == before.count("O")
+            said, reward, done = game.step(tictactoe.random_move(game, rng))
+            assert said.replace("|", "").replace("\n", "") == game.board == game.state_key()
+            assert game.board.count("X") == before.count("X") + 1
+            assert all(old == new for old, new in zip(before, game.board, strict=True) if old in "XO")
+        paid.add((winner(game.board), reward))
+        assert winner(game.board) or not free(game.board)
+    assert paid == {("X", 1.0), ("O", 0.0), (None, 0.5)}
+
+
+def test_a_seed_plays_the_same_game_again() -> None:
+    for seed in range(20):
+        assert play(TicTacToe(), tictactoe.best_move, seed) == play(TicTacToe(), tictactoe.best_move, seed)
+
+
+def test_a_perfect_opponent_never_loses_and_varies_its_moves() -> None:
+    firsts = set()
+    for seed in range(300):
+        game, rng = TicTacToe((1.0,)), random.Random(seed)
+        game.reset(seed=seed)
+        game.step("5")
+        firsts.add(game.board)
+        while winner(game.board) is None and free(game.board):
+            game.step(tictactoe.random_move(game, rng))
+        assert winner(game.board) != "X"
+    assert len(firsts) == 4  # all four corners, which are the best answers to the centre
+
+
+def test_best_moves_agree_with_a_search_that_shares_no_code() -> None:
+    lines = [{3 * row + column for column in range(3)} for row in range(3)]
+    lines += [{3 * row + column for row in range(3)} for column in range(3)] + [{0, 4, 8}, {2, 4, 6}]
+
+    def outcome(x: frozenset[int], o: frozenset[int], turn: str) -> int:
+        """1 where X wins with the best play, 0 for a draw, -1 where O wins."""
+        if any(line <= x for line in lines):
+            return 1
+        if any(line <= o for line in lines):
+            return -1
+        places = set(range(9)) - x - o
+        if not places:
+            return 0
+        if turn == "X":
+            return max(outcome(x | {place}, o, "O") for place in places)
+        return min(outcome(x, o | {place}, "X") for place in places)
+
+    seen = 0
+    for marks in product("XO ", repeat=9):
+        x, o = (frozenset(place for place, mark in enumerate(marks) if mark == one) for one in "XO")
+        board = "".join(mark if mark != " " else EMPTY[place] for place, mark in enumerate(marks))
+        if len(x) != len(o) or len(x) < 2 or winner(board) or not free(board):
+            continue
+        seen += 1
+        worth = outcome(x, o, "X")
+        assert value(board, "X") == worth
+        assert best_moves(board, "X") == [place for place in free(board) if outcome(x | {place}, o, "O") == worth]
+    assert seen > 1000
+
+
+@pytest.mark.parametrize("strengths", [(), (1.5,), (0.5, -0.1)])
+def test_an_opponent_of_no_strength_is_refused(strengths: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="from 0"):
+        TicTacToe(strengths)
+
+
+@pytest.mark.parametrize(("reply", "place"), [("5", 4), ("I take 9.", 8), ("0", None), ("12", None), ("1 2", None)])
+def test_only_one_digit_is_a_move(reply: str, place: int | None) -> None:
+    assert square_in(reply) == place
+
+
+# calculator
+
+
+def test_sums_are_right_distinct_and_never_shared_by_the_splits() -> None:
+    drawn = {split: [problem for problem, _ in zip(sums(split, 3), range(900), strict=False)]
+             for split in ("train", "test")}
+    assert not {problem.question for problem in drawn["train"]} & {problem.question for problem in drawn["test"]}
+    for problems in drawn.values():
+        assert len(set(problems)) == 900
+        for problem in problems:
+            assert eval(problem.expression) == problem.answer >= 0
+            assert calculate(problem.expression) == str(problem.answer)
+
+
+@pytest.mark.parametrize(("expression", "result"), [
+    ("12 * (3 + 4)", "84"), ("7/3", "7/3"), ("2-5", "-3"), ("8/2", "4"),
+])
+def test_the_calculator_is_exact(expression: str, result: str) -> None:
+    assert calculate(expression) == result
+
+
+@pytest.mark.parametrize("expression", ["", "1 +", "2 ** 9", "__import__('os')", "1/0", "9" * 200, "x", "(" * 100])
+def test_the_calculator_refuses_what_is_no_expression(expression: str) -> None:
+    with pytest.raises(ValueError, match="is no expression of whole numbers"):
+        calculate(expression)
+
+
+# players
+
+
+@pytest.mark.parametrize(("game", "players", "expected"), [  # shares in percent, worked out or measured elsewhere
+    (Guess(), guess.PLAYERS, {"blind": 15, "in range": 54, "bisection": 97}),
+    (Guess(64, 6), guess.PLAYERS, {"blind": 9, "in range": 49, "bisection": 98}),
+    (TicTacToe((0.0,)), tictactoe.PLAYERS, {"random": 58.5, "perfect": 96.8}),
+    (TicTacToe((1.0,)), tictactoe.PLAYERS, {"random": 0, "perfect": 0}),
+])
+def test_known_players_do_as_well_as_is_known(game: Any, players: Any, expected: dict[str, float]) -> None:
+    found = baselines(game, players, 1500)
+    assert {name: one["share"] * 100 for name, one in found.items()} == pytest.approx(expected, abs=4)
+    assert all(one["interval"][0] <= one["share"] <= one["interval"][1] for one in found.values())
+
+
+def test_a_score_says_its_share_its_interval_and_its_turns() -> None:
+    found = score(Guess(), guess.bisect, 100)
+    assert str(found).startswith(f"{found.wins}.0% (") and f"in {found.turns:.2f} turns" in str(found)
+    with pytest.raises(ValueError, match="games is 0"):
+        score(Guess(), guess.bisect, 0)
