@@ -16,7 +16,8 @@ from lowmem_grpo.runs.disk import existing
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.units import size_text
 
-LINE_BYTES, REWARD_BYTES, TOKEN_BYTES = 300, 40, 5  # of a completion in completions.jsonl; of each reward, each token
+# Of a completion in completions.jsonl; of each reward, each token, each turn of an episode.
+LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
 DISK_FIX = "free some space, or choose another output_dir"
 
 
@@ -120,4 +121,5 @@ def completion_bytes(subject: Subject) -> int:
     rollouts = max(subject.state.max_steps - subject.state.global_step, 0) / args.steps_per_rollout
     count = math.ceil(rollouts) * args.prompts_per_generation * args.num_generations
     line = LINE_BYTES + REWARD_BYTES * len(subject.scorer.names) + TOKEN_BYTES * args.max_completion_length
+    line += TURN_BYTES * (args.turn_limit or 0)
     return int(count * (line + sum(prompts) / max(len(prompts), 1)))

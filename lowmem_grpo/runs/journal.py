@@ -7,6 +7,7 @@ from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import mean_of
 from lowmem_grpo.runs.records import RunRecords, prompt_text
 from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.runs.trajectory import transcript, turn_records
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,9 @@ class Journal:
     def show_sample(self, group: RolloutGroup) -> None:
         """One prompt and its best completion, for `log_completions`."""
         best = max(group.rollouts, key=lambda rollout: rollout.reward if rollout.reward is not None else -float("inf"))
+        ended = f", ended by {best.ending}" if best.ending else ""
         logger.warning(
-            "step %d\n%s\n--- completion, reward %s\n%s", self.state.global_step, prompt_text(group.row.get("prompt")),
-            best.reward, best.text,
+            "step %d\n%s\n--- %s, reward %s%s\n%s", self.state.global_step, prompt_text(group.row.get("prompt")),
+            "episode" if best.turns else "completion", best.reward, ended,
+            transcript(turn_records(best)) if best.turns else best.text,
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.runs.disk import free_bytes, refused
+from lowmem_grpo.runs.trajectory import content_text, episode_fields
 from lowmem_grpo.runs.whole_folder import flush
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def completion_lines(step: int, groups: list["RolloutGroup"]) -> list[dict[str, 
         {
             "step": step, "prompt": prompt_text(group.row.get("prompt")), "completion": rollout.text,
             "rewards": rollout.rewards, "reward": rollout.reward, "advantage": rollout.advantage,
-            "tokens": len(rollout.completion_ids), "finish_reason": rollout.finish_reason,
+            "tokens": len(rollout.completion_ids), "finish_reason": rollout.finish_reason, **episode_fields(rollout),
             **({"extra": rollout.extras} if rollout.extras else {}),
             **({"replayed_from": rollout.policy_version} if group.replayed else {}),
         }
@@ -156,13 +157,13 @@ def completion_lines(step: int, groups: list["RolloutGroup"]) -> list[dict[str, 
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as a reader and a judge see it: a text as it is, a chat with the role above each message, and of a chat
-    with one message only its text."""
+    """A prompt as a reader and a judge see it: a text as it is, a chat with the role above each message, of a chat with
+    one message only its text, and nothing where an environment began."""
     if not isinstance(prompt, list):
-        return str(prompt)
+        return "" if prompt is None else str(prompt)
     if len(prompt) == 1:
-        return str(prompt[0]["content"])
-    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt)
+        return content_text(prompt[0])
+    return "\n\n".join(f"[{message['role']}]\n{content_text(message)}" for message in prompt)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -8,16 +8,18 @@ CALL = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 
 
 
 def turn(text: str, *replies: dict[str, Any], reward: float | None = None, **more: Any) -> Turn:
-    """A turn that sampled two tokens, and what came back."""
-    return Turn([1, 2, 3], [11, 12], [-0.5, -0.25], "stop", text, message={"role": "assistant", "content": text},
-                replies=list(replies), reward=reward, **more)
+    """A turn that sampled two tokens, and what came back; `episode` gives it its prompt."""
+    made = Turn([], [11, 12], [-0.5, -0.25], "stop", text, replies=list(replies), reward=reward, **more)
+    made.message = {"role": "assistant", "content": text}
+    return made
 
 
 def episode(*turns: Turn, ending: str = "done", context: int = 3, **more: Any) -> Rollout:
-    """The rollout of these turns, with so many tokens of context between two of them."""
+    """The rollout of these turns after a prompt of three tokens, with so many of context between two turns."""
     ids, logprobs, trained = [], [], []  # type: ignore[var-annotated]
     for number, each in enumerate(turns):
         gap = context if number else 0
+        each.prompt_ids = [1, 2, 3, *ids, *[9] * gap]
         ids += [9] * gap + each.completion_ids
         logprobs += [0.0] * gap + each.logprobs
         trained += [False] * gap + [True] * len(each.completion_ids)

@@ -1,0 +1,76 @@
+"""An episode in completions.jsonl, turn by turn, and as a text that people read."""
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.types import Message, Rollout, Turn  # which needs torch: a report is written without it
+
+
+def episode_fields(rollout: "Rollout") -> dict[str, Any]:
+    """What a line has of an episode beside what it has of a single answer; nothing where the rollout is one.
+
+    `tokens` of the line counts all that followed the prompt, `sampled_tokens` those that the policy drew."""
+    found = {"ending": rollout.ending, "num_turns": len(rollout.turns),
+             "sampled_tokens": None if rollout.trained is None else rollout.num_trained,
+             "sequences": len(rollout.splits) + 1 if rollout.splits else None, "turns": turn_records(rollout)}
+    return {name: value for name, value in found.items() if value not in (None, "", 0, [])}
+
+
+def turn_records(rollout: "Rollout") -> list[dict[str, Any]]:
+    """A record for each turn; what is 0, empty or unknown is left out."""
+    new = [new_context(*pair, bool(rollout.splits)) for pair in pairwise(rollout.turns)]
+    return [turn_record(turn, each) for turn, each in zip(rollout.turns, [{}, *new], strict=False)]
+
+
+def new_context(before: "Turn", turn: "Turn", split: bool) -> dict[str, Any]:
+    """How many tokens came between two turns; of a rewritten history, which only episodes with a `split` have, how many
+    the new prompt has."""
+    held = len(before.prompt_ids) + len(before.completion_ids)
+    if split and turn.prompt_ids[:held] != before.prompt_ids + before.completion_ids:
+        return {"context": len(turn.prompt_ids), "rewritten": True}
+    return {"context": len(turn.prompt_ids) - held}
+
+
+def turn_record(turn: "Turn", new: dict[str, Any]) -> dict[str, Any]:
+    """A turn: the text and the tokens that were sampled, what was read from them, what came back, and its reward."""
+    calls = [call.get("function", call) for call in turn.message.get("tool_calls") or []]
+    found = new | {
+        "prompt_tokens": len(turn.prompt_ids), "cached": turn.cached_tokens, "failures": turn.failures,
+        "seconds": round(turn.seconds, 3), "cut_off": turn.finish_reason == "length",
+        "calls": [{"name": call.get("name"), "arguments": call.get("arguments")} for call in calls],
+        "replies": [reply_record(reply) for reply in turn.replies],
+    }
+    kept = {name: value for name, value in found.items() if value}
+    paid = {} if turn.reward is None else {"reward": turn.reward}
+    return {"text": turn.text, "tokens": len(turn.completion_ids), **kept, **paid}
+
+
+def reply_record(reply: "Message") -> dict[str, Any]:
+    """Who answered, and what."""
+    named = {"name": reply["name"]} if reply.get("name") else {}
+    return {"role": reply.get("role", "user"), **named, "content": content_text(reply)}
+
+
+def content_text(message: "Message") -> str:
+    """A message's content as a text; of content in blocks the texts, and the kinds of the others."""
+    content = message.get("content") or ""
+    if not isinstance(content, list):
+        return str(content)
+    return "\n".join(str(block.get("text", f"[{block.get('type')}]")) if isinstance(block, dict) else str(block)
+                     for block in content)
+
+
+def speaker(reply: dict[str, Any]) -> str:
+    """The role of a reply, and the tool's name where it has one."""
+    return f"{reply['role']} {reply['name']}" if reply.get("name") else str(reply["role"])
+
+
+def transcript(turns: list[dict[str, Any]]) -> str:
+    """The records of an episode's turns as a text: who said what, and what was paid."""
+    parts = []
+    for number, turn in enumerate(turns, start=1):
+        paid = f", reward {turn['reward']:g}" if "reward" in turn else ""
+        parts.append(f"[{number}. assistant{paid}]\n{turn['text']}")
+        parts += [f"[{speaker(reply)}]\n{reply['content']}" for reply in turn.get("replies", ())]
+    return "\n".join(parts)
