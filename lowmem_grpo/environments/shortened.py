@@ -1,0 +1,42 @@
+"""Text of tools and environments, cut to so many tokens."""
+
+from transformers import PreTrainedTokenizerBase
+
+MOST_CHARACTERS = 64  # a token; of a longer text not all is looked at
+
+
+def shortened(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
+    """The text if it has at most `max_tokens` tokens, else its head and its tail with a note of what was left out.
+
+    Only so much of the text is encoded as could be kept, however long it is. Half a surrogate pair, which no tokenizer
+    takes, becomes a question mark.
+    """
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    bound = MOST_CHARACTERS * max_tokens
+    if len(text) <= bound and fits(text, tokenizer, max_tokens):
+        return text
+    kept = most_kept(text, tokenizer, max_tokens, min(bound, len(text)))
+    if kept:
+        return joined(text, kept)
+    return next((note for note in (joined(text, 0).strip(), "...") if fits(note, tokenizer, max_tokens)), "")
+
+
+def most_kept(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int, bound: int) -> int:
+    """How many characters can be kept: the largest number, below `bound`, for which the cut text was seen to fit."""
+    low, high = 0, bound
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(joined(text, middle), tokenizer, max_tokens) else (low, middle)
+    return low
+
+
+def joined(text: str, kept: int) -> str:
+    """Head and tail, of `kept` characters together, around a note."""
+    head = (kept + 1) // 2
+    tail = text[len(text) - (kept - head):]
+    return f"{text[:head]}\n[... {len(text) - kept} characters left out ...]\n{tail}"
+
+
+def fits(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> bool:
+    """Whether a text has at most so many tokens. What looks like a special token counts as plain text."""
+    return len(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)) <= max_tokens

@@ -1,0 +1,137 @@
+"""The arguments that a policy wrote, held against the JSON schema of the tool.
+
+Keywords of JSON schema that are not read here (`pattern`, `$ref`, `allOf` ...) are left to the tool itself.
+"""
+
+import json
+import math
+from typing import Any
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
+    "object": (dict,), "null": (type(None),),
+}
+WORDS = {"True": True, "False": False, "None": None}  # Python's, as some templates print them
+BOUNDS = {
+    "minimum": (lambda value, bound: value >= bound, "at least"),
+    "maximum": (lambda value, bound: value <= bound, "at most"),
+    "exclusiveMinimum": (lambda value, bound: value > bound, "above"),
+    "exclusiveMaximum": (lambda value, bound: value < bound, "below"),
+}
+SHOWN = 60  # characters of a wrong value in a message
+
+
+def loads(text: str) -> Any:
+    """What a JSON text says. ValueError for any other text, and for numbers that are not finite or endlessly long."""
+    try:
+        return json.loads(text, parse_constant=not_finite, parse_float=finite)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos}") from error
+
+
+def finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else not_finite(text)
+
+
+def not_finite(text: str) -> Any:
+    raise ValueError(f"{text[:SHOWN]} is no number that JSON knows")
+
+
+def fault(schema: Any, value: Any, where: str = "") -> str | None:
+    """Why a value does not fit the schema, as the policy reads it; None if it does."""
+    if not isinstance(schema, dict) or (value is None and schema.get("nullable")):
+        return None
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(choices, list) and choices:
+        faults = [fault(choice, value, where) for choice in choices]
+        return None if None in faults else faults[0]
+    names = schema.get("type", [])
+    names = [names] if isinstance(names, str) else names
+    if names and not any(has_type(value, name) for name in names):
+        return f"{where or 'it'} must be {' or '.join(names)}, got {shown(value)}"
+    if "enum" in schema and not any(same(value, choice) for choice in schema["enum"]):
+        return f"{where or 'it'} must be one of {shown(schema['enum'], 300)}, got {shown(value)}"
+    if isinstance(value, dict):
+        return fault_of_object(schema, value, where)
+    if isinstance(value, list):
+        return fault_of_array(schema, value, where)
+    if isinstance(value, int | float):
+        for name, (holds, words) in BOUNDS.items():
+            bound = schema.get(name)
+            if isinstance(bound, int | float) and not isinstance(bound, bool) and not holds(value, bound):
+                return f"{where or 'it'} must be {words} {bound}, got {shown(value)}"
+    return None
+
+
+def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -> str | None:
+    """The first of: what is missing, what is unknown, and what has the wrong type."""
+    properties = schema.get("properties") or {}
+    if missing := [name for name in schema.get("required") or [] if name not in value]:
+        return f"{inside(where, str(missing[0]))} is missing"
+    rest = schema.get("additionalProperties", not properties)  # an object that lists its keys has no others
+    for name, item in value.items():
+        if name not in properties and rest is False:
+            known = f"; known are {', '.join(properties)}" if properties else ""
+            return f"{inside(where, name[:SHOWN])} is unknown{known}"
+        if found := fault(properties.get(name, rest), item, inside(where, name[:SHOWN])):
+            return found
+    return None
+
+
+def fault_of_array(schema: dict[str, Any], value: list[Any], where: str) -> str | None:
+    """The first item that does not fit; a tuple has as many items as its hint."""
+    places = schema.get("prefixItems")
+    if isinstance(places, list) and len(value) != len(places) and "items" not in schema:
+        return f"{where or 'it'} must have {len(places)} items, got {len(value)}"
+    for at, item in enumerate(value):
+        rule = places[at] if isinstance(places, list) and at < len(places) else schema.get("items")
+        if found := fault(rule, item, f"{where}[{at}]"):
+            return found
+    return None
+
+
+def has_type(value: Any, name: str) -> bool:
+    """Whether a value has the type of that name; types that JSON schema does not have are left to the tool."""
+    if isinstance(value, bool):
+        return name == "boolean" or name not in TYPES
+    return name not in TYPES or isinstance(value, TYPES[name])
+
+
+def same(value: Any, choice: Any) -> bool:
+    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
+
+
+def inside(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def shown(value: Any, most: int = SHOWN) -> str:
+    """A value as JSON, cut."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):  # a number of endless digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def typed(schema: Any, text: str) -> Any:
+    """The value of an argument that was written as plain text: text where the schema wants text, else what it says."""
+    if allows_text(schema):
+        return text
+    word = text.strip()
+    try:
+        return WORDS[word] if word in WORDS else loads(word)
+    except ValueError:
+        return text
+
+
+def allows_text(schema: Any) -> bool:
+    """Whether the schema has a place for text. An unknown argument is text."""
+    if not isinstance(schema, dict):
+        return True
+    names = schema.get("type")
+    choices = schema.get("anyOf") or schema.get("oneOf") or []
+    return names == "string" or (isinstance(names, list) and "string" in names) or any(map(allows_text, choices))

@@ -1,0 +1,161 @@
+"""What stands between the marks of a tool call: one small reader for each way of writing it.
+
+A reader takes the text and the schemas of the arguments by tool, and gives the calls; CallError says why it cannot.
+"""
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lowmem_grpo.environments.tools.arguments import finite, loads, typed
+from lowmem_grpo.types import ToolCall
+
+Schemas = Mapping[str, Any]  # JSON schema of the arguments, by name of the tool
+PYTHON_CHARACTERS = 100_000  # of a Python list: its parser takes a hundred times the text in memory
+CONSTANTS = {"true": True, "false": False, "null": None}
+PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=|\Z)")
+PAIR = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+ARGUMENTS = ("arguments", "parameters")
+
+
+class CallError(ValueError):
+    """A call that cannot be read. The text says why."""
+
+
+def json_calls(body: str, schemas: Schemas) -> list[ToolCall]:
+    """{"name": ..., "arguments": {...}}, or a list of these."""
+    try:
+        value = loads(body)
+    except ValueError as error:
+        raise CallError(f"it is not valid JSON: {error}") from error
+    return [call_of(item) for item in value] if isinstance(value, list) and value else [call_of(value)]
+
+
+def call_of(value: Any) -> ToolCall:
+    """The call that an object of JSON stands for. Arguments may be JSON in a string, as OpenAI has them."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise CallError('it has no "name"')
+    key = next((key for key in ARGUMENTS if key in value), None)
+    if key is None and len(value) > 1:
+        raise CallError('it has no "arguments"')
+    arguments = {} if key is None else value[key]
+    if isinstance(arguments, str):
+        try:
+            arguments = loads(arguments)
+        except ValueError as error:
+            raise CallError(f'its "{key}" are not valid JSON: {error}') from error
+    if not isinstance(arguments, dict):
+        raise CallError(f'its "{key}" must be an object')
+    return ToolCall(value["name"], arguments)
+
+
+def xml_calls(body: str, schemas: Schemas) -> list[ToolCall]:
+    """<function=NAME><parameter=KEY>VALUE</parameter>...</function>; a value is JSON unless the schema wants text."""
+    body = body.strip()
+    if not body.startswith("<function="):
+        raise CallError("it does not begin with <function=NAME>")
+    if not body.endswith("</function>"):
+        raise CallError("</function> is missing")
+    name, closed, rest = body.removeprefix("<function=").removesuffix("</function>").partition(">")
+    if not closed or "\n" in name:
+        raise CallError("<function=NAME> is not closed")
+    found: dict[str, str] = {}
+    rest = rest.strip()
+    while rest:
+        key, closed, rest = rest.removeprefix("<parameter=").partition(">") if rest[:11] == "<parameter=" else ("",) * 3
+        end = PARAMETER_END.search(rest)
+        if not closed or "\n" in key or end is None:
+            raise CallError("in <function=NAME> ... </function> stands what is no <parameter=KEY>VALUE</parameter>")
+        add(found, key.strip(), without_breaks(rest[:end.start()]))
+        rest = rest[end.end():]
+    return [typed_call(name.strip(), found, schemas)]
+
+
+def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
+    """NAME, then pairs of <arg_key>KEY</arg_key> and <arg_value>VALUE</arg_value>."""
+    name, mark, rest = body.strip().partition("<arg_key>")
+    rest, at, found = mark + rest, 0, dict[str, str]()
+    if not name.strip() or "\n" in name.strip():
+        raise CallError("it does not begin with the name of a tool")
+    while at < len(rest):
+        if (pair := PAIR.match(rest, at)) is None:
+            raise CallError("behind the name stands what is no <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
+        add(found, pair[1].strip(), pair[2])
+        at = pair.end()
+    return [typed_call(name.strip(), found, schemas)]
+
+
+def add(found: dict[str, str], key: str, value: str) -> None:
+    """Put in a new argument. CallError for one that is there."""
+    if key in found:
+        raise CallError(f"{key[:60]} is given twice")
+    found[key] = value
+
+
+def without_breaks(text: str) -> str:
+    """A value without the line breaks that the template writes around it."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def typed_call(name: str, found: dict[str, str], schemas: Schemas) -> ToolCall:
+    properties = schemas.get(name, {}).get("properties", {})
+    return ToolCall(name, {key: typed(properties.get(key), value) for key, value in found.items()})
+
+
+def python_calls(body: str, schemas: Schemas) -> list[ToolCall]:
+    """[NAME(key=value, ...), ...], of literals."""
+    if len(body) > PYTHON_CHARACTERS:
+        raise CallError(f"it has {len(body)} characters; at most {PYTHON_CHARACTERS} are read")
+    try:
+        root = ast.parse(body.strip(), mode="eval").body
+        calls = root.elts if isinstance(root, ast.List | ast.Tuple) else [root]
+        return [call_of_node(node) for node in calls]
+    except CallError:
+        raise
+    except (SyntaxError, MemoryError, RecursionError, ValueError) as error:  # the last for a NUL character
+        why = {SyntaxError: getattr(error, "msg", ""), ValueError: str(error)}.get(type(error), "nested too deeply")
+        raise CallError(f"it is not a list of calls as in Python: {why}") from error
+
+
+def call_of_node(node: ast.expr) -> ToolCall:
+    """The call that a piece of Python stands for. Nothing is run."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise CallError("it is not a list of calls such as [name(key='value')]")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise CallError("each argument is written with its name, as in name(key='value')")
+    return ToolCall(node.func.id, {str(keyword.arg): literal(keyword.value) for keyword in node.keywords})
+
+
+def literal(node: ast.expr) -> Any:
+    """The value of a literal of Python or JSON. CallError for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | None):
+        return node.value
+    if isinstance(node, ast.Constant) and isinstance(node.value, float):
+        return finite(repr(node.value))
+    if isinstance(node, ast.Name) and node.id in CONSTANTS:
+        return CONSTANTS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [literal(item) for item in node.elts]
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        keys = [literal(key) for key in node.keys if key is not None]
+        if all(isinstance(key, str) for key in keys):
+            return dict(zip(keys, map(literal, node.values), strict=True))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = literal(node.operand)
+        if isinstance(value, int | float):
+            return -value if isinstance(node.op, ast.USub) else value
+    raise CallError("an argument is not a plain value")
+
+
+def mistral_calls(body: str, schemas: Schemas) -> list[ToolCall]:
+    """NAME[ARGS]{...}, or as older models write it a JSON list of calls."""
+    name, mark, arguments = body.partition("[ARGS]")
+    if not mark:
+        return json_calls(body, schemas)
+    try:
+        return [call_of({"name": name.strip(), "arguments": loads(arguments)})]
+    except CallError:
+        raise
+    except ValueError as error:
+        raise CallError(f"its arguments are not valid JSON: {error}") from error

@@ -1,0 +1,116 @@
+"""The tools of a run, or of an episode: what the template is told of them, which are called, and what they answer."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.environments.shortened import shortened
+from lowmem_grpo.environments.tools.arguments import fault
+from lowmem_grpo.environments.tools.forms import form_of
+from lowmem_grpo.environments.tools.parsers import FORMS, Form, Parser, Reading, custom
+from lowmem_grpo.environments.tools.results import ToolError, described, text_of
+from lowmem_grpo.environments.tools.schema import Tool, tool_of
+from lowmem_grpo.types import Message, ToolCall
+
+
+class Toolbox:
+    """Functions that a policy may call.
+
+    `functions` are plain or async functions, bound methods and tools of MCP servers. `max_tokens` bounds what one call
+    returns; more is cut out of its middle. `parse` is None for the form of the tokenizer's template, the name of a form
+    (`parsers.FORMS`), or a function of a completion's text that gives its calls and raises for one that is malformed.
+
+    Raises ValueError for two tools of one name, functions that cannot be tools, and a template without tool calls.
+    """
+
+    def __init__(self, functions: Sequence[Any], tokenizer: PreTrainedTokenizerBase, max_tokens: int,
+                 parse: Callable[..., Any] | str | None = None) -> None:
+        self.tools = named([tool_of(function) for function in functions])
+        self.tokenizer, self.max_tokens, self.parse = tokenizer, max_tokens, parse
+        if isinstance(parse, str) and parse not in FORMS:
+            raise ValueError(f"the parser of tool calls is {parse!r}; allowed are {', '.join(FORMS)}, or a function")
+        self.form: Form | None = None
+        if self.tools and not callable(parse):
+            self.form = form_of(tokenizer) if parse is None else FORMS[parse]
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools in OpenAI's form, as a template takes them."""
+        return [tool.schema for tool in self.tools.values()]
+
+    def of(self, functions: Sequence[Any]) -> "Toolbox":
+        """The same for other functions, such as the methods of another instance of an environment."""
+        other = object.__new__(Toolbox)
+        vars(other).update(vars(self), tools=named([tool_of(function) for function in functions]))
+        return other
+
+    def read(self, completion_ids: Sequence[int], text: str) -> Reading:
+        """What a completion says and calls. `text` is it without special tokens."""
+        if callable(self.parse):
+            return custom(self.parse, text)
+        if self.form is None:
+            return Reading(text)
+        schemas = {name: tool.parameters for name, tool in self.tools.items()}
+        return Parser(self.form, schemas, self.tokenizer).read(completion_ids, text)
+
+    def is_async(self, call: ToolCall) -> bool:
+        """Whether the call should be awaited in an event loop: `answer`. Any other is for a thread: `run`."""
+        tool = self.tools.get(call.name)
+        return tool is not None and tool.is_async
+
+    def run(self, call: ToolCall) -> str:
+        """What the policy reads of a call. Raises ToolError, whose text the policy reads, for a call that failed."""
+        with self.failures_told():
+            result = self.started(call)
+            return self.told(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
+
+    async def answer(self, call: ToolCall) -> str:
+        """The same in an event loop."""
+        with self.failures_told():
+            result = self.started(call)
+            return self.told(await result if inspect.isawaitable(result) else result)
+
+    def started(self, call: ToolCall) -> Any:
+        """What the function returns: its result, or something to await."""
+        tool = self.tools.get(call.name)
+        if tool is None:
+            raise ToolError(f"there is no tool {call.name[:60]!r}; the tools are {', '.join(self.tools)}")
+        if wrong := fault({"additionalProperties": False, **tool.parameters}, call.arguments):
+            raise ToolError(f"{call.name}: {wrong}")
+        return tool.function(**call.arguments)
+
+    def told(self, result: Any) -> str:
+        """A result as text, cut."""
+        return shortened(text_of(result), self.tokenizer, self.max_tokens)
+
+    @contextmanager
+    def failures_told(self) -> Iterator[None]:
+        """Whatever is raised becomes a ToolError with a text for the policy, cut like a result."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            words = error.words if isinstance(error, ToolError) else described(error)
+            raise ToolError(shortened(words, self.tokenizer, self.max_tokens)) from error
+
+    def message(self, call: ToolCall, content: str) -> Message:
+        """The message that answers a call."""
+        return {"role": "tool", "name": call.name, "content": content}
+
+
+def named(tools: list[Tool]) -> dict[str, Tool]:
+    """The tools by name. ValueError for a name that comes twice."""
+    found: dict[str, Tool] = {}
+    for tool in tools:
+        if tool.name in found:
+            raise ValueError(f"two tools are called {tool.name!r}, so a call could mean either; rename one of them")
+        found[tool.name] = tool
+    return found
+
+
+async def awaited(result: Any) -> Any:
+    """An awaitable as a coroutine, which `asyncio.run` asks for."""
+    return await result

@@ -1,0 +1,124 @@
+"""A toolbox runs what a policy calls; whatever goes wrong is a text that the policy reads."""
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+from tool_runs import tokenizer_of, weather
+
+from lowmem_grpo.environments.tools.results import ToolError
+from lowmem_grpo.environments.tools.toolbox import Toolbox
+from lowmem_grpo.types import ToolCall
+
+TOKENIZER = tokenizer_of("qwen3", plain=("<tool_call>", "</tool_call>"))
+
+
+class Shop:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def buy(self, what: str) -> dict[str, Any]:
+        """Buy something.
+
+        Args:
+            what: The thing.
+        """
+        return {"shop": self.name, "bought": what, "ok": True}
+
+    async def wait(self, seconds: float) -> float:
+        """Wait a while.
+
+        Args:
+            seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        if seconds > 0:
+            raise RuntimeError("too late")
+        return seconds
+
+
+def returns(result: Any, max_tokens: int = 128) -> Toolbox:
+    def give() -> Any:
+        """Give it."""
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    return Toolbox([give], TOKENIZER, max_tokens)
+
+
+def told(box: Toolbox, name: str = "give", **arguments: Any) -> str:
+    """What the policy reads, whether the call fails or not."""
+    call = ToolCall(name, arguments)
+    try:
+        in_thread = box.run(call)
+    except ToolError as error:
+        in_thread = str(error)
+    try:
+        in_loop = asyncio.run(box.answer(call))
+    except ToolError as error:
+        in_loop = str(error)
+    assert in_thread == in_loop
+    return in_thread
+
+
+def test_functions_methods_and_async_functions_are_tools_alike() -> None:
+    box = Toolbox([weather, Shop("A").buy, Shop("A").wait], TOKENIZER, 64)
+    assert [schema["function"]["name"] for schema in box.schemas] == ["weather", "buy", "wait"]
+    assert told(box, "weather", city="Rome") == "Rome: sun for 1 days, in None"
+    assert told(box, "buy", what="tea") == '{"shop": "A", "bought": "tea", "ok": true}'
+    assert told(box, "wait", seconds=0) == "0"
+    assert told(box, "wait", seconds=0.001) == "error: RuntimeError: too late"
+    assert [box.is_async(ToolCall(name, {})) for name in ("buy", "wait", "unknown")] == [False, True, False]
+    assert told(box.of([Shop("B").buy]), "buy", what="tea") == '{"shop": "B", "bought": "tea", "ok": true}'
+
+
+@pytest.mark.parametrize(("result", "text"), [
+    ("plain\ntext", "plain\ntext"), ("", ""), (3, "3"), (0.5, "0.5"), (None, "null"), (True, "true"),
+    ([1, "ä"], '[1, "ä"]'), ((1, 2), "[1, 2]"), ({"a": {"b": None}}, '{"a": {"b": null}}'),
+    ("half \ud800 pair", "half ? pair"),
+])
+def test_results_become_text(result: Any, text: str) -> None:
+    assert told(returns(result)) == text
+
+
+@pytest.mark.parametrize(("result", "text"), [
+    (b"raw", "no text and no JSON (bytes: "), (object(), "(object: "), ({1, 2}, "(set: "), ({(1, 2): 3}, "(dict: "),
+    (ValueError("no such row"), "ValueError: no such row"), (KeyError(), "KeyError"), (SystemExit(3), "SystemExit: 3"),
+    (ToolError("closed on Sundays"), "error: closed on Sundays"), (RuntimeError("x " * 10_000), "characters left out"),
+])
+def test_what_is_no_text_and_what_is_raised_is_an_error_that_the_policy_reads(result: Any, text: str) -> None:
+    said = told(returns(result))
+    assert said.startswith("error: ") and text in said and said.count("error: ") == 1
+    assert len(TOKENIZER.encode(said)) <= 128 + len(TOKENIZER.encode("error: "))
+
+
+@pytest.mark.parametrize(("name", "arguments", "text"), [
+    ("wether", {}, "there is no tool 'wether'; the tools are weather, buy"),
+    ("__init__", {}, "there is no tool '__init__'"),
+    ("weather", {}, "weather: city is missing"),
+    ("weather", {"city": "Rome", "when": 1}, "weather: when is unknown; known are city, days, unit"),
+    ("weather", {"city": 3}, "weather: city must be string, got 3"),
+    ("weather", {"city": "Rome", "days": "2"}, 'weather: days must be integer, got "2"'),
+    ("weather", {"city": "Rome", "days": True}, "weather: days must be integer, got true"),
+])
+def test_a_wrong_call_is_told_before_the_function_is_called(name: str, arguments: dict[str, Any], text: str) -> None:
+    assert told(Toolbox([weather, Shop("A").buy], TOKENIZER, 128), name, **arguments).startswith(f"error: {text}")
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"two tools are called 'buy'.*rename"):
+        Toolbox([Shop("A").buy, Shop("B").buy], TOKENIZER, 64)
+
+
+def test_a_result_of_ten_megabytes_keeps_its_head_and_its_tail() -> None:
+    said = told(returns("begin " + "word " * 2_000_000 + " end", max_tokens=64))
+    assert said.startswith("begin word") and said.endswith("word  end")
+    left_out = int(re.search(r"\[\.\.\. (\d+) characters left out \.\.\.\]", said)[1])
+    assert left_out + len(said.replace(f"\n[... {left_out} characters left out ...]\n", "")) == 10_000_010
+    assert 56 <= len(TOKENIZER.encode(said)) <= 64
+
+
+def test_the_answer_is_a_message_of_the_tool() -> None:
+    assert returns("x").message(ToolCall("give", {}), "x") == {"role": "tool", "name": "give", "content": "x"}
