@@ -1,0 +1,122 @@
+"""Environments of OpenEnv: a client of its server, one function from a reply to an action, one from an observation to
+text.
+
+    environment = OpenEnv(lambda: EchoEnv(base_url=url), action=lambda reply: EchoAction(message=reply),
+                          text=lambda observation: observation.echoed_message)
+    GRPOTrainer(model, environment_factory=environment, ...)
+
+The library is not imported: a client is anything with `reset(**columns)` and `step(action)`, whose results have
+`observation`, `reward` and `done`, and with `close()`. The three are all async, as OpenEnv's clients are, or all plain,
+as those of its `.sync()`.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+FULL = "CAPACITY_REACHED"  # the server's code where it takes no more sessions
+Step = tuple[Any, float | None, bool]  # observation as text or messages, reward, whether the episode is over
+
+
+class OpenEnvError(RuntimeError):
+    """The client or its server cannot be played with; the message says why and what to do."""
+
+
+class OpenEnv:
+    """What GRPOTrainer takes as `environment_factory`: each call makes an environment with a client, and so with a
+    session of the server, of its own."""
+
+    def __init__(
+        self, connect: Callable[[], Any], action: Callable[[str], Any], text: Callable[[Any], Any],
+        columns: Sequence[str] | None = None, name: str = "OpenEnv",
+    ) -> None:
+        """`connect` makes a client; it may be async. `action` makes an action of a reply's text, and `text` makes a
+        text, or messages, of an observation. `columns` of a row go to the client's reset; None: all but `prompt`.
+        `name` is the environment's in the logs."""
+        for what, function in (("connect", connect), ("action", action), ("text", text)):
+            if not callable(function):
+                hint = "; give a function that makes a client, since each episode needs its own" if what == "connect" \
+                    else ""
+                raise TypeError(f"OpenEnv: {what} is a {type(function).__name__}, not a function{hint}")
+        self.connect, self.action, self.text, self.columns = connect, action, text, columns
+        self.__name__ = name
+        self.kinds = {kind: type(name, (kind,), {"__doc__": kind.__doc__}) for kind in (PlainClient, AsyncClient)}
+
+    def __call__(self) -> Any:
+        """An environment that has not begun."""
+        client = self.connect()
+        waits = inspect.isawaitable(client) or inspect.iscoroutinefunction(getattr(client, "step", None))
+        return self.kinds[AsyncClient if waits else PlainClient](client, self)
+
+
+class Client:
+    """What both kinds of clients share: what goes into the calls, and what is made of their results."""
+
+    def __init__(self, client: Any, settings: OpenEnv) -> None:
+        self.client, self.settings = client, settings
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Of a row, what the client's reset gets."""
+        names = self.settings.columns
+        return {name: value for name, value in row.items() if (name != "prompt" if names is None else name in names)}
+
+    def read(self, result: Any) -> Step:
+        """Observation, reward and end of a result. OpenEnvError for what has not all three."""
+        missing = [name for name in ("observation", "reward", "done") if not hasattr(result, name)]
+        if missing:
+            raise OpenEnvError(f"the client of OpenEnv returned a {type(result).__name__} without "
+                               f"{', '.join(missing)}; a result has observation, reward and done")
+        return self.settings.text(result.observation), result.reward, bool(result.done)
+
+    def explain(self, error: Exception) -> Exception:
+        """The error itself, or what it means where the server takes no more sessions."""
+        if FULL not in str(error):
+            return error
+        return OpenEnvError(
+            f"the server of OpenEnv takes no more sessions ({error}). Every episode that runs needs one: start it with "
+            "max_concurrent_envs of num_generations times the prompts of a step, or more (its class needs "
+            "SUPPORTS_CONCURRENT_SESSIONS = True), and close other clients"
+        )
+
+
+class PlainClient(Client):
+    """An environment of OpenEnv, whose client waits."""
+
+    def reset(self, **row: Any) -> Any:
+        """The first observation, as text."""
+        try:
+            return self.read(self.client.reset(**self.columns(row)))[0]
+        except Exception as error:
+            raise self.explain(error) from error
+
+    def step(self, reply: str) -> Step:
+        """What the server makes of a reply."""
+        return self.read(self.client.step(self.settings.action(reply)))
+
+    def close(self) -> None:
+        """End the session."""
+        self.client.close()
+
+
+class AsyncClient(Client):
+    """An environment of OpenEnv, whose client is async."""
+
+    async def reset(self, **row: Any) -> Any:
+        """The first observation, as text."""
+        try:
+            if inspect.isawaitable(self.client):
+                self.client = await self.client
+            return self.read(await self.client.reset(**self.columns(row)))[0]
+        except Exception as error:
+            raise self.explain(error) from error
+
+    async def step(self, reply: str) -> Step:
+        """What the server makes of a reply."""
+        return self.read(await self.client.step(self.settings.action(reply)))
+
+    async def close(self) -> None:
+        """End the session."""
+        if inspect.iscoroutine(self.client):
+            self.client.close()  # it never began
+        else:
+            await self.client.close()
