@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 Message = dict[str, Any]  # of a chat: `role`, `content`, and `tool_calls` or `name` where it has them
+FAILURES = ("timeout", "environment_error")  # endings of episodes that are not the policy's
 
 
 @dataclass
@@ -84,6 +85,17 @@ class Rollout:
         return len(self.completion_ids) if self.trained is None else sum(self.trained)
 
     @property
+    def failed(self) -> bool:
+        """Whether the episode ended for a reason that is not the policy's: it counts nowhere."""
+        return self.ending in FAILURES
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether an advantage is not 0: of the whole, or of a turn."""
+        of_turns = self.token_advantages if self.turns else None
+        return bool(self.advantage) or (of_turns is not None and bool(of_turns.any()))
+
+    @property
     def advantages(self) -> Tensor | float:
         """One for each token where there are such, (C,), else the completion's."""
         return self.advantage if self.token_advantages is None else self.token_advantages
@@ -106,8 +118,9 @@ class RolloutGroup:
 class MicroBatch:
     """S whole sequences packed without padding into T places; see the alignment rule above.
 
-    Sequences of one prompt share the places of its tokens but the last. Laid side by side in width W = max_seqlen, the
-    sequences' tokens come from `sources`, and results go back to the packed places through `places`.
+    They are those of R rollouts: one of each, or several of an episode whose history was rewritten. Sequences of one
+    prompt share the places of its tokens but the last. Laid side by side in width W = max_seqlen, the sequences' tokens
+    come from `sources`, and results go back to the packed places through `places`.
     """
 
     input_ids: Tensor  # (T,) int64
@@ -119,24 +132,26 @@ class MicroBatch:
     places: Tensor  # (T,) int64, index into S * W; of a shared place, that in the first sequence
     copies: Tensor  # (T,) int64, of how many sequences the place is, which are neighbours: 1 where it is not shared
     prompts: tuple[tuple[int, ...], ...]  # of each prompt: places of its own (P - 1), and of each of its completions
-    loss_mask: Tensor  # (T,) bool, completion tokens
+    loss_mask: Tensor  # (T,) bool, tokens that the policy drew
     trained: Tensor  # (N,) int64, where loss_mask is True: found on the host, as a card would have to be waited for
-    sequence_ids: Tensor  # (T,) int64, 0 .. S - 1; of a shared place, the first sequence
+    sequence_ids: Tensor  # (T,) int64, the rollout, 0 .. R - 1; of a shared place, the first one
     advantages: Tensor  # (T,) float32
     rollout_logprobs: Tensor  # (T,) float32
     old_logprobs: Tensor | None = None  # (T,) float32
     ref_logprobs: Tensor | None = None  # (T,) float32
     policy_mask: Tensor | None = None  # (T,) bool
-    rollouts: tuple[Rollout, ...] = ()  # the S packed completions, in order
+    rollouts: tuple[Rollout, ...] = ()  # the R packed completions, in order
     host_ids: Tensor | None = None  # (T,) int64, `input_ids` as they were packed, which stay on the host
+    homes: Tensor | None = None  # (N,) int64, on the host: where trained tokens lie in the rollouts' (C,) joined; None:
+    # they are all of these, in order
 
     def at_trained(self, values: Tensor) -> Tensor:
-        """Values (T, ...) at the completion tokens, (N, ...)."""
+        """Values (T, ...) at the tokens that the policy drew, (N, ...)."""
         return values.index_select(0, self.trained)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same batch with every tensor on `device`, but for `host_ids`."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "host_ids"}
+        """The same batch with every tensor on `device`, but for `host_ids` and `homes`."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("host_ids", "homes")}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items() if torch.is_tensor(value)}
         changes: dict[str, Any] = moved
         return replace(self, **changes)

@@ -89,7 +89,7 @@ class Objective:
         return rollouts
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        """This micro-batch's share of the step's loss; logprobs and entropy (N,) of its completion tokens."""
+        """This micro-batch's share of the step's loss; logprobs and entropy (N,) of its trained tokens."""
         raise NotImplementedError
 
     def measured(self, reducer: Reducer) -> dict[str, float]:
@@ -106,4 +106,4 @@ class Objective:
 
 def policy_tokens(rollout: Rollout) -> int:
     """Tokens of a rollout whose policy term counts."""
-    return len(rollout.completion_ids) if rollout.policy_mask is None else int(rollout.policy_mask.sum())
+    return rollout.num_trained if rollout.policy_mask is None else int(rollout.policy_mask.sum())

@@ -1,4 +1,5 @@
-"""Sums and means of aligned tokens (N,) over the S sequences that `sequence_ids` (N,) tells apart."""
+"""Sums and means of aligned tokens (N,) over the S sequences that `sequence_ids` (N,) tells apart, and the tokens of a
+rollout that are trained: an episode has context between them."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from lowmem_grpo.later import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lowmem_grpo.types import Rollout
 
 
 def sequence_lengths(sequence_ids: Tensor, count: int | None = None) -> Tensor:
@@ -26,3 +29,16 @@ def sequence_sums(values: Tensor, sequence_ids: Tensor, count: int) -> Tensor:
 def sequence_means(values: Tensor, sequence_ids: Tensor, lengths: Tensor) -> Tensor:
     """Mean of `values` (N,) over each sequence, (S,); 0 for a sequence without tokens."""
     return sequence_sums(values, sequence_ids, len(lengths)) / lengths.clamp(min=1)
+
+
+def of_trained(rollout: Rollout, values: Tensor) -> Tensor:
+    """Values (C,) of a rollout at its trained tokens, (N,)."""
+    return values if rollout.trained is None else values[torch.tensor(rollout.trained, dtype=torch.bool)]
+
+
+def with_context(rollout: Rollout, values: Tensor) -> Tensor:
+    """(C,) of values (N,) at a rollout's trained tokens; 0 at the others."""
+    if rollout.trained is None:
+        return values
+    whole = values.new_zeros(len(rollout.trained))
+    return whole.masked_scatter(torch.tensor(rollout.trained, dtype=torch.bool), values)

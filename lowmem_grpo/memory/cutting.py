@@ -2,9 +2,10 @@
 side. Only lengths decide, so that plans can count micro-batches without a model and without torch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from lowmem_grpo.memory.token_rows import token_rows
 
@@ -13,33 +14,54 @@ SPREAD = 2.0  # without a plan: many short completions of a long prompt take far
 
 @dataclass(frozen=True)
 class Limits:
-    """What a micro-batch may hold; None is no bound. A single sequence that exceeds it has a micro-batch of its own."""
+    """What a micro-batch may hold; None is no bound. A single completion that exceeds it is alone."""
 
     tokens: int | None = None  # places
-    sequences: int | None = None
+    sequences: int | None = None  # completions; an episode of several packed sequences is one
     spread: float = SPREAD  # places that attention may lay side by side, as a multiple of `tokens`
+
+
+class Lengths(NamedTuple):
+    """A packed sequence by its lengths."""
+
+    family: Hashable  # sequences of one family of a group share the places of their prompt
+    prompt: int  # tokens
+    tokens: int  # behind the prompt
+
+    @property
+    def whole(self) -> int:
+        """All its tokens but the last, which is a target only."""
+        return self.prompt + self.tokens - 1
 
 
 @dataclass(frozen=True)
 class Span:
-    """A completion by its lengths, and where it stands in its step."""
+    """A completion by the lengths of its packed sequences, and where it stands in its step."""
 
-    group: int  # the index of its group; spans of one group share their prompt
+    group: int  # the index of its group
     rollout: int  # its index in the group
-    prompt: int  # tokens
-    completion: int  # tokens
+    sequences: tuple[Lengths, ...]  # one, or those of an episode; none where nothing is trained
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion but the last, which is a target only."""
-        return self.prompt + self.completion - 1
+        """Tokens of its longest sequence."""
+        return max(one.whole for one in self.sequences)
 
 
 def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[list[Span]]:
-    """The micro-batches of groups that are given as (tokens of the prompt, tokens of each completion).
+    """The micro-batches of groups that are given as (tokens of the prompt, tokens of each completion)."""
+    return cut_spans([
+        [Span(group, number, (Lengths(None, prompt, tokens),) if tokens else ())
+         for number, tokens in enumerate(completions)]
+        for group, (prompt, completions) in enumerate(groups)
+    ], limits)
+
+
+def cut_spans(groups: Iterable[Sequence[Span]], limits: Limits) -> list[list[Span]]:
+    """The micro-batches of groups of completions, each of which stays whole.
 
     Completions follow each other group by group, longest first, so that those of one micro-batch are alike in length
-    and neighbours share their prompt. Empty completions are left out.
+    and neighbours share their prompt. Those without a sequence are left out.
     """
     batches: list[list[Span]] = []
     for span in ordered(groups):
@@ -49,10 +71,9 @@ def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[lis
     return batches
 
 
-def ordered(groups: Iterable[tuple[int, Sequence[int]]]) -> Iterator[Span]:
+def ordered(groups: Iterable[Sequence[Span]]) -> Iterator[Span]:
     """Groups by their longest completion with its prompt, completions by length, longest first; ties as they came."""
-    filled = [[Span(group, number, prompt, tokens) for number, tokens in enumerate(completions) if tokens]
-              for group, (prompt, completions) in enumerate(groups)]
+    filled = [[span for span in spans if span.sequences] for spans in groups]
     by_length = [sorted(spans, key=lambda span: span.length, reverse=True) for spans in filled if spans]
     for spans in sorted(by_length, key=lambda spans: spans[0].length, reverse=True):
         yield from spans
@@ -66,16 +87,22 @@ def full(batch: list[Span], limits: Limits) -> bool:
 
 
 def places(batch: list[Span]) -> int:
-    """Tokens that the layers see: a prompt up to its last token once, and each completion with that token before it."""
-    return sum(spans[0].prompt - 1 for spans in families(batch)) + sum(span.completion for span in batch)
+    """Tokens that the layers see: a prompt up to its last token once, and each sequence with that token before it."""
+    return sum(map(sum, families(batch)))
 
 
 def area(batch: list[Span]) -> int:
     """Places that attention lays side by side, as `token_rows` counts them."""
-    return token_rows([(spans[0].prompt - 1, *(span.completion for span in spans)) for spans in families(batch)])
+    return token_rows(families(batch))
 
 
-def families(batch: list[Span]) -> Iterator[list[Span]]:
-    """Neighbours that share a prompt."""
+def families(batch: list[Span]) -> list[list[int]]:
+    """For each prompt, its own places and those of each sequence that shares it: of neighbours of one group."""
+    found: list[list[int]] = []
     for _, spans in groupby(batch, key=lambda span: span.group):
-        yield list(spans)
+        lengths: dict[Hashable, list[int]] = {}
+        for span in spans:
+            for family, prompt, tokens in span.sequences:
+                lengths.setdefault(family, [prompt - 1]).append(tokens)
+        found += lengths.values()
+    return found

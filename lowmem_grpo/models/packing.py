@@ -3,18 +3,22 @@
 The completions of one prompt share its places: a group of G takes P - 1 + G C places instead of G (P - 1 + C). The
 shared part ends before the prompt's last token: that token predicts the first one of each completion, so each
 completion begins with it. Attention finds a sequence's tokens through `sources`, and so needs no mask.
+
+models/sequences.py says what the sequences of a completion are: one, or several of an episode.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.memory.cutting import SPREAD, Limits, cut
+from lowmem_grpo.memory.cutting import SPREAD, Limits, Span, cut_spans
+from lowmem_grpo.models.sequences import Sequence, sequences_of
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
-Sequence = tuple[RolloutGroup, Rollout]
+Completion = tuple[RolloutGroup, Rollout]
 
 
 def pack(
@@ -23,59 +27,70 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack every completion, group by group, longest first, into micro-batches.
 
-    A micro-batch holds at most `max_tokens` places and `max_sequences` sequences; a sequence longer than `max_tokens`
-    gets one to itself. Attention lays sequences side by side, each with its prompt and as wide as the longest, which
-    may take at most `spread` times `max_tokens`. `cutting.cut` has the rule.
+    A micro-batch holds at most `max_tokens` places and `max_sequences` completions; a completion of more places gets
+    one to itself. Attention lays sequences side by side, each with its prompt and as wide as the longest, which may
+    take at most `spread` times `max_tokens`. `cutting.cut_spans` has the rule.
     """
     given = list(groups)
-    lengths = [(len(group.prompt_ids), [len(one.completion_ids) for one in group.rollouts]) for group in given]
-    batches = cut(lengths, Limits(max_tokens, max_sequences, spread))
+    spans = [
+        [Span(number, place, tuple(one.lengths for one in sequences))
+         for place, sequences in enumerate(sequences_of(group, group.rollouts))]
+        for number, group in enumerate(given)
+    ]
+    batches = cut_spans(spans, Limits(max_tokens, max_sequences, spread))
     return [collate([(given[one.group], given[one.group].rollouts[one.rollout]) for one in batch]) for batch in batches]
-
-
-def sequence_length(sequence: Sequence) -> int:
-    """Tokens of prompt and completion except the last, which is only a target."""
-    group, rollout = sequence
-    return len(group.prompt_ids) + len(rollout.completion_ids) - 1
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring places of a pack: a prompt up to its last token, or that token and a completion up to its last."""
+    """Neighbouring places of a pack: a prompt up to its last token, or that token and what follows it in a sequence."""
 
-    sequence: int  # the first sequence that it belongs to
+    row: int  # the sequence, or the first of those that share the prompt
+    rollout: int  # whose it is, by its place in the pack
     position: int  # of its first token
     ids: list[int]
     targets: list[int]
-    rollout: Rollout | None  # None for a prompt
+    sequence: Sequence | None  # None for a prompt
 
     def values(self, field: str) -> Tensor:
-        """A rollout's field over the piece's places; zeros for a prompt."""
-        value = getattr(self.rollout, field) if self.rollout else 0.0
-        return torch.as_tensor(value, dtype=torch.float32).expand(len(self.ids))
+        """A rollout's field over the piece's places, float32; zeros for a prompt."""
+        return self.sequence.values(field) if self.sequence else torch.zeros(()).expand(len(self.ids))
+
+    @property
+    def mask(self) -> Tensor:
+        """(places,) bool: which of them are trained."""
+        return self.sequence.mask if self.sequence else torch.full((len(self.ids),), False)
 
 
-def pieces(sequences: list[Sequence]) -> Iterator[Piece]:
-    """Each prompt once for the neighbouring completions that share it, and each completion."""
-    current = None
-    for number, (group, rollout) in enumerate(sequences):
-        prompt, completion = group.prompt_ids, rollout.completion_ids
-        if group is not current:
-            current = group
-            yield Piece(number, 0, prompt[:-1], prompt[1:], None)
-        yield Piece(number, len(prompt) - 1, [prompt[-1], *completion[:-1]], completion, rollout)
+def pieces(completions: list[Completion]) -> Iterator[Piece]:
+    """Each prompt once for the sequences of neighbouring completions of a group that share it, and each sequence."""
+    row = first = 0
+    for _, neighbours in groupby(completions, key=lambda one: id(one[0])):
+        same = list(neighbours)
+        families: dict[object, list[tuple[int, Sequence]]] = {}
+        for number, sequences in enumerate(sequences_of(same[0][0], [rollout for _, rollout in same]), first):
+            for one in sequences:
+                families.setdefault(one.family, []).append((number, one))
+        for members in families.values():
+            prompt = members[0][1].prompt
+            yield Piece(row, members[0][0], 0, prompt[:-1], prompt[1:], None)
+            for number, one in members:
+                yield Piece(row, number, len(prompt) - 1, [prompt[-1], *one.ids[:-1]], one.ids, one)
+                row += 1
+        first += len(same)
 
 
-def collate(sequences: list[Sequence]) -> MicroBatch:
-    """The packed tensors of some sequences, in their order. Neighbours of one group share their prompt."""
-    packed = list(pieces(sequences))
+def collate(completions: list[Completion]) -> MicroBatch:
+    """The packed tensors of some completions, in their order. Neighbours of one group share their prompt."""
+    packed = list(pieces(completions))
     prompts = prompt_lengths(packed)
-    rollouts = [rollout for _, rollout in sequences]
-    lengths = torch.tensor([sequence_length(sequence) for sequence in sequences])
+    rollouts = [rollout for _, rollout in completions]
+    lengths = torch.tensor([piece.position + len(piece.ids) for piece in packed if piece.sequence])
     width = int(lengths.max())
+    sizes = torch.tensor([len(piece.ids) for piece in packed])
     position_ids = torch.cat([torch.arange(p.position, p.position + len(p.ids)) for p in packed])
-    sequence_ids = torch.cat([torch.full((len(p.ids),), p.sequence) for p in packed])
-    loss_mask = torch.cat([torch.full((len(p.ids),), p.rollout is not None) for p in packed])
+    rows = torch.tensor([piece.row for piece in packed]).repeat_interleave(sizes)
+    loss_mask = torch.cat([piece.mask for piece in packed])
 
     def aligned(field: str) -> Tensor:
         return torch.cat([piece.values(field) for piece in packed])
@@ -88,18 +103,19 @@ def collate(sequences: list[Sequence]) -> MicroBatch:
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
         max_seqlen=width,
         sources=find_sources(packed, width),
-        places=sequence_ids * width + position_ids,
+        places=rows * width + position_ids,
         copies=count_copies(prompts),
         prompts=tuple(prompts),
         loss_mask=loss_mask,
         trained=loss_mask.nonzero()[:, 0],
-        sequence_ids=sequence_ids,
+        sequence_ids=torch.tensor([piece.rollout for piece in packed]).repeat_interleave(sizes),
         advantages=aligned("advantages"),
         rollout_logprobs=aligned("rollout_logprobs"),
         old_logprobs=aligned("old_logprobs") if all_or_none(rollouts, "old_logprobs") else None,
         ref_logprobs=aligned("ref_logprobs") if all_or_none(rollouts, "ref_logprobs") else None,
         policy_mask=aligned("policy_mask").bool() if all_or_none(rollouts, "policy_mask") else None,
         rollouts=tuple(rollouts),
+        homes=find_homes(packed, rollouts),
     )
 
 
@@ -110,7 +126,7 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
     for piece in packed:
         own = torch.arange(start, start + len(piece.ids))
         start += len(piece.ids)
-        if piece.rollout is None:
+        if piece.sequence is None:
             prompt = own
         else:
             filler = own[:1].expand(width - len(prompt) - len(own))
@@ -118,18 +134,26 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
     return torch.cat(rows)
 
 
+def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
+    """`MicroBatch.homes`."""
+    if all(rollout.trained is None and not rollout.splits for rollout in rollouts):
+        return None
+    starts = [0, *torch.tensor([len(rollout.completion_ids) for rollout in rollouts]).cumsum(0).tolist()]
+    return torch.cat([starts[piece.rollout] + piece.sequence.trained for piece in packed if piece.sequence])
+
+
 def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
-    """For each prompt, the number of its own places and of those of each completion."""
+    """For each prompt, the number of its own places and of those of each sequence."""
     found: list[list[int]] = []
     for piece in packed:
-        if piece.rollout is None:
+        if piece.sequence is None:
             found.append([])
         found[-1].append(len(piece.ids))
     return [tuple(lengths) for lengths in found]
 
 
 def count_copies(prompts: list[tuple[int, ...]]) -> Tensor:
-    """(T,): how many sequences share each place; all completions of a prompt share its own places."""
+    """(T,): how many sequences share each place; all those of a prompt share its own places."""
     counts = [count for own, *others in prompts for count in (len(others), *[1] * len(others))]
     return torch.tensor(counts).repeat_interleave(torch.tensor([length for lengths in prompts for length in lengths]))
 
@@ -142,7 +166,9 @@ def all_or_none(rollouts: list[Rollout], name: str) -> bool:
     return all(present)
 
 
-def unpack(values: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> list[Tensor]:
-    """Per-sequence completion values of `values` (N,), which lie at the True places of `loss_mask` (T,)."""
-    counts = torch.bincount(sequence_ids[loss_mask], minlength=int(sequence_ids[-1]) + 1)
-    return list(values.split(counts.tolist()))
+def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
+    """(C,) of each rollout of the batch, from values (N,) on the host at its trained tokens; 0 at others."""
+    sizes = [len(rollout.completion_ids) for rollout in batch.rollouts]
+    if batch.homes is not None:
+        values = values.new_zeros(sum(sizes)).index_copy(0, batch.homes, values)
+    return list(values.split(sizes))

@@ -49,10 +49,10 @@ def workload_of(
     groups: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1, forward_only: int = 0
 ) -> Workload | None:
     """What groups were made of; None where there is none with a completion."""
-    filled = [group for group in groups if any(rollout.completion_ids for rollout in group.rollouts)]
+    filled = [group for group in groups if any(rollout.num_trained for rollout in group.rollouts)]
     if not filled:
         return None
-    lengths = [max(1, len(rollout.completion_ids)) for group in filled for rollout in group.rollouts]
+    lengths = [max(1, rollout.num_trained) for group in filled for rollout in group.rollouts]
     generations = max(1, round(len(lengths) / len(filled)))
     prompt = fmean(max(1, len(group.prompt_ids)) for group in filled)
     return Workload(len(filled), generations, prompt, fmean(lengths), max(lengths), iterations, updates, forward_only)

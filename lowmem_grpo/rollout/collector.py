@@ -98,7 +98,7 @@ class Collector:
 
     def count(self, groups: list[RolloutGroup]) -> None:
         """Count the sampled tokens; a prompt counts once for each of its completions."""
-        completions = [len(rollout.completion_ids) for group in groups for rollout in group.rollouts]
+        completions = [rollout.num_trained for group in groups for rollout in group.rollouts]
         prompts = [len(group.prompt_ids) for group in groups for _ in group.rollouts]
         self.tokens += sum(completions)
         self.state.num_tokens += sum(completions) + sum(prompts)
@@ -106,7 +106,7 @@ class Collector:
     # Groups without signal
 
     def has_signal(self, group: RolloutGroup) -> bool:
-        return any(rollout.advantage for rollout in self.objective.counted(group.rollouts))
+        return any(rollout.has_signal for rollout in self.objective.counted(group.rollouts))
 
     def empty(self, places: list[RolloutGroup]) -> list[int]:
         """The places that hold a group without signal."""

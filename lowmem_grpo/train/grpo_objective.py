@@ -14,6 +14,7 @@ from lowmem_grpo.losses.loss_metrics import effective_sample_share, percentiles
 from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
 from lowmem_grpo.losses.off_policy import MismatchWatch, mean_k3
 from lowmem_grpo.losses.policy_loss import grpo_loss
+from lowmem_grpo.losses.sequences import of_trained, with_context
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout
 
 logger = logging.getLogger(__name__)
@@ -69,23 +70,23 @@ class GRPOObjective(Objective):
     def prepared(self, rollouts: list[Rollout]) -> None:
         """Choose the tokens of the highest entropy, and put the KL term into the advantages, if the settings say so."""
         if self.config.top_entropy_quantile < 1:
-            entropies = [rollout.entropy for rollout in rollouts if rollout.entropy is not None]
+            entropies = [of_trained(rollout, rollout.entropy) for rollout in rollouts if rollout.entropy is not None]
             mask = top_entropy_mask(torch.cat(entropies or [torch.empty(0)]), self.config.top_entropy_quantile)
-            for rollout, part in zip(rollouts, mask.split([len(r.completion_ids) for r in rollouts]), strict=True):
-                rollout.policy_mask = part
+            for rollout, part in zip(rollouts, mask.split([r.num_trained for r in rollouts]), strict=True):
+                rollout.policy_mask = with_context(rollout, part)
         if self.config.kl_in_reward:
             put_kl_in_reward(rollouts, self.config.beta)
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """All rollouts, without truncated ones if those are masked."""
+        """All rollouts but failed episodes, and without truncated ones if those are masked."""
         masked = self.config.mask_truncated_completions
-        return [rollout for rollout in rollouts if not (masked and rollout.finish_reason == "length")]
+        return [one for one in rollouts if not (one.failed or (masked and one.finish_reason == "length"))]
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Rollouts that count and have an advantage; with a KL term or an entropy bonus, all that count."""
         kept = self.counted(rollouts)
         everything = self.config.beta or self.entropy.enabled
-        return kept if everything else [rollout for rollout in kept if rollout.advantage]
+        return kept if everything else [rollout for rollout in kept if rollout.has_signal]
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
         """`grpo_loss` of the batch. A KL term that is in the reward is not in the loss as well."""
@@ -136,5 +137,5 @@ class GRPOObjective(Objective):
 
 
 def at(batch: MicroBatch, values: Tensor | None) -> Tensor | None:
-    """Values (T,) at the completion tokens of the batch, (N,); None stays None."""
+    """Values (T,) at the trained tokens of the batch, (N,); None stays None."""
     return None if values is None else batch.at_trained(values)

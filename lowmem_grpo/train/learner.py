@@ -72,9 +72,7 @@ class Learner:
         found: list[tuple[Rollout, Tensor, Tensor]] = []
         for batch in batches:
             both = self.policy.logprobs(batch, self.objective.temperature)
-            logprobs, entropy = (
-                unpack(values.float().cpu(), batch.loss_mask.cpu(), batch.sequence_ids.cpu()) for values in both
-            )
+            logprobs, entropy = (unpack(values.float().cpu(), batch) for values in both)
             found += zip(batch.rollouts, logprobs, entropy, strict=True)
         return found
 
@@ -115,15 +113,14 @@ class Learner:
         return [replace(group, rollouts=self.objective.counted(group.rollouts)) for group in groups]
 
     def num_tokens(self, groups: list[RolloutGroup]) -> int:
-        """How many completion tokens count in the loss; those of masked, truncated completions do not."""
-        counted = (rollout for group in self.counted_groups(groups) for rollout in group.rollouts)
-        return sum(len(rollout.completion_ids) for rollout in counted)
+        """How many tokens that the policy drew count in the loss; those of masked, truncated completions do not."""
+        return sum(rollout.num_trained for group in self.counted_groups(groups) for rollout in group.rollouts)
 
     def totals(self, groups: list[RolloutGroup], num_tokens: float | None) -> StepTotals:
         """The counts that the step's means are taken over."""
         counted = [rollout for group in self.counted_groups(groups) for rollout in group.rollouts]
-        tokens = sum(len(rollout.completion_ids) for rollout in counted) if num_tokens is None else num_tokens
-        sequences = sum(len(group.rollouts) for group in groups)
+        tokens = sum(rollout.num_trained for rollout in counted) if num_tokens is None else num_tokens
+        sequences = sum(not rollout.failed for group in groups for rollout in group.rollouts)
         return StepTotals(sequences, tokens, sum(map(policy_tokens, counted)))
 
     def forward_backward(self, groups: list[RolloutGroup], num_tokens: float | None = None) -> dict[str, float]:

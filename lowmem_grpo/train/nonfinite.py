@@ -56,18 +56,17 @@ class Flags:
 
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
-        self.tables: list[Tensor] = []  # (CAUSES, S) of each micro-batch
+        self.tables: list[Tensor] = []  # (CAUSES, R) of each micro-batch
 
     @torch.no_grad()
     def look(self, batch: MicroBatch, logprobs: Tensor, loss: Tensor) -> None:
         """Look at a micro-batch, the policy's log-probabilities (N,) and the loss. If nothing else explains a loss
         that is not finite, it is blamed on all rollouts of the micro-batch."""
-        none = torch.zeros_like(batch.loss_mask)
-        rows = [none.masked_scatter(batch.loss_mask, logprobs.isfinite().logical_not())]
-        for values in (getattr(batch, name) for name in FIELDS):
-            rows.append(none if values is None else values.isfinite().logical_not())
-        table = torch.zeros(len(CAUSES), len(batch.cu_seqlens) - 1, device=none.device)
-        table[:-1].index_add_(1, batch.sequence_ids, torch.stack(rows).to(table.dtype))
+        fields, none = [getattr(batch, name) for name in FIELDS], torch.zeros_like(logprobs)
+        rows = [logprobs, *(none if values is None else batch.at_trained(values) for values in fields)]
+        wrong = torch.stack([values.isfinite().logical_not() for values in rows])
+        table = torch.zeros(len(CAUSES), len(batch.rollouts), device=none.device)
+        table[:-1].index_add_(1, batch.at_trained(batch.sequence_ids), wrong.to(table.dtype))
         table[-1] = loss.isfinite().logical_not() & (table[:-1].sum() == 0)
         self.tables.append(table)
         self.rollouts += batch.rollouts

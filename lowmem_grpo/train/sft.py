@@ -22,6 +22,7 @@ from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.data.shapes import Shapes, Tokenised
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.losses.objective import Objective, StepTotals
+from lowmem_grpo.losses.sequences import of_trained
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.parameters import either, taken_in, with_names
 from lowmem_grpo.train.run_memory import plan_memory
@@ -37,12 +38,7 @@ class SFTObjective(Objective):
     """-log p of every trained token, averaged over the step."""
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        if batch.policy_mask is not None:
-            mask = batch.at_trained(batch.policy_mask)
-            logprobs, entropy = logprobs[mask], entropy[mask]
-        metrics = {"entropy": entropy.detach().mean()} if len(entropy) else {}
-        loss = -logprobs.sum() / totals.policy_tokens
-        return LossOutput(loss, metrics, {name: float(len(entropy)) for name in metrics})
+        return LossOutput(-logprobs.sum() / totals.tokens, {"entropy": entropy.detach().mean()})
 
 
 class SFTTrainer(Trainer):
@@ -150,12 +146,10 @@ class SFTTrainer(Trainer):
         self.learner.fill_logprobs(groups, "old_logprobs", "entropy")
         self.model.train(training)
         rollouts: list[Any] = [rollout for group in groups for rollout in group.rollouts]
-        loss, entropy = (torch.cat([getattr(r, name) for r in rollouts]) for name in ("old_logprobs", "entropy"))
+        loss, entropy = (torch.cat([of_trained(rollout, getattr(rollout, name)) for rollout in rollouts])
+                         for name in ("old_logprobs", "entropy"))
         for rollout in rollouts:  # so that a later evaluation finds them as they were
             rollout.old_logprobs = rollout.entropy = None
-        if rollouts[0].policy_mask is not None:
-            mask = torch.cat([rollout.policy_mask for rollout in rollouts])
-            loss, entropy = loss[mask], entropy[mask]
         return {"eval_loss": -loss.mean().item(), "eval_entropy": entropy.mean().item()}
 
     def describe(self, status: str) -> dict[str, Any]:
@@ -163,14 +157,11 @@ class SFTTrainer(Trainer):
 
 
 def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
-    """Each example as a prompt with one completion, as packing and learner take them. If some tokens of one are not
-    trained, all of them say which are."""
-    given = [example for example in examples if isinstance(example, Example)]
-    masked = any(example.trained is not None for example in given)
+    """Each example as a prompt with one completion, as packing and learner take them."""
     return [
         RolloutGroup(example.row, example.ids, [Rollout(
             example.completion_ids, [0.0] * len(example.completion_ids), "stop", policy_version=policy_version,
-            policy_mask=torch.tensor(example.trained or [True] * len(example.completion_ids)) if masked else None,
+            trained=example.trained,
         )])
-        for example in given
+        for example in examples if isinstance(example, Example)
     ]

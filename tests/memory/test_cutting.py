@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_grpo.memory.cutting import Limits, Span, area, cut, places
+from lowmem_grpo.memory.cutting import Lengths, Limits, Span, area, cut, places
 from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -49,7 +49,7 @@ def test_more_side_by_side_makes_fewer_micro_batches(spread: float, count: int) 
 
 
 def test_the_prompt_is_counted_once_for_neighbours() -> None:
-    alike = [Span(0, number, 10, 5) for number in range(3)]
+    alike = [Span(0, number, (Lengths(None, 10, 5),)) for number in range(3)]
     assert places(alike) == 9 + 3 * 5 and area(alike) == 3 * 14
-    other = [*alike, Span(1, 0, 20, 1)]
+    other = [*alike, Span(1, 0, (Lengths(None, 20, 1),))]
     assert places(other) == 9 + 3 * 5 + 19 + 1 and area(other) == 4 * 20

@@ -110,7 +110,7 @@ def test_unpacking_gives_back_what_was_packed(sequences: list[tuple[list[int], l
     for field, values in (("targets", [r.completion_ids for _, r in pairs]),
                           ("rollout_logprobs", [r.rollout_logprobs for _, r in pairs]),
                           ("old_logprobs", [r.old_logprobs.tolist() for _, r in pairs])):
-        parts = unpack(getattr(batch, field)[batch.loss_mask], batch.loss_mask, batch.sequence_ids)
+        parts = unpack(getattr(batch, field)[batch.loss_mask], batch)
         for part, expected in zip(parts, values, strict=True):
             torch.testing.assert_close(part, torch.tensor(expected))
 
