@@ -6,6 +6,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_grpo.types import Message, Rollout, Turn  # which needs torch: a report is written without it
 
+ENDINGS = {  # why an episode ends, in words
+    "done": "the environment said that it is over",
+    "answer": "a turn without a call of a tool",
+    "max_turns": "no more turns are allowed",
+    "max_tokens": "no room for another turn in max_completion_length",
+    "context": "what came back did not fit",
+    "parse_error": "calls of tools that could not be read, three in a row",
+    "timeout": "a tool or the environment took too long; left out of training",
+    "environment_error": "the environment failed; left out of training",
+}
+
 
 def episode_fields(rollout: "Rollout") -> dict[str, Any]:
     """What a line has of an episode beside what it has of a single answer; nothing where the rollout is one.

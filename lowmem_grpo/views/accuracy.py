@@ -43,8 +43,23 @@ def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
     found = [each for each in before_and_after(summary) if each is not None]
     dots = Line("held-out problems, with 95% interval", [(each.step, each.share) for each in found],
                 [each.interval for each in found if each.interval is not None], dots=True)
+    drawn = [line for line in (*lines, dots) if line.points]
     return Chart("Accuracy", "answers that are right", "share of answers", share=True,
-                 lines=[line for line in (*lines, dots) if line.points])
+                 lines=[*drawn, *levels(summary, drawn)])
+
+
+def levels(summary: Record, lines: list[Line]) -> list[Line]:
+    """The baselines at all steps of these lines, such as the shares that random and perfect play get right."""
+    steps = sorted({step for line in lines for step, _ in line.points})
+    return [Line(f"baseline {name}, {share:.1%}", [(step, share) for step in steps], level=True)
+            for name, share in baselines(summary).items() if steps]
+
+
+def baselines(summary: Record) -> dict[str, float]:
+    """What others get right, by their names: `baselines` of the summary."""
+    given = summary.get("baselines")
+    found = given.items() if isinstance(given, dict) else ()
+    return {str(name): float(share) for name, share in found if isinstance(share, (int, float))}
 
 
 def deciding(completions: list[Record], summary: Record) -> list[str]:

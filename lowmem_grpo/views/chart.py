@@ -17,6 +17,7 @@ class Line:
     points: list[tuple[int, float]]
     edges: list[tuple[float, float]] = field(default_factory=list)  # low and high around each point
     dots: bool = False  # measured now and then: dots, and edges are intervals; otherwise a curve, and edges are a band
+    level: bool = False  # the same value at all steps, to compare with: dashed
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def smooth(values: list[float], around: int) -> list[float]:
 def smoothed(chart: Chart, line: Line) -> Line:
     """The bold line of a curve, with its band; the same line where it is not to be smoothed."""
     around = window(len(line.points)) // 2
-    if not chart.smooth or line.dots or not around:
+    if not chart.smooth or line.dots or line.level or not around:
         return line
     values = smooth([value for _, value in line.points], around)
     edges = zip(*(smooth([pair[side] for pair in line.edges], around) for side in (0, 1)), strict=True)
@@ -67,7 +68,7 @@ def smoothed(chart: Chart, line: Line) -> Line:
 
 def widest_window(charts: Iterable[Chart]) -> int:
     """How many steps a point of these charts is at most the mean of; 1 where nothing is smoothed."""
-    lines = [line for chart in charts if chart.smooth for line in chart.lines if not line.dots]
+    lines = [line for chart in charts if chart.smooth for line in chart.lines if not (line.dots or line.level)]
     return max((window(len(line.points)) for line in lines), default=1)
 
 

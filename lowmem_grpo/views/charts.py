@@ -4,12 +4,24 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.units import GIB
 from lowmem_grpo.views.accuracy import accuracy_chart
 from lowmem_grpo.views.chart import Chart, Line
 
 Record = dict[str, Any]
 
+OF_EPISODES = (
+    Chart("Turns", "of the policy in an episode", "turns",
+          {"turns/mean": "mean", "turns/min": "min", "turns/max": "max"}, from_zero=True),
+    Chart("Tool calls", "", "calls of an episode", {"tools/call_frequency": "calls"}, from_zero=True),
+    Chart("Tool failures", "calls that could not be read, or failed", "share of calls",
+          {"tools/failure_frequency": "failed"}, share=True),
+    Chart("Cached tokens", "of prompts, which the engine did not compute again", "share of prompt tokens",
+          {"tokens/cached_share": "cached"}, share=True),
+    Chart("Waiting for tools and environments", "while nothing was sampled", "share of each step",
+          {"time/tools": "waiting"}, share=True),
+)
 CHARTS = (
     Chart("Groups with signal", "whose completions differ in reward", "groups",
           {"groups/total": "all", "groups/with_signal": "with signal"}, from_zero=True),
@@ -58,11 +70,11 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
     verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
     verdicts = Chart("Verified right", "whatever that pays", "share of completions",
                      {f"verdicts/{name}": name for name in verifiers}, share=True)
-    charts = [functions, verdicts, *CHARTS]
+    charts = [functions, verdicts, *OF_EPISODES, *CHARTS]
     if taught(summary or {}):
         own = {chart.title for chart in OF_TAUGHT}
         charts = [*OF_TAUGHT, *(chart for chart in CHARTS if chart.title not in own)]
-    drawn = [accuracy_chart(completions or [], summary or {}), reward_chart(rows)]
+    drawn = [accuracy_chart(completions or [], summary or {}), reward_chart(rows), endings_chart(rows)]
     drawn += [replace(chart, lines=lines_of(chart, rows)) for chart in charts]
     return [chart for chart in drawn if chart.lines]
 
@@ -72,6 +84,15 @@ def lines_of(chart: Chart, rows: list[Record]) -> list[Line]:
     lines = [Line(name, points(rows, key, chart.scale), dots=key.startswith("eval_"))
              for key, name in chart.metrics.items()]
     return [line for line in lines if line.points]
+
+
+def endings_chart(rows: list[Record]) -> Chart:
+    """Which share of the episodes of a step ended for which reason, of those that occurred."""
+    played = [row for row in rows if any(f"episodes/{name}" in row for name in ENDINGS)]
+    found = [name for name in ENDINGS if any(row.get(f"episodes/{name}") for row in played)]
+    lines = [Line(name, [(row["step"], row.get(f"episodes/{name}") or 0.0) for row in played]) for name in found]
+    return Chart("Ends of episodes", "by reason", "share of episodes", share=True, stacked=True, smooth=False,
+                 lines=lines)
 
 
 def points(rows: list[Record], key: str, scale: float = 1.0) -> list[tuple[int, float]]:

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 from lowmem_grpo.units import count_text, size_text, time_text
-from lowmem_grpo.views.accuracy import Measured, before_and_after
+from lowmem_grpo.views.accuracy import Measured, baselines, before_and_after
 from lowmem_grpo.views.charts import taught
 
 Record = dict[str, Any]
@@ -75,6 +75,8 @@ def accuracy(summary: Record) -> str:
     if spans := [f"{span(each)} {when}" for each, when in ((before, "before"), (after, "after")) if span(each)]:
         lines.append(f"95% interval{'s' * (len(spans) > 1)}: {', '.join(spans)}")
     lines += paired(summary)
+    if found := baselines(summary):
+        lines.append("baselines: " + ", ".join(f"{name} {share:.1%}" for name, share in found.items()))
     told = "".join(f'<div class="quiet">{escape(line)}</div>' for line in lines)
     return f'<div class="card accuracy"><div class="number">{escape(shown)}</div>{told}</div>'
 

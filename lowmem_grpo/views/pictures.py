@@ -83,9 +83,10 @@ def traces(chart: Chart) -> list[dict[str, Any]]:
 
 def trace(line: Line, colour: str, width: float) -> dict[str, Any]:
     """One line in this colour, with a mark at each point where they are few."""
-    mode = "markers" if line.dots else "lines+markers" if len(line.points) < MARKED else "lines"
+    mode = "markers" if line.dots else "lines+markers" if len(line.points) < MARKED and not line.level else "lines"
     around = {"error_y": errors([value for _, value in line.points], line.edges)} if line.dots and line.edges else {}
-    return {"type": "scatter", "name": line.name, "mode": mode, "line": {"width": width, "color": colour},
+    return {"type": "scatter", "name": line.name, "mode": mode,
+            "line": {"width": width, "color": colour, **({"dash": "dash"} if line.level else {})},
             "marker": {"color": colour}, "x": [step for step, _ in line.points],
             "y": [value for _, value in line.points], **around}
 

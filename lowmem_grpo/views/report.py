@@ -15,6 +15,7 @@ from typing import Any
 
 from lowmem_grpo.runs.accuracy import KINDS
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
+from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.units import count_text
 from lowmem_grpo.views.accuracy import deciding
 from lowmem_grpo.views.chart import Chart, how_smoothed
@@ -22,6 +23,7 @@ from lowmem_grpo.views.charts import Record, figures, taught
 from lowmem_grpo.views.headline import NOTHING, clipped, headline
 from lowmem_grpo.views.palette import LINES, css, sign
 from lowmem_grpo.views.svg import MOST_POINTS, drawing, hover_data
+from lowmem_grpo.views.trajectories import CONTEXT_SIGN, SAMPLED_SIGN, shown_turns
 
 MOST_BYTES = 500_000
 ROOM_FOR_SAMPLES = 100_000  # bytes that the rest of the page leaves, if cutting its texts can do that
@@ -29,7 +31,13 @@ ALL_POINTS = 6000  # of all lines together
 MAX_SAMPLES = 1500  # more would make the page slow to open
 WHOLE_GROUP = 8  # completions of a step worth keeping together, before steps are left out
 LONGEST = (4000, 1000, 200)  # characters of a text, the first that leaves room
-COLUMNS = ("step", "prompt", "completion", "rewards", "reward", "advantage", "tokens", "finish_reason")
+COLUMNS = ("step", "prompt", "completion", "rewards", "reward", "advantage", "tokens", "finish_reason",
+           "ending", "num_turns", "sampled_tokens", "sequences", "turns")
+ANSWERS = """<div class="scroll card"><table><thead><tr id="head"></tr></thead><tbody id="rows"></tbody></table>
+</div>"""
+EPISODES = f"""<p class="quiet"><b class="sampled">{SAMPLED_SIGN} sampled</b> by the policy, which learns from it;
+<b class="context">{CONTEXT_SIGN} context</b> from the prompt, tools and the environment, which it only reads</p>
+<div id="rows" class="episodes"></div>"""
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
@@ -81,17 +89,19 @@ def render(name: str, rows: list[Record], completions: list[Record], summary: Re
     charts, right = figures(rows, completions, summary), deciding(completions, summary)
     most = max(2, min(MOST_POINTS, ALL_POINTS // max(1, sum(len(chart.lines) for chart in charts))))
     above = headline(name, rows, summary, missing(rows, completions, summary)) + curves_section(charts, most)
-    data = {"charts": [hover_data(chart, most) for chart in charts], "right": right if len(right) == 1 else []}
+    played = any(sample.get("turns") for sample in completions)
+    data = {"charts": [hover_data(chart, most) for chart in charts], "right": right if len(right) == 1 else [],
+            "endings": ENDINGS if played else {}}
     title = str(summary.get("recipe") or name)
     for longest in LONGEST:
         top = above + before_after_section(summary, longest)
         end = settings_section(summary.get("config") or {}, longest)
-        bare = page(title, top + samples_section(len(completions), len(completions) + 1) + end, data | {"samples": []})
-        room = MOST_BYTES - size(bare)
+        browser = samples_section(len(completions), len(completions) + 1, played)
+        room = MOST_BYTES - size(page(title, top + browser + end, data | {"samples": []}))
         if room >= ROOM_FOR_SAMPLES:
             break
     samples = fitting(completions, room, longest)
-    browser = "" if taught(summary) and not completions else samples_section(len(samples), len(completions))
+    browser = "" if taught(summary) and not completions else samples_section(len(samples), len(completions), played)
     return page(title, top + browser + end, data | {"samples": samples})
 
 
@@ -144,6 +154,9 @@ def fitting(completions: list[Record], room: int, longest: int) -> list[Record]:
 def shown(sample: Record, longest: int) -> Record:
     """What the page shows of a completion."""
     found = {name: sample[name] for name in COLUMNS if name in sample}
+    if found.get("turns"):
+        found["turns"] = shown_turns(found["turns"], longest)
+        found.pop("completion", None)  # the text of the last turn
     return found | {name: clipped(str(found[name]), longest) for name in ("prompt", "completion") if name in found}
 
 
@@ -173,7 +186,7 @@ def curves_section(charts: list[Chart], most: int) -> str:
 def figure(chart: Chart, most: int) -> str:
     """One chart with its words."""
     named = len(chart.lines) > 1 or not chart.metrics  # where the title is not the name
-    keys = "".join(f'<span class="key l{place % len(LINES)}">{escape(line.name)}</span>'
+    keys = "".join(f'<span class="key l{place % len(LINES)}{" level" * line.level}">{escape(line.name)}</span>'
                    for place, line in enumerate(chart.lines)) if named else ""
     words = f'<b>{escape(chart.title)}</b> <span class="quiet">{escape(chart.note)}</span>'
     return (f'<figure class="card"><figcaption>{words}<div class="keys">{keys}</div></figcaption>'
@@ -224,8 +237,9 @@ def text(sample: Record, key: str, longest: int) -> str:
     return NOTHING if value is None else escape(clipped(str(value), longest))
 
 
-def samples_section(kept: int, logged: int) -> str:
-    """The controls of the sample browser and its empty table; the script fills it."""
+def samples_section(kept: int, logged: int, played: bool) -> str:
+    """The controls of the sample browser and its empty table, or where episodes were `played` the empty list of them;
+    the script fills it."""
     if not kept:
         why = "No completions logged yet." if not logged else f"None of {logged:,} completions fits into this page."
         return f'<section><h2>Samples over time</h2><p class="card">{why}</p></section>'
@@ -238,7 +252,7 @@ def samples_section(kept: int, logged: int) -> str:
 <select id="order" aria-label="Order"><option value="0">As logged</option>
 <option value="-1">Highest reward first</option><option value="1">Lowest reward first</option></select>
 <span class="quiet" id="count"></span></div>
-<div class="scroll card"><table><thead><tr id="head"></tr></thead><tbody id="rows"></tbody></table></div>
+{EPISODES if played else ANSWERS}
 <button id="more" type="button">Show more</button></section>"""
 
 

@@ -77,6 +77,8 @@ def curve(frame: Frame, chart: Chart, line: Line, css: str, most: int) -> str:
     """One metric: dots with their intervals, or a line in its band, bold over faint where it is smoothed."""
     if line.dots:
         return dots(frame, line, css)
+    if line.level:
+        return polyline(frame, [line.points[0], line.points[-1]], f"{css} level")
     bold = smoothed(chart, line)
     drawn = band(frame, bold, css, most)
     if bold is not line:

@@ -14,6 +14,7 @@ from lowmem_grpo.runs.accuracy import KINDS, changed_first
 from lowmem_grpo.views.palette import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG
 from lowmem_grpo.views.report import MAX_SAMPLES, MOST_BYTES, spread, write_report
 
+ENDS = {"done": 0.75, "max_turns": 0.25, "parse_error": 0.0}
 ATTACK = "</script><img src=x onerror=alert(1)><!--"
 
 
@@ -339,3 +340,66 @@ def test_a_new_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
     assert write_report(tmp_path) == tmp_path / "report.html"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
     assert Page(tmp_path / "report.html").titles()
+
+
+def played(step: int, turns: int = 2, text: str = "4") -> dict[str, Any]:
+    """The line of an episode: each turn calls a tool, which answers."""
+    turn = {"text": text, "tokens": 5, "calls": [{"name": text, "arguments": {"a": text}}], "reward": 1.0,
+            "failures": 1, "replies": [{"role": "tool", "name": text, "content": text}]}
+    own = {"ending": "answer", "num_turns": turns, "sampled_tokens": 2, "turns": [turn] * turns}
+    return completion(step, text) | own
+
+
+def test_episodes_are_shown_turn_by_turn_with_their_end_in_words(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [metric(1)], [played(1)])
+    assert ("div", {"id": "rows", "class": "episodes"}) in page.elements and "table" not in dict(page.elements)
+    sample, = page.data["samples"]
+    assert (sample["ending"], sample["sampled_tokens"], len(sample["turns"])) == ("answer", 2, 2)
+    assert sample["turns"][1] == {"number": 2, "text": "4", "tokens": 5, "calls": ['4(a="4")'], "reward": 1.0,
+                                  "failures": 1, "replies": [{"role": "tool", "name": "4", "content": "4"}]}
+    assert page.data["endings"]["answer"] == "a turn without a call of a tool"
+    assert "\u25cf sampled" in page.prose and "\u25cb context" in page.prose
+    for sign in ("\\u25cf", "\\u25cb"):
+        assert sign in page.scripts[1], "what is sampled and what is not differ by more than a colour"
+
+
+def test_a_page_without_episodes_has_its_table(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [metric(1)], [completion(1)])
+    assert "table" in dict(page.elements) and not page.data["endings"] and "turns" not in page.data["samples"][0]
+
+
+def test_what_a_policy_a_tool_or_an_environment_wrote_cannot_break_out_of_an_episode(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [metric(1)], [played(1, text=ATTACK) | {"ending": ATTACK}])
+    assert ATTACK not in page.source and "img" not in dict(page.elements) and len(page.scripts) == 2
+    assert page.data["samples"][0]["turns"][0]["replies"][0]["content"] == ATTACK
+
+
+@pytest.mark.parametrize(("turns", "text"), [(2, "word " * 20_000), (500, "\u6f22<&" * 200)])
+def test_long_episodes_fit_into_500_kb_and_say_which_turns_they_show(tmp_path: Path, turns: int, text: str) -> None:
+    page = page_of(tmp_path, [metric(1)], [played(step, turns, text) for step in range(1, 60)])
+    assert (tmp_path / "report.html").stat().st_size <= MOST_BYTES
+    numbers = [turn["number"] for turn in page.data["samples"][-1]["turns"]]
+    assert page.data["samples"][-1]["step"] == 59 and numbers[0] == 1 and numbers[-1] == turns
+    assert len(numbers) == min(turns, 40)
+
+
+def test_curves_of_episodes_are_their_ends_turns_tools_and_waiting(tmp_path: Path) -> None:
+    ends = {f"episodes/{name}": share for name, share in ENDS.items()}
+    rows = [metric(1, **ends), metric(2, **{"episodes/done": 1.0}),
+            metric(3, **{"turns/mean": 2.5, "tools/call_frequency": 1.5, "tools/failure_frequency": 0.25,
+                         "tokens/cached_share": 0.5, "time/tools": 0.125})]
+    page = page_of(tmp_path, rows)
+    assert page.lines("Ends of episodes") == {"done": {1: 0.75, 2: 1.0}, "max_turns": {1: 0.25, 2: 0.0}}
+    for title, value in (("Turns", 2.5), ("Tool calls", 1.5), ("Tool failures", 0.25), ("Cached tokens", 0.5),
+                         ("Waiting for tools and environments", 0.125)):
+        assert [list(values.values()) for values in page.lines(title).values()] == [[value]], title
+
+
+def test_baselines_are_dashed_lines_beside_the_accuracy(tmp_path: Path) -> None:
+    finished(tmp_path, right="correct", baselines={"random": 0.15, "perfect": 0.97, "odd": None})
+    page = page_of(tmp_path, [metric(1)], [completion(1), completion(2)])
+    found = page.lines("Accuracy")
+    assert found["baseline random, 15.0%"] == dict.fromkeys(range(4), 0.15)
+    assert found["baseline perfect, 97.0%"] == dict.fromkeys(range(4), 0.97) and len(found) == 4
+    assert "baselines: random 15.0%, perfect 97.0%" in page.prose
+    assert page.source.count('level" points=') == page.source.count('<span class="key l2 level">') * 2 == 2
