@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 FULL = "CAPACITY_REACHED"  # the server's code where it takes no more sessions
+SHUT = "ConnectionClosed"  # how the errors of websockets begin: a full server shuts, often before its code is read
 Step = tuple[Any, float | None, bool]  # observation as text or messages, reward, whether the episode is over
 
 
@@ -70,10 +71,11 @@ class Client:
 
     def explain(self, error: Exception) -> Exception:
         """The error itself, or what it means where the server takes no more sessions."""
-        if FULL not in str(error):
+        if FULL not in str(error) and not type(error).__name__.startswith(SHUT):
             return error
+        what = "takes no more sessions" if FULL in str(error) else "shut a new session, as it does where it is full"
         return OpenEnvError(
-            f"the server of OpenEnv takes no more sessions ({error}). Every episode that runs needs one: start it with "
+            f"the server of OpenEnv {what} ({error}). Every episode that runs needs a session: start the server with "
             "max_concurrent_envs of num_generations times the prompts of a step, or more (its class needs "
             "SUPPORTS_CONCURRENT_SESSIONS = True), and close other clients"
         )

@@ -87,15 +87,23 @@ def test_an_async_client_that_never_began_can_be_closed() -> None:
     finished(openenv(connect_later)().close())
 
 
+class ConnectionClosedOK(Exception):  # noqa: N818 - the name that websockets gives it
+    """What a client meets that reads after the server shut the connection."""
+
+
 @pytest.mark.parametrize("kind", [PretendClient, PretendAsyncClient])
-def test_a_full_server_says_how_many_sessions_it_needs(kind: Any) -> None:
+@pytest.mark.parametrize(("error", "says"), [
+    (RuntimeError("Server error: at capacity: 1/1 sessions active. (code: CAPACITY_REACHED)"), "takes no more.*1/1"),
+    (ConnectionClosedOK("received 1000 (OK)"), "shut a new session"),
+])
+def test_a_full_server_says_how_many_sessions_it_needs(error: Exception, says: str, kind: Any) -> None:
     environment = openenv(kind)()
 
     def full(**_: Any) -> Any:
-        raise RuntimeError("Server error: Server at capacity: 1/1 sessions active. (code: CAPACITY_REACHED)")
+        raise error
 
     getattr(environment.client, "plain", environment.client).reset = full
-    with pytest.raises(OpenEnvError, match=r"1/1 sessions active.*max_concurrent_envs of num_generations times"):
+    with pytest.raises(OpenEnvError, match=says + ".*max_concurrent_envs of num_generations times"):
         finished(environment.reset())
 
 
