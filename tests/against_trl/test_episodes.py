@@ -1,0 +1,65 @@
+"""One environment class, played in TRL 1.16 and here with the same scripted policy: the same ids, masks and rewards."""
+
+from typing import Any
+
+import pytest
+from trl_episodes import Played, call, sampled, trl_episodes
+
+
+class Counter:
+    """An environment as TRL takes it: public methods are tools, and it owns its reward."""
+
+    def reset(self, start: int = 0, **row: Any) -> str:
+        self.total, self.row = start, row
+        return f" It begins at {start}."
+
+    def add(self, amount: int) -> str:
+        """Add to the total.
+
+        Args:
+            amount: How much.
+
+        Returns:
+            The new total.
+        """
+        self.total += amount
+        return f"total {self.total}"
+
+    def show(self, times: int = 1) -> str:
+        """Show the total.
+
+        Args:
+            times: How often.
+
+        Returns:
+            The total.
+        """
+        return f"{self.total} " * times
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+ROWS = [{"prompt": [{"role": "user", "content": f"Count, {n}."}], "start": 10 * n} for n in range(4)]
+SCRIPTS = [
+    ["nothing to do"], [call("add", amount=3), "13"],
+    [call("add", amount=1) + "\n" + call("show"), "11"], ["I add." + call("add", amount=1), call("add", amount=2), "3"],
+    [call("show", times=400), "never"], [call("add", amount=1), call("show", times=400), "never"],
+    [call("add", amount=1), call("add", amount=2), call("add", amount=4), "never"], ["6"],
+]
+SETTINGS: dict[str, Any] = {"max_completion_length": 300, "max_tool_calling_iterations": 2}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> list[Played]:
+    return trl_episodes(ROWS, SCRIPTS, environment_factory=Counter, **SETTINGS)
+
+
+def test_trl_plays_what_the_script_says(theirs: list[Played]) -> None:
+    turns = [sum(message["role"] == "assistant" for message in one.messages) for one in theirs]
+    assert turns == [1, 2, 2, 3, 1, 2, 3, 1]
+    assert [one.rewards["Counter"] for one in theirs] == [0.0, 3.0, 11.0, 13.0, 20.0, 21.0, 33.0, 30.0]
+    for one, script in zip(theirs, SCRIPTS, strict=True):
+        own = [id for id, mine in zip(one.completion_ids, one.mask, strict=True) if mine]
+        assert own == [id for text in script[: len([m for m in one.messages if m["role"] == "assistant"])]
+                       for id in sampled(text)]
