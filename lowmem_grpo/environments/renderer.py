@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.environments.marks import StandIns
 from lowmem_grpo.environments.seams import Seam, find_seam
-from lowmem_grpo.environments.template import ChatTemplate, RendererError
+from lowmem_grpo.environments.template import ChatTemplate, RendererError, checked
 from lowmem_grpo.types import Message
 
 __all__ = ["Renderer", "RendererError"]
@@ -61,7 +61,7 @@ class Renderer:
         `ended`: the completion's last token is one that ends a turn here; `closed` tells. Whatever else it ended with
         (nothing, since it was cut, or another of the model's end tokens) stays, and the end of the turn follows it.
         """
-        seam = self.seam(messages)
+        seam = self.seam(checked(messages))
 
         def text(stand_ins: StandIns) -> str:
             return seam.tail(self.template, [stand_ins.defused(one) for one in messages], ended)
@@ -84,8 +84,8 @@ class Renderer:
             own = self.marks.among(self.marks.encode(rendered)) if marks is None and stand_ins.texts else marks
             if own is None or self.marks.among(ids) == own:
                 return ids
-        raise RendererError("the text of a message becomes a special token, however it is encoded: the template writes "
-                            "other marks around it than around other text; set tokenizer.chat_template to another one")
+        raise RendererError("the chat template writes other special tokens around the text of a message than around "
+                            "other text", "set tokenizer.chat_template to one that does not look into messages")
 
     def seam(self, messages: Sequence[Message]) -> Seam:
         """Where the sampled tokens end before such messages, looked for once."""

@@ -13,7 +13,11 @@ FAMILIES = "Qwen2.5, Qwen3, Llama 3.1 to 3.3, LFM2 or Gemma 4"
 
 
 class RendererError(ValueError):
-    """The chat template cannot render a conversation; the message says why, and what to do."""
+    """The chat template cannot render a conversation; the message says why (`problem`), and what to do (`fix`)."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem}: {fix}")
+        self.problem, self.fix = problem, fix
 
 
 class ChatTemplate:
@@ -27,8 +31,8 @@ class ChatTemplate:
         self.kwargs = dict(kwargs or {}) | ({"tools": tools} if tools else {})
         if not tokenizer.chat_template and "chat_template" not in self.kwargs:
             family = f"a model family whose template has tools ({FAMILIES})" if tools else "an instruct model"
-            raise RendererError("the tokenizer has no chat template, which a conversation of turns needs: set "
-                                f"tokenizer.chat_template, or load {family}")
+            raise RendererError("the tokenizer has no chat template, which a conversation of turns needs",
+                                f"set tokenizer.chat_template, or load {family}")
         source = tokenizer.get_chat_template(self.kwargs.get("chat_template"), self.kwargs.get("tools"))
         self.marks = Marks(tokenizer, source)
 
@@ -53,11 +57,23 @@ class ChatTemplate:
             return self.text(as_text, generation)
 
 
+def checked(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages. RendererError where one of them is no message with a role and text."""
+    for message in messages:
+        said = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(said, str) or not isinstance(message.get("role"), str):
+            raise RendererError(f"{str(message)[:200]!r} is no message with a role and text",
+                                "a message is {'role': 'user', 'content': text}")
+    if not messages:
+        raise RendererError("nothing was said to the policy", "give at least {'role': 'user', 'content': text}")
+    return messages
+
+
 def refusal(messages: Iterable[Message], why: str) -> RendererError:
     """An error that says which messages a template cannot render, and what to do."""
     roles = ", ".join(one["role"] for one in messages)
     fix = f"use a model family whose template has tools ({FAMILIES})" if "tool" in roles else "use another template"
-    return RendererError(f"the chat template cannot render messages of the roles {roles} ({' '.join(why.split())}): "
+    return RendererError(f"the chat template cannot render messages of the roles {roles} ({' '.join(why.split())})",
                          f"{fix}, or set tokenizer.chat_template")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lowmem_grpo.preflight import paying, prompts, room, tokens
+from lowmem_grpo.preflight import paying, prompts, room, tokens, turns
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.findings import Finding
 
@@ -38,6 +38,11 @@ CHECKS = (
     Check("another end token", "warning", "the chat template ends an answer with a token that does not end a "
           "completion", tokens.other_end),
     Check("unknown tokens", "error", "end, padding or prompt tokens beyond the model's vocabulary", tokens.unknown_ids),
+    Check("turns", "error", "several turns with a chat template that has no tools, leaves messages out, refuses a user "
+          "message behind an answer, or cannot render a history anew where `history=\"template\"` asks for it",
+          turns.not_rendered, with_sft=False),
+    Check("rewritten history", "warning", "a chat template that rewrites what was sampled once more messages follow, "
+          "before which of them, and what `history=\"template\"` then costs", turns.rewritten, with_sft=False),
     Check("reserved columns", "error", "a dataset column with the name of an argument of reward functions",
           paying.reserved_names, with_sft=False),
     Check("missing columns", "error", "a reward function needs a column that the dataset or the evaluation dataset "

@@ -33,6 +33,14 @@ class Trainer(Protocol):
 
 
 @dataclass(frozen=True)
+class Turns:
+    """What answers the policy in a run of several turns."""
+
+    tools: list[dict[str, Any]] | None = None  # their OpenAI schemas
+    replies: bool = False  # an environment answers as the user
+
+
+@dataclass(frozen=True)
 class Subject:
     """A trainer as the checks see it."""
 
@@ -47,6 +55,7 @@ class Subject:
     end_ids: list[int]  # tokens that end a completion
     scorer: RewardScorer | None = None  # None in fine-tuning
     eval_sample: RowSample | None = None  # of what is sampled from for evaluation
+    turns: Turns | None = None  # None: one prompt gets one answer
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Subject":
@@ -56,7 +65,7 @@ class Subject:
             trainer.model.loaded.max_seq_length, sample_rows(trainer.source.dataset, trainer.source.encoder),
             trainer.policy.eos_token_ids(trainer.tokenizer), getattr(trainer, "scorer", None),
             None if evaluation is None or evaluation.dataset is None
-            else sample_rows(evaluation.dataset, evaluation.encoder),
+            else sample_rows(evaluation.dataset, evaluation.encoder), getattr(trainer, "turns", None),
         )
 
     @property

@@ -12,12 +12,13 @@ import pytest
 import torch
 from preflight_runs import ROWS, TEXTS, WITH_SYSTEM, found, make, reads_answer
 from trainer_runs import digit_sum, load
+from transformers.utils import get_json_schema
 
 from lowmem_grpo import GRPOTrainer, SamplingParams
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.preflight import prompts, room
 from lowmem_grpo.preflight.checks import CHECKS
-from lowmem_grpo.preflight.subject import Subject
+from lowmem_grpo.preflight.subject import Subject, Turns
 from lowmem_grpo.runs.findings import SEVERITIES
 from lowmem_grpo.train.run_memory import plan_run, settings_of
 from lowmem_grpo.units import GIB
@@ -30,6 +31,11 @@ LIKE_GEMMA = ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('Syste
 LIKE_QWEN3 = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
               "{% if m['role'] == 'assistant' %}(thought)\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
               "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+NO_RESULTS = NO_HEADER.replace("messages %}", "messages if m['role'] != 'tool' %}") + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+NO_OLD_THOUGHTS = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if loop.last else "
+                   "m['content'].split('</think>')[-1].strip() }}<|im_end|>\n{% endfor %}"
+                   "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 USERS_ALONE = ("{% for m in messages if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
                "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -183,6 +189,56 @@ def padding_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
     model.loaded.tokenizer.add_tokens([f"<new {n}>" for n in range(100)])
     model.loaded.tokenizer.pad_token = "<new 99>"
     return make(model=model)
+
+
+def calculator(expression: str) -> str:
+    """Reckons.
+
+    Args:
+        expression: What to reckon.
+    """
+    return expression
+
+
+def of_turns(trainer: Any, tools: bool, replies: bool = False) -> Any:
+    trainer.turns = Turns([get_json_schema(calculator)] if tools else None, replies)
+    return trainer
+
+
+@case("turns", "error", r"^the chat template does not tell the policy about its tools \(calculator\)\. What to do: use "
+                        r"a model family whose template has tools \(Qwen2\.5, Qwen3, ")
+def no_schemas(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return of_turns(make(), tools=True)
+
+
+@case("turns", "error", r"^the chat template cannot render messages of the roles tool \(it leaves out .*Qwen2\.5")
+def no_results(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = NO_RESULTS
+    return of_turns(make(), tools=True)
+
+
+@case("turns", "error", r"^tools are described to the policy by its chat template, and .*plain string has none\. What")
+def tools_with_a_plain_string(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return of_turns(make(TEXTS), tools=True)
+
+
+@case("turns", "error", r"^history='template' renders .* a plain string has none\. What to do: use history='append'")
+def plain_strings_anew(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return of_turns(make(TEXTS, history="template"), tools=False, replies=True)
+
+
+@case("rewritten history", "warning", r"^the chat template rewrites what was sampled before a user message after a thou"
+                                      r"ght; history='append' trains what was sampled")
+def thoughts_are_dropped(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = NO_OLD_THOUGHTS
+    return of_turns(make(), tools=False, replies=True)
+
+
+@case("rewritten history", "warning", r"^the .* rewrites .* after a thought, and there history='template' begins a"
+                                      r"nother sequence; if each .*, an episode of 4 turns has 2\.5 times the tokens")
+def thoughts_are_dropped_at_a_cost(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = NO_OLD_THOUGHTS
+    return of_turns(make(history="template", max_turns=4), tools=False, replies=True)
 
 
 @case("reserved columns", "error", r"^dataset columns \['trainer_state'\] have names of reward function arguments\. ")

@@ -1,0 +1,127 @@
+"""Before a run, the chat template is tried on what will come between its turns: does it append, or rewrite what was?
+
+`history="append"` never renders a turn again, so whatever a template does is safe. With `history="template"` a sequence
+of an episode ends wherever the template rewrites what was sampled, and another begins.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowmem_grpo.environments.renderer import Renderer
+from lowmem_grpo.environments.template import FAMILIES, RendererError
+from lowmem_grpo.types import Message
+
+QUESTION: Message = {"role": "user", "content": "What is 6 times 7?"}
+ANSWER, THOUGHT = "Forty-two", "<think>\nSix sevens.\n</think>\n\n"
+NO_THOUGHT = re.compile(r"\A\s*<think>\s*</think>\s*")
+RESULT = "The result is 42."
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What may come between two turns: the policy's words, the number of its calls, and what answers it."""
+
+    name: str
+    said: str
+    calls: int = 0
+    cut: bool = False
+
+    @property
+    def replies(self) -> list[Message]:
+        """The messages that answer it."""
+        result = {"role": "tool", "name": "calculator", "content": RESULT}
+        return [result] * self.calls or [{"role": "user", "content": "And 6 times 8?"}]
+
+
+OF_TOOLS = (
+    Transition("a tool result", "", 1), Transition("two tool results", "", 2),
+    Transition("a tool result after words and a call", "I look it up.", 1),
+    Transition("a tool result after a thought and a call", THOUGHT, 1),
+)
+OF_REPLIES = (
+    Transition("a user message", ANSWER), Transition("a user message after a thought", THOUGHT + ANSWER),
+    Transition("a user message after a turn that was cut", ANSWER, cut=True),
+)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a template does at a transition."""
+
+    transition: Transition
+    appends: bool = False
+    refused: RendererError | None = None  # why it cannot be rendered at all
+    never_anew: RendererError | None = None  # why `history="template"` cannot render it
+
+
+def try_transitions(renderer: Renderer, tools: bool, replies: bool) -> list[Tried]:
+    """What the template does at each transition of a run with `tools`, or whose environment `replies` as the user."""
+    return [tried(renderer, one) for one in (*(OF_TOOLS if tools else ()), *(OF_REPLIES if replies else ()))]
+
+
+def tried(renderer: Renderer, transition: Transition) -> Tried:
+    """What it does at one."""
+    try:
+        renderer.bridge(transition.replies, ended=not transition.cut)
+    except RendererError as error:
+        return Tried(transition, refused=error)
+    try:
+        return Tried(transition, appends(renderer, transition))
+    except RendererError as error:
+        return Tried(transition, never_anew=error)
+
+
+def appends(renderer: Renderer, transition: Transition) -> bool:
+    """Whether the conversation, rendered with the replies, begins with the prompt and what the policy wrote: an answer
+    as the template itself writes the last one, or the same without an empty thought."""
+    template, before = renderer.template, [QUESTION, answer(transition)]
+    prompt = template.text([QUESTION])
+    alone = template.text_of_calls(before, generation=False)
+    later = template.text_of_calls([*before, *transition.replies])
+    if not alone.startswith(prompt):
+        return False
+    written = written_by_policy(renderer, transition, alone[len(prompt):], later)
+    return any(later.startswith(prompt + one) for one in (written, NO_THOUGHT.sub("", written)))
+
+
+def answer(transition: Transition) -> Message:
+    """The policy's message."""
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "6 * 7"}}}
+    called = {"tool_calls": [call] * transition.calls} if transition.calls else {}
+    return {"role": "assistant", "content": transition.said, **called}
+
+
+def written_by_policy(renderer: Renderer, transition: Transition, written: str, later: str) -> str:
+    """What the policy samples of a rendered last answer: up to the token that ends its turn, or before it."""
+    seam = renderer.seam(transition.replies)
+    last = max(written.rfind(ANSWER), written.rfind("6 * 7"), 0)
+    ends = sorted(at + len(end) * (not transition.cut) for number in seam.ends
+                  if (at := written.find(end := renderer.marks.every[number], last)) >= 0)
+    if ends:
+        return written[:ends[0]]
+    return written if transition.cut else written + seam.end  # as `<|user|>` of GLM 4, which begins the next message
+
+
+def without_schemas(renderer: Renderer, messages: Sequence[Message]) -> list[str]:
+    """The names of the tools that the first prompt does not mention: the policy cannot know of them."""
+    names = [str(tool.get("function", tool).get("name")) for tool in renderer.template.tools or []]
+    prompt = renderer.template.text(messages)
+    return [name for name in names if name not in prompt]
+
+
+def no_tool_support(renderer: Renderer, messages: Sequence[Message] = (QUESTION,)) -> RendererError | None:
+    """Why a run with these tools cannot begin, and what to do; None where it can."""
+    if refused := tried(renderer, OF_TOOLS[0]).refused:
+        return refused
+    missing = without_schemas(renderer, messages)
+    return RendererError(
+        f"the chat template does not tell the policy about its tools ({', '.join(missing)})",
+        f"use a model family whose template has tools ({FAMILIES}), set tokenizer.chat_template, or describe each tool "
+        "by its name in the prompt"
+    ) if missing else None
+
+
+def cost(turns: int) -> float:
+    """How many times the tokens of one sequence an episode of equal turns has if each turn begins another one."""
+    return (turns + 1) / 2
