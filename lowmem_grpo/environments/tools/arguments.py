@@ -19,25 +19,34 @@ BOUNDS = {
     "exclusiveMaximum": (lambda value, bound: value < bound, "below"),
 }
 SHOWN = 60  # characters of a wrong value in a message
+DEPTH = 50  # of lists in lists; all that handles a call later can still follow it
+INTEGER_BITS = 4096  # Python prints no much longer ones
 
 
 def loads(text: str) -> Any:
-    """What a JSON text says. ValueError for any other text, and for numbers that are not finite or endlessly long."""
+    """What a JSON text says. ValueError for any other text, and for what `plain` refuses."""
     try:
-        return json.loads(text, parse_constant=not_finite, parse_float=finite)
+        return plain(json.loads(text))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from error
 
 
-def finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else not_finite(text)
-
-
-def not_finite(text: str) -> Any:
-    raise ValueError(f"{text[:SHOWN]} is no number that JSON knows")
+def plain(value: Any, depth: int = 0) -> Any:
+    """The value, if it can be written as JSON and shown: neither endlessly deep nor long, and of whole characters."""
+    if depth > DEPTH:
+        raise ValueError("it is nested too deeply")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no number of JSON")
+    if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
+        raise ValueError("a number has too many digits")
+    if isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError("half of a surrogate pair is no character")
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    for item in inner:
+        plain(item, depth + 1)
+    return value
 
 
 def fault(schema: Any, value: Any, where: str = "") -> str | None:

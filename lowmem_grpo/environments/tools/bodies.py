@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lowmem_grpo.environments.tools.arguments import finite, loads, typed
+from lowmem_grpo.environments.tools.arguments import loads, plain, typed
 from lowmem_grpo.types import ToolCall
 
 Schemas = Mapping[str, Any]  # JSON schema of the arguments, by name of the tool
@@ -124,15 +124,13 @@ def call_of_node(node: ast.expr) -> ToolCall:
         raise CallError("it is not a list of calls such as [name(key='value')]")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise CallError("each argument is written with its name, as in name(key='value')")
-    return ToolCall(node.func.id, {str(keyword.arg): literal(keyword.value) for keyword in node.keywords})
+    return ToolCall(node.func.id, plain({str(keyword.arg): literal(keyword.value) for keyword in node.keywords}))
 
 
 def literal(node: ast.expr) -> Any:
     """The value of a literal of Python or JSON. CallError for anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | None):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
-    if isinstance(node, ast.Constant) and isinstance(node.value, float):
-        return finite(repr(node.value))
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
         return CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):

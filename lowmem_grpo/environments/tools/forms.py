@@ -1,16 +1,18 @@
 """Which form of tool calls a chat template has: a call is rendered, and the form that reads it back is the one."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.environments.tools.parsers import FORMS, Form, Parser
+from lowmem_grpo.environments.tools.parsers import FORMS, THINK, THOUGHT, Form, Parser, Reading
+from lowmem_grpo.environments.tools.response_template import TemplateParser
 from lowmem_grpo.types import Message, ToolCall
 
+OWN = "response_template"  # the form that the tokenizer itself can read
 CALL = ToolCall("look_up_weather", {"place": "New York", "days": 3})
 ASKED = "What is the weather there?"
-SCHEMA = {"type": "function", "function": {
+SCHEMA: dict[str, Any] = {"type": "function", "function": {
     "name": CALL.name, "description": "Looks up the weather.", "parameters": {
         "type": "object", "required": ["place", "days"], "properties": {
             "place": {"type": "string", "description": "Where."},
@@ -22,39 +24,88 @@ class ToolFormError(ValueError):
     """A tokenizer whose template has no tool calls, or has them in a form that is not known here."""
 
 
-def form_of(tokenizer: PreTrainedTokenizerBase) -> Form:
-    """The form that the tokenizer's template writes calls in. Raises ToolFormError."""
-    if not tokenizer.chat_template:
-        raise ToolFormError(f"the tokenizer has no chat template, so it cannot say how tools are called; {FAMILIES}")
-    rendered = list(renderings(tokenizer))
-    schemas = {CALL.name: SCHEMA["function"]["parameters"]}  # type: ignore[index]
-    for form in FORMS.values():
-        if any(Parser(form, schemas).read([], text).calls == [CALL] for text in rendered):
-            return form
-    shown = next((text for text in rendered if CALL.name in text), None)
-    if shown is None:
-        raise ToolFormError("the chat template of the tokenizer has no tool calls: it leaves them out. Take a model "
-                            f"whose template has them ({FAMILIES}), or give the tokenizer such a template")
-    raise ToolFormError(
-        f"the chat template writes tool calls in a form that is not known here: {shown[-300:]!r}. Known are "
-        f"{', '.join(FORMS)}: name one as in parse=\"hermes\", give a function of a completion's text that returns its "
-        "calls, or set the tokenizer's response_template")
+class Reads(Protocol):
+    """What reads completions."""
+
+    def read(self, ids: Sequence[int], text: str) -> Reading: ...
 
 
-def renderings(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """A turn with a call as the template writes it, for each way in which templates want a message."""
-    for arguments in (CALL.arguments, '{"place": "New York", "days": 3}'):
-        for content in ("", None):
-            called = {"id": "abcdefghi", "type": "function", "function": {"name": CALL.name, "arguments": arguments}}
-            message = {"role": "assistant", "content": content, "tool_calls": [called]}
-            try:
-                yield rendered_turn(tokenizer, message)
-            except Exception:  # noqa: BLE001, Jinja's and the template's own: another way may do
-                continue
+def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]], named: str | None,
+              template_kwargs: Mapping[str, Any]) -> Reads:
+    """What reads calls of these tools: the form that was named, or else that of the chat template. ToolFormError."""
+    if named not in (None, OWN, *FORMS):
+        raise ToolFormError(f"the parser of tool calls is {named!r}; allowed are {', '.join(FORMS)}, {OWN}, or a "
+                            "function of a completion's text")
+    template = Template(tokenizer, template_kwargs)
+    if named != OWN and (form := FORMS[named] if named else template.form()):
+        properties = {schema["function"]["name"]: schema["function"].get("parameters") or {} for schema in schemas}
+        return Parser(form, properties, tokenizer, template.opens_thought())
+    if template.has_response_template():
+        return TemplateParser(tokenizer, schemas, template.prompt(), template.call(), template.answer())
+    raise template.error()
 
 
-def rendered_turn(tokenizer: PreTrainedTokenizerBase, message: Message) -> str:
-    """What the template writes behind the question."""
-    asked: list[dict[str, Any]] = [{"role": "user", "content": ASKED}, message]
-    text = tokenizer.apply_chat_template(asked, tools=[SCHEMA], tokenize=False)
-    return str(text).rpartition(ASKED)[2]
+class Template:
+    """A tokenizer's chat template, as it renders a question and an answer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
+        if not tokenizer.chat_template:
+            raise ToolFormError(f"the tokenizer has no chat template, which says how tools are called; {FAMILIES}")
+        self.tokenizer, self.template_kwargs = tokenizer, dict(template_kwargs)
+        self.calls = list(self.renderings())
+
+    def renderings(self) -> Iterator[str]:
+        """A turn with a call, for each way in which templates want a message."""
+        for arguments in (CALL.arguments, '{"place": "New York", "days": 3}'):
+            for content in ("", None):
+                called = {"name": CALL.name, "arguments": arguments}
+                calls = [{"id": "abcdefghi", "type": "function", "function": called}]  # Mistral wants nine letters
+                try:
+                    yield self.turn({"role": "assistant", "content": content, "tool_calls": calls})
+                except Exception:  # noqa: BLE001, Jinja's and the template's own: another way may do
+                    continue
+
+    def turn(self, message: Message) -> str:
+        """What the template writes behind the question."""
+        return self.rendered([{"role": "user", "content": ASKED}, message], False).rpartition(ASKED)[2]
+
+    def prompt(self) -> str:
+        """A prompt, up to where the policy goes on."""
+        return self.rendered([{"role": "user", "content": ASKED}], True)
+
+    def rendered(self, messages: list[Message], prompts: bool) -> str:
+        return str(self.tokenizer.apply_chat_template(
+            messages, tools=[SCHEMA], tokenize=False, add_generation_prompt=prompts, **self.template_kwargs))
+
+    def call(self) -> str:
+        """A turn with a call; empty where the template leaves it out."""
+        return next((text for text in self.calls if CALL.name in text), "")
+
+    def answer(self) -> str:
+        """A turn without one."""
+        return self.turn({"role": "assistant", "content": "Warm."})
+
+    def opens_thought(self) -> bool:
+        """Whether a prompt ends inside of a thought."""
+        scaffold = self.prompt().rpartition(ASKED)[2]
+        return THINK in scaffold and THOUGHT not in scaffold.rpartition(THINK)[2]
+
+    def form(self) -> Form | None:
+        """The form that reads back what the template writes."""
+        schemas = {CALL.name: SCHEMA["function"]["parameters"]}
+        return next((form for form in FORMS.values()
+                     if any(Parser(form, schemas).read([], text).calls == [CALL] for text in self.calls)), None)
+
+    def has_response_template(self) -> bool:
+        return getattr(self.tokenizer, OWN, None) is not None
+
+    def error(self) -> ToolFormError:
+        """Why calls cannot be read, and what to do."""
+        if not self.call():
+            return ToolFormError(
+                "the chat template of the tokenizer has no tool calls: it leaves them out. Take a model whose template "
+                f"has them ({FAMILIES}), or give the tokenizer such a template")
+        return ToolFormError(
+            f"the chat template writes tool calls in a form that is not known here: {self.call()[-300:]!r}. Known are "
+            f"{', '.join(FORMS)}: name one as in parse=\"hermes\", give a function of a completion's text that returns "
+            "its calls, or set the tokenizer's response_template, as TRL's add_response_schema does for its models")

@@ -7,13 +7,15 @@ what is a mark; else the text does.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.environments.tools.bodies import (
+    ARGUMENTS,
     CallError,
     Schemas,
     call_of,
@@ -27,7 +29,9 @@ from lowmem_grpo.types import Message, ToolCall
 
 THINK, THOUGHT = "<think>", "</think>"
 CALL_LIKE = re.compile(r'\{\s*"(?:name|arguments|parameters|type|function)"\s*:')
-UNMARKED = re.compile(r'\A\s*(?:```(?:json)?\s*)?\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"|<function=')
+UNMARKED = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"\s*:|<function=\w')
+LISTED = re.compile(r"\s*\[(\w+)\(")
+MOST_FAULTS = 5  # of one completion that are told
 Piece = tuple[str, str]  # a mark and "", or "" and text
 
 
@@ -38,12 +42,14 @@ class Reading:
     content: str
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    fields: Message = field(default_factory=dict)  # of the message beside these, such as thoughts
 
     def message(self) -> Message:
         """The assistant's message, in OpenAI's form."""
         called = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                   for call in self.calls]
-        return {"role": "assistant", "content": self.content, **({"tool_calls": called} if called else {})}
+        calls = {"tool_calls": called} if called else {}
+        return {"role": "assistant", **self.fields, "content": self.content, **calls}
 
 
 @dataclass(frozen=True)
@@ -77,36 +83,92 @@ FORMS = {form.name: form for form in (
 
 
 class Parser:
-    """Reads one form from the completions of one tokenizer."""
+    """Reads one form from the completions of one tokenizer. `thinking` says that the prompt opens a thought."""
 
-    def __init__(self, form: Form, schemas: Schemas, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        self.form, self.schemas, self.tokenizer = form, schemas, tokenizer
+    def __init__(self, form: Form, schemas: Schemas, tokenizer: PreTrainedTokenizerBase | None = None,
+                 thinking: bool = False) -> None:
+        self.form, self.schemas, self.tokenizer, self.thinking = form, schemas, tokenizer, thinking
         known = tokenizer.get_added_vocab() if tokenizer is not None else {}
         self.tokens = {known[mark]: mark for mark in form.marks if mark in known}
         self.plain = [mark for mark in form.marks if mark not in known]
 
     def read(self, ids: Sequence[int], text: str) -> Reading:
         """What a completion says. `text` is `ids` without special tokens; without ids the text is all there is."""
-        if not self.form.open:
-            return read_bare(text, self.form)
-        pieces = self.pieces_of_ids(ids) if any(token in self.tokens for token in ids) else split(text, self.form.marks)
-        return Walk(self.form, self.schemas, text).read(pieces)
+        by_ids = any(token in self.tokens for token in ids)
+        thoughts, pieces, faults = self.thoughts(self.pieces_of_ids(ids) if by_ids else split(text, self.form.marks))
+        calls, outside = [], []
+        for is_call, part in self.parts(pieces, faults) if self.form.open else self.bare_parts(pieces, faults):
+            try:
+                calls += self.form.calls(part, self.schemas) if is_call else []
+                outside += [] if is_call else [part]
+            except CallError as error:
+                faults.append(str(error))
+        said = "".join(outside)
+        if not calls and not faults and self.form.open and self.is_unmarked(said):
+            faults.append("its marks are missing")
+        if faults:
+            return Reading(text, calls, [unreadable(fault, self.form.example) for fault in faults[:MOST_FAULTS]])
+        return Reading(thoughts + (said.rstrip() if calls else said), calls)
 
     def pieces_of_ids(self, ids: Sequence[int]) -> list[Piece]:
         """Marks and the text between them. Text that only looks like a mark, and has a token of its own, is text."""
         pieces: list[Piece] = []
-        run: list[int] = []
-        for token in [*ids, None]:
-            if token is not None and token not in self.tokens:
-                run.append(token)
-                continue
-            if run:
-                assert self.tokenizer is not None
-                pieces += split(str(self.tokenizer.decode(run, skip_special_tokens=True)), self.plain)
-                run = []
+        for token, run in groupby(ids, lambda token: token if token in self.tokens else None):
             if token is not None:
-                pieces.append((self.tokens[token], ""))
+                pieces += [(self.tokens[token], "") for _ in run]
+            elif self.tokenizer is not None:
+                pieces += split(str(self.tokenizer.decode(list(run), skip_special_tokens=True)), self.plain)
         return pieces
+
+    def thoughts(self, pieces: list[Piece]) -> tuple[str, list[Piece], list[str]]:
+        """The thoughts at the beginning, what follows them, and what is wrong with them."""
+        first = next((mark for mark, text in pieces if mark or text.strip()), "")
+        end = next((at for at, (mark, _) in enumerate(pieces) if mark == THOUGHT), -1)
+        if end < 0 and first == THINK:  # all that was written
+            fault = f"it stands inside of {THINK}, which {THOUGHT} must close first"
+            return joined(pieces), [], [fault] if (self.form.open, "") in pieces else []
+        marks = [mark for mark, _ in pieces[:max(end, 0)] if mark in (self.form.open, self.form.close)]
+        if first != THINK and not self.thinking and marks[-1:] == [self.form.open]:  # it is part of an argument
+            end = -1
+        return joined(pieces[:end + 1]), pieces[end + 1:], []
+
+    def parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
+        """(whether it is inside of a call, text). The last mark may be missing where all of the call is there."""
+        inside: list[str] | None = None
+        for mark, text in [*pieces, (self.form.open, "")]:
+            if mark and mark in (self.form.open, self.form.close):
+                if inside is not None:
+                    yield True, "".join(inside)
+                elif mark == self.form.close:
+                    faults.append(f"{mark} stands without {self.form.open}")
+                inside = [] if mark == self.form.open else None
+            elif inside is None:
+                yield False, mark or text
+            else:
+                inside.append(mark or text)
+
+    def bare_parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
+        """The same where calls are JSON without marks. Objects that are no calls are text."""
+        text, at = joined(pieces), 0
+        decoder = json.JSONDecoder()
+        while begin := CALL_LIKE.search(text, at):
+            yield False, text[at:begin.start()].strip(" ;\n") if at else text[:begin.start()]
+            at = begin.start()
+            try:
+                value, end = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                if '"name"' in text[at:] and any(f'"{key}"' in text[at:] for key in ARGUMENTS):
+                    why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                    faults.append(f"it is not valid JSON: {getattr(error, 'msg', why)}")
+                break
+            yield isinstance(value, dict) and any(key in value for key in ARGUMENTS), text[at:end]
+            at = end
+        yield False, text[at:]
+
+    def is_unmarked(self, said: str) -> bool:
+        """Whether text without marks reads like a call all the same."""
+        listed = LISTED.match(said)
+        return UNMARKED.search(said) is not None or (listed is not None and listed[1] in self.schemas)
 
 
 def split(text: str, marks: Sequence[str]) -> list[Piece]:
@@ -117,120 +179,13 @@ def split(text: str, marks: Sequence[str]) -> list[Piece]:
     return [(part, "") if at % 2 else ("", part) for at, part in enumerate(parts) if part]
 
 
-class Walk:
-    """One pass over the pieces of a completion."""
-
-    def __init__(self, form: Form, schemas: Schemas, text: str) -> None:
-        self.form, self.schemas, self.text = form, schemas, text
-        self.outside: list[str] = []  # what is no call
-        self.inside: list[str] | None = None  # of the call that is open
-        self.found = Reading("")
-
-    def read(self, pieces: list[Piece]) -> Reading:
-        at = self.thought(pieces)
-        for mark, text in pieces[at:]:
-            if mark == self.form.open:
-                self.end()
-                self.inside = []
-            elif mark and mark == self.form.close:
-                if self.inside is None:
-                    self.fail(f"{mark} without {self.form.open}")
-                self.end()
-            else:
-                (self.outside if self.inside is None else self.inside).append(mark or text)
-        self.end()
-        if not self.found.calls and not self.found.errors and UNMARKED.search("".join(self.outside)):
-            self.fail("it is not marked as one")
-        if self.found.errors:
-            self.found.content = self.text
-        else:
-            content = "".join(self.outside)
-            self.found.content = content.rstrip() if self.found.calls else content
-        return self.found
-
-    def thought(self, pieces: list[Piece]) -> int:
-        """Pass over the thoughts at the beginning. The prompt may have opened them."""
-        marks = [mark for mark, text in pieces if mark or text.strip()]
-        opened = bool(marks) and marks[0] == THINK
-        end = next((at for at, (mark, _) in enumerate(pieces) if mark == THOUGHT), None)
-        if end is None and opened:
-            if self.form.open in marks:
-                self.fail(f"it stands inside of {THINK}, which {THOUGHT} must close first")
-            end = len(pieces) - 1
-        if end is None:
-            return 0
-        if not opened and self.whole_call(pieces, end):
-            return 0
-        self.outside += [mark or text for mark, text in pieces[:end + 1]]
-        return end + 1
-
-    def whole_call(self, pieces: list[Piece], end: int) -> bool:
-        """Whether the end of a thought stands inside of a call, as a part of an argument."""
-        marks = [mark for mark, _ in pieces[:end] if mark in (self.form.open, self.form.close)]
-        return bool(marks) and marks[-1] == self.form.open
-
-    def end(self) -> None:
-        """The open call ends. Its last mark may be missing, if all of it is there."""
-        if self.inside is None:
-            return
-        body, self.inside = "".join(self.inside), None
-        try:
-            self.found.calls += self.form.calls(body, self.schemas)
-        except CallError as error:
-            self.fail(str(error))
-
-    def fail(self, why: str) -> None:
-        self.found.errors.append(unreadable(why, self.form.example))
+def joined(pieces: Sequence[Piece]) -> str:
+    return "".join(mark or text for mark, text in pieces)
 
 
 def unreadable(why: str, example: str) -> str:
     """What the policy reads of a call that could not be read."""
-    return f"error: the tool call could not be read, as {why}. Write it like this:\n{example}"
-
-
-def read_bare(text: str, form: Form) -> Reading:
-    """Calls that are JSON among other text, without marks. Objects that are no calls are text."""
-    found, at, rest = Reading(text), 0, list[str]()
-    at_answer = text.find(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0
-    at = at_answer if text.lstrip().startswith(THINK) or at_answer else 0
-    rest.append(text[:at])
-    decoder = json.JSONDecoder()
-    while begin := CALL_LIKE.search(text, at):
-        try:
-            value, end = decoder.raw_decode(text, begin.start())
-        except (ValueError, RecursionError) as error:
-            if is_attempt(text[begin.start():]):
-                found.errors.append(unreadable(f"it is not valid JSON: {reason(error)}", form.example))
-            break
-        rest.append(text[at:begin.start()])
-        at = end
-        if not isinstance(value, dict) or not ({"arguments", "parameters"} & value.keys()):
-            rest.append(text[begin.start():end])
-            continue
-        try:
-            found.calls.append(checked(call_of(value), text[begin.start():end]))
-        except CallError as error:
-            found.errors.append(unreadable(str(error), form.example))
-    if found.calls and not found.errors:
-        found.content = "".join([*rest, text[at:]]).strip(" \n;")
-    return found
-
-
-def checked(call: ToolCall, text: str) -> ToolCall:
-    """The call, once its numbers are known to be numbers of JSON."""
-    json_calls(text, {})
-    return call
-
-
-def is_attempt(text: str) -> bool:
-    """Whether broken JSON was to be a call."""
-    return '"name"' in text and any(f'"{key}"' in text for key in ("arguments", "parameters"))
-
-
-def reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return error.msg
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return f"error: the tool call could not be read: {why}. Write it like this:\n{example}"
 
 
 def custom(parse: Callable[..., Any], text: str) -> Reading:

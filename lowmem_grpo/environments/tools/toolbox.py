@@ -2,16 +2,17 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.environments.shortened import shortened
 from lowmem_grpo.environments.tools.arguments import fault
-from lowmem_grpo.environments.tools.forms import form_of
-from lowmem_grpo.environments.tools.parsers import FORMS, Form, Parser, Reading, custom
+from lowmem_grpo.environments.tools.forms import Reads, parser_of
+from lowmem_grpo.environments.tools.parsers import Reading, custom
 from lowmem_grpo.environments.tools.results import ToolError, described, text_of
 from lowmem_grpo.environments.tools.schema import Tool, tool_of
 from lowmem_grpo.types import Message, ToolCall
@@ -22,20 +23,20 @@ class Toolbox:
 
     `functions` are plain or async functions, bound methods and tools of MCP servers. `max_tokens` bounds what one call
     returns; more is cut out of its middle. `parse` is None for the form of the tokenizer's template, the name of a form
-    (`parsers.FORMS`), or a function of a completion's text that gives its calls and raises for one that is malformed.
+    (`parsers.FORMS`, or "response_template"), or a function of a completion's text that gives its calls and raises for
+    one that is malformed. `template_kwargs` are those with which prompts are rendered.
 
     Raises ValueError for two tools of one name, functions that cannot be tools, and a template without tool calls.
     """
 
     def __init__(self, functions: Sequence[Any], tokenizer: PreTrainedTokenizerBase, max_tokens: int,
-                 parse: Callable[..., Any] | str | None = None) -> None:
+                 parse: Callable[..., Any] | str | None = None,
+                 template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tools = named([tool_of(function) for function in functions])
         self.tokenizer, self.max_tokens, self.parse = tokenizer, max_tokens, parse
-        if isinstance(parse, str) and parse not in FORMS:
-            raise ValueError(f"the parser of tool calls is {parse!r}; allowed are {', '.join(FORMS)}, or a function")
-        self.form: Form | None = None
+        self.parser: Reads | None = None
         if self.tools and not callable(parse):
-            self.form = form_of(tokenizer) if parse is None else FORMS[parse]
+            self.parser = parser_of(tokenizer, self.schemas, parse, template_kwargs or {})
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -43,19 +44,19 @@ class Toolbox:
         return [tool.schema for tool in self.tools.values()]
 
     def of(self, functions: Sequence[Any]) -> "Toolbox":
-        """The same for other functions, such as the methods of another instance of an environment."""
-        other = object.__new__(Toolbox)
-        vars(other).update(vars(self), tools=named([tool_of(function) for function in functions]))
+        """The same for other functions of these names, such as the methods of another instance of an environment."""
+        other = copy(self)
+        other.tools = named([tool_of(function) for function in functions])
+        if other.schemas != self.schemas:
+            raise ValueError(f"the tools {', '.join(other.tools)} differ from those that the template was told of: "
+                             f"{', '.join(self.tools)}")
         return other
 
     def read(self, completion_ids: Sequence[int], text: str) -> Reading:
         """What a completion says and calls. `text` is it without special tokens."""
         if callable(self.parse):
             return custom(self.parse, text)
-        if self.form is None:
-            return Reading(text)
-        schemas = {name: tool.parameters for name, tool in self.tools.items()}
-        return Parser(self.form, schemas, self.tokenizer).read(completion_ids, text)
+        return Reading(text) if self.parser is None else self.parser.read(completion_ids, text)
 
     def is_async(self, call: ToolCall) -> bool:
         """Whether the call should be awaited in an event loop: `answer`. Any other is for a thread: `run`."""
@@ -98,7 +99,7 @@ class Toolbox:
 
     def message(self, call: ToolCall, content: str) -> Message:
         """The message that answers a call."""
-        return {"role": "tool", "name": call.name, "content": content}
+        return {"role": "tool", "name": call.name if call.name in self.tools else "unknown", "content": content}
 
 
 def named(tools: list[Tool]) -> dict[str, Tool]:

@@ -1,0 +1,77 @@
+"""The form of a template's tool calls is found by its look, and a template without one says what to do."""
+
+import pytest
+from tool_runs import TEMPLATES, tokenizer_of
+from trl.chat_template_utils import add_response_schema
+
+from lowmem_grpo.environments.tools.forms import CALL, SCHEMA, Template, ToolFormError, parser_of
+from lowmem_grpo.environments.tools.parsers import Parser
+
+FOUND = {  # by the beginning of a template's name, the longest first
+    "qwen2_5_vl": None, "qwen2_5": "hermes", "qwen3_instruct": "hermes", "qwen3_vl": "hermes", "qwen3_5": "xml",
+    "qwen3_6": "xml", "qwen3_8": "xml", "qwen3": "hermes", "nemotron": "xml", "glm4moe": "glm", "llama3_": "json",
+    "llama3_training": None, "lfm2_2": "python", "lfm2_v2": "python", "gptoss": "unknown", "gemma4": "unknown",
+    "diffusion_gemma": "unknown", "deepseek": "unknown", "muse": "unknown",
+}
+
+
+def expected(template: str) -> str | None:
+    names = sorted((name for name in FOUND if template.startswith(name)), key=len)
+    return FOUND[names[-1]] if names else None
+
+
+@pytest.mark.parametrize("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+def test_the_form_of_each_template_that_trl_ships_is_found_or_refused_with_the_fix(template: str) -> None:
+    tokenizer, form = tokenizer_of(template), expected(template)
+    if form in (None, "unknown"):
+        fix = "no tool calls.*Qwen2.5, Qwen3" if form is None else 'name one as in parse="hermes".*response_template'
+        with pytest.raises(ToolFormError, match=fix):
+            parser_of(tokenizer, [SCHEMA], None, {})
+        return
+    parser = parser_of(tokenizer, [SCHEMA], None, {})
+    assert isinstance(parser, Parser) and parser.form.name == form
+    assert parser.thinking == ("_think" in template or template.startswith(("nemotron", "qwen3_6", "qwen3_8")))
+
+
+def test_without_a_template_or_with_an_unknown_name_it_says_what_is_allowed() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    with pytest.raises(ToolFormError, match=r"'openai'; allowed are hermes, xml, .*response_template, or a function"):
+        parser_of(tokenizer, [SCHEMA], "openai", {})
+    assert parser_of(tokenizer, [SCHEMA], "xml", {}).form.name == "xml"
+    tokenizer.chat_template = None
+    with pytest.raises(ToolFormError, match="no chat template"):
+        parser_of(tokenizer, [SCHEMA], None, {})
+
+
+def test_template_kwargs_say_whether_the_prompt_opens_a_thought() -> None:
+    tokenizer = tokenizer_of("qwen3_5_think")
+    assert [Template(tokenizer, {"enable_thinking": on}).opens_thought() for on in (True, False)] == [True, False]
+
+
+@pytest.mark.parametrize(("template", "special", "broken"), [
+    ("gptoss", ("<|call|>", "<|channel|>"), "<|channel|>commentary json<|message|>{}<|call|>"),
+    ("gptoss", (), " to=functions.look_up_weather<|channel|>commentary json<|message|>{"),
+    ("gemma4_v5", ("<|tool_call>", "<tool_call|>"), "<|tool_call>look_up_weather{}<tool_call|>"),
+    ("gemma4_v5", (), "<|tool_call>call:look_up_weather{place:<tool_call|>"),
+    ("gemma4_v5", (), "<|tool_call>call:look_up_weather[3]<tool_call|>"),
+])
+def test_an_unknown_form_is_read_by_the_tokenizers_response_template(
+    template: str, special: tuple[str, ...], broken: str,
+) -> None:
+    tokenizer = add_response_schema(tokenizer_of(template, *special))
+    parser = parser_of(tokenizer, [SCHEMA], None, {})
+    whole = Template(tokenizer, {}).call()
+    ids = tokenizer.encode(whole.removeprefix(Template(tokenizer, {}).prompt().rpartition("?")[2]))
+    assert parser.read(ids, "").calls == [CALL]
+    assert parser.read([], "It is warm.").content == "It is warm."
+    found = parser.read(tokenizer.encode(broken), "as decoded")
+    assert (found.calls, found.content, len(found.errors)) == ([], "as decoded", 1)
+    assert "look_up_weather" in found.errors[0] and "Write it like this" in found.errors[0]
+
+
+def test_thoughts_that_a_response_template_tells_apart_stay_in_the_message() -> None:
+    parser = parser_of(add_response_schema(tokenizer_of("gptoss")), [SCHEMA], None, {})
+    message = parser.read([], "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.look_up_weather"
+                              '<|channel|>commentary json<|message|>{"days": 3}<|call|>').message()
+    assert message == {"role": "assistant", "thinking": "hm", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "look_up_weather", "arguments": {"days": 3}}}]}
