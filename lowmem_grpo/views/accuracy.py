@@ -35,11 +35,12 @@ def before_and_after(summary: Record) -> tuple[Measured | None, Measured | None]
 def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
     """The share of right answers: of what was sampled for training, and of held-out problems before and after.
 
-    Right is what the function that the summary names pays more than 0 for. Without such a name, each function that paid
-    nothing but 0 or 1 has a line.
+    Right is what the function that the summary names pays more than 0 for, or than `right_above` of the summary.
+    Without such a name, each function that paid nothing but 0 or 1 has a line.
     """
     sampled = [line for line in completions if "replayed_from" not in line]
-    lines = [Line(f"sampled in training ({name})", shares(sampled, name)) for name in deciding(sampled, summary)]
+    lines = [Line(f"sampled in training ({name})", shares(sampled, name, threshold(summary)))
+             for name in deciding(sampled, summary)]
     found = [each for each in before_and_after(summary) if each is not None]
     dots = Line("held-out problems, with 95% interval", [(each.step, each.share) for each in found],
                 [each.interval for each in found if each.interval is not None], dots=True)
@@ -56,10 +57,12 @@ def levels(summary: Record, lines: list[Line]) -> list[Line]:
 
 
 def baselines(summary: Record) -> dict[str, float]:
-    """What others get right, by their names: `baselines` of the summary."""
+    """What others get right, by their names: `baselines` of the summary, each a share or a record with a
+    `share`."""
     given = summary.get("baselines")
     found = given.items() if isinstance(given, dict) else ()
-    return {str(name): float(share) for name, share in found if isinstance(share, (int, float))}
+    shares = {str(name): one.get("share") if isinstance(one, dict) else one for name, one in found}
+    return {name: float(share) for name, share in shares.items() if isinstance(share, (int, float))}
 
 
 def deciding(completions: list[Record], summary: Record) -> list[str]:
@@ -73,10 +76,15 @@ def deciding(completions: list[Record], summary: Record) -> list[str]:
     return [name for name, values in paid.items() if values and values <= {0, 1}]
 
 
-def shares(completions: list[Record], name: str) -> list[tuple[int, float]]:
-    """(step, share) of the judged completions that a function pays more than 0 for."""
+def threshold(summary: Record) -> float:
+    """What is right earns more: half a point for a draw may be no win."""
+    return float(summary.get("right_above") or 0.0)
+
+
+def shares(completions: list[Record], name: str, above: float) -> list[tuple[int, float]]:
+    """(step, share) of the judged completions that a function pays more than `above` for."""
     steps: dict[int, list[bool]] = {}
     for line in completions:
         if (value := (line.get("rewards") or {}).get(name)) is not None:
-            steps.setdefault(line["step"], []).append(value > 0)
+            steps.setdefault(line["step"], []).append(value > above)
     return [(step, fmean(right)) for step, right in sorted(steps.items())]

@@ -10,7 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_grpo.runs.accuracy import wilson_interval
-from lowmem_grpo.views.palette import RIGHT, WRONG, sign
+from lowmem_grpo.runs.trajectory import speaker
+from lowmem_grpo.views.palette import LINES, RIGHT, WRONG, sign
+from lowmem_grpo.views.trajectories import CONTEXT_SIGN, SAMPLED_SIGN
 
 
 def plain(value: Any) -> Text:
@@ -24,6 +26,29 @@ def shortened(text: str, longest: int) -> str:
     """A text of more than `longest` characters as its beginning and its end."""
     half = longest // 2
     return text if len(text) <= longest else f"{text[:half]}\n...\n{text[-half:]}"
+
+
+def episode_lines(turns: Sequence[dict[str, Any]], most: int) -> list[Text]:
+    """The records of an episode's turns, a line for each message, at most `most` of them: the first and the last. What
+    was sampled and what was not have their own signs."""
+    lines = [line for number, turn in enumerate(turns, start=1) for line in turn_lines(number, turn)]
+    half = most // 2
+    return lines if len(lines) <= most else [*lines[: most - half - 1], Text("..."), *lines[-half:]]
+
+
+def turn_lines(number: int, turn: dict[str, Any]) -> list[Text]:
+    """What was sampled in a turn, and what came back."""
+    paid = "" if turn.get("reward") is None else f" (reward {turn['reward']:g})"
+    said = [Text.assemble((f"{SAMPLED_SIGN} {number}.{paid} ", f"bold {LINES[0]}"), plain(on_one_line(turn["text"])))]
+    said += [Text.assemble(f"{CONTEXT_SIGN} ", plain(on_one_line(f"{speaker(reply)}: {reply['content']}")), style="dim")
+             for reply in turn.get("replies", ())]
+    for line in said:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return said
+
+
+def on_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def verdict(right: bool | None) -> Text:

@@ -19,17 +19,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.units import size_text, time_text
-from lowmem_grpo.views.answers import plain, shortened
+from lowmem_grpo.views.answers import episode_lines, plain, shortened
 from lowmem_grpo.views.cell import Cell
 from lowmem_grpo.views.palette import LINES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+TOOLS = (("tools/call_frequency", "{:.2f} calls an episode"), ("tools/failure_frequency", "{:.0%} failed"),
+         ("time/tools", "waiting {:.0%} of the step"), ("tokens/cached_share", "{:.0%} of prompts cached"))
 SHARES = ("generate", "reward", "train", "idle")
 MAX_WIDTH = 100
 SAMPLE_SECONDS = 20.0  # a sample stays on the panel for at least so long
 SAMPLE_LENGTH, SAMPLE_LINES = 400, 8  # of a sample: characters, and lines of the panel
+EPISODE_LINES = 12
 
 
 class Pace:
@@ -138,10 +142,13 @@ class LiveView:
         return Panel(Group(*parts), title=Text(self.title), border_style=LINES[0], width=width)
 
     def sample_lines(self) -> list[RenderableType]:
-        """The completion that was kept last: its reward and its first lines."""
+        """The completion that was kept last: its reward and its first lines, or those of an episode."""
         if self.sample is None:
             return []
         reward = "" if self.sample.reward is None else f", reward {self.sample.reward:.3f}"
+        if self.sample.turns:
+            title = f"an episode{reward}, ended by {self.sample.ending}"
+            return [Text(), Text(title, style="bold"), *episode_lines(turn_records(self.sample), EPISODE_LINES)]
         lines = plain(shortened(self.sample.text.strip(), SAMPLE_LENGTH)).split(allow_blank=True)
         cut = [Text("...")] if len(lines) > SAMPLE_LINES else []
         return [Text(), Text(f"a completion{reward}", style="bold"), *lines[:SAMPLE_LINES], *cut]
@@ -172,8 +179,9 @@ class LiveView:
         functions = [(key, f"  {name}") for key in self.history if (name := reward_name(key))]
         return [
             ("reward", "reward"), *functions, ("eval_reward", "evaluation reward"),
-            ("completions/mean_length", "completion length"), ("entropy", "entropy"), ("kl", "KL"),
-            ("tokens_per_second", "tokens/s"), ("memory/peak_bytes", "peak memory"),
+            ("turns/mean", "turns"), ("completions/mean_length", "completion length"),
+            ("entropy", "entropy"), ("kl", "KL"), ("tokens_per_second", "tokens/s"),
+            ("memory/peak_bytes", "peak memory"),
         ]
 
     def spread(self, key: str, before: str, after: str = "") -> str:
@@ -185,7 +193,8 @@ class LiveView:
         """The key numbers of one log, in ASCII."""
         parts = [f"step {self.step}/{self.max_steps}"]
         names = [("reward", "reward"), *((key, name) for key in logs if (name := reward_name(key)))]
-        names += [("eval_reward", "eval_reward"), ("completions/mean_length", "length"), ("entropy", "entropy")]
+        names += [("eval_reward", "eval_reward"), ("turns/mean", "turns"), ("completions/mean_length", "length"),
+                  ("entropy", "entropy")]
         names += [("kl", "kl"), ("tokens_per_second", "tokens/s"), ("memory/peak_bytes", "memory")]
         parts += [f"{name} {shown(key, logs[key])}{self.spread(key, ' (std ', ')')}"
                   for key, name in names if key in logs]
@@ -227,17 +236,23 @@ def shown(key: str, value: float) -> str:
         return size_text(value)
     if key in ("completions/mean_length", "tokens_per_second"):
         return f"{value:.0f}"
+    if key == "turns/mean":
+        return f"{value:.1f}"
     return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:.3f}"
 
 
 def in_words(logs: dict[str, float]) -> dict[str, str]:
-    """Where a step's time went, its measured and estimated seconds, and how many groups' completions differ in reward;
-    without what was not measured."""
+    """Where a step's time went, its measured and estimated seconds, how episodes ended and used tools, and how many
+    groups' completions differ in reward; without what was not measured."""
     found = {}
     if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
         found["time"] = " ".join(times)
     if {"step_time", "time/planned_step_s"} <= logs.keys():
         found["step"] = f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
+    if ends := [f"{name} {share:.0%}" for name in ENDINGS if (share := logs.get(f"episodes/{name}"))]:
+        found["ends"] = " ".join(ends)
+    if tools := [words.format(logs[key]) for key, words in TOOLS if key in logs]:
+        found["tools"] = ", ".join(tools)
     if {"groups/with_signal", "groups/total"} <= logs.keys():
         found["groups with signal"] = f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
     return found

@@ -17,7 +17,7 @@ from lowmem_grpo.runs.accuracy import KINDS
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.units import count_text
-from lowmem_grpo.views.accuracy import deciding
+from lowmem_grpo.views.accuracy import deciding, threshold
 from lowmem_grpo.views.chart import Chart, how_smoothed
 from lowmem_grpo.views.charts import Record, figures, taught
 from lowmem_grpo.views.headline import NOTHING, clipped, headline
@@ -91,7 +91,7 @@ def render(name: str, rows: list[Record], completions: list[Record], summary: Re
     above = headline(name, rows, summary, missing(rows, completions, summary)) + curves_section(charts, most)
     played = any(sample.get("turns") for sample in completions)
     data = {"charts": [hover_data(chart, most) for chart in charts], "right": right if len(right) == 1 else [],
-            "endings": ENDINGS if played else {}}
+            "above": threshold(summary), "endings": ENDINGS if played else {}}
     title = str(summary.get("recipe") or name)
     for longest in LONGEST:
         top = above + before_after_section(summary, longest)

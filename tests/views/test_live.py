@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from episodes import episode, game, turn
 from rich.console import Console
 
 from lowmem_grpo.runs.accuracy import wilson_interval
@@ -107,6 +108,39 @@ def test_the_panel_cuts_nothing_off_and_shows_the_spread_and_a_sample_now_and_th
     shown.print(view.panel())
     assert "later" in written(shown) and len(written(shown).splitlines()) < 60
     view.close()
+
+
+OF_EPISODES = {"turns/mean": 2.25, "episodes/answer": 0.75, "episodes/max_turns": 0.25, "episodes/context": 0.0,
+               "tools/call_frequency": 1.5, "tools/failure_frequency": 0.04, "time/tools": 0.06}
+
+
+def test_turns_ends_and_tools_are_told_on_a_line_and_on_the_panel() -> None:
+    line = piped_line(LOGS | OF_EPISODES)
+    terminal = console(terminal=True)
+    run(LiveView(terminal), LOGS | OF_EPISODES)
+    for expected in ("answer 75% max_turns 25%", "1.50 calls an episode, 4% failed, waiting 6% of the step"):
+        assert expected in line and expected in written(terminal)
+    assert "turns 2.2  length" in line and "context" not in line and line.isascii()
+    assert "ends" not in piped_line(LOGS)
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_an_episode_on_the_panel_says_who_said_what_and_cuts_its_middle(width: int) -> None:
+    view = LiveView(console(terminal=True, width=width))
+    found = {"role": "tool", "name": "search", "content": "long " * 99}
+    hostile = turn("one\ntwo\x1b[2J [red]three", found, reward=0.5)
+    middle = [turn(f"middle {number}", {"role": "user", "content": "go on"}) for number in range(20)]
+    short = ["an episode, reward 1.000, ended by done", "\u25cf 1. (reward 0) 50", "\u25cb user: Lower.",
+             "\u25cf 2. (reward 1) 25"]
+    long = ["one two\ufffd[2J [red]three", "\u25cb tool search: long", "\u2026", "...", "\u25cf 22. end"]
+    for rollout, expected in ((game(reward=1.0), short), (episode(hostile, *middle, turn("end")), long)):
+        view.sampled_at = -SAMPLE_SECONDS
+        view.on_step_end(None, state(0), None, groups=[SimpleNamespace(rollouts=[rollout])])
+        shown = console(terminal=False, width=width)
+        shown.print(view.panel())
+        for words in expected:
+            assert words in written(shown)
+        assert len(written(shown).splitlines()) < 24 and "middle 9" not in written(shown)
 
 
 def test_a_notebook_gets_one_panel_that_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:

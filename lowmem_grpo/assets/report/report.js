@@ -1,4 +1,4 @@
-const { charts, samples, right, endings } = JSON.parse(document.getElementById("data").textContent);
+const { charts, samples, right, above, endings } = JSON.parse(document.getElementById("data").textContent);
 const element = id => document.getElementById(id);
 const shown = (value, share) => share ? +(100 * value).toPrecision(4) + "%" : String(+value.toPrecision(4));
 const nearest = (steps, at) => steps.reduce((best, step, i) =>
@@ -27,7 +27,7 @@ const columns = [
   ...rewards.map(name => [name, "n", s => number((s.rewards || {})[name])]), ["total", "n", s => number(s.reward)],
   ["advantage", "n", s => number(s.advantage)], ["tokens", "n", s => s.tokens], ["ended by", "", s => s.finish_reason]];
 const verdict = sample => right.length && (sample.rewards || {})[right[0]] != null
-  ? sample.rewards[right[0]] > 0 : null;
+  ? sample.rewards[right[0]] > above : null;
 const played = element("rows")?.className === "episodes";
 const FIRST = played ? 6 : 20;
 let limit = FIRST;
