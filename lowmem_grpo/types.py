@@ -113,6 +113,12 @@ class RolloutGroup:
     replayed: bool = False  # sampled for an earlier update, and used again
     unjudged: bool = False  # a required function had no opinion on a rollout: the rewards count for nothing
 
+    @property
+    def lost(self) -> bool:
+        """Whether so many of its episodes failed that fewer than two are left to compare."""
+        failed = sum(rollout.failed for rollout in self.rollouts)
+        return failed > 0 and len(self.rollouts) - failed < 2
+
 
 @dataclass
 class MicroBatch:

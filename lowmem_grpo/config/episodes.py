@@ -30,10 +30,12 @@ class EpisodeSettings:
     """Tokens of what one tool or one step of an environment returns; more is cut out of its middle."""
     turn_discount: float | None = None
     """None: each token of an episode gets the advantage of the whole. A number from 0 to 1: a turn's advantage is its
-    discounted reward to go, less the group's mean at that turn."""
+    discounted reward to go, less the group's mean at that turn, divided as `scale_rewards` says. Rewards that no turn
+    was paid are the last turn's."""
     state_weight: float = 1.0
     """Weight of the comparison of turns that acted in the same state (GiGPO, arXiv 2505.10978, equation 8), where the
-    environment has a `state_key`; 0 turns it off."""
+    environment has a `state_key`; 0 turns it off. What is compared is the reward to go, with `turn_discount`, or
+    undiscounted where that is None."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "max_turns": COUNT, "max_tool_calling_iterations": ZERO_OR_MORE, "max_turn_tokens": COUNT,

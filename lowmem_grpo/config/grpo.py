@@ -8,7 +8,7 @@ from lowmem_grpo.config.episodes import EpisodeSettings
 from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.strategies import StrategySettings
-from lowmem_grpo.losses.advantages import AdvantageSettings
+from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.rules import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule, at_least
 
@@ -98,6 +98,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.check_advantage_options()
         self.check_replay()
         self.turn_limit  # noqa: B018  (refuses a contradiction)
+        self.check_credit()
         self.sampling(None)
         if self.pass_at_k is not None and not 1 <= self.pass_at_k < self.num_generations:
             raise ValueError(
@@ -117,6 +118,18 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
                 "leave one of them out"
             )
         self.check_sampling_params()
+
+    def check_credit(self) -> None:
+        """Raise ValueError where `turn_discount` has no mean of the group to compare a turn with."""
+        name = self.advantage_estimator
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            name = "normalize_then_sum (GDPO)"
+        if self.turn_discount is not None and name not in COMPARING:
+            raise ValueError(
+                f"turn_discount is {self.turn_discount}, which compares turns with the mean of their group, and the "
+                f"advantages are those of {name}; take advantage_estimator={' or '.join(map(repr, COMPARING))}, or "
+                "leave turn_discount out"
+            )
 
     def check_sampling_params(self) -> None:
         """`vllm_sampling_params` does not contradict the fields that say the same."""

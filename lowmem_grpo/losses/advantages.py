@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lowmem_grpo.later import torch
+from lowmem_grpo.losses.sequences import of_trained, with_context
 from lowmem_grpo.rules import Rule, check_ranges, one_of
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "Pass@k training, arXiv 2508.10751; for rewards of any size as in PKPO, arXiv 2505.15201",
     ),
 }
+COMPARING = ("grpo", "rloo", "reinforce++_baseline")  # those that compare a reward with its group's mean
 
 
 @dataclass(kw_only=True)
@@ -241,10 +243,11 @@ def normalized_then_summed(rewards: Tensor, weights: Tensor) -> Tensor:
 def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:
     """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of equally large groups.
 
-    Groups that are `unjudged` have neither: to the others it is as if they were not there.
+    Groups that are `unjudged` or `lost`, and rollouts that `failed`, have neither: to the others it is as if they were
+    not there.
     """
-    rows = [[[None if group.unjudged else rollout.rewards[name] for name in names] for rollout in group.rollouts]
-            for group in groups]
+    rows = [[[None if group.unjudged or group.lost or rollout.failed else rollout.rewards[name] for name in names]
+             for rollout in group.rollouts] for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]
     weights = torch.tensor(settings.reward_weights or [1.0] * len(names), dtype=torch.float64)
     table = without_metrics_alone(torch.tensor(scored, dtype=torch.float64), weights)  # (P, G, R)
@@ -266,7 +269,7 @@ def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none. Tokens
     before one whose KL is NaN or infinite get NaN, which no other token's advantage depends on.
     """
-    scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.completion_ids]
+    scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.num_trained]
     returns = [reward_to_go(rollout, beta) for rollout in scored]
     if not returns:
         return
@@ -274,12 +277,12 @@ def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     flat = flat.where(flat.isfinite(), torch.nan)  # one broken reference is told at its own tokens, and moves no other
     scores = centered(flat[None])[0] / (nanstd(flat, dim=-1) + STD_EPSILON)
     for rollout, values in zip(scored, scores.split([len(found) for found in returns]), strict=True):
-        rollout.token_advantages = values.float()
+        rollout.token_advantages = with_context(rollout, values.float())
 
 
 def reward_to_go(rollout: Rollout, beta: float) -> Tensor:
-    """R - beta * sum_{s >= t} (log pi_s - log ref_s), (C,) in float64."""
+    """R - beta * sum_{s >= t} (log pi_s - log ref_s), of its trained tokens (N,) in float64."""
     assert rollout.ref_logprobs is not None and rollout.reward is not None
     policy = rollout.old_logprobs if rollout.old_logprobs is not None else torch.tensor(rollout.rollout_logprobs)
-    kl = (policy - rollout.ref_logprobs).double()
+    kl = of_trained(rollout, policy - rollout.ref_logprobs).double()
     return rollout.reward - beta * kl.flip(0).cumsum(0).flip(0)

@@ -9,11 +9,14 @@ from dataclasses import replace
 from statistics import pstdev
 from typing import Any
 
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
 
 logger = logging.getLogger(__name__)
 
-FLOATS, INTEGERS = "d", "i"  # of 8 and 4 bytes: every value comes back as it was
+FLOATS, INTEGERS, FLAGS = "d", "i", "b"  # of 8, 4 and 1 bytes: every value comes back as it was
+KINDS = (INTEGERS, INTEGERS, FLOATS)  # of a turn's prompt, completion and log-probabilities
+OF_TURN = ("finish_reason", "text", "policy_version", "cached_tokens", "message", "replies", "reward", "state", "calls",
+           "failures", "seconds")
 
 
 class ReplayBuffer:
@@ -80,6 +83,7 @@ def as_sampled(group: RolloutGroup) -> RolloutGroup:
         Rollout(
             completion_ids=list(rollout.completion_ids), rollout_logprobs=list(rollout.rollout_logprobs),
             finish_reason=rollout.finish_reason, text=rollout.text, policy_version=rollout.policy_version,
+            trained=rollout.trained, splits=rollout.splits, turns=rollout.turns, ending=rollout.ending,
             rewards=dict(rollout.rewards), reward=rollout.reward,
         )
         for rollout in group.rollouts
@@ -116,7 +120,7 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
             {
                 "ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
                 "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
-                "rewards": rollout.rewards, "reward": rollout.reward,
+                "rewards": rollout.rewards, "reward": rollout.reward, **pack_episode(rollout, group.prompt_ids),
             }
             for rollout in group.rollouts
         ],
@@ -133,4 +137,56 @@ def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
         )
         for saved in packed["rollouts"]
     ]
-    return RolloutGroup(row, unpack(INTEGERS, packed["prompt"]), rollouts, packed["baseline"], packed["row"])
+    prompt = unpack(INTEGERS, packed["prompt"])
+    for rollout, saved in zip(rollouts, packed["rollouts"], strict=True):
+        unpack_episode(rollout, prompt, saved)
+    return RolloutGroup(row, prompt, rollouts, packed["baseline"], packed["row"])
+
+
+def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
+    """What a rollout has as an episode; nothing of a single completion."""
+    if rollout.trained is None and not rollout.turns:
+        return {}
+    turns, before = [], 0
+    for turn in rollout.turns:
+        numbers = turn.prompt_ids, turn.completion_ids, turn.logprobs
+        told = numbers == numbers_of_turn(rollout, prompt_ids, before, len(turn.completion_ids))
+        turns.append({name: getattr(turn, name) for name in OF_TURN} | {
+            "tokens": len(turn.completion_ids),
+            "numbers": None if told else [pack(kind, one) for kind, one in zip(KINDS, numbers, strict=True)],
+        })
+        before += len(turn.completion_ids)
+    splits = [[one.start, None if one.prompt_ids is None else pack(INTEGERS, one.prompt_ids)] for one in rollout.splits]
+    trained = None if rollout.trained is None else pack(FLAGS, rollout.trained)
+    return {"trained": trained, "splits": splits, "turns": turns, "ending": rollout.ending}
+
+
+def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any]) -> None:
+    """Set what `pack_episode` was given."""
+    if "turns" not in saved:
+        return
+    trained = saved["trained"]
+    rollout.trained = None if trained is None else [bool(flag) for flag in unpack(FLAGS, trained)]
+    rollout.splits = [Split(start, None if ids is None else unpack(INTEGERS, ids)) for start, ids in saved["splits"]]
+    rollout.ending, before = saved["ending"], 0
+    for turn in saved["turns"]:
+        numbers: Any = numbers_of_turn(rollout, prompt_ids, before, turn["tokens"])
+        if turn["numbers"] is not None:
+            numbers = [unpack(kind, text) for kind, text in zip(KINDS, turn["numbers"], strict=True)]
+        rollout.turns.append(Turn(*numbers, **{name: turn[name] for name in OF_TURN}))
+        before += turn["tokens"]
+
+
+def numbers_of_turn(
+    rollout: Rollout, prompt_ids: list[int], before: int, count: int
+) -> tuple[list[int], list[int], list[float]]:
+    """(prompt, completion, log-probabilities) of a turn of so many tokens, as the rollout has them, which need not be
+    written a second time. `before` counts the tokens that the policy drew in earlier turns."""
+    ids, trained = rollout.completion_ids, rollout.trained
+    places = [place for place in range(len(ids)) if trained is None or trained[place]][before : before + count]
+    if not places:
+        return [], [], []
+    split = [Split(0), *(one for one in rollout.splits if one.start <= places[0])][-1]
+    prompt = prompt_ids if split.prompt_ids is None else split.prompt_ids
+    return ([*prompt, *ids[split.start : places[0]]], [ids[place] for place in places],
+            [rollout.rollout_logprobs[place] for place in places])

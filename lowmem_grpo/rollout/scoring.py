@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from lowmem_grpo.config.episodes import EpisodeSettings
 from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, combine_rewards, without_metrics_alone
+from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.calling.scores import Scores
@@ -22,9 +25,12 @@ class Scoring:
     """The rewards of a run: begins the calls of its functions, and puts what they say into rollouts."""
 
     def __init__(
-        self, scorer: RewardScorer, settings: AdvantageSettings, state: TrainerState, clock: Clock | None = None
+        self, scorer: RewardScorer, settings: AdvantageSettings, state: TrainerState, clock: Clock | None = None,
+        credit: EpisodeSettings | None = None,
     ) -> None:
-        """`settings` say how rewards become advantages; functions get `state`."""
+        """`settings` say how rewards become advantages, and `credit` which turns of an episode get them; functions get
+        `state`."""
+        self.credit = credit
         self.scorer, self.settings, self.state, self.clock = scorer, settings, state, clock or Clock()
 
     @property
@@ -70,8 +76,13 @@ class Scoring:
         return [name for name, weight in zip(self.names, self.scorer.weights, strict=True) if weight]
 
     def assign(self, groups: list[RolloutGroup]) -> None:
-        """Set advantages as they are where these groups are the batch."""
+        """Set advantages as they are where these groups are the batch: of completions, and of the turns of episodes."""
         assign_advantages(groups, self.names, self.settings)
+        if self.credit is not None:
+            weights = dict(zip(self.names, self.scorer.weights, strict=True))
+            paid = [func.__name__ for func in self.scorer.funcs if isinstance(func, EnvironmentReward)]
+            discount, state_weight = self.credit.turn_discount, self.credit.state_weight
+            assign_credit(groups, self.settings, discount, state_weight, weights, paid)
 
     def warn(self, scores: Scores) -> None:
         """Say which functions gave NaN or infinity."""

@@ -99,7 +99,7 @@ class GRPOTrainer(Trainer):
         self.sampler = Sampler(
             self.model, self.policy, self.tokenizer, self.memory, self.state, self.clock, first, given
         )
-        self.scoring = Scoring(self.scorer, config, self.state, self.clock)
+        self.scoring = Scoring(self.scorer, config, self.state, self.clock, config)
         self.parity = ParityGate(
             self.policy, config.sampling(None), config.parity_steps, config.parity_bound, state=self.state,
             stride=config.steps_per_rollout, memory=self.memory.train, mismatch=self.objective.mismatch,

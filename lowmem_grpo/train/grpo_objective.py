@@ -75,6 +75,12 @@ class GRPOObjective(Objective):
             for rollout, part in zip(rollouts, mask.split([r.num_trained for r in rollouts]), strict=True):
                 rollout.policy_mask = with_context(rollout, part)
         if self.config.kl_in_reward:
+            if self.config.state_weight and any(turn.state is not None for one in rollouts for turn in one.turns):
+                raise ValueError(
+                    f"with advantage_estimator='reinforce++' and beta {self.config.beta} the KL term is in the reward of "
+                    "each token, which leaves no place for the comparison of turns in the same state; set "
+                    "state_weight=0, or beta=0"
+                )
             put_kl_in_reward(rollouts, self.config.beta)
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:

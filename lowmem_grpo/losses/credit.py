@@ -1,0 +1,97 @@
+"""Which turn of an episode is paid for what: advantages of turns, given to the tokens that the policy drew in them.
+
+    r_t  what the environment paid for turn t; the last turn also gets the other rewards of the episode
+    G_t = sum_{s >= t} discount^(s - t) r_s                       the discounted reward to go
+    A_t = G_t less the mean of the group's G_t at the same turn   with `turn_discount`; else the episode's advantage
+        + state_weight (G_t less the mean of G over the group's turns that acted in the same state)
+
+The last line is GiGPO's (arXiv 2505.10978, equations 6 to 8). Each difference is divided as `scale_rewards` says: by
+the standard deviation of what it is compared with, by that of the batch, or by nothing. Without `turn_discount` the
+discount of the last line is 1. A turn that has nothing to be compared with gets 0 from that comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Mapping
+from typing import TYPE_CHECKING
+
+from lowmem_grpo.later import torch
+from lowmem_grpo.losses.advantages import COMPARING, ESTIMATORS, AdvantageSettings, of_group
+from lowmem_grpo.losses.sequences import with_context
+
+if TYPE_CHECKING:
+    from lowmem_grpo.types import Rollout, RolloutGroup
+
+Place = tuple[int, int]  # of a turn: the number of its episode, and its own
+Compared = dict[Hashable, dict[Place, float]]  # returns that are compared with each other
+
+
+def assign_credit(
+    groups: list[RolloutGroup], settings: AdvantageSettings, discount: float | None, state_weight: float,
+    weights: Mapping[str, float], paid: Collection[str],
+) -> None:
+    """Set `token_advantages` of episodes, and `advantage` to their mean, where a discount or states say so; after
+    `assign_advantages`. `weights` are those of all rewards, by name; `paid` are the names of those that are sums of
+    what turns were paid."""
+    episodes = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts
+                if rollout.turns and rollout.reward is not None]
+    gamma = 1.0 if discount is None else discount
+    turns, states = comparisons([(group, rollout, returns_of(rollout, gamma, weights, paid))
+                                 for group, rollout in episodes])
+    of_turns = {} if discount is None else advantages_among(turns, settings)
+    of_states = advantages_among(states, settings) if state_weight else {}
+    if not of_turns and not of_states:
+        return
+    for episode, (_, rollout) in enumerate(episodes):
+        places = [(episode, turn) for turn in range(len(rollout.turns))]
+        give(rollout, [of_turns.get(place, rollout.advantage) + state_weight * of_states.get(place, 0.0)
+                       for place in places])
+
+
+def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compared, Compared]:
+    """The returns of turns (of one number in a group, of one state in a group), from episodes with the number of their
+    group and their returns."""
+    turns: Compared = {}
+    states: Compared = {}
+    for episode, (group, rollout, returns) in enumerate(episodes):
+        for number, value in enumerate(returns):
+            turns.setdefault((group, number), {})[episode, number] = value
+            if (state := rollout.turns[number].state) is not None:
+                states.setdefault((group, state), {})[episode, number] = value
+    return turns, states
+
+
+def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], paid: Collection[str]) -> list[float]:
+    """G_t of each turn. Undiscounted, that of the first turn is the reward of the episode."""
+    scored = {name: value for name, value in rollout.rewards.items() if value is not None and name in weights}
+    weight = sum(weights[name] for name in scored if name in paid)
+    values = [weight * (turn.reward or 0.0) for turn in rollout.turns]
+    values[-1] += sum(weights[name] * value for name, value in scored.items() if name not in paid)
+    found, to_go = [], 0.0
+    for value in reversed(values):
+        to_go = value + discount * to_go
+        found.append(to_go)
+    return found[::-1]
+
+
+def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Place, float]:
+    """The advantage of each turn among those that it is compared with."""
+    widest = max(map(len, compared.values()), default=0)
+    rows = [[*found.values(), *[math.nan] * (widest - len(found))] for found in compared.values()]
+    if not rows:
+        return {}
+    name = settings.advantage_estimator
+    function = ESTIMATORS[name].function if name in COMPARING else of_group
+    advantages = function(torch.tensor(rows, dtype=torch.float64), settings.scale, None, 0).tolist()
+    return {place: value for found, row in zip(compared.values(), advantages, strict=True)
+            for place, value in zip(found, row, strict=False)}
+
+
+def give(rollout: Rollout, advantages: list[float]) -> None:
+    """Give each token that the policy drew the advantage of its turn."""
+    lengths = [len(turn.completion_ids) for turn in rollout.turns]
+    assert sum(lengths) == rollout.num_trained, (lengths, rollout.num_trained)
+    each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
+    rollout.token_advantages = with_context(rollout, each.float())
+    rollout.advantage = each.mean().item() if len(each) else 0.0
