@@ -8,7 +8,7 @@ from lowmem_grpo.config.strategies import StrategySettings
 from lowmem_grpo.data.prompts import Prompt, PromptSource
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
-from lowmem_grpo.rollout.metrics import rollout_metrics
+from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
 from lowmem_grpo.rollout.sampler import Sampler
@@ -162,7 +162,8 @@ class Collector:
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {
             **rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
-            **self.counts, **pools, "data/skipped_rows": sum(self.source.skipped.values()),
+            **self.counts, **pools, **waiting_share(self.sampled, seconds),
+            "data/skipped_rows": sum(self.source.skipped.values()),
             "num_tokens": self.state.num_tokens, "tokens_per_second": self.tokens / max(seconds, 1e-9),
         }
 

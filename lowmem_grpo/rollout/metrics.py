@@ -1,16 +1,19 @@
-"""Statistics of rollouts: rewards, lengths, and groups with signal."""
+"""Statistics of rollouts: rewards, lengths, groups with signal, and the turns of episodes."""
 
 from statistics import fmean, stdev
 
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.runs.trajectory import ENDINGS
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+OF_TOOLS = ("answer", "parse_error")  # endings that only episodes with tools have
 
 
 def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, float]:
-    """Rewards and completion lengths of a generation, under TRL's names."""
+    """Rewards and completion lengths of a generation, under TRL's names. Lengths count what the policy drew."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.completion_ids) for rollout in rollouts]
-    terminated = [len(r.completion_ids) for r in rollouts if r.finish_reason == "stop"] or [0]
-    with_signal = sum(any(r.advantage for r in group.rollouts) for group in groups)
+    lengths = [rollout.num_trained for rollout in rollouts]
+    terminated = [r.num_trained for r in rollouts if r.finish_reason == "stop"] or [0]
+    with_signal = sum(any(r.has_signal for r in group.rollouts) for group in groups)
     metrics = {
         "completions/mean_length": fmean(lengths), "completions/min_length": min(lengths),
         "completions/max_length": max(lengths), "completions/mean_terminated_length": fmean(terminated),
@@ -22,7 +25,32 @@ def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, f
     }
     for name in names:
         metrics |= mean_and_std(f"rewards/{name}/mean", f"rewards/{name}/std", [r.rewards.get(name) for r in rollouts])
+    if episodes := [rollout for rollout in rollouts if rollout.ending]:
+        metrics |= episode_metrics(episodes) | {"groups/lost": sum(group.lost for group in groups)}
     return metrics | mean_and_std("reward", "reward_std", [r.reward for r in rollouts])
+
+
+def episode_metrics(episodes: list[Rollout]) -> dict[str, float]:
+    """Turns, ends by reason, calls of tools (under TRL's names), and the share of prompt tokens that were cached."""
+    turns = [turn for rollout in episodes for turn in rollout.turns]
+    numbers = [len(rollout.turns) for rollout in episodes]
+    endings = [rollout.ending for rollout in episodes]
+    metrics = {"turns/mean": fmean(numbers), "turns/min": min(numbers), "turns/max": max(numbers)}
+    metrics |= {f"episodes/{name}": endings.count(name) / len(endings) for name in {*ENDINGS, *endings}}
+    calls, failures = sum(turn.calls for turn in turns), sum(turn.failures for turn in turns)
+    if calls or failures or {*OF_TOOLS} & {*endings}:
+        metrics |= {"tools/call_frequency": calls / len(episodes),
+                    "tools/failure_frequency": failures / max(calls, failures, 1)}
+    if asked := sum(len(turn.prompt_ids) for turn in turns):
+        metrics["tokens/cached_share"] = sum(turn.cached_tokens for turn in turns) / asked
+    return metrics
+
+
+def waiting_share(groups: list[RolloutGroup], seconds: float) -> dict[str, float]:
+    """The share of so many seconds of sampling that an episode waited for its tools and its environment, on average."""
+    waited = [sum(turn.seconds for turn in rollout.turns) for group in groups for rollout in group.rollouts
+              if rollout.turns]
+    return {"tools/waiting_share": fmean(waited) / seconds} if waited and seconds else {}
 
 
 def spread(group: RolloutGroup) -> bool:

@@ -2,6 +2,9 @@
 
 If the sampler computes something else than the trainer, every ratio is wrong, and training slowly fails without an
 error. So the trainer recomputes some of the sampled tokens, at the start and every few steps.
+
+Of episodes it judges the turns after the first by themselves too: if a token between two turns is not the one that the
+engine saw, the first turns agree, and only what was drawn behind it differs.
 """
 
 import logging
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.losses.off_policy import MismatchWatch, k3_of
+from lowmem_grpo.losses.sequences import with_context
 from lowmem_grpo.memory.bounds import Bound, RunMemory
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packer import Packer
@@ -31,6 +35,13 @@ CAUSES = (
     "active); a temperature of vllm_sampling_params other than the run's; a version of the sampler whose attention or "
     "rotary embedding differs from transformers' for this model; fp16 overflow. Try dtype=torch.bfloat16, then "
     'fast_inference="transformers", whose sampler is the trainer\'s own model'
+)
+
+
+BETWEEN = (
+    "The first turns agree, so what differs is the tokens between turns: those that the engine saw are not those that "
+    "are trained (a newline of the chat template dropped or doubled, a cut turn without its end, a history that was "
+    'rendered anew). Try history="append", and another chat template; if it lasts, report it with the template'
 )
 
 
@@ -81,44 +92,66 @@ class ParityGate:
 
         Tokens with NaN or infinity are left out, and a warning counts them. They say nothing about the sampler: the
         step that trains on them is skipped (train/nonfinite.py), and several such steps in a row end the run."""
-        sampled, recomputed = self.recompute(list(islice(groups, GROUPS)))
+        sampled, recomputed, later = self.recompute(list(islice(groups, GROUPS)))
         finite = (sampled - recomputed).isfinite()
         if lost := int(finite.logical_not().sum()):
             logger.warning("the parity check left out %d of %d tokens, whose log-probabilities are NaN or infinite",
                            lost, len(finite))
-        sampled, recomputed = sampled[finite], recomputed[finite]
+        sampled, recomputed, later = sampled[finite], recomputed[finite], later[finite]
         if sampled.numel() == 0:
             return {}
         difference = (recomputed - sampled).abs()
-        mean = difference.mean().item()
-        if not self.truncates and not mean <= self.bound:
-            raise ParityError(
-                f"the sampler's log-probabilities differ from the trainer's by {mean:.4f} on average over "
-                f"{sampled.numel()} tokens (largest {difference.max().item():.4f}); allowed is {self.bound} "
-                f"(parity_bound). Likely causes: {CAUSES}"
-            )
+        self.judge(difference, later)
         return {
-            "sampling/parity/mean": mean, "sampling/parity/max": difference.max().item(),
+            "sampling/parity/mean": difference.mean().item(), "sampling/parity/max": difference.max().item(),
             "sampling/parity/k3": k3_of(recomputed - sampled).mean().item(),
             "sampling/parity/ratio": (recomputed - sampled).exp().mean().item(),
+            **({"sampling/parity/later_turns": difference[later].mean().item()} if later.any() else {}),
         }
 
-    def recompute(self, groups: list[RolloutGroup]) -> tuple[Tensor, Tensor]:
-        """(sampler's, trainer's) log-probabilities (N,) of the groups' tokens; dropout is off."""
+    def judge(self, difference: Tensor, later: Tensor) -> None:
+        """ParityError if the differences (N,) are too large, over all tokens or over those of `later` turns."""
+        if self.truncates:
+            return
+        for whose, values in (("", difference), (" of later turns", difference[later])):
+            if not len(values) or values.mean().item() <= self.bound:
+                continue
+            between = later.any() and not difference[~later].mean().item() > self.bound
+            raise ParityError(
+                f"the sampler's log-probabilities differ from the trainer's by {values.mean().item():.4f} on average "
+                f"over {values.numel()} tokens{whose} (largest {values.max().item():.4f}); allowed is {self.bound} "
+                f"(parity_bound). {BETWEEN if between else f'Likely causes: {CAUSES}'}"
+            )
+
+    def recompute(self, groups: list[RolloutGroup]) -> tuple[Tensor, Tensor, Tensor]:
+        """(sampler's, trainer's) log-probabilities (N,) of the groups' tokens, and which of these are of later turns
+        than the first of an episode, bool; dropout is off."""
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
             pairs = self.packer.run("the parity check", groups, Limits(TOKENS_AT_ONCE), self.pairs)
         finally:
             self.policy.model.train(was_training)
-        sampled, recomputed = (torch.cat([pair[i] for pair in pairs] or [torch.empty(0)]) for i in range(2))
-        return sampled, recomputed
+        sampled, recomputed, later = (
+            torch.cat([found[i] for found in pairs] or [torch.empty(0, dtype=torch.bool if i == 2 else None)])
+            for i in range(3)
+        )
+        return sampled, recomputed, later
 
     @torch.no_grad()
-    def pairs(self, batches: Iterator[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """(sampler's, trainer's) log-probabilities of each micro-batch."""
+    def pairs(self, batches: Iterator[MicroBatch]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What `recompute` returns, of each micro-batch."""
         found = []
         for batch in batches:
             logprobs, _ = self.policy.logprobs(batch, self.temperature)
-            found.append((batch.at_trained(batch.rollout_logprobs), logprobs.float()))
+            later = later_turns(batch).to(logprobs.device)
+            found.append((batch.at_trained(batch.rollout_logprobs), logprobs.float(), later))
         return found
+
+
+def later_turns(batch: MicroBatch) -> Tensor:
+    """(N,) bool on the host: which trained tokens are of later turns than the first of their episode."""
+    firsts = [len(one.turns[0].completion_ids) if one.turns else one.num_trained for one in batch.rollouts]
+    flags = [with_context(one, torch.arange(one.num_trained) >= first)
+             for one, first in zip(batch.rollouts, firsts, strict=True)]
+    return torch.cat(flags) if batch.homes is None else torch.cat(flags)[batch.homes]

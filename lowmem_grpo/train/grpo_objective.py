@@ -77,8 +77,8 @@ class GRPOObjective(Objective):
         if self.config.kl_in_reward:
             if self.config.state_weight and any(turn.state is not None for one in rollouts for turn in one.turns):
                 raise ValueError(
-                    f"with advantage_estimator='reinforce++' and beta {self.config.beta} the KL term is in the reward of "
-                    "each token, which leaves no place for the comparison of turns in the same state; set "
+                    f"with advantage_estimator='reinforce++' and beta {self.config.beta} the KL term is in the reward "
+                    "of each token, which leaves no place for the comparison of turns in the same state; set "
                     "state_weight=0, or beta=0"
                 )
             put_kl_in_reward(rollouts, self.config.beta)

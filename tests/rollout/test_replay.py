@@ -2,13 +2,14 @@
 
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from lowmem_grpo.rollout.replay import ReplayBuffer, age_of, spread_of
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
 
 ROWS = [{"prompt": f"row {index}"} for index in range(20)]
 
@@ -85,7 +86,7 @@ def test_a_replayed_group_has_what_was_sampled_and_nothing_that_an_update_filled
     marked = buffer.entries
     (replayed,) = buffer.take(1, 9)
     assert (replayed.replayed, replayed.row, replayed.baseline, replayed.row_index) == (True, ROWS[4], 0.25, 4)
-    expected = Rollout([3, 151_000], [-0.1, -1 / 3], "stop", "text 0", 7, {"a": 0, "b": None}, reward=0)
+    expected = Rollout([3, 151_000], [-0.1, -1 / 3], "stop", "text 0", 7, rewards={"a": 0, "b": None}, reward=0)
     assert replayed.rollouts[0] == expected  # every other field has its default
     replayed.rollouts[0].old_logprobs, replayed.rollouts[0].advantage = torch.ones(2), 5.0
     buffer.entries = marked  # as where an update is given up
@@ -116,3 +117,29 @@ def test_kept_groups_that_no_longer_fit_are_left_out_with_a_warning(caplog: pyte
         assert not restored(buffer, 3, names=["a"]).entries
     assert "1 of 2 groups kept for replay are left out" in caplog.text
     assert "2 of 2 groups kept for replay are left out" in caplog.text
+
+
+def episode(group_prompt: list[int]) -> Rollout:
+    """Three turns: context between the first two, and another sequence for the third. The ids of its second turn are
+    not those that the engine was asked with."""
+    ids, trained = [3, 4, 9, 5, 8, 6, 7], [True, True, False, True, False, True, True]
+    logprobs = [-0.1, -1 / 3, 0.0, -0.5, 0.0, -0.7, -0.9]
+    turns = [
+        Turn(group_prompt, [3, 4], [-0.1, -1 / 3], "stop", "one", 3, 1, {"role": "assistant", "content": "one"},
+             [{"role": "tool", "content": "nine"}], 0.5, "start", 2, 1, 0.25),
+        Turn([77], [5], [-0.5], "length", state=None), Turn([50, 51, 8], [6, 7], [-0.7, -0.9], "stop", reward=1.0),
+    ]
+    return Rollout(ids, logprobs, "length", "three", 3, trained=trained, splits=[Split(4, [50, 51])], turns=turns,
+                   ending="max_turns", rewards={"a": 1.0, "b": None}, reward=1.0)
+
+
+def test_an_episode_is_kept_and_restored_with_its_turns_its_sequences_and_its_end() -> None:
+    kept, buffer = group(1, 0, 1), ReplayBuffer(1)
+    kept.rollouts[1] = episode(kept.prompt_ids)
+    expected = replace(kept.rollouts[1])
+    kept.rollouts[1].old_logprobs, kept.rollouts[1].environment = torch.ones(7), object()
+    buffer.offer([kept])
+    assert buffer.entries[0].rollouts[1] == expected
+    assert restored(buffer, 1).entries == buffer.entries
+    saved = buffer.state()[0]["rollouts"]
+    assert "turns" not in saved[0] and [turn["numbers"] is None for turn in saved[1]["turns"]] == [True, False, True]
