@@ -82,13 +82,27 @@ class Engine(Protocol):
         ...
 
 
-class FinishedPrompts:
+class Calls:
+    """What a call of an engine tells its caller meanwhile, and whether that failed."""
+
+    failed_outside: Exception | None = None  # an error of our own code or of the caller's, not of the engine
+
+    @contextmanager
+    def outside_the_engine(self) -> Iterator[None]:
+        """An error raised inside is not the engine's: a new engine would meet it again."""
+        try:
+            yield
+        except Exception as error:
+            self.failed_outside = error
+            raise
+
+
+class FinishedPrompts(Calls):
     """The rollouts of the prompts that are finished. Each prompt is reported once, even if the call starts again."""
 
     def __init__(self, prompts: int, on_group: OnGroup | None) -> None:
         self.prompts, self.on_group = prompts, on_group
         self.rollouts: dict[int, list[Rollout]] = {}
-        self.failed_outside = False  # an error came from our own code or from `on_group`, not from the engine
 
     def add(self, prompt: int, rollouts: list[Rollout]) -> None:
         """Keep the rollouts of a prompt, all of which are finished, and report them."""
@@ -96,15 +110,6 @@ class FinishedPrompts:
         self.rollouts[prompt] = rollouts
         if self.on_group is not None:
             self.on_group(prompt, rollouts)
-
-    @contextmanager
-    def outside_the_engine(self) -> Iterator[None]:
-        """An error raised inside is not the engine's: a new engine would meet it again."""
-        try:
-            yield
-        except Exception:
-            self.failed_outside = True
-            raise
 
     @property
     def missing(self) -> list[int]:

@@ -6,9 +6,12 @@ from torch import Tensor
 from lowmem_grpo.config.sampling import SamplingParams
 
 
-def budget_of(prompt: list[int], params: SamplingParams, max_seq_length: int) -> int:
-    """How many tokens a completion of this prompt may have; ValueError where the prompt is empty or leaves no room."""
+def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
+    """How many tokens a completion of this prompt may have, where `most` are asked for; ValueError where that is none,
+    or the prompt is empty or leaves no room."""
     room = max_seq_length - len(prompt)
+    if most < 1:
+        raise ValueError(f"a completion of at most {most} tokens is asked for; ask for at least one")
     if not prompt:
         raise ValueError("a prompt has no tokens; give it at least one, for example a start token")
     if room < 1:
@@ -16,7 +19,7 @@ def budget_of(prompt: list[int], params: SamplingParams, max_seq_length: int) ->
             f"a prompt of {len(prompt)} tokens leaves no room in a context of {max_seq_length}; "
             "load with a larger max_seq_length or shorten the prompt"
         )
-    return min(params.max_tokens, room)
+    return min(most, room)
 
 
 def cut_at_stop(text: str, params: SamplingParams) -> str:
@@ -28,11 +31,11 @@ def cut_at_stop(text: str, params: SamplingParams) -> str:
     return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]
 
 
-def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Draw tokens (B,) from logits (B, V) fp32; returns them with their log-probabilities (B,) as they were drawn.
 
-    Inverse-CDF sampling takes one uniform number a row, and never draws a token of probability 0. Greedy decoding
-    (temperature 0) reports the log-probability at temperature 1.
+    Inverse-CDF sampling takes one number a row from [0, 1), `uniform` (B, 1) fp64, and never draws a token of
+    probability 0. Greedy decoding (temperature 0) reports the log-probability at temperature 1.
     """
     if params.temperature == 0:
         logprobs = logits.log_softmax(-1)
@@ -40,7 +43,6 @@ def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> 
     else:
         logprobs = truncate(logits / params.temperature, params).log_softmax(-1)
         cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        uniform = torch.rand(len(cdf), 1, dtype=torch.float64, device=cdf.device, generator=generator)
         tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).squeeze(-1)
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)

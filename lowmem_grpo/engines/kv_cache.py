@@ -1,5 +1,7 @@
 """A key-value cache that grows in place, built from the public cache classes of transformers."""
 
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,6 +17,15 @@ class GrowingLayer(DynamicLayer):
     """
 
     storage: Tensor  # (2, B, H_kv, capacity, K)
+
+    @classmethod
+    def holding(cls, storage: Tensor, length: int) -> "GrowingLayer":
+        """A layer whose first `length` tokens are in `storage` (2, B, H_kv, capacity, K)."""
+        layer = cls()
+        layer.lazy_initialization(storage[0], storage[1])
+        layer.storage = storage
+        layer.view(length)
+        return layer
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -55,11 +66,51 @@ class GrowingCache(Cache):
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=GrowingLayer)
 
+    @classmethod
+    def holding(cls, storages: list[Tensor], length: int) -> "GrowingCache":
+        """A cache whose layers are in these storages."""
+        cache = cls()
+        cache.layers = [GrowingLayer.holding(storage, length) for storage in storages]
+        return cache
+
+    @property
+    def storages(self) -> list[Tensor]:
+        """(2, B, H_kv, capacity, K) of each layer."""
+        return [layer.storage for layer in self.layers if isinstance(layer, GrowingLayer)]
+
     @property
     def nbytes(self) -> int:
         """Bytes of storage held."""
-        layers = [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
-        return sum(layer.storage.untyped_storage().nbytes() for layer in layers)
+        return sum(storage.untyped_storage().nbytes() for storage in self.storages)
+
+    def copied(self, rows: Tensor) -> "GrowingCache":
+        """A cache of some of the rows (R,), without room to grow."""
+        length = self.get_seq_length()
+        return self.holding([storage[:, :, :, :length].index_select(1, rows) for storage in self.storages], length)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The places from `start` to `end` of some rows of a cache."""
+
+    cache: GrowingCache
+    rows: slice
+    start: int
+    end: int
+
+
+def right_aligned(pieces: list[Piece], width: int, room: int = 0) -> GrowingCache:
+    """A cache of `width` places and `room` for more, with the rows of all pieces in order; each ends at the right edge.
+    Places before a row are zero: a weight of 0 in attention would not hide a NaN there."""
+    rows = [piece.rows.stop - piece.rows.start for piece in pieces]
+    storages = []
+    for layer, like in enumerate(pieces[0].cache.storages):
+        storage = like.new_zeros(2, sum(rows), like.shape[2], width + room, like.shape[4])
+        for count, piece, place in zip(rows, pieces, accumulate(rows), strict=True):
+            kept = piece.cache.storages[layer][:, piece.rows, :, piece.start : piece.end]
+            storage[:, place - count : place, :, width - piece.end + piece.start : width] = kept
+        storages.append(storage)
+    return GrowingCache.holding(storages, width)
 
 
 def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,23 +3,27 @@
 All prompts of a call are decoded in one batch. Each prompt is prefilled once, and its cache is repeated for its n
 completions; finished rows leave the batch. If memory runs out, fewer rows are decoded at once. Unfinished rows keep the
 tokens they have and go on from there, because drawing them anew would favour short completions.
+
+Turns of episodes are decoded in rounds: all that are ready together, then all that follow from them. So what is drawn
+depends on the requests only, and not on how long a tool takes.
 """
 
-import random
-import time
 from collections import deque
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, FinishedPrompts, OnGroup
+from lowmem_grpo.engines.base import Conversation, FinishedPrompts, OnGroup, Request
+from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop, draw
-from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded
-from lowmem_grpo.engines.rounds import in_rounds
+from lowmem_grpo.engines.drawn import Drawn, Part
+from lowmem_grpo.engines.drawn_turns import DrawnTurns
+from lowmem_grpo.engines.kept_rows import Continued, KeptRows
+from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded, right_aligned
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
@@ -27,88 +31,7 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
-REPLAYED = 256  # tokens fed at once to rows that are resumed
-
-
-@dataclass
-class Decode:
-    """The B rows still in the batch. `real` marks the cache places that hold a token, not left padding."""
-
-    cache: GrowingCache
-    rows: Tensor  # (B,) which output row
-    tokens: Tensor  # (B,) the last token drawn
-    alive: Tensor  # (B,) bool
-    real: Tensor  # (B, L) bool
-    positions: Tensor  # (B,) of the last token drawn
-
-    def compact(self) -> None:
-        """Drop the rows that have finished."""
-        keep = self.alive.nonzero().squeeze(-1)
-        self.cache.batch_select_indices(keep)
-        self.rows, self.tokens, self.alive = self.rows[keep], self.tokens[keep], self.alive[keep]
-        self.real, self.positions = self.real[keep], self.positions[keep]
-
-
-@dataclass
-class Drawn:
-    """What a call has drawn so far: R = prompts * n rows of at most C tokens."""
-
-    prompts: list[list[int]]
-    params: SamplingParams
-    seed: int
-    ids: Tensor  # (R, C)
-    logprobs: Tensor  # (R, C)
-    budgets: Tensor  # (R,)
-    lengths: Tensor  # (R,) of the completion, or its budget until it is finished
-    stopped: Tensor  # (R,) bool
-    finished: FinishedPrompts
-    unfinished: list[int]  # number of rows, for each prompt
-
-    @classmethod
-    def nothing(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int],
-                device: torch.device, finished: FinishedPrompts) -> "Drawn":
-        """Before the first token."""
-        seed = time.time_ns() % 2**63 if params.seed is None else params.seed
-        total, width, most = len(budgets), max(budgets), torch.tensor(budgets, device=device)
-        return cls(
-            prompts, params, seed, torch.zeros(total, width, dtype=torch.long, device=device),
-            torch.zeros(total, width, device=device), most, most.clone(),
-            torch.zeros(total, dtype=torch.bool, device=device), finished, [params.n] * len(prompts),
-        )
-
-    def prompts_of(self, rows: list[int]) -> tuple[list[list[int]], list[int]]:
-        """The prompts of some rows, and how many of the rows belong to each."""
-        shared = [(owner, len(list(same))) for owner, same in groupby(row // self.params.n for row in rows)]
-        return [self.prompts[owner] for owner, _ in shared], [count for _, count in shared]
-
-    def finish(self, rows: set[int]) -> list[int]:
-        """Count rows as finished; returns the prompts that have no unfinished rows left."""
-        for row in rows:
-            self.unfinished[row // self.params.n] -= 1
-        return sorted({row // self.params.n for row in rows if not self.unfinished[row // self.params.n]})
-
-    def reopen(self, rows: Tensor) -> None:
-        """Undo what an interrupted step may have written about unfinished rows."""
-        self.lengths[rows], self.stopped[rows] = self.budgets[rows], False
-
-
-@dataclass
-class Part:
-    """Rows that are decoded together, all with `start` tokens drawn. While decoding, finished rows leave it and `start`
-    grows, so that the rest can be resumed."""
-
-    rows: list[int]
-    start: int = 0
-
-    def split(self, size: int) -> list["Part"]:
-        """Parts of at most `size` rows, in order."""
-        return [Part(self.rows[i : i + size], self.start) for i in range(0, len(self.rows), size)]
-
-    def generator(self, seed: int, device: torch.device) -> torch.Generator:
-        """Random numbers of this part, from the call's seed for its very beginning, otherwise from a derived one."""
-        if self.rows[0] or self.start:
-            seed = random.Random(f"{seed}-{self.rows[0]}-{self.start}").getrandbits(62)
-        return torch.Generator(device).manual_seed(seed)
+FED = 256  # tokens fed at once to rows that are resumed or go on
 
 
 class TransformersEngine:
@@ -124,6 +47,7 @@ class TransformersEngine:
         self.kv_bytes = 0
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
+        self.kept = KeptRows()  # of the turns of a call
 
     def on_policy_update(self, policy_version: int) -> None:
         self.policy_version = policy_version
@@ -138,25 +62,46 @@ class TransformersEngine:
     def close(self) -> None:
         """Nothing to free: the weights are the trainer's, and each call frees its cache."""
 
-    @torch.no_grad()
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
         if not prompts:
             return []
         finished = FinishedPrompts(len(prompts), on_group)
-        budgets = [budget_of(prompt, params, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
-        was_training = self.policy.model.training
-        self.policy.model.eval()
-        try:
-            drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished))
-        finally:
-            self.policy.model.train(was_training)
+        most = params.max_tokens
+        budgets = [budget_of(prompt, most, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
+        self.kv_bytes = 0
+        drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished))
         self.report(drawn, finished.missing)
         return finished.result()
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        in_rounds(self, conversation, params)
+        """Turns of episodes in rounds, as `Engine.converse` says. Without a bound on the rows that memory has room for,
+        as many are kept for their next turns as were decoded together at most."""
+        self.kv_bytes, widest = 0, 0
+        try:
+            while requests := conversation.take(busy=False):
+                widest = max(widest, len(requests))
+                self.round(requests, params, conversation, self.bound.under(None) or 2 * widest)
+        finally:
+            self.kept.rows.clear()
+
+    def round(self, requests: list[Request], params: SamplingParams, conversation: Conversation, room: int) -> None:
+        """Decode some turns together, with at most `room` rows in memory."""
+        budgets = [budget_of(request.ids, request.max_tokens, self.max_seq_length) for request in requests]
+        drawn = DrawnTurns.asked(requests, params, budgets, self.policy.device, conversation, self.kept, room)
+        self.decode(drawn)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, nothing is dropped out and no gradient is computed; the mode of the model comes back."""
+        was_training = self.policy.model.training
+        self.policy.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.policy.model.train(was_training)
 
     def report(self, drawn: Drawn, prompts: list[int]) -> None:
         """Copy the rows of finished prompts to the host, and report each prompt."""
@@ -174,7 +119,6 @@ class TransformersEngine:
 
     def decode(self, drawn: Drawn) -> Drawn:
         """Draw every row to its end: all together, or in parts of as many rows as memory has room for."""
-        self.kv_bytes = 0
         parts = deque([Part(list(range(len(drawn.ids))))])
         while parts:
             part = parts.popleft()
@@ -182,26 +126,36 @@ class TransformersEngine:
             if size < len(part.rows):
                 parts.extendleft(reversed(part.split(size)))
                 continue
-            failed = tried(lambda held=part: self.decode_part(drawn, held), self.policy.device)  # type: ignore[misc]
+            with self.evaluating():
+                failed = tried(lambda held=part: self.decode_part(drawn, held), self.policy.device)  # type: ignore[misc]
             if isinstance(failed, Shortage):
-                self.bound.lower(f"sampling {size} at once", failed, size // 2 or None)
-                parts.extendleft(reversed(part.split(max(1, len(part.rows) // 2))))
+                parts.extendleft(reversed(part.split(self.smaller(drawn, size, len(part.rows), failed))))
         return drawn
+
+    def smaller(self, drawn: Drawn, size: int, left: int, shortage: Shortage) -> int:
+        """How many of the rows that are `left` of `size` to decode at once after a shortage: all, where memory could be
+        had by dropping rows that were only kept, else half."""
+        if drawn.finished.failed_outside is not None:
+            raise drawn.finished.failed_outside  # memory ran out elsewhere, so that the call ends
+        what = f"sampling {size} at once"
+        if dropped := drawn.shed():
+            self.bound.note(what, shortage, f"the keys and values of {dropped} earlier turns are dropped, and the work "
+                                            "is repeated")
+            return left
+        self.bound.lower(what, shortage, size // 2 or None)
+        return max(1, left // 2)
 
     def decode_part(self, drawn: Drawn, part: Part) -> None:
         """Draw the rows of a part to their ends. `part` keeps up with them: after an error it holds what is left."""
         params = drawn.params
         rows = torch.tensor(part.rows, device=self.policy.device)
-        generator = part.generator(drawn.seed, self.policy.device)
+        uniform = drawn.uniform(part, self.policy.device)
         drawn.reopen(rows)
         budget = int(drawn.budgets[rows].max())
-        state, logits = self.prefill(*drawn.prompts_of(part.rows))
-        state.rows = rows
-        if part.start:
-            logits = self.replay(state, drawn.ids[rows, : part.start])
-        self.kv_bytes = max(self.kv_bytes, state.cache.nbytes)
+        state, logits = self.begin(drawn, part)
+        self.kv_bytes = max(self.kv_bytes, state.cache.nbytes + drawn.kept_bytes)
         for step in range(part.start, budget):
-            state.tokens, logprobs = draw(logits, params, generator)
+            state.tokens, logprobs = draw(logits, params, uniform(state.rows, step))
             drawn.ids[state.rows, step], drawn.logprobs[state.rows, step] = state.tokens, logprobs
             ended = state.alive & self.ends(state, drawn.ids[:, : step + 1], params)
             state.alive = state.alive & ~ended & (drawn.lengths[state.rows] > step + 1)
@@ -211,39 +165,60 @@ class TransformersEngine:
             before, part.rows, part.start = part.rows, left, step + 1
             if drawn.finished.on_group is not None and len(left) < len(before):
                 self.report(drawn, drawn.finish(set(before).difference(left)))
-            if not left or step + 1 == budget:
+            if not left or len(left) < COMPACT_BELOW * len(state.rows):
+                drawn.leave(state, left, step)
+            if not left:
                 break
             if len(left) < COMPACT_BELOW * len(state.rows):
                 state.compact()
             logits = self.extend(state)
-            self.kv_bytes = max(self.kv_bytes, state.cache.nbytes)
+            self.kv_bytes = max(self.kv_bytes, state.cache.nbytes + drawn.kept_bytes)
 
-    def prefill(self, prompts: list[list[int]], counts: list[int]) -> tuple[Decode, Tensor]:
-        """The state after the prompts, each repeated by its count to B rows, and the next tokens' logits (B, V)."""
+    def begin(self, drawn: Drawn, part: Part) -> tuple[Decode, Tensor]:
+        """The state before the next token of a part's rows, and the logits (B, V) of that token."""
+        continued = drawn.going_on(part.rows)
+        known = {row for more in continued for row in more.rows}
+        made = [self.go_on(more) for more in continued]
+        if fresh := [row for row in part.rows if row not in known]:
+            made.append(self.prefill(fresh, *drawn.prompts_of(fresh)))
+        state, logits = Decode.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
+        if part.start:
+            logits = self.feed(state, drawn.ids[state.rows, : part.start])
+        return state, logits
+
+    def prefill(self, rows: list[int], prompts: list[list[int]], counts: list[int]) -> tuple[Decode, Tensor]:
+        """The state after the prompts, each repeated by its count to the B rows, and the next tokens' logits (B, V)."""
         input_ids, real = left_padded(prompts, self.tokenizer.pad_token_id or 0, self.policy.device)
-        width = input_ids.shape[1]
-        causal = torch.ones(width, width, dtype=torch.bool, device=input_ids.device).tril()
-        itself = torch.eye(width, dtype=torch.bool, device=input_ids.device)  # a padding place must attend to something
-        positions = real.long().cumsum(-1).sub(1).clamp(min=0)
-        cache = GrowingCache()
-        logits = self.forward(input_ids, positions, (causal & real[:, None, :] | itself)[:, None], cache)
+        state = Decode.of(torch.arange(len(prompts), device=input_ids.device))
+        logits = self.feed(state, input_ids, real, at_once=input_ids.shape[1])
         owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
-        rows = torch.tensor(owners, device=input_ids.device)
-        cache.batch_select_indices(rows)
-        state = Decode(cache, rows, rows, torch.ones_like(rows, dtype=torch.bool), real[rows], positions[rows, -1])
-        return state, logits[rows]
+        state.select(torch.tensor(owners, device=input_ids.device))
+        logits = logits[state.rows]
+        state.rows = torch.tensor(rows, device=input_ids.device)
+        return state, logits
 
-    def replay(self, state: Decode, tokens: Tensor) -> Tensor:
-        """Feed tokens (B, S) that were drawn before; returns the logits (B, V) of the next ones."""
-        for chunk in tokens.split(REPLAYED, dim=1):
-            rows, width = chunk.shape
-            causal = torch.ones(width, width, dtype=torch.bool, device=chunk.device).tril()
+    def go_on(self, more: Continued) -> tuple[Decode, Tensor]:
+        """The same for prompts whose first tokens are held."""
+        device = self.policy.device
+        cache = right_aligned([kept.piece(held) for kept, held in zip(more.kept, more.held, strict=True)],
+                              max(more.held), room=more.fed)
+        state = Decode.of(torch.tensor(more.rows, device=device), cache, torch.tensor(more.held, device=device))
+        rest = left_padded([ids[-more.fed :] for ids in more.prompts], self.tokenizer.pad_token_id or 0, device)
+        return state, self.feed(state, *rest)
+
+    def feed(self, state: Decode, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
+        """Feed tokens (B, S), of which the `real` ones are no padding; returns the logits (B, V) of the next ones."""
+        real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+        for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
+            width = ids.shape[1]
+            causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
+            itself = torch.eye(width, dtype=torch.bool, device=ids.device)  # padding must attend to something
             before = state.real[:, None].expand(-1, width, -1)
-            mask = torch.cat([before, causal.expand(rows, -1, -1)], dim=2)[:, None]
-            positions = state.positions[:, None] + torch.arange(1, width + 1, device=chunk.device)
-            logits = self.forward(chunk, positions, mask, state.cache)
-            state.real = torch.cat([state.real, torch.ones_like(chunk, dtype=torch.bool)], dim=1)
-            state.positions = positions[:, -1]
+            mask = torch.cat([before, causal & true[:, None, :] | itself], dim=2)[:, None]
+            positions = (state.positions[:, None] + true.long().cumsum(-1)).clamp(min=0)
+            logits = self.forward(ids, positions, mask, state.cache)
+            state.real = torch.cat([state.real, true], dim=1)
+            state.positions = state.positions + true.sum(-1)
         return logits
 
     def extend(self, state: Decode) -> Tensor:

@@ -29,8 +29,11 @@ def test_text_is_cut_at_the_first_stop_string() -> None:
 
 def draws(count: int, seed: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
     """Tokens and log-probabilities of `count` independent draws from PROBS."""
-    generator = torch.Generator().manual_seed(seed)
-    return draw(LOGITS.expand(count, -1), SamplingParams(**options), generator)
+    return draw(LOGITS.expand(count, -1), SamplingParams(**options), numbers(count, seed))
+
+
+def numbers(count: int, seed: int = 0) -> Tensor:
+    return torch.rand(count, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("options", "kept"), TRUNCATIONS, ids=str)
@@ -49,17 +52,16 @@ def test_frequencies_and_logprobs_are_those_of_what_is_kept(options: dict[str, A
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.full((50000, 7), -torch.inf)
     logits[:, [2, 4]] = torch.tensor([0.0, -30.0])
-    tokens, logprobs = draw(logits, SamplingParams(), torch.Generator().manual_seed(0))
+    tokens, logprobs = draw(logits, SamplingParams(), numbers(50000))
     assert set(tokens.tolist()) <= {2, 4} and logprobs.isfinite().all()
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_the_ends_of_the_unit_interval_draw_a_possible_token(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
-    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.full(size, uniform, dtype=torch.float64))
+def test_the_ends_of_the_unit_interval_draw_a_possible_token(uniform: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1000, 50, generator=generator)
     logits[:, [0, 1, 48, 49]] = -torch.inf
-    tokens, logprobs = draw(logits, SamplingParams(), torch.Generator())
+    tokens, logprobs = draw(logits, SamplingParams(), torch.full((1000, 1), uniform, dtype=torch.float64))
     assert tokens.min() >= 2 and tokens.max() < 48 and logprobs.isfinite().all()
 
 

@@ -1,4 +1,4 @@
-"""What the trainer asks of any engine: seeds, room in the context, and a listener that hears of each prompt."""
+"""What the trainer asks of any engine: seeds, room in the context, a listener that hears of each prompt, and turns."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from small_models import TINY, load_model, with_adapter
+from talks import Talk
 from transformers import AutoTokenizer
-from vllm_models import CONTEXT, NEEDS_VLLM, engine_on, ids_of
+from vllm_models import CONTEXT, GREEDY, NEEDS_VLLM, SAME, distance, engine_on, ids_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
@@ -90,3 +91,102 @@ def test_an_error_of_the_listener_ends_the_call_and_the_engine_lives_on(engine: 
     assert len(told) == 1
     assert len(engine.generate(prompts, SamplingParams(max_tokens=10))) == 3
     engine.policy.model.eval()
+
+
+LENGTHS = [[5, 9, 3], [12, 2, 7], [1, 6, 4]]  # of the turns of three episodes, at most
+
+
+def talk(prompts: list[list[int]], **options: Any) -> Talk:
+    return Talk(prompts, max_tokens=lambda key, turn: LENGTHS[key][turn], **options)
+
+
+@pytest.mark.parametrize("late", [[], [(0, 1), (1, 2)]], ids=["at once", "some replies come late"])
+def test_each_turn_is_what_its_own_prompt_gives_and_its_logprobs_are_the_policys(
+    engine: Any, prompts: list[list[int]], late: list[tuple[int, int]]
+) -> None:
+    played = talk(prompts, wait=lambda key, turn: (key, turn) in late)
+    engine.converse(played, replace(GREEDY, ignore_eos=True))
+    assert sorted(played.given) == sorted([0, 1, 2] * 3)
+    for key, rollouts in played.drawn.items():
+        asked = [request for request in played.asked if request.key == key]
+        assert [len(rollout.completion_ids) for rollout in rollouts] == LENGTHS[key]
+        for request, rollout in zip(asked, rollouts, strict=True):
+            params = replace(GREEDY, max_tokens=request.max_tokens, ignore_eos=True)
+            ((alone,),) = engine.generate([request.ids], params)
+            assert (alone.completion_ids, alone.finish_reason) == (rollout.completion_ids, rollout.finish_reason)
+            assert distance(engine.policy, [request.ids], [[rollout]]) < SAME
+            assert len(request.ids) > rollout.cached_tokens >= 0
+
+
+def test_the_same_requests_draw_the_same_turns_and_other_seeds_draw_others(
+    engine: Any, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(temperature=1.5, ignore_eos=True)
+    first, second, same = talk(prompts), talk(prompts), talk([prompts[0]] * 3)
+    for played in (first, second, same):
+        before = torch.get_rng_state()
+        engine.converse(played, params)
+        assert torch.equal(torch.get_rng_state(), before), "the global random state is left alone"
+    assert first.ids == second.ids
+    assert [[r.rollout_logprobs for r in first.drawn[key]] for key in first.ids] == \
+        [[r.rollout_logprobs for r in second.drawn[key]] for key in first.ids]
+    drawn = [tuple(rollouts[0].completion_ids[:5]) for rollouts in same.drawn.values()]
+    assert drawn[0] != drawn[1]
+
+
+def test_a_turn_is_given_while_longer_ones_are_decoded(
+    engine: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, seen = count_passes(engine, monkeypatch), {}
+    played = Talk(prompts, 1, max_tokens=lambda key, turn: [3, 30, 12][key],
+                  on_give=lambda key, rollout: seen.setdefault(key, len(passes)))
+    engine.converse(played, SamplingParams(ignore_eos=True))
+    assert list(seen) == played.given == [0, 2, 1]
+    assert seen[0] <= 5 and seen[2] <= 14 and seen[1] >= 30
+
+
+def gold(*args: Any) -> None:
+    raise KeyError("gold")
+
+
+def full(*args: Any) -> None:
+    raise MemoryError("of the environment")
+
+
+@pytest.mark.parametrize("error", [gold, full])
+@pytest.mark.parametrize("where", ["give", "take"])
+def test_an_error_of_the_conversation_ends_the_call_and_leaves_nothing_behind(
+    engine: Any, prompts: list[list[int]], error: Any, where: str
+) -> None:
+    expected, played = ids_of(engine.generate(prompts, GREEDY)), talk(prompts)
+    engine.policy.model.train()
+    if where == "give":
+        played.on_give = error
+    else:
+        take = played.take
+        played.take = lambda busy: error() if played.given else take(busy)  # type: ignore[method-assign]
+    kept = getattr(engine, "llm", None)
+    with pytest.raises((KeyError, MemoryError), match=r"gold|of the environment"):
+        engine.converse(played, SamplingParams(ignore_eos=True))
+    assert len(played.given) == 1 or where == "take"
+    assert engine.policy.model.training
+    assert ids_of(engine.generate(prompts, GREEDY)) == expected
+    assert getattr(engine, "llm", None) is kept, "the engine is as good as before"
+    engine.policy.model.eval()
+
+
+@pytest.mark.parametrize(("ids", "most", "message"), [
+    ([], 4, "a prompt has no tokens"), ([5] * CONTEXT, 4, "leaves no room in a context"),
+    ([5], 0, "at most 0 tokens is asked for; ask for at least one"),
+])
+def test_a_turn_that_cannot_be_decoded_is_an_error_that_says_why(
+    engine: Any, ids: list[int], most: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.converse(Talk([ids], max_tokens=lambda key, turn: most), GREEDY)
+
+
+def test_a_conversation_without_a_turn_ends_at_once(engine: Any) -> None:
+    played = Talk([])
+    engine.converse(played, GREEDY)
+    assert played.takes == [(False, 0)]

@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from vllm_models import differences, ids_of
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.engines.kv_cache import GrowingCache
-from lowmem_grpo.engines.transformers_engine import Decode, TransformersEngine
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout

@@ -6,6 +6,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, FinishedPrompts, OnGroup
-from lowmem_grpo.engines.rounds import in_rounds
+from lowmem_grpo.engines.base import Calls, Conversation, OnGroup
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
@@ -23,7 +23,8 @@ from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter, copy_to_publish
 from lowmem_grpo.engines.vllm.process_state import undisturbed
-from lowmem_grpo.engines.vllm.requests import Requests
+from lowmem_grpo.engines.vllm.requests import Prompts, Sampling
+from lowmem_grpo.engines.vllm.turns import Turns
 from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
@@ -136,19 +137,28 @@ class VLLMEngine:
         self.check_open()
         if not prompts:
             return []
-        requests = Requests.of(prompts, params, self.max_seq_length, self.policy.head.weight.shape[0], self.eos_ids,
-                               self.vllm.SamplingParams)
-        finished = FinishedPrompts(len(prompts), on_group)
-        self.in_less_memory(lambda: self.run_surely(requests, finished))
-        return finished.result()
+        call = Prompts(prompts, self.sampling(params), on_group)
+        with undisturbed(self.policy.device):
+            self.in_less_memory(lambda: self.run_surely(call), call)
+        return call.result()
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Turns of episodes, as `Engine.converse` says."""
-        in_rounds(self, conversation, params)
+        """Turns of episodes, as `Engine.converse` says: the same for turns that are in the engine."""
+        self.check_open()
+        call = Turns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
+        self.in_less_memory(lambda: self.run_surely(call), call)
 
-    def in_less_memory(self, attempt: Callable[[], None]) -> None:
-        """Repeat the attempt, each time with less, until memory has room for it."""
+    def sampling(self, params: SamplingParams) -> Sampling:
+        """How vLLM samples in a call."""
+        return Sampling(params, self.max_seq_length, self.policy.head.weight.shape[0], self.eos_ids, self.tokenizer,
+                        self.vllm.SamplingParams)
+
+    def in_less_memory(self, attempt: Callable[[], None], call: Calls | None = None) -> None:
+        """Repeat the attempt, each time with less, until memory has room for it. An error of the caller's own ends it,
+        also where memory ran out there."""
         while isinstance(shortage := tried(attempt, self.policy.device), Shortage):
+            if call is not None and call.failed_outside is not None:
+                raise call.failed_outside
             if not self.back_to_four(shortage):
                 self.capacity.lower(shortage, sampling=self.llm is not None and not self.asleep)
 
@@ -174,39 +184,36 @@ class VLLMEngine:
         return (self.llm is None or self.unfinished
                 or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache))
 
-    def run_surely(self, requests: Requests, finished: FinishedPrompts) -> None:
+    def run_surely(self, call: Prompts | Turns) -> None:
         """`run` in an engine that is up to date, and once more in a new one if that dies."""
         if self.outdated:
             self.restart()  # a call that broke off would leave its sequences to the next one
         try:
-            return self.run(requests, finished)
+            return self.run(call)
         except Exception as error:
             in_use = self.unfinished or self.asleep  # still asleep: it did not wake
-            hopeless = isinstance(error, ValueError | TypeError) or finished.failed_outside or not in_use
+            hopeless = isinstance(error, ValueError | TypeError) or call.failed_outside or not in_use
             if hopeless or is_out_of_memory(error):
                 raise  # a new engine would do no better
             logger.warning("vLLM's engine died (%s: %s); making a new one and repeating this call once",
                            type(error).__name__, error)
         self.restart()  # not in the handler: the error's traceback keeps the old engine alive
-        self.run(requests, finished)
+        self.run(call)
 
     @property
     def unfinished(self) -> bool:
         """Whether vLLM was stopped in the middle of a call."""
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
-    def run(self, requests: Requests, finished: FinishedPrompts) -> None:
-        """One call of vLLM for all that is missing, with the policy as the trainer would compute with it now."""
+    def run(self, call: Prompts | Turns) -> None:
+        """What is left of a call, with the policy as the trainer would compute with it now."""
         self.loan.check()
         self.wake()
         self.loan.fill_weights()
         identity = self.loan.take(self.base)
-        with undisturbed(self.policy.device):
-            version = self.policy_version if self.copy is None else self.copy.version
-            self.forget_prefixes(identity if identity == "base" else (identity, version))
-            for prompt, output in requests.outputs(self.llm, finished.missing, finished.on_group is not None):
-                with finished.outside_the_engine():
-                    finished.add(prompt, [requests.rollout(one, self.tokenizer, version) for one in output.outputs])
+        version = self.policy_version if self.copy is None else self.copy.version
+        self.forget_prefixes(identity if identity == "base" else (identity, version))
+        call.run(self.llm, version)
 
     def forget_prefixes(self, identity: Hashable) -> None:
         """Drop cached prefixes that were computed with anything else than `identity`."""

@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -22,12 +22,17 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """Whatever happens inside, the random states of Python, numpy and torch (CPU and `device`) are as before."""
     states, hook = (random.getstate(), np.random.get_state()), sys.excepthook
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch_undisturbed(device):
             yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
         sys.excepthook = hook
+
+
+def torch_undisturbed(device: torch.device) -> AbstractContextManager[None]:
+    """The same for torch's random states, the only ones that a step of the engine changes."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def import_from_a_thread() -> None:

@@ -1,4 +1,4 @@
-"""One call of the engine as vLLM's requests, and vLLM's outputs as rollouts.
+"""What vLLM is asked for, and vLLM's outputs as rollouts.
 
 `LLM.generate` returns when all requests are finished. To report each prompt as soon as it is finished, we use the two
 public methods that it consists of: `LLM.enqueue` and `LLMEngine.step`. Both have this form in vLLM 0.26 to 0.33.
@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.base import FinishedPrompts, OnGroup, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
 from lowmem_grpo.types import Rollout
 
@@ -20,35 +21,24 @@ COLDEST = 0.01  # vLLM raises a lower temperature to this one
 
 
 @dataclass(frozen=True)
-class Requests:
-    """What one call of the engine asks vLLM for."""
+class Sampling:
+    """How vLLM samples in one call of the engine."""
 
-    prompts: list[list[int]]
     params: SamplingParams
-    settings: list[Any]  # vLLM's own, one for each prompt
+    max_seq_length: int
+    vocabulary: int
+    eos_ids: list[int]
+    tokenizer: PreTrainedTokenizerBase
+    make: Callable[..., Any]  # vLLM's SamplingParams
 
-    @classmethod
-    def of(
-        cls, prompts: list[list[int]], params: SamplingParams, max_seq_length: int, vocabulary: int,
-        eos_ids: list[int], make: Callable[..., Any],
-    ) -> "Requests":
-        """`make` is vLLM's SamplingParams. Raises ValueError for what vLLM would change or cannot compute."""
-        check_temperature(params)
-        check_vocabulary(prompts, vocabulary)
-        budgets = [budget_of(prompt, params, max_seq_length) for prompt in prompts]
-        return cls(prompts, params, settings_of(params, budgets, eos_ids, make))
+    def settings(self, asked: list[Request]) -> list[Any]:
+        """vLLM's own settings for each request. Raises ValueError for what vLLM would change or cannot compute."""
+        check_temperature(self.params)
+        check_vocabulary([request.ids for request in asked], self.vocabulary)
+        budgets = [budget_of(request.ids, request.max_tokens, self.max_seq_length) for request in asked]
+        return settings_of(self.params, budgets, [request.seed for request in asked], self.eos_ids, self.make)
 
-    def outputs(self, llm: Any, missing: list[int], stepwise: bool) -> Iterable[tuple[int, Any]]:
-        """(prompt, vLLM's output) for the `missing` prompts: as they finish, or all of them at the end."""
-        requests = [{"prompt_token_ids": self.prompts[prompt]} for prompt in missing]
-        settings = [self.settings[prompt] for prompt in missing]
-        if stepwise:
-            found = finished_outputs(llm, requests, settings)
-        else:
-            found = enumerate(llm.generate(requests, settings, use_tqdm=False))
-        return ((missing[place], output) for place, output in found)
-
-    def rollout(self, output: Any, tokenizer: PreTrainedTokenizerBase, version: int) -> Rollout:
+    def rollout(self, output: Any, version: int, cached: int = 0) -> Rollout:
         """One completion of vLLM as a rollout, with the log-probability of each sampled token."""
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
@@ -57,11 +47,41 @@ class Requests:
         if any(map(math.isnan, logprobs)):
             raise ArithmeticError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning "
                                   "rate")
-        text = str(tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens))
-        return Rollout(ids, logprobs, output.finish_reason, cut_at_stop(text, self.params), version)
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens))
+        return Rollout(ids, logprobs, output.finish_reason, cut_at_stop(text, self.params), version, cached)
 
 
-def settings_of(params: SamplingParams, budgets: list[int], eos_ids: list[int], make: Callable[..., Any]) -> list[Any]:
+class Prompts(FinishedPrompts):
+    """The prompts of one call of `generate`, and which of them are finished."""
+
+    def __init__(self, prompts: list[list[int]], sampling: Sampling, on_group: OnGroup | None) -> None:
+        super().__init__(len(prompts), on_group)
+        params, self.sampling = sampling.params, sampling
+        seeds = seeds_of(params.seed, len(prompts))
+        self.asked = [Request(number, ids, params.max_tokens, seed)
+                      for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))]
+        self.settings = sampling.settings(self.asked)
+
+    def run(self, llm: Any, version: int) -> None:
+        """Sample all that is missing: each prompt is told as it finishes where somebody listens."""
+        for prompt, output in self.outputs(llm, self.missing):
+            with self.outside_the_engine():
+                self.add(prompt, [self.sampling.rollout(one, version) for one in output.outputs])
+
+    def outputs(self, llm: Any, missing: list[int]) -> Iterable[tuple[int, Any]]:
+        """(prompt, vLLM's output) for the `missing` prompts: as they finish, or all of them at the end."""
+        requests = [{"prompt_token_ids": self.asked[prompt].ids} for prompt in missing]
+        settings = [self.settings[prompt] for prompt in missing]
+        if self.on_group is not None:
+            found = finished_outputs(llm, requests, settings)
+        else:
+            found = enumerate(llm.generate(requests, settings, use_tqdm=False))
+        return ((missing[place], output) for place, output in found)
+
+
+def settings_of(
+    params: SamplingParams, budgets: list[int], seeds: list[int], eos_ids: list[int], make: Callable[..., Any]
+) -> list[Any]:
     """vLLM's settings for each prompt. We pass the end tokens; vLLM decodes text only for stop strings."""
     ending = [*(params.stop_token_ids or []), *([] if params.ignore_eos else eos_ids)]
     return [
@@ -71,7 +91,7 @@ def settings_of(params: SamplingParams, budgets: list[int], eos_ids: list[int], 
             stop_token_ids=ending, ignore_eos=True, include_stop_str_in_output=True, logprobs=0,
             detokenize=bool(params.stop_strings), skip_special_tokens=False,
         )
-        for seed, budget in zip(seeds_of(params.seed, len(budgets)), budgets, strict=True)
+        for seed, budget in zip(seeds, budgets, strict=True)
     ]
 
 

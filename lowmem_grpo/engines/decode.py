@@ -1,0 +1,55 @@
+"""The rows that the transformers engine decodes together, and their key-value cache."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_grpo.engines.kv_cache import GrowingCache, Piece, right_aligned
+
+
+@dataclass
+class Decode:
+    """The B rows still in the batch. `real` marks the cache places that hold a token, not left padding."""
+
+    cache: GrowingCache
+    rows: Tensor  # (B,) which output row
+    tokens: Tensor  # (B,) the last token drawn
+    alive: Tensor  # (B,) bool
+    real: Tensor  # (B, L) bool
+    positions: Tensor  # (B,) of the last token in the cache
+
+    @classmethod
+    def of(cls, rows: Tensor, cache: GrowingCache | None = None, lengths: Tensor | None = None) -> "Decode":
+        """Rows whose caches hold `lengths` tokens (B,), which end at the right edge; without a cache none."""
+        lengths = torch.zeros_like(rows) if lengths is None else lengths
+        width = 0 if cache is None else cache.get_seq_length()
+        real = torch.arange(width, device=rows.device) >= width - lengths[:, None]
+        alive = torch.ones_like(rows, dtype=torch.bool)
+        return cls(GrowingCache() if cache is None else cache, rows, rows, alive, real, lengths - 1)
+
+    @classmethod
+    def joined(cls, states: list["Decode"]) -> "Decode":
+        """The rows of all states in one."""
+        if len(states) == 1:
+            return states[0]
+        widths = [state.real.shape[1] for state in states]
+        pieces = [Piece(state.cache, slice(0, len(state.rows)), 0, width)
+                  for state, width in zip(states, widths, strict=True)]
+        real = [F.pad(state.real, (max(widths) - width, 0)) for state, width in zip(states, widths, strict=True)]
+        return cls(
+            right_aligned(pieces, max(widths)), torch.cat([state.rows for state in states]),
+            torch.cat([state.tokens for state in states]), torch.cat([state.alive for state in states]),
+            torch.cat(real), torch.cat([state.positions for state in states]),
+        )
+
+    def select(self, keep: Tensor) -> None:
+        """Keep only these rows (R,), or repeat them."""
+        self.cache.batch_select_indices(keep)
+        self.rows, self.tokens, self.alive = self.rows[keep], self.tokens[keep], self.alive[keep]
+        self.real, self.positions = self.real[keep], self.positions[keep]
+
+    def compact(self) -> None:
+        """Drop the rows that have finished."""
+        self.select(self.alive.nonzero().squeeze(-1))

@@ -1,0 +1,100 @@
+"""What a call of the transformers engine has drawn so far, and the parts in which it draws it."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.base import FinishedPrompts
+from lowmem_grpo.engines.decode import Decode
+from lowmem_grpo.engines.kept_rows import Continued
+
+Uniform = Callable[[Tensor, int], Tensor]  # rows (B,) and a step to numbers (B, 1) fp64 from [0, 1)
+
+
+@dataclass
+class Part:
+    """Rows that are decoded together, all with `start` tokens drawn. While decoding, finished rows leave it and `start`
+    grows, so that the rest can be resumed."""
+
+    rows: list[int]
+    start: int = 0
+
+    def split(self, size: int) -> list["Part"]:
+        """Parts of at most `size` rows, in order."""
+        return [Part(self.rows[i : i + size], self.start) for i in range(0, len(self.rows), size)]
+
+    def generator(self, seed: int, device: torch.device) -> torch.Generator:
+        """Random numbers of this part, from the call's seed for its very beginning, otherwise from a derived one."""
+        if self.rows[0] or self.start:
+            seed = random.Random(f"{seed}-{self.rows[0]}-{self.start}").getrandbits(62)
+        return torch.Generator(device).manual_seed(seed)
+
+
+@dataclass
+class Drawn:
+    """What a call has drawn so far: R = prompts * n rows of at most C tokens."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    seed: int
+    ids: Tensor  # (R, C)
+    logprobs: Tensor  # (R, C)
+    budgets: Tensor  # (R,)
+    lengths: Tensor  # (R,) of the completion, or its budget until it is finished
+    stopped: Tensor  # (R,) bool
+    finished: FinishedPrompts
+    unfinished: list[int]  # number of rows, for each prompt
+
+    @classmethod
+    def nothing(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int],
+                device: torch.device, finished: FinishedPrompts) -> "Drawn":
+        """Before the first token."""
+        seed = time.time_ns() % 2**63 if params.seed is None else params.seed
+        total, width, most = len(budgets), max(budgets), torch.tensor(budgets, device=device)
+        return cls(
+            prompts, params, seed, torch.zeros(total, width, dtype=torch.long, device=device),
+            torch.zeros(total, width, device=device), most, most.clone(),
+            torch.zeros(total, dtype=torch.bool, device=device), finished, [params.n] * len(prompts),
+        )
+
+    def uniform(self, part: Part, device: torch.device) -> Uniform:
+        """Where the numbers come from that a part is drawn with."""
+        generator = part.generator(self.seed, device)
+        return lambda rows, step: torch.rand(len(rows), 1, dtype=torch.float64, device=device, generator=generator)
+
+    def going_on(self, rows: list[int]) -> list[Continued]:
+        """The rows whose first tokens need not be computed. Here none."""
+        return []
+
+    def prompts_of(self, rows: list[int]) -> tuple[list[list[int]], list[int]]:
+        """The prompts of some rows, and how many of the rows belong to each."""
+        shared = [(owner, len(list(same))) for owner, same in groupby(row // self.params.n for row in rows)]
+        return [self.prompts[owner] for owner, _ in shared], [count for _, count in shared]
+
+    def finish(self, rows: set[int]) -> list[int]:
+        """Count rows as finished; returns the prompts that have no unfinished rows left."""
+        for row in rows:
+            self.unfinished[row // self.params.n] -= 1
+        return sorted({row // self.params.n for row in rows if not self.unfinished[row // self.params.n]})
+
+    def reopen(self, rows: Tensor) -> None:
+        """Undo what an interrupted step may have written about unfinished rows."""
+        self.lengths[rows], self.stopped[rows] = self.budgets[rows], False
+
+    def leave(self, state: Decode, left: list[int], step: int) -> None:
+        """After a step, the rows of a batch that are not `left` are done and about to be dropped."""
+
+    def shed(self) -> int:
+        """Give back memory that only saves work; returns how many rows that were. Here none."""
+        return 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of keys and values beside those of the rows that are decoded."""
+        return 0

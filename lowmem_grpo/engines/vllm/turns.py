@@ -1,0 +1,60 @@
+"""The turns of a conversation in vLLM: each enters between two steps of the engine, and leaves once it is drawn."""
+
+from typing import Any
+
+import torch
+
+from lowmem_grpo.engines.base import Calls, Conversation, Request
+from lowmem_grpo.engines.vllm.process_state import torch_undisturbed
+from lowmem_grpo.engines.vllm.requests import Sampling, number_of
+
+
+class Turns(Calls):
+    """The turns of one call of `converse` that are asked for and not given yet, in the order in which they came."""
+
+    def __init__(self, conversation: Conversation, sampling: Sampling, device: torch.device) -> None:
+        self.conversation, self.sampling, self.device = conversation, sampling, device
+        self.open: dict[int, tuple[Request, Any]] = {}  # by the key of the episode, with vLLM's settings
+        self.keys: dict[str, int] = {}  # of the open turns, by the number of vLLM's request
+
+    def run(self, llm: Any, version: int) -> None:
+        """Decode until the conversation has no more. Turns that were lost with another engine are asked for again;
+        those that the conversation leaves behind with an error are taken back."""
+        self.keys = {}
+        self.enter(llm, list(self.open.values()))
+        try:
+            while self.more(llm):
+                with torch_undisturbed(self.device):  # not the conversation, whose environments may draw numbers
+                    outputs = llm.llm_engine.step()
+                for output in outputs:
+                    if output.finished:
+                        self.give(output, version)
+        except Exception:
+            if self.failed_outside is not None:
+                llm.llm_engine.abort_request(list(self.keys))
+            raise
+
+    def more(self, llm: Any) -> bool:
+        """Let the turns in that are ready now; whether there are turns to decode."""
+        with self.outside_the_engine():
+            asked = self.conversation.take(busy=bool(self.open))
+            new = list(zip(asked, self.sampling.settings(asked), strict=True)) if asked else []
+            assert not [request.key for request in asked if request.key in self.open], "one turn of a key at a time"
+        self.open |= {request.key: (request, settings) for request, settings in new}
+        self.enter(llm, new)
+        return bool(self.open)
+
+    def enter(self, llm: Any, turns: list[tuple[Request, Any]]) -> None:
+        """Ask vLLM for these turns."""
+        if turns:
+            names = llm.enqueue([{"prompt_token_ids": request.ids} for request, _ in turns],
+                                [settings for _, settings in turns], use_tqdm=False)
+            self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, turns, strict=True)}
+
+    def give(self, output: Any, version: int) -> None:
+        """Give a turn that is drawn; whatever happens then, it is not given again."""
+        key = self.keys.pop(number_of(output.request_id))
+        del self.open[key]
+        with self.outside_the_engine():
+            rollout = self.sampling.rollout(output.outputs[0], version, output.num_cached_tokens or 0)
+            self.conversation.give(key, rollout)

@@ -1,0 +1,119 @@
+"""Turns of episodes in vLLM: they enter between steps, their prefixes are cached, a new engine goes on with them."""
+
+import random
+from typing import Any
+
+import pytest
+from failing import Failing
+from talks import Talk
+from vllm_models import LONG, NEEDS_VLLM, OTHER, SAME, distance, dying, states
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.lent_layers import LAYERS
+from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.models.policy import Policy
+
+pytestmark = NEEDS_VLLM
+ENDLESS = SamplingParams(ignore_eos=True)
+BLOCK = 128  # of the CPU build's cache
+
+
+def talk(prompts: list[list[int]], **options: Any) -> Talk:
+    return Talk(prompts, max_tokens=lambda key, turn: [4, 10, 2][key] + turn, **options)
+
+
+def test_a_reply_enters_while_other_turns_are_decoded(engine: VLLMEngine, prompts: list[list[int]]) -> None:
+    played = talk(prompts)
+    engine.converse(played, ENDLESS)
+    assert (True, 1) in played.takes, "a turn entered a busy engine"
+    idle = [got for busy, got in played.takes if not busy]
+    assert idle == [3, 1, 0], "it waits only when it has nothing to decode: the longest episode ends by itself"
+
+
+def test_what_a_turn_repeats_of_the_last_one_is_taken_from_the_cache(engine: VLLMEngine, policy: Policy) -> None:
+    """The tokens that are computed are those of the last, partial block and the new ones."""
+    played = Talk([LONG, LONG[:200]], turns=2, max_tokens=lambda key, turn: 60, reply=lambda key, turn: [7] * 30)
+    engine.converse(played, ENDLESS)
+    for key, rollouts in played.drawn.items():
+        asked = [request.ids for request in played.asked if request.key == key]
+        assert [rollout.cached_tokens for rollout in rollouts] == [
+            0 if key == 0 else BLOCK, (len(asked[1]) - 31) // BLOCK * BLOCK
+        ]
+        assert distance(policy, asked[1:], [rollouts[1:]]) < SAME
+    again = Talk([LONG])
+    engine.on_policy_update(1)
+    engine.converse(again, ENDLESS)
+    assert again.drawn[0][0].cached_tokens == 0, "old keys and values are not used"
+    assert {rollout.policy_version for rollout in again.drawn[0]} == {1}
+
+
+def test_an_engine_that_dies_is_replaced_and_goes_on_with_the_turns_that_were_not_given(
+    engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, played, llm = talk(prompts), talk(prompts), engine.llm
+    engine.converse(expected, ENDLESS)
+
+    def once(key: int, rollout: Any) -> None:
+        if len(played.given) == 2:
+            dying(monkeypatch, RuntimeError("the device is gone"))
+
+    played.on_give = once
+    engine.converse(played, ENDLESS)
+    assert engine.llm is not llm
+    assert sorted(played.given) == sorted([0, 1, 2] * 3), "each turn is given once"
+    assert played.ids == expected.ids
+
+
+def test_turns_that_memory_has_no_room_for_go_on_in_a_smaller_engine(
+    engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, played, given = talk(prompts), talk(prompts), engine.capacity.wanted_seqs
+    engine.converse(expected, ENDLESS)
+    layer, hook = LAYERS["model.layers.1.self_attn.o_proj"], Failing(6)
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda x: hook() or forward(x))
+    engine.bound = RunMemory().rollout
+    engine.converse(played, ENDLESS)
+    assert hook.raised == engine.bound.failures == 1
+    assert engine.seqs == engine.bound.lowered == given // 2
+    assert sorted(played.given) == sorted([0, 1, 2] * 3)
+    assert played.ids == expected.ids
+    engine.bound = RunMemory().rollout
+
+
+def test_a_conversation_that_is_broken_off_leaves_nothing_to_the_next(
+    engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, again = talk(prompts), talk(prompts)
+    engine.converse(expected, ENDLESS)
+    with monkeypatch.context() as patched:
+        dying(patched, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            engine.converse(talk(prompts), ENDLESS)
+    assert engine.outdated
+    engine.converse(again, ENDLESS)
+    assert again.ids == expected.ids
+
+
+def test_random_numbers_that_an_environment_draws_are_not_drawn_again(
+    engine: VLLMEngine, prompts: list[list[int]]
+) -> None:
+    drawn: list[float] = []
+    before = states()
+    engine.converse(talk(prompts), ENDLESS)
+    assert states() == before
+    for _ in range(2):
+        engine.converse(talk(prompts, on_give=lambda key, rollout: drawn.append(random.random())), ENDLESS)
+    assert len(set(drawn)) == len(drawn) == 18
+
+
+def test_turns_of_the_base_model_are_sampled_inside_its_block(engine: VLLMEngine, policy: Policy) -> None:
+    played = Talk([LONG], turns=2)
+    with engine.base_model():
+        engine.converse(played, ENDLESS)
+    asked = [request.ids for request in played.asked]
+    drawn = [[rollout] for rollout in played.drawn[0]]
+    assert distance(policy, asked, drawn) > OTHER
+    with policy.base_model():
+        assert distance(policy, asked, drawn) < SAME
