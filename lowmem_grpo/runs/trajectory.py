@@ -24,8 +24,14 @@ def episode_fields(rollout: "Rollout") -> dict[str, Any]:
     `tokens` of the line counts all that followed the prompt, `sampled_tokens` those that the policy drew."""
     found = {"ending": rollout.ending, "num_turns": len(rollout.turns),
              "sampled_tokens": None if rollout.trained is None else rollout.num_trained,
-             "sequences": len(rollout.splits) + 1 if rollout.splits else None, "turns": turn_records(rollout)}
+             "sequences": sequences(rollout), "turns": turn_records(rollout)}
     return {name: value for name, value in found.items() if value not in (None, "", 0, [])}
+
+
+def sequences(rollout: "Rollout") -> int | None:
+    """How many sequences an episode is, where the template rewrote the history; None where there is one."""
+    starts = {0, *(split.start for split in rollout.splits)}  # one at 0 has only another prompt than the group
+    return len(starts) if len(starts) > 1 else None
 
 
 def turn_records(rollout: "Rollout") -> list[dict[str, Any]]:

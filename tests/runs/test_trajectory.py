@@ -33,7 +33,7 @@ def test_a_line_has_every_turn_with_its_tokens_calls_replies_and_reward() -> Non
 
 def test_a_rewritten_history_is_told_from_one_that_goes_on() -> None:
     rewritten = episode(turn("a"), turn("b"), turn("c"))
-    rewritten.turns[1].prompt_ids, rewritten.splits = [1, 2, 3, 9], [Split(2, [1, 2, 3, 9])]
+    rewritten.turns[1].prompt_ids, rewritten.splits = [1, 2, 3, 9], [Split(0, [1, 2, 3]), Split(2, [1, 2, 3, 9])]
     rewritten.turns[2].prompt_ids = [1, 2, 3, 9, 11, 12, 9]
     line, = completion_lines(1, [RolloutGroup({"prompt": "p"}, [1, 2, 3], [rewritten])])
     assert [(each.get("context"), each.get("rewritten")) for each in line["turns"]] == [
