@@ -19,8 +19,8 @@ OF_EPISODES = (
           {"tools/failure_frequency": "failed"}, share=True),
     Chart("Cached tokens", "of prompts, which the engine did not compute again", "share of prompt tokens",
           {"tokens/cached_share": "cached"}, share=True),
-    Chart("Waiting for tools and environments", "while nothing was sampled", "share of each step",
-          {"time/tools": "waiting"}, share=True),
+    Chart("Waiting for tools and environments", "by an episode, on average", "share of the time of sampling",
+          {"tools/waiting_share": "waiting"}, share=True),
 )
 CHARTS = (
     Chart("Groups with signal", "whose completions differ in reward", "groups",

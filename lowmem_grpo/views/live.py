@@ -28,7 +28,7 @@ from lowmem_grpo.views.palette import LINES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 TOOLS = (("tools/call_frequency", "{:.2f} calls an episode"), ("tools/failure_frequency", "{:.0%} failed"),
-         ("time/tools", "waiting {:.0%} of the step"), ("tokens/cached_share", "{:.0%} of prompts cached"))
+         ("tools/waiting_share", "waiting {:.0%} of sampling"), ("tokens/cached_share", "{:.0%} of prompts cached"))
 SHARES = ("generate", "reward", "train", "idle")
 MAX_WIDTH = 100
 SAMPLE_SECONDS = 20.0  # a sample stays on the panel for at least so long

@@ -111,14 +111,14 @@ def test_the_panel_cuts_nothing_off_and_shows_the_spread_and_a_sample_now_and_th
 
 
 OF_EPISODES = {"turns/mean": 2.25, "episodes/answer": 0.75, "episodes/max_turns": 0.25, "episodes/context": 0.0,
-               "tools/call_frequency": 1.5, "tools/failure_frequency": 0.04, "time/tools": 0.06}
+               "tools/call_frequency": 1.5, "tools/failure_frequency": 0.04, "tools/waiting_share": 0.06}
 
 
 def test_turns_ends_and_tools_are_told_on_a_line_and_on_the_panel() -> None:
     line = piped_line(LOGS | OF_EPISODES)
     terminal = console(terminal=True)
     run(LiveView(terminal), LOGS | OF_EPISODES)
-    for expected in ("answer 75% max_turns 25%", "1.50 calls an episode, 4% failed, waiting 6% of the step"):
+    for expected in ("answer 75% max_turns 25%", "1.50 calls an episode, 4% failed, waiting 6% of sampling"):
         assert expected in line and expected in written(terminal)
     assert "turns 2.2  length" in line and "context" not in line and line.isascii()
     assert "ends" not in piped_line(LOGS)

@@ -387,7 +387,7 @@ def test_curves_of_episodes_are_their_ends_turns_tools_and_waiting(tmp_path: Pat
     ends = {f"episodes/{name}": share for name, share in ENDS.items()}
     rows = [metric(1, **ends), metric(2, **{"episodes/done": 1.0}),
             metric(3, **{"turns/mean": 2.5, "tools/call_frequency": 1.5, "tools/failure_frequency": 0.25,
-                         "tokens/cached_share": 0.5, "time/tools": 0.125})]
+                         "tokens/cached_share": 0.5, "tools/waiting_share": 0.125})]
     page = page_of(tmp_path, rows)
     assert page.lines("Ends of episodes") == {"done": {1: 0.75, 2: 1.0}, "max_turns": {1: 0.25, 2: 0.0}}
     for title, value in (("Turns", 2.5), ("Tool calls", 1.5), ("Tool failures", 0.25), ("Cached tokens", 0.5),
