@@ -84,7 +84,7 @@ def as_sampled(group: RolloutGroup) -> RolloutGroup:
             completion_ids=list(rollout.completion_ids), rollout_logprobs=list(rollout.rollout_logprobs),
             finish_reason=rollout.finish_reason, text=rollout.text, policy_version=rollout.policy_version,
             trained=rollout.trained, splits=rollout.splits, turns=rollout.turns, ending=rollout.ending,
-            rewards=dict(rollout.rewards), reward=rollout.reward,
+            opening=rollout.opening, rewards=dict(rollout.rewards), reward=rollout.reward,
         )
         for rollout in group.rollouts
     ])
@@ -158,7 +158,8 @@ def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
         before += len(turn.completion_ids)
     splits = [[one.start, None if one.prompt_ids is None else pack(INTEGERS, one.prompt_ids)] for one in rollout.splits]
     trained = None if rollout.trained is None else pack(FLAGS, rollout.trained)
-    return {"trained": trained, "splits": splits, "turns": turns, "ending": rollout.ending}
+    return {"trained": trained, "splits": splits, "turns": turns, "ending": rollout.ending,
+            "opening": rollout.opening}
 
 
 def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any]) -> None:
@@ -168,7 +169,7 @@ def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any
     trained = saved["trained"]
     rollout.trained = None if trained is None else [bool(flag) for flag in unpack(FLAGS, trained)]
     rollout.splits = [Split(start, None if ids is None else unpack(INTEGERS, ids)) for start, ids in saved["splits"]]
-    rollout.ending, before = saved["ending"], 0
+    rollout.ending, rollout.opening, before = saved["ending"], saved["opening"], 0
     for turn in saved["turns"]:
         numbers: Any = numbers_of_turn(rollout, prompt_ids, before, turn["tokens"])
         if turn["numbers"] is not None:

@@ -62,9 +62,9 @@ class Journal:
     def show_sample(self, group: RolloutGroup) -> None:
         """One prompt and its best completion, for `log_completions`."""
         best = max(group.rollouts, key=lambda rollout: rollout.reward if rollout.reward is not None else -float("inf"))
-        ended = f", ended by {best.ending}" if best.ending else ""
+        what, ended = ("episode", f", ended by {best.ending}") if best.ending else ("completion", "")
         logger.warning(
-            "step %d\n%s\n--- %s, reward %s%s\n%s", self.state.global_step, prompt_text(group.row.get("prompt")),
-            "episode" if best.turns else "completion", best.reward, ended,
+            "step %d\n%s\n--- %s, reward %s%s\n%s", self.state.global_step,
+            prompt_text(best.opening or group.row.get("prompt")), what, best.reward, ended,
             transcript(turn_records(best)) if best.turns else best.text,
         )

@@ -145,7 +145,7 @@ def completion_lines(step: int, groups: list["RolloutGroup"]) -> list[dict[str, 
     """What completions.jsonl holds of a step."""
     return [
         {
-            "step": step, "prompt": prompt_text(group.row.get("prompt")), "completion": rollout.text,
+            "step": step, "prompt": prompt_text(rollout.opening or group.row.get("prompt")), "completion": rollout.text,
             "rewards": rollout.rewards, "reward": rollout.reward, "advantage": rollout.advantage,
             "tokens": len(rollout.completion_ids), "finish_reason": rollout.finish_reason, **episode_fields(rollout),
             **({"extra": rollout.extras} if rollout.extras else {}),

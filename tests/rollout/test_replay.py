@@ -130,7 +130,8 @@ def episode(group_prompt: list[int]) -> Rollout:
         Turn([77], [5], [-0.5], "length", state=None), Turn([50, 51, 8], [6, 7], [-0.7, -0.9], "stop", reward=1.0),
     ]
     return Rollout(ids, logprobs, "length", "three", 3, trained=trained, splits=[Split(4, [50, 51])], turns=turns,
-                   ending="max_turns", rewards={"a": 1.0, "b": None}, reward=1.0)
+                   ending="max_turns", opening=[{"role": "user", "content": "Begin."}], reward=1.0,
+                   rewards={"a": 1.0, "b": None})
 
 
 def test_an_episode_is_kept_and_restored_with_its_turns_its_sequences_and_its_end() -> None:

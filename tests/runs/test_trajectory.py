@@ -44,8 +44,11 @@ def test_failures_cuts_and_an_end_without_a_turn_are_recorded() -> None:
     failed = turn("?", failures=1)
     failed.finish_reason = "length"
     assert {"failures": 1, "cut_off": True}.items() <= turn_records(episode(failed))[0].items()
-    line, = completion_lines(1, [RolloutGroup({"seed": 7}, [1], [episode(ending="environment_error")])])
+    opened = episode(ending="context", opening=[{"role": "user", "content": "Guess."}])
+    rollouts = [episode(ending="environment_error"), opened]
+    line, began = completion_lines(1, [RolloutGroup({"seed": 7}, [1], rollouts)])
     assert line["ending"] == "environment_error" and line["prompt"] == "" and "turns" not in line
+    assert began["prompt"] == "Guess.", "what the environment said first"
 
 
 @pytest.mark.parametrize("content", [

@@ -100,7 +100,7 @@ def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str
     names = dict.fromkeys([*columns, *columns_of([rollout.columns for _, rollout in pairs])])
     values = {name: [rollout.columns.get(name, row.get(name)) for row, rollout in pairs] for name in names}
     lists = scorer.lists(
-        [row.get("prompt") for row, _ in pairs], [completion_of(row, rollout) for row, rollout in pairs],
+        [prompt_of(row, rollout) for row, rollout in pairs], [completion_of(row, rollout) for row, rollout in pairs],
         [rollout.completion_ids for _, rollout in pairs], values,
     )
     if scorer.episodes:
@@ -109,11 +109,21 @@ def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str
     return lists
 
 
+def prompt_of(row: dict[str, Any], rollout: Rollout) -> Any:
+    """The row's prompt, and of an episode with what the environment added to it, as in TRL."""
+    prompt = row.get("prompt")
+    if not rollout.opening:
+        return prompt
+    return rollout.opening[-1]["content"] if isinstance(prompt, str) else rollout.opening
+
+
 def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
-    """A rollout as functions get it: a text where the prompt is one (of an episode the last turn's), else a chat."""
-    if rollout.turns and not isinstance(row.get("prompt"), str):
-        return Later(message for turn in rollout.turns for message in (said(turn), *turn.replies))
-    return in_form(row, rollout.text)
+    """A rollout as functions get it: a text where the prompt is one (of an episode the last turn's), else a chat; that
+    of an episode without a turn is an empty answer."""
+    if not rollout.ending or isinstance(row.get("prompt"), str):
+        return in_form(row, rollout.text)
+    turns = rollout.turns or [Turn([], [], [], "stop")]
+    return Later(message for turn in turns for message in (said(turn), *turn.replies))
 
 
 def said(turn: Turn) -> Message:
@@ -122,9 +132,8 @@ def said(turn: Turn) -> Message:
 
 
 def in_form(row: dict[str, Any], text: str) -> Any:
-    """A completion as a text, or as a chat if the row's prompt is a chat, or is the environment's."""
-    prompt = row.get("prompt")
-    return [{"role": "assistant", "content": text}] if prompt is None or is_chat(prompt) else text
+    """A completion as a text, or as a chat if the row's prompt is a chat."""
+    return [{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
 
 
 def columns_of(rows: list[dict[str, Any]]) -> list[str]:

@@ -83,11 +83,26 @@ def test_ready_made_rewards_read_the_last_answer_and_count_only_what_the_policy_
     assert completion_text([*tool_use().turns[0].replies, {"role": "assistant", "content": None}]) == ""
 
 
-def test_a_row_of_a_generator_has_no_prompt_and_an_episode_without_turns_is_an_empty_answer() -> None:
-    def empty(prompts: list[Any], completions: list[Any]) -> list[float]:
-        return [float(not each[0]["content"]) for each in completions] if prompts == [None] * 2 else []
+@pytest.mark.parametrize("prompt", [None, [{"role": "user", "content": ""}]])
+def test_an_episode_without_turns_is_an_empty_answer_whatever_its_row(prompt: Any) -> None:
+    def empty(completions: list[Any]) -> list[float]:
+        return [float(not each[0]["content"]) for each in completions]
 
-    assert scored(empty, rollouts=[game(), episode(ending="environment_error")], row={"seed": 3})["empty"] == [0, 1]
+    rollouts = [game(), episode(ending="environment_error")]
+    assert scored(empty, rollouts=rollouts, row={"seed": 3, "prompt": prompt})["empty"] == [0, 1]
+
+
+def test_functions_get_prompts_with_what_the_environment_added() -> None:
+    seen: list[Any] = []
+
+    def keeps(prompts: list[Any], completions: list[Any]) -> list[float]:
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    opening = [{"role": "user", "content": "Guess. From 1 to 64."}]
+    for prompt in (CHAT, "Guess."):
+        scored(keeps, rollouts=[game(opening=opening), game()], row={"prompt": prompt})
+    assert seen == [opening, CHAT, "Guess. From 1 to 64.", "Guess."]
 
 
 @pytest.mark.parametrize("early", [True, False])
