@@ -8,6 +8,7 @@ from lowmem_grpo.preflight.rows import RowSample
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards.calling.contract import (
     NOT_PASSED,
+    OF_EPISODES,
     RESERVED,
     MissingColumnError,
     RewardError,
@@ -35,7 +36,7 @@ def missing_columns(subject: Subject) -> Iterator[Finding]:
     for which, sample in samples_of(subject):
         for name, function in functions_of(subject):
             try:
-                bind(name, function, arguments_of(sample))
+                bind(name, function, arguments_of(sample, subject))
             except MissingColumnError as error:
                 found = failed(name, error, sample.columns, seconds, seconds)
                 yield Finding("error", name, found.problem.replace("the dataset's", f"the {which}'s"), found.fix)
@@ -75,7 +76,8 @@ def samples_of(subject: Subject) -> list[tuple[str, RowSample]]:
     return [("dataset", subject.sample), *evaluation]
 
 
-def arguments_of(sample: RowSample) -> dict[str, Any]:
+def arguments_of(sample: RowSample, subject: Subject) -> dict[str, Any]:
     """Every argument that a function may have, by name."""
     columns = [name for name in sample.columns if name not in NOT_PASSED]
-    return {name: [] for name in (*columns, *RESERVED, "completion_ids")}
+    episodes = OF_EPISODES if subject.scorer is not None and subject.scorer.episodes else ()
+    return {name: [] for name in (*columns, *RESERVED, *episodes, "completion_ids")}

@@ -86,7 +86,10 @@ def few_rows(subject: Subject) -> Iterator[Finding]:
 
 
 def alike(subject: Subject) -> Iterator[Finding]:
-    """Prompts that occur more than once. This compares more rows than the sample has: copies may stand side by side."""
+    """Prompts that occur more than once. This compares more rows than the sample has: copies may stand side by side.
+    Where an environment makes the task, equal prompts say nothing."""
+    if subject.turns is not None and subject.turns.begins:
+        return
     repeated, seen = count_repeats(subject.sample.dataset)
     if repeated > MANY_ALIKE * max(seen, 1):
         rows = f"{seen} rows" + (" compared" if seen < subject.sample.total else "")

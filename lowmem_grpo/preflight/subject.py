@@ -38,6 +38,7 @@ class Turns:
 
     tools: list[dict[str, Any]] | None = None  # their OpenAI schemas
     replies: bool = False  # an environment answers as the user
+    begins: bool = False  # an environment adds to the prompt, or makes it
 
 
 @dataclass(frozen=True)

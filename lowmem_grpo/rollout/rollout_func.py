@@ -38,13 +38,14 @@ class RolloutFunction:
         self.calls = 0  # of the engine, in this batch
 
     def play(
-        self, prompts: list[Prompt], n: int, params: SamplingParams, on_group: OnGroup | None = None
+        self, engine: Any, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`n` rollouts of each prompt. RolloutFuncError for what cannot be trained on.
+        """`params.n` rollouts of each prompt. RolloutFuncError for what cannot be trained on.
 
         Where the function rendered a prompt in its own way, the `ids` of the prompt become those; where the rollouts of
         one prompt differ in that, each of the others begins with a `Split`.
         """
+        n = params.n
         rows = [copy.deepcopy(prompt.row["prompt"]) for prompt in prompts for _ in range(n)]
         self.params, self.calls = params, 0
         try:

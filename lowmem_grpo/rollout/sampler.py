@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,9 +15,19 @@ from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
+
+
+class Player(Protocol):
+    """What plays episodes with an engine: `Episodes`, or a caller's own function."""
+
+    def play(
+        self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        """`params.n` rollouts of each prompt. The prompts get the ids that the policy got."""
+        ...
 
 
 class Sampler:
@@ -32,6 +42,7 @@ class Sampler:
         self.memory, self.state, self.clock = memory, state, clock
         self.engine, self.given = engine, given
         self.said = False  # that the engine reports no finished groups
+        self.player: Player | None = None  # where a prompt is answered in several turns
 
     def renew(self) -> None:
         """Ask for the model's engine again: a process has only one of vLLM, and another model may have used it."""
@@ -51,7 +62,10 @@ class Sampler:
         with self.clock.phase("generate"):
             self.renew()
             told = {"on_group": on_group} if on_group is not None and self.tells() else {}
-            completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
+            if self.player is not None:
+                completions = self.player.play(self.engine, prompts, params, on_group)
+            else:
+                completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
             self.engine.sleep()
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 

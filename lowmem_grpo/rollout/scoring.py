@@ -3,11 +3,13 @@
 import logging
 import math
 from collections.abc import Sequence
+from operator import and_
 
 import torch
 
 from lowmem_grpo.config.episodes import EpisodeSettings
 from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.environments.episode import FAILURES
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.losses.credit import assign_credit
@@ -65,7 +67,9 @@ class Scoring:
         """Put the values of each function, and what it logged of each completion, into the rollouts."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for index, rollout in enumerate(rollouts):
-            rollout.rewards |= {name: values[index] for name, values in scores.rewards.items()}
+            failed = rollout.ending in FAILURES  # an environment's doing, for which nobody is paid
+            rollout.rewards |= {name: None if failed else values[index] for name, values in scores.rewards.items()}
+            rollout.environment = None  # its reward is known
             rollout.extras |= {name: values[index] for name, values in scores.extras.items()}
             given = {name: scores.returned[name][index] for name in self.paying}
             rollout.invalid_rewards = {n: v for n, v in given.items() if v is not None and not math.isfinite(v)}
@@ -100,7 +104,8 @@ class Scoring:
         start = 0
         for group in groups:
             end = start + len(group.rollouts)
-            group.unjudged = any(any(places[start:end]) for places in missing.values())
+            counted = [rollout.ending not in FAILURES for rollout in group.rollouts]
+            group.unjudged = any(any(map(and_, places[start:end], counted)) for places in missing.values())
             start = end
         return {f"rewards/{name}/unjudged": float(sum(places)) for name, places in missing.items()}
 

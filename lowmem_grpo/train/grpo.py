@@ -7,7 +7,6 @@ from typing import Any
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.data.brought import rows_of
 from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, longest_prompt
 from lowmem_grpo.data.stream import Stream, source_of
@@ -26,6 +25,7 @@ from lowmem_grpo.runs.clock import mean_of
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.parameters import either, taken_in
+from lowmem_grpo.train.players import Players
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.types import RolloutGroup
 
@@ -49,15 +49,14 @@ class GRPOTrainer(Trainer):
     ) -> None:
         """TRL's parameters, in its order, and `engine`, which is the caller's own. `tokenizer` is an older name of
         `processing_class`; `others` are refused, or options of the settings."""
-        others |= {"reward_processing_classes": reward_processing_classes, "tools": tools,
-                   "rollout_func": rollout_func, "environment_factory": environment_factory}
+        others |= {"reward_processing_classes": reward_processing_classes}
         config = taken_in(others, settings_of(args, GRPOConfig), GRPOTrainer)
-        if reward_funcs is None:
-            raise TypeError("GRPOTrainer needs reward_funcs: a function, or a list of functions")
-        functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-        self.scorer = RewardScorer(functions, config.reward_weights, config.reward_timeout, config.score_while_sampling)
+        players = Players(config, tools, environment_factory, rollout_func)
+        self.scorer = RewardScorer(
+            *players.paid(reward_funcs), config.reward_timeout, config.score_while_sampling, players.plays
+        )
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
-        rows = rows_of(train_dataset)
+        rows = players.rows(train_dataset)
         super().__init__(
             model, config, either(processing_class, tokenizer), peft_config, quantization_config, optimizers,
             (config.max_prompt_length or config.max_completion_length) + config.max_completion_length,
@@ -69,13 +68,15 @@ class GRPOTrainer(Trainer):
         memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", first)
         self.planned_time = PlannedTime(peaks.plan, model.config)
         encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts)
+        encoder = players.encoder(encoder)
         pools = DifficultyPools() if config.difficulty_pools else None
         source = source_of(rows, encoder, config.seed, config.shuffle_dataset, pools)
         if config.replay_buffer_size and isinstance(rows, Stream):
             raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
                              "found again after a resume; leave it out, or pass a datasets.Dataset")
         self.learn(source, GRPOObjective(config, exact=not self.policy.drops), memory, peaks)
-        self.sample_with(first, engine is not None, eval_dataset, encoder)
+        self.sample_with(first, engine is not None, players.evaluation_rows(eval_dataset), encoder)
+        self.sampler.player = self.player = players.player(self, model.loaded.max_seq_length)
         alarms = Alarms(self.state, config.nothing_to_learn_steps)
         self.write(callbacks, alarms, self.collector.replay, config.log_completions)
         if note := config.rounding():

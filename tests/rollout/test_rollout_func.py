@@ -43,7 +43,7 @@ def trainer(function: Any = None) -> Any:
 
 def played(returned: Any) -> list[list[Rollout]]:
     prompts = [Prompt(one.row, list(one.ids), one.text) for one in PROMPTS]
-    return trainer(lambda prompts, _: returned).player.play(prompts, 2, SamplingParams(seed=1))
+    return trainer(lambda prompts, _: returned).player.play(None, prompts, SamplingParams(n=2, seed=1))
 
 
 def test_the_function_gets_each_prompt_as_often_as_it_is_to_be_answered_and_may_change_its_copy() -> None:
@@ -56,7 +56,7 @@ def test_the_function_gets_each_prompt_as_often_as_it_is_to_be_answered_and_may_
 
     with_function = trainer(function)
     told: list[int] = []
-    with_function.player.play(PROMPTS, 2, SamplingParams(seed=1), lambda index, group: told.append(index))
+    with_function.player.play(None, PROMPTS, SamplingParams(n=2, seed=1), lambda index, group: told.append(index))
     assert seen == [(["one", "one", "two", "two"], with_function)] and told == [0, 1]
     assert len(PROMPTS[0].row["prompt"]) == 1
 
@@ -78,7 +78,7 @@ def test_without_a_mask_every_token_trains_and_a_missing_end_token_means_cut() -
 def test_prompts_that_the_function_rendered_itself_are_the_prompts_that_are_trained_on() -> None:
     prompts = [Prompt(one.row, list(one.ids), one.text) for one in PROMPTS]
     function = trainer(lambda *_: GOOD | {"prompt_ids": [[5], [6], [7, 7], [7, 7]]})
-    (first, second), (third, fourth) = function.player.play(prompts, 2, SamplingParams(seed=1))
+    (first, second), (third, fourth) = function.player.play(None, prompts, SamplingParams(n=2, seed=1))
     assert [prompt.ids for prompt in prompts] == [[5], [7, 7]]
     assert (first.splits, second.splits, third.splits, fourth.splits) == ([], [Split(0, [6])], [], [])
 
@@ -125,7 +125,7 @@ def test_a_text_a_chat_and_ids_are_sampled_in_the_settings_of_the_run_with_a_new
         return GOOD
 
     with_function = trainer(function)
-    with_function.player.play(PROMPTS, 2, SamplingParams(n=2, temperature=0.7, seed=1))
+    with_function.player.play(None, PROMPTS, SamplingParams(n=2, temperature=0.7, seed=1))
     tokenizer, asked = with_function.tokenizer, with_function.engine.asked
     chat = tokenizer.apply_chat_template(PROMPTS[0].row["prompt"], add_generation_prompt=True, return_dict=False)
     assert [one["prompt_ids"] for one in given] == [tokenizer("ab").input_ids, chat, [7, 8]]
@@ -133,7 +133,7 @@ def test_a_text_a_chat_and_ids_are_sampled_in_the_settings_of_the_run_with_a_new
         "prompt_ids": 0, "completion_ids": [7, END], "logprobs": [-1.0, -2.0], "text": "x"}
     assert {(params.n, params.temperature, params.max_tokens) for _, params in asked} == {(1, 0.7, 5)}
     assert len({params.seed for _, params in asked}) == 3
-    with_function.player.play(PROMPTS, 2, SamplingParams(n=2, temperature=0.7, seed=1))
+    with_function.player.play(None, PROMPTS, SamplingParams(n=2, temperature=0.7, seed=1))
     assert [params.seed for _, params in asked[3:]] == [params.seed for _, params in asked[:3]]
 
 

@@ -1,0 +1,251 @@
+"""One episode: the turns of the policy and what answered them, as tokens.
+
+What counts are the tokens as the engine returned them; messages and texts are views. Nothing that was decoded is ever
+encoded again: between two turns there is a bridge, which holds only what the environment and the tools said.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lowmem_grpo.engines.base import Request
+from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
+from lowmem_grpo.environments.tools.results import ToolError
+from lowmem_grpo.environments.workers import Job
+from lowmem_grpo.types import Message, Rollout, Split, ToolCall, Turn
+
+logger = logging.getLogger(__name__)
+
+FAILURES = ("timeout", "environment_error")  # endings that are not the policy's doing
+UNREADABLE = 3  # turns in a row whose calls cannot be read end an episode
+
+
+class Renders(Protocol):
+    """What makes tokens of messages."""
+
+    def first(self, messages: list[Message], trusted: int | None = None) -> list[int]: ...
+
+    def bridge(self, messages: list[Message], ended: bool) -> list[int]: ...
+
+    def whole(self, messages: list[Message]) -> list[int]: ...
+
+    def closed(self, completion_ids: list[int], messages: list[Message]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What ends an episode, in turns, tokens and seconds."""
+
+    turns: int | None  # None: only tokens do
+    completion: int  # tokens after the prompt
+    context: int  # tokens in all
+    turn: int | None  # tokens in one turn
+    call_seconds: float
+    episode_seconds: float
+    append: bool = True  # the history is what was sampled; False: the template renders it anew
+
+
+@dataclass
+class Episode:
+    """An episode in progress; `key` names it for the engine and for workers."""
+
+    key: int
+    row: dict[str, Any]
+    messages: list[Message]  # of the prompt, and all that followed
+    bounds: Bounds
+    renderer: Renders
+    toolbox: Any  # None: there are no tools
+    seat: Seat | None  # None: there is no environment
+    seeds: Callable[[int], int]  # of each turn
+    prompt: list[int] = field(default_factory=list)  # (P,) the first
+    ids: list[int] = field(default_factory=list)  # of the sequence in progress, prompt included
+    after: list[int] = field(default_factory=list)  # (C,) as in `Rollout.completion_ids`
+    logprobs: list[float] = field(default_factory=list)  # (C,)
+    trained: list[bool] = field(default_factory=list)  # (C,)
+    splits: list[Split] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    state: str | None = None
+    ending: str = ""
+    trouble: str = ""  # what failed
+    unreadable: int = 0  # turns in a row
+    seconds: float = 0.0  # of workers
+
+    # Before the first turn
+
+    def reset(self, job: Job) -> Answer:
+        """The environment's first observation; in a worker."""
+        return Answer() if self.seat is None else self.bound(job).reset(self.row)
+
+    def begin(self, answer: Answer) -> None:
+        """Make the first prompt of the row's messages and the observation."""
+        given, self.messages = self.messages, joined(self.messages, answer.messages)
+        self.state = answer.state
+        # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
+        trusted = sum(one is other for one, other in zip(self.messages, given, strict=False))
+        self.prompt = self.renderer.first(self.messages, trusted)
+        self.ids = list(self.prompt)
+        if self.room < 1:
+            self.ending = "context"
+
+    def bound(self, job: Job) -> Seat:
+        """The environment, called as part of a job."""
+        assert self.seat is not None
+        self.seat.run = job.call
+        return self.seat
+
+    # The policy's turn
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be drawn in this turn."""
+        left = min(self.bounds.completion - self.length, self.bounds.context - len(self.ids))
+        return left if self.bounds.turn is None else min(left, self.bounds.turn)
+
+    @property
+    def length(self) -> int:
+        """Tokens after the first prompt, as the engine sees them."""
+        return len(self.ids) - len(self.prompt)
+
+    def request(self) -> Request:
+        """The next turn."""
+        return Request(self.key, self.ids, self.room, self.seeds(len(self.turns)))
+
+    def take(self, drawn: Rollout) -> Callable[[Job], Answer] | None:
+        """Take a turn in; returns what a worker is to do about it, or None where that was the last."""
+        turn = Turn(self.ids, drawn.completion_ids, drawn.rollout_logprobs, drawn.finish_reason, drawn.text,
+                    drawn.policy_version, drawn.cached_tokens, state=self.state)
+        self.turns.append(turn)
+        self.add(drawn.completion_ids, drawn.rollout_logprobs, trained=True)
+        content, calls, errors = drawn.text, list[ToolCall](), list[str]()
+        if self.toolbox is not None:
+            reading = self.toolbox.read(drawn.completion_ids, drawn.text)
+            content, calls, errors = reading.content, reading.calls, reading.errors
+        turn.message = assistant(content, calls)
+        turn.calls, turn.failures = len(calls) + len(errors), len(errors)
+        self.messages.append(turn.message)
+        self.unreadable = self.unreadable + 1 if errors and not calls else 0
+        if self.unreadable >= UNREADABLE:
+            self.ending = "parse_error"
+        elif calls or errors:
+            return lambda job: self.call_tools(job, calls, errors)
+        elif self.seat is not None and self.seat.steps:
+            return lambda job: self.bound(job).step(drawn.text)
+        else:
+            self.ending = "max_tokens" if drawn.finish_reason == "length" else "answer"
+        return None
+
+    def call_tools(self, job: Job, calls: list[ToolCall], errors: list[str]) -> Answer:
+        """The results of the calls, in their order, and of what could not be read; in a worker."""
+        answer = Answer(calls=len(calls) + len(errors))
+        if self.seat is not None:
+            self.seat.run = job.call
+        for call in calls:
+            try:
+                function = self.toolbox.answer if self.toolbox.is_async(call) else self.toolbox.run
+                content = job.call(function, (call,), {})
+            except ToolError as error:
+                content, answer.failures = str(error), answer.failures + 1
+            answer.messages.append(self.toolbox.message(call, content))
+        answer.messages += [{"role": "tool", "name": "error", "content": error} for error in errors]
+        answer.failures += len(errors)
+        answer.state = None if self.seat is None else self.seat.state()
+        return answer
+
+    def answered(self, answer: Answer, seconds: float) -> None:
+        """Take in what came back for the last turn, and end the episode where it is over."""
+        turn = self.turns[-1]
+        turn.reward, turn.seconds, turn.failures = answer.reward, seconds, answer.failures
+        self.state = answer.state
+        if answer.done:
+            self.ending = "done"
+        elif self.bounds.turns is not None and len(self.turns) >= self.bounds.turns:
+            self.ending = "max_turns"
+        elif turn.finish_reason == "length" and self.room < 1:
+            self.ending = "max_tokens"
+        elif not answer.messages:
+            answer.messages = [{"role": "user", "content": ""}]
+        if answer.done or not self.ending:
+            turn.replies = answer.messages
+        if not self.ending:
+            self.go_on(answer.messages)
+
+    def go_on(self, replies: list[Message]) -> None:
+        """Make the next prompt: what was said so far, and the replies."""
+        kept, self.messages = self.messages, [*self.messages, *replies]
+        if self.bounds.append:
+            ended = self.renderer.closed(self.turns[-1].completion_ids, replies)
+            found = [*self.ids, *self.renderer.bridge(replies, ended)]
+        else:
+            found = self.renderer.whole(self.messages)
+        if len(found) - len(self.prompt) >= self.bounds.completion or len(found) >= self.bounds.context:
+            self.ending, self.messages, self.turns[-1].replies = "context", kept, []
+        elif found[: len(self.ids)] == self.ids:
+            self.add(found[len(self.ids) :])
+        else:
+            self.split(found)
+
+    def split(self, found: list[int]) -> None:
+        """The template rewrote what was sampled: another sequence begins."""
+        begins = len(self.prompt) > 0 and found[: len(self.prompt)] == self.prompt
+        self.splits.append(Split(len(self.after), None if begins else found))
+        self.ids = list(self.prompt) if begins else []
+        if begins:
+            self.add(found[len(self.prompt) :])
+        else:
+            self.ids = found
+
+    def add(self, ids: list[int], logprobs: list[float] | None = None, trained: bool = False) -> None:
+        """Tokens that follow: drawn by the policy, or context between its turns."""
+        self.ids = [*self.ids, *ids]
+        self.after += ids
+        self.logprobs += logprobs if trained and logprobs is not None else [0.0] * len(ids)
+        self.trained += [trained] * len(ids)
+
+    # The end
+
+    def finish(self, job: Job) -> float | None:
+        """What `get_reward` says, and the end of the environment; in a worker."""
+        if self.seat is None:
+            return None
+        try:
+            return self.bound(job).pay()
+        finally:
+            self.close(job)
+
+    def close(self, job: Job) -> None:
+        """Close the environment, in a worker. Where that fails, the episode stands all the same."""
+        if self.seat is not None:
+            try:
+                self.bound(job).close()
+            except EnvironmentFailedError as error:
+                logger.warning("an environment could not be closed: %s", error)
+
+    def rollout(self, prompt: list[int]) -> Rollout:
+        """The episode as what is trained on, in a group with this prompt (P,)."""
+        last = self.turns[-1] if self.turns else None
+        splits = self.splits
+        if self.prompt != prompt:  # the environment began in its own way
+            splits = [Split(0, self.prompt), *(Split(one.start, one.prompt_ids or self.prompt) for one in splits)]
+        return Rollout(
+            self.after, self.logprobs, last.finish_reason if last and self.ending == "max_tokens" else "stop",
+            last.text if last else "", min((turn.policy_version for turn in self.turns), default=0),
+            sum(turn.cached_tokens for turn in self.turns), self.trained, splits, self.turns, self.ending,
+            None if self.seat is None else self.seat.made,
+        )
+
+
+def joined(prompt: list[Message], observation: list[Message]) -> list[Message]:
+    """The prompt with the first observation: a text is added to the last message, as in TRL; other messages follow."""
+    if len(observation) != 1 or observation[0].get("role") != "user" or not prompt:
+        return [*(one for one in prompt if one["content"] or not observation), *observation]
+    last = prompt[-1]
+    return [*prompt[:-1], last | {"content": last["content"] + observation[0]["content"]}]
+
+
+def assistant(content: str, calls: list[ToolCall]) -> Message:
+    """A turn of the policy as a message, in OpenAI's form."""
+    made: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+    ]
+    return {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})

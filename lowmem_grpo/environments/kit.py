@@ -1,0 +1,112 @@
+"""What a policy is given for a row: the tools, as it is told of them and as they are called, and how its chat becomes
+tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
+from lowmem_grpo.environments.protocol import Factories, tools_of
+from lowmem_grpo.environments.renderer import Renderer, RendererError
+from lowmem_grpo.environments.tools.toolbox import Toolbox
+from lowmem_grpo.types import Message
+
+
+@dataclass(frozen=True)
+class Kit:
+    """For all rows of one environment."""
+
+    renderer: Renderer
+    toolbox: Toolbox | None  # of the sample; each episode has its own functions
+
+
+class Kits:
+    """The kits of a run, one for each environment."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable[..., Any]], factories: Factories | None,
+        max_tool_tokens: int, template_kwargs: dict[str, Any], parse: Callable[..., Any] | None = None,
+    ) -> None:
+        """`tools` belong to every row, beside those of its environment."""
+        self.tokenizer, self.tools, self.factories = tokenizer, list(tools), factories
+        self.max_tool_tokens, self.template_kwargs, self.parse = max_tool_tokens, template_kwargs, parse
+        samples = {"": None} if factories is None else factories.samples
+        self.by_name = {name: self.make(made) for name, made in samples.items()}
+
+    def make(self, made: Any) -> Kit:
+        """The kit of an environment like this one; None where there is no environment."""
+        functions = [*self.tools, *([] if made is None else tools_of(made))]
+        toolbox = Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse) if functions else None
+        renderer = Renderer(self.tokenizer, toolbox.schemas if toolbox else None, self.template_kwargs)
+        return Kit(renderer, toolbox)
+
+    def of(self, row: Mapping[str, Any]) -> Kit:
+        """The kit of a row."""
+        return self.by_name["" if self.factories is None else self.factories.name_of(row)]
+
+    def toolbox_for(self, row: Mapping[str, Any], made: Any) -> Toolbox | None:
+        """The tools of one episode, whose environment this is."""
+        kit = self.of(row)
+        if kit.toolbox is None or made is None:
+            return kit.toolbox
+        return kit.toolbox.of([*self.tools, *tools_of(made)])
+
+    @cached_property
+    def schemas(self) -> dict[str, list[dict[str, Any]]]:
+        """What the policy is told of its tools, by environment."""
+        return {name: kit.toolbox.schemas if kit.toolbox else [] for name, kit in self.by_name.items()}
+
+
+class EpisodeEncoder(PromptEncoder):
+    """Prompts of rows whose episodes have tools or an environment, before its first observation."""
+
+    def __init__(self, inner: PromptEncoder, kits: Kits) -> None:
+        super().__init__(inner.tokenizer, inner.max_prompt_length, inner.template_kwargs)
+        self.kits = kits
+        if inner.truncate:
+            raise ValueError("truncate_prompts=True would cut off what says which tools there are; leave it out")
+
+    def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
+        """The prompt, however long, or the reason for leaving the row out."""
+        try:
+            kit = self.kits.of(row)
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        messages = messages_of(row)
+        if not all(isinstance(one, dict) and isinstance(one.get("content"), str) and "role" in one for one in messages):
+            return f"prompt is {type(row.get('prompt')).__name__}, not text or chat"
+        if self.kits.factories is None and not any(one["content"].strip() for one in messages):
+            return "empty prompt"
+        try:
+            ids = kit.renderer.first(messages)
+        except RendererError as error:
+            raise DataError(str(error)) from error
+        return Prompt(row, ids, str(self.tokenizer.decode(ids)))
+
+
+@dataclass
+class WithPrompts:
+    """Rows of a dataset, each with a prompt: an empty one of the user where the environment makes the task."""
+
+    rows: Any
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = dict(self.rows[index])
+        return row if row.get("prompt") else row | {"prompt": [{"role": "user", "content": ""}]}
+
+    @property
+    def column_names(self) -> list[str]:
+        names = getattr(self.rows, "column_names", None) or list(self.rows[0])
+        return [*names, *(["prompt"] if "prompt" not in names else [])]
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Message]:
+    """The messages of a row's prompt; a text is the user's, and so is nothing."""
+    prompt = row.get("prompt") or ""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -1,0 +1,226 @@
+"""What an environment is: an object that answers what a policy says, one for each episode.
+
+A class with `step` is our kind, whose names are Gym's:
+
+    reset(**row) -> observation             # a text, messages of a chat, or None
+    step(reply) -> (observation, reward, done)
+    optional: tools (functions that the policy may call), get_reward(), state_key(), close()
+
+A class without `step` is TRL's: its public methods are the tools, and a turn without a call ends the episode. Methods
+may be async.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from lowmem_grpo.types import Message
+
+NO_TOOLS = ("reset", "get_reward", "close", "state_key", "step")  # public methods that are not the policy's
+ROLES = ("user", "tool", "system", "assistant")
+Factory = Callable[[], Any]
+
+
+class EnvironmentFailedError(RuntimeError):
+    """An environment failed, or gave what cannot be used; the message names the call."""
+
+
+@dataclass
+class Answer:
+    """What came back for a turn of the policy."""
+
+    messages: list[Message] = field(default_factory=list)
+    reward: float | None = None
+    done: bool = False
+    state: str | None = None  # key of the state in which the policy acts next
+    calls: int = 0  # of tools
+    failures: int = 0  # of these
+
+
+class Seat:
+    """An environment for one episode. Calls may take long or raise EnvironmentFailedError: they belong into a worker."""
+
+    def __init__(self, made: Any, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """`run` calls a function or awaits an async one, within the time limit of a call."""
+        self.made, self.run = made, run
+        self.steps = callable(getattr(made, "step", None))
+        self.closed = False
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """What the policy may call."""
+        return tools_of(self.made)
+
+    def reset(self, row: Mapping[str, Any]) -> Answer:
+        """The first observation; `reset` gets the columns that it takes."""
+        found = self.call("reset", **taken(self.made.reset, row))
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict):
+            found = found[0]  # Gym's (observation, info)
+        return Answer(messages_of(found, "reset"), state=self.state())
+
+    def step(self, reply: str) -> Answer:
+        """The next observation, what the reply earned, and whether the episode is over."""
+        found = self.call("step", reply)
+        if not isinstance(found, tuple) or len(found) not in (3, 4, 5):
+            raise EnvironmentFailedError(
+                f"{self.name}.step returned {short(found)}; expected is (observation, reward, done)"
+            )
+        observation, reward, done, *more = found
+        over = bool(done) or (len(found) == 5 and bool(more[0]))  # Gym's (..., terminated, truncated, info)
+        return Answer(messages_of(observation, "step"), number(reward, f"{self.name}.step"), over, self.state())
+
+    def pay(self) -> float | None:
+        """What `get_reward` says at the end; None where there is no such method."""
+        if not callable(getattr(self.made, "get_reward", None)):
+            return None
+        return number(self.call("get_reward"), f"{self.name}.get_reward")
+
+    def state(self) -> str | None:
+        """The key of the state that the policy acts in; None where the environment has none."""
+        if not callable(getattr(self.made, "state_key", None)):
+            return None
+        key = self.call("state_key")
+        return None if key is None else str(key)
+
+    def close(self) -> None:
+        """Give back what the environment holds; once only."""
+        if self.closed:
+            return
+        self.closed = True
+        if callable(getattr(self.made, "close", None)):
+            self.call("close")
+
+    @property
+    def name(self) -> str:
+        return type(self.made).__name__
+
+    def call(self, method: str, *values: Any, **named: Any) -> Any:
+        """Call a method; EnvironmentFailedError, with the cause, for anything that it raises."""
+        try:
+            return self.run(getattr(self.made, method), values, named)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            said = f"{self.name}.{method} raised {type(error).__name__}: {short(error)}"
+            raise EnvironmentFailedError(said) from error
+
+
+def tools_of(made: Any) -> list[Callable[..., Any]]:
+    """The functions of an environment that the policy may call: its `tools`, or TRL's public methods."""
+    if callable(getattr(made, "step", None)):
+        found = getattr(made, "tools", None) or []
+        return list(found() if callable(found) else found)
+    names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
+    return [getattr(made, name) for name in names if not name.startswith("_") and name not in NO_TOOLS]
+
+
+class Factories:
+    """What was passed as `environment_factory`: a class, another callable without arguments, or several by name, of
+    which the column `environment` of a row picks one."""
+
+    def __init__(self, given: Any) -> None:
+        """TypeError for what cannot make environments; each is tried once."""
+        self.several = isinstance(given, Mapping)
+        found: Mapping[str, Any] = given if isinstance(given, Mapping) else {"": given}
+        if not found or not all(callable(factory) for factory in found.values()):
+            raise TypeError(f"environment_factory is {short(given)}; pass a class, or a dict of classes by name, from "
+                            "which environments are made without arguments")
+        self.by_name = dict(found)
+        self.samples = {name: sample(factory, name) for name, factory in self.by_name.items()}
+
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        """Which factory a row asks for; ValueError where it names none of them."""
+        name = row.get("environment") if self.several else ""
+        if name not in self.by_name:
+            raise ValueError(f"the row's environment is {name!r}; environment_factory has {', '.join(self.by_name)}")
+        return str(name)
+
+    def make(self, row: Mapping[str, Any]) -> Any:
+        """A new environment for an episode on this row."""
+        factory = self.by_name[self.name_of(row)]
+        try:
+            return factory()
+        except Exception as error:
+            raise EnvironmentFailedError(f"{short(factory)}() raised {type(error).__name__}: {short(error)}") from error
+
+    def columns_for(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What `reset` may get of a row."""
+        return {name: value for name, value in row.items() if not (self.several and name == "environment")}
+
+    @property
+    def paying(self) -> list[type]:
+        """The classes whose environments say what an episode earned."""
+        return list({type(one): None for one in self.samples.values() if any(
+            callable(getattr(one, name, None)) for name in ("step", "get_reward"))})
+
+
+def sample(factory: Factory, name: str) -> Any:
+    """One environment, to see what it can do; TypeError where it is none."""
+    label = f"environment_factory[{name!r}]" if name else "environment_factory"
+    try:
+        made = factory()
+    except Exception as error:
+        raise TypeError(f"{label}() raised {type(error).__name__}: {short(error)}; environments are made without "
+                        "arguments (functools.partial gives them theirs)") from error
+    if not callable(getattr(made, "reset", None)):
+        raise TypeError(f"{label} made a {type(made).__name__} without a method reset(**row)")
+    if not callable(getattr(made, "step", None)) and not tools_of(made):
+        raise TypeError(f"{type(made).__name__} has neither step(reply) nor a public method that could be a tool")
+    return made
+
+
+def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row that a function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return dict(row)
+    return {name: value for name, value in row.items() if name in parameters}
+
+
+def messages_of(observation: Any, method: str) -> list[Message]:
+    """An observation as messages: a text is the user's; None is nothing."""
+    if observation is None:
+        return []
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    found = [observation] if isinstance(observation, dict) else observation
+    if not isinstance(found, list) or not all(is_message(one) for one in found):
+        raise EnvironmentFailedError(f"{method} gave {short(observation)} as its observation; expected is a text, or "
+                                "messages with `role` and `content`")
+    return [text_only(one) for one in found]
+
+
+def is_message(given: Any) -> bool:
+    """Whether this is a message of a chat whose content is text."""
+    if not isinstance(given, dict) or given.get("role", "user") not in ROLES:
+        return "type" in given and given["type"] == "text" if isinstance(given, dict) else False
+    content = given.get("content", given.get("text"))
+    return isinstance(content, str) or (
+        isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content))
+
+
+def text_only(message: Message) -> Message:
+    """A message with its content as one text."""
+    if "role" not in message:  # TRL's content block
+        return {"role": "user", "content": str(message.get("content", message.get("text")))}
+    content = message["content"]
+    return message if isinstance(content, str) else message | {"content": "".join(part["text"] for part in content)}
+
+
+def number(value: Any, source: str) -> float | None:
+    """A finite number, or None; EnvironmentFailedError for anything else."""
+    value = value.item() if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0 else value
+    if value is None:
+        return None
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise EnvironmentFailedError(f"{source} gave {short(value)} as its reward; expected is a finite number")
+    return float(value)
+
+
+def short(value: Any) -> str:
+    """A value as a message can hold it."""
+    text = str(value) if isinstance(value, Exception) else getattr(value, "__name__", None) or repr(value)
+    return text if len(text) <= 160 else f"{text[:150]}..."

@@ -1,0 +1,140 @@
+"""Threads in which environments and tools work while the engine decodes; async functions share one event loop.
+
+Nothing can stop a thread. A job that passes its deadline is given up: its result is dropped when it comes, and another
+thread takes the place of the one that hangs.
+"""
+
+import asyncio
+import contextvars
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from lowmem_grpo.rewards.calling.calls import EventLoop
+
+PAUSE = 0.1  # seconds between looks for jobs that are late, and for Ctrl-C
+
+
+class Job:
+    """One piece of work: calls of one environment, one after the other, each within `limit` seconds."""
+
+    def __init__(self, key: int, work: Callable[["Job"], Any], limit: float, loop: Callable[[], EventLoop]) -> None:
+        self.key, self.work, self.limit, self.loop = key, work, limit, loop
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        self.deadline = float("inf")  # of the call in progress, on the monotonic clock
+        self.dropped = False
+
+    def call(self, function: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call a function, or await an async one, as the job's next call; TimeoutError where it takes too long."""
+        self.deadline = time.monotonic() + self.limit
+        try:
+            if not inspect.iscoroutinefunction(function):
+                return function(*values, **named)
+            future = self.loop().submit(lambda: function(*values, **named))
+            try:
+                return future.result(self.limit)
+            except (FutureTimeout, asyncio.CancelledError):
+                future.cancel()
+                raise TimeoutError(f"took more than {self.limit:g} s") from None
+        finally:
+            self.deadline = float("inf")
+
+    def run(self) -> None:
+        """Do the work, here and now."""
+        began = time.monotonic()
+        try:
+            self.result = self.work(self)
+        except BaseException as error:  # noqa: BLE001  (whoever collects the job looks at it)
+            self.error = error
+        self.seconds = time.monotonic() - began
+
+
+class Workers:
+    """Daemon threads that do jobs. `collect` gives them back when they are done, or late."""
+
+    def __init__(self, most: int = 64) -> None:
+        """At most so many jobs are done at a time, beside those that hang."""
+        self.most = most
+        self.waiting: SimpleQueue[Job | None] = SimpleQueue()
+        self.done: SimpleQueue[Job] = SimpleQueue()
+        self.running: set[Job] = set()  # given out and not collected
+        self.threads = 0
+        self.waited = 0.0  # seconds in which nothing else could be done
+        self.making = threading.Lock()  # of the loop, which two threads may ask for at once
+        self._loop: EventLoop | None = None
+
+    def loop(self) -> EventLoop:
+        """The event loop of async functions, made when it is first needed."""
+        with self.making:
+            if self._loop is None:
+                self._loop = EventLoop()
+            return self._loop
+
+    def submit(self, key: int, work: Callable[[Job], Any], limit: float) -> Job:
+        """Begin a job; it is given to `work`, which makes its calls through it."""
+        job = Job(key, work, limit, self.loop)
+        self.running.add(job)
+        self.waiting.put(job)
+        self.man()
+        return job
+
+    def man(self) -> None:
+        """Begin as many threads as there are jobs, within the bound."""
+        while self.threads < min(self.most, len(self.running)):
+            self.threads += 1
+            context = contextvars.copy_context()
+            threading.Thread(target=context.run, args=(self.serve,), name="environment", daemon=True).start()
+
+    def serve(self) -> None:
+        """Do jobs until there are no more, or until one took so long that it was given up."""
+        while (job := self.waiting.get()) is not None:
+            job.run()
+            if job.dropped:
+                return  # another thread has taken this one's place
+            self.done.put(job)
+
+    def collect(self, wait: bool) -> list[Job]:
+        """Jobs that are done or late, in no particular order; `wait` until there is one. Those that are late have a
+        TimeoutError."""
+        found: list[Job] = []
+        began = time.monotonic()
+        while not found and self.running:
+            found = [job for job in self.finished(wait) if job in self.running] or self.late()
+            if not wait:
+                break
+        self.waited += time.monotonic() - began if wait else 0.0
+        self.running.difference_update(found)
+        return found
+
+    def finished(self, wait: bool) -> list[Job]:
+        """What the threads have put there; at most PAUSE seconds later."""
+        found: list[Job] = []
+        try:
+            found.append(self.done.get(timeout=PAUSE) if wait else self.done.get_nowait())
+            while True:
+                found.append(self.done.get_nowait())
+        except Empty:
+            return found
+
+    def late(self) -> list[Job]:
+        """Give up the jobs whose call takes too long."""
+        now = time.monotonic()
+        late = [job for job in self.running if now > job.deadline]
+        for job in late:
+            job.dropped, job.error = True, TimeoutError(f"took more than {job.limit:g} s")
+        self.threads -= len(late)  # their threads are lost
+        self.running.difference_update(late)
+        self.man()
+        return late
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for _ in range(self.threads):
+            self.waiting.put(None)
+        self.threads = 0

@@ -1,0 +1,204 @@
+"""Episodes of a batch, played by one engine: it decodes turns in this thread while environments and tools work.
+
+    while there are episodes: put finished results in as requests; decode; hand finished turns to the workers
+
+The groups finish early, so that their rewards overlap with the play of others. An episode that an environment failed is
+played once more, with the same seeds; the second time its rollout stays out of the step.
+"""
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.engines.base import Engine, OnGroup, Request
+from lowmem_grpo.environments.episode import Bounds, Episode
+from lowmem_grpo.environments.kit import Kits, messages_of
+from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
+from lowmem_grpo.environments.workers import Job, Workers
+from lowmem_grpo.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+TRIES = 2  # of an episode that an environment fails
+CLOSING = 5.0  # seconds for environments to close where a batch breaks off
+SAID = 3  # failures of a batch that the log names
+
+
+class Episodes:
+    """Plays the episodes of a run."""
+
+    def __init__(self, kits: Kits, bounds: Bounds) -> None:
+        self.kits, self.bounds = kits, bounds
+        self.waited = 0.0  # seconds of the last batch in which there was nothing to decode
+
+    def play(
+        self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got."""
+        batch = Batch(self, prompts, params, on_group, in_rounds=engine.name != "vllm")
+        try:
+            engine.converse(batch, params)
+        finally:
+            batch.close()
+        self.waited = batch.workers.waited
+        batch.say()
+        return batch.result()
+
+
+class Batch:
+    """The episodes of one call, as an engine sees them: a `Conversation`."""
+
+    def __init__(
+        self, episodes: Episodes, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None,
+        in_rounds: bool,
+    ) -> None:
+        """`in_rounds` waits for all that work before the next turns are decoded, so that these do not depend on how
+        long the work took."""
+        self.owner, self.prompts, self.n = episodes, prompts, params.n
+        self.on_group, self.in_rounds = on_group, in_rounds
+        self.seed = random.getrandbits(62) if params.seed is None else params.seed
+        self.workers = Workers(max(64, params.n))
+        self.tries: Counter[int] = Counter()
+        self.live: dict[int, Episode] = {}
+        self.ready: list[Request] = []
+        self.ended: dict[int, Episode] = {}
+        self.results: dict[int, list[Rollout]] = {}
+        self.troubles: list[str] = []
+        for key in range(len(prompts) * params.n):
+            self.start(key)
+
+    # As the engine sees it
+
+    def take(self, busy: bool) -> list[Request]:
+        """The turns that can be decoded; see `Conversation`."""
+        self.collect(wait=False)
+        while not busy and self.workers.running and (self.in_rounds or not self.ready):
+            self.collect(wait=True)
+        taken, self.ready = self.ready, []
+        return sorted(taken, key=lambda request: request.key)
+
+    def give(self, key: int, rollout: Rollout) -> None:
+        """A turn is drawn."""
+        episode = self.live[key]
+        work = episode.take(rollout)
+        if work is not None:
+            self.submit(key, work)
+        else:
+            self.finish(key)
+
+    # Work
+
+    def start(self, key: int) -> None:
+        """Begin an episode, for the first time or again."""
+        index, member = divmod(key, self.n)
+        row = self.prompts[index].row
+        kit = self.owner.kits.of(row)
+        self.tries[key] += 1
+        self.live[key] = Episode(
+            key, row, messages_of(row), self.owner.bounds, kit.renderer, kit.toolbox, None,
+            partial(self.seed_of, index, member),
+        )
+        self.submit(key, partial(self.reset, self.live[key]))
+
+    def reset(self, episode: Episode, job: Job) -> Answer:
+        """Make the environment and its first observation; in a worker."""
+        kits = self.owner.kits
+        if kits.factories is not None:
+            made = kits.factories.make(episode.row)
+            episode.seat = Seat(made, job.call)
+            episode.toolbox = kits.toolbox_for(episode.row, made)
+            episode.row = kits.factories.columns_for(episode.row)
+        return episode.reset(job)
+
+    def seed_of(self, index: int, member: int, turn: int) -> int:
+        """The seed of a turn: not of when it came."""
+        return random.Random(f"{self.seed}-{index}-{member}-{turn}").getrandbits(62)
+
+    def submit(self, key: int, work: Callable[[Job], Any]) -> None:
+        self.workers.submit(key, work, self.owner.bounds.call_seconds)
+
+    def collect(self, wait: bool) -> None:
+        """Take in what workers have done."""
+        for job in sorted(self.workers.collect(wait), key=lambda job: job.key):
+            if job.key >= 0:  # others only close
+                self.settle(job, self.live[job.key])
+
+    def settle(self, job: Job, episode: Episode) -> None:
+        """What a worker did for an episode becomes its next turn, or its end."""
+        episode.seconds += job.seconds
+        if isinstance(job.error, (EnvironmentFailedError, TimeoutError)):
+            self.fail(episode, job.error)
+        elif job.error is not None:
+            raise job.error
+        elif episode.ending:  # that was its last job
+            self.end(episode, job.result)
+        elif episode.seconds > self.owner.bounds.episode_seconds:
+            self.fail(episode, TimeoutError(f"its calls took {episode.seconds:.0f} s together"))
+        else:
+            (episode.answered(job.result, job.seconds) if episode.turns else episode.begin(job.result))
+            if episode.ending:
+                self.finish(episode.key)
+            else:
+                self.ready.append(episode.request())
+
+    def finish(self, key: int) -> None:
+        """The episode is over but for what its environment says about it."""
+        self.submit(key, self.live[key].finish)
+
+    def fail(self, episode: Episode, error: BaseException) -> None:
+        """An environment failed or took too long: once more from the start, or out of the step."""
+        episode.trouble = f"{error} (group {episode.key // self.n})"
+        self.troubles.append(episode.trouble)
+        self.workers.submit(-1, episode.close, self.owner.bounds.call_seconds)
+        if self.tries[episode.key] < TRIES:
+            self.start(episode.key)
+        else:
+            episode.ending = "timeout" if isinstance(error, TimeoutError) else "environment_error"
+            self.end(episode, None)
+
+    def end(self, episode: Episode, pay: float | None) -> None:
+        """The episode is over: its group may be, too."""
+        if pay is not None and episode.turns:
+            episode.turns[-1].reward = (episode.turns[-1].reward or 0.0) + pay
+        self.ended[episode.key] = self.live.pop(episode.key)
+        index = episode.key // self.n
+        members = range(index * self.n, index * self.n + self.n)
+        if all(key in self.ended for key in members):
+            self.report(index, [self.ended[key] for key in members])
+
+    def report(self, index: int, members: list[Episode]) -> None:
+        """All episodes of a prompt are over."""
+        prompt = next((one.prompt for one in members if one.prompt), [])
+        self.prompts[index].ids = prompt
+        self.results[index] = [one.rollout(prompt) for one in members]
+        if self.on_group is not None:
+            self.on_group(index, self.results[index])
+
+    # The end
+
+    def result(self) -> list[list[Rollout]]:
+        """The rollouts of all prompts."""
+        return [self.results[index] for index in range(len(self.prompts))]
+
+    def close(self) -> None:
+        """Close what is still open, also where the call broke off."""
+        for episode in self.live.values():
+            if episode.seat is not None and not episode.seat.closed:
+                self.workers.submit(-1, episode.close, CLOSING)
+        self.live.clear()
+        while self.workers.running:
+            self.workers.collect(wait=True)
+        self.workers.close()
+
+    def say(self) -> None:
+        """Tell what failed."""
+        for trouble in self.troubles[:SAID]:
+            logger.warning("an environment failed: %s", trouble)
+        if len(self.troubles) > SAID:
+            logger.warning("environments failed %d times in this batch", len(self.troubles))
+

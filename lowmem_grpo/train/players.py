@@ -1,0 +1,115 @@
+"""What a trainer was given beside a plain prompt: tools, environments, or a function that makes the rollouts itself."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.data.brought import rows_of
+from lowmem_grpo.data.prompts import DataError, PromptEncoder
+from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.environments.episode import Bounds
+from lowmem_grpo.environments.kit import EpisodeEncoder, Kits, WithPrompts
+from lowmem_grpo.environments.protocol import Factories, short
+from lowmem_grpo.environments.reward import EnvironmentReward
+from lowmem_grpo.environments.rows import seeded_rows
+from lowmem_grpo.rollout.episodes import Episodes
+from lowmem_grpo.rollout.rollout_func import RolloutFunction
+from lowmem_grpo.rollout.sampler import Player
+
+Function = Callable[..., Any]
+
+
+class Players:
+    """Checks these parameters before anything is loaded, and makes of them what the trainer samples with."""
+
+    def __init__(self, config: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any) -> None:
+        self.config = config
+        self.tools = tool_list(tools)
+        self.factories = None if environment_factory is None else Factories(environment_factory)
+        self.rollout_func = rollout_func
+        self.kits: Kits | None = None
+        if rollout_func is not None and not callable(rollout_func):
+            raise TypeError(f"rollout_func is {short(rollout_func)}; it must be a function of (prompts, trainer)")
+        if rollout_func is not None and (self.tools or self.factories):
+            raise ValueError("rollout_func makes the rollouts itself; leave tools and environment_factory out")
+
+    @property
+    def plays(self) -> bool:
+        """Whether a prompt is answered in several turns."""
+        return bool(self.tools) or self.factories is not None
+
+    def paid(self, reward_funcs: Any) -> tuple[list[Function], list[float] | None]:
+        """The reward functions and their weights, that of the environments among them, with weight 1 as in TRL."""
+        if reward_funcs is None and self.factories is None:
+            raise TypeError("GRPOTrainer needs reward_funcs: a function, or a list of functions")
+        given = [] if reward_funcs is None else reward_funcs
+        functions = list(given) if isinstance(given, (list, tuple)) else [given]
+        weights = self.config.reward_weights
+        if self.factories is not None:
+            own = [EnvironmentReward(kind) for kind in self.factories.paying]
+            if not functions and not own:
+                names = ", ".join(sorted({type(one).__name__ for one in self.factories.samples.values()}))
+                raise ValueError(f"reward_funcs is empty, and {names} has neither step nor get_reward: nothing pays")
+            functions = [*functions, *own]
+            weights = None if weights is None else [*weights, *[1.0] * len(own)]
+        return functions, weights
+
+    def rows(self, dataset: Any) -> Any:
+        """The rows of training; without a dataset, an environment makes its tasks of seeds."""
+        if self.factories is None:
+            return rows_of(dataset)
+        if dataset is not None:
+            return with_prompts(rows_of(dataset))
+        if self.factories.several:
+            raise ValueError("environment_factory is a dict, so each row must say in its column `environment` which "
+                             "one it needs; pass a train_dataset")
+        if self.config.max_steps < 1:
+            raise ValueError("there is no train_dataset, so nothing says how long to train; set max_steps")
+        return seeded_rows(self.config.max_steps * self.config.prompts_per_step, self.config.seed)
+
+    def evaluation_rows(self, given: Any) -> Any:
+        """Rows to evaluate on; a number asks for so many held-out seeds."""
+        if self.factories is None or given is None:
+            return given
+        if isinstance(given, int):
+            return seeded_rows(given, self.config.seed, held_out=True)
+        return with_prompts(rows_of(given, "eval_dataset"))
+
+    def encoder(self, inner: PromptEncoder) -> PromptEncoder:
+        """What makes prompts of rows; the chat template is tried with the tools, and refused where it has none."""
+        if not self.plays:
+            return inner
+        template = self.config.chat_template_kwargs or {}
+        self.kits = Kits(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens, template)
+        return EpisodeEncoder(inner, self.kits)
+
+    def player(self, trainer: Any, context: int) -> Player | None:
+        """What plays with the trainer's engine; None where an engine's completion is the whole answer."""
+        if self.rollout_func is not None:
+            return RolloutFunction(self.rollout_func, trainer)
+        if self.kits is None:
+            return None
+        config = self.config
+        bounds = Bounds(
+            config.turn_limit, config.max_completion_length, context, config.max_turn_tokens,
+            config.environment_timeout, config.episode_timeout, config.history == "append",
+        )
+        return Episodes(self.kits, bounds)
+
+
+def tool_list(tools: Any) -> Sequence[Function]:
+    """The functions passed as `tools`; TypeError for anything else."""
+    if tools is None:
+        return []
+    found = list(tools) if isinstance(tools, (list, tuple)) else [tools]
+    for one in found:
+        if not callable(one):
+            raise TypeError(f"tools holds {short(one)}; each tool is a function with type hints and a docstring")
+    return found
+
+
+def with_prompts(rows: Any) -> Any:
+    """The rows, each with a prompt; DataError for a stream."""
+    if isinstance(rows, Stream):
+        raise DataError("the rows are a stream, which episodes do not take yet; pass list(stream.take(1000))")
+    return WithPrompts(rows)

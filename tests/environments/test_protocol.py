@@ -1,0 +1,120 @@
+"""What a class given as an environment is, and what its calls may give."""
+
+import math
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Factories, Seat, tools_of
+
+
+def here(function: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return function(*values, **named)
+
+
+class Game:
+    """Our kind."""
+
+    def __init__(self, *steps: Any, first: Any = "Begin.") -> None:
+        self.steps, self.first, self.asked, self.closed = list(steps), first, {}, 0
+
+    def reset(self, size: int = 3, **row: Any) -> Any:
+        self.asked = {"size": size} | row
+        return self.first
+
+    def step(self, reply: str) -> Any:
+        found = self.steps.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def state_key(self) -> Any:
+        return len(self.steps)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Desk:
+    """TRL's kind."""
+
+    def reset(self, question: str) -> str:
+        return f" {question}"
+
+    def look(self, drawer: int) -> str:
+        """Look into a drawer."""
+        return f"drawer {drawer}"
+
+    def _hidden(self) -> None: ...
+
+    def get_reward(self) -> float:
+        return 0.5
+
+
+def test_a_game_gets_its_row_and_answers_in_order() -> None:
+    game = Game(("warmer", 0.25, False), ("right", 1, True))
+    seat = Seat(game, here)
+    assert seat.reset({"size": 4, "colour": "red"}) == Answer([{"role": "user", "content": "Begin."}], state="2")
+    assert game.asked == {"size": 4, "colour": "red"}
+    assert seat.step("3") == Answer([{"role": "user", "content": "warmer"}], 0.25, False, "1")
+    assert seat.step("4") == Answer([{"role": "user", "content": "right"}], 1.0, True, "0")
+    assert seat.pay() is None and seat.steps
+    seat.close()
+    seat.close()
+    assert game.closed == 1
+
+
+@pytest.mark.parametrize(("first", "given"), [
+    (("Begin.", {}), ("go", 1.0, False, True, {})), (None, (None, None, True)),
+    ([{"role": "user", "content": "Begin."}], ({"role": "user", "content": "x"}, 0, 1)),
+])
+def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:
+    seat = Seat(Game(given, first=first), here)
+    assert seat.reset({}).messages == ([] if first is None else [{"role": "user", "content": "Begin."}])
+    assert seat.step("x").done
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    (("x", math.nan, False), "Game.step gave nan as its reward; expected is a finite number"),
+    (("x", "much", False), "gave 'much' as its reward"), (("x", math.inf, False), "gave inf"),
+    ("x", "Game.step returned 'x'; expected is"), ((b"x", 1, False), "gave b'x' as its observation"),
+    (([{"role": "user", "content": b"x"}], 1, False), "as its observation"),
+    (ZeroDivisionError("by 0"), "Game.step raised ZeroDivisionError: by 0"),
+])
+def test_what_an_environment_must_not_give_is_a_fault_that_names_the_call(given: Any, said: str) -> None:
+    with pytest.raises(EnvironmentFailedError, match=said):
+        Seat(Game(given), here).step("x")
+
+
+def test_the_public_methods_of_trls_kind_are_its_tools() -> None:
+    desk = Desk()
+    assert [tool.__name__ for tool in tools_of(desk)] == ["look"]
+    seat = Seat(desk, here)
+    assert seat.reset({"question": "Where?", "other": 1}).messages == [{"role": "user", "content": " Where?"}]
+    assert seat.pay() == 0.5 and not seat.steps
+
+
+def test_a_column_of_the_row_picks_among_several_and_is_not_passed_on() -> None:
+    found = Factories({"desk": Desk, "game": Game})
+    row = {"environment": "desk", "question": "x"}
+    assert isinstance(found.make(row), Desk) and found.columns_for(row) == {"question": "x"}
+    assert found.paying == [Desk, Game]
+    with pytest.raises(ValueError, match="environment is 'door'; environment_factory has desk, game"):
+        found.make({"environment": "door"})
+
+
+class Empty:
+    def reset(self) -> None: ...
+
+
+class Costly:
+    def __init__(self, price: int) -> None: ...
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ("Game", "environment_factory is 'Game'; pass a class"), ({}, "pass a class"), (Empty, "neither step"),
+    (Costly, "made without arguments"), (object, "without a method reset"),
+])
+def test_what_makes_no_environments_is_refused_at_once(given: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        Factories(given)
