@@ -41,7 +41,7 @@ class Answer:
 
 
 class Seat:
-    """An environment for one episode. Calls may take long or raise EnvironmentFailedError: they belong into a worker."""
+    """An environment for one episode. Calls may take long or raise EnvironmentFailedError, so they are for workers."""
 
     def __init__(self, made: Any, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """`run` calls a function or awaits an async one, within the time limit of a call."""
