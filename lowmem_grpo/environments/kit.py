@@ -3,24 +3,37 @@ tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
+from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
 from lowmem_grpo.environments.protocol import Factories, tools_of
-from lowmem_grpo.environments.renderer import Renderer, RendererError
+from lowmem_grpo.environments.renderer import Renderer
+from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import Message
 
 
-@dataclass(frozen=True)
 class Kit:
     """For all rows of one environment."""
 
-    renderer: Renderer
-    toolbox: Toolbox | None  # of the sample; each episode has its own functions
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, toolbox: Toolbox | None, template_kwargs: dict[str, Any]
+    ) -> None:
+        """`toolbox` is that of a sample; each episode has its own functions."""
+        self.tokenizer, self.toolbox, self.template_kwargs = tokenizer, toolbox, template_kwargs
+        self.renderers: dict[bool, Renderer | PlainRenderer] = {}  # by whether the prompt is a plain string
+
+    def renderer(self, row: Mapping[str, Any]) -> Renderer | PlainRenderer:
+        """What makes tokens of a row's messages; RendererError where the template cannot."""
+        prompt = row.get("prompt") or []
+        plain = isinstance(prompt, str)
+        if plain not in self.renderers:
+            schemas = self.toolbox.schemas if self.toolbox else None
+            self.renderers[plain] = renderer_for(prompt, self.tokenizer, schemas, self.template_kwargs)
+        return self.renderers[plain]
 
 
 class Kits:
@@ -40,8 +53,7 @@ class Kits:
         """The kit of an environment like this one; None where there is no environment."""
         functions = [*self.tools, *([] if made is None else tools_of(made))]
         toolbox = Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse) if functions else None
-        renderer = Renderer(self.tokenizer, toolbox.schemas if toolbox else None, self.template_kwargs)
-        return Kit(renderer, toolbox)
+        return Kit(self.tokenizer, toolbox, self.template_kwargs)
 
     def of(self, row: Mapping[str, Any]) -> Kit:
         """The kit of a row."""
@@ -54,10 +66,11 @@ class Kits:
             return kit.toolbox
         return kit.toolbox.of([*self.tools, *tools_of(made)])
 
-    @cached_property
-    def schemas(self) -> dict[str, list[dict[str, Any]]]:
-        """What the policy is told of its tools, by environment."""
-        return {name: kit.toolbox.schemas if kit.toolbox else [] for name, kit in self.by_name.items()}
+    @property
+    def schemas(self) -> list[dict[str, Any]] | None:
+        """What policies are told of their tools, those of all environments; None where there are none."""
+        found = [schema for kit in self.by_name.values() if kit.toolbox for schema in kit.toolbox.schemas]
+        return found or None
 
 
 class EpisodeEncoder(PromptEncoder):
@@ -81,7 +94,7 @@ class EpisodeEncoder(PromptEncoder):
         if self.kits.factories is None and not any(one["content"].strip() for one in messages):
             return "empty prompt"
         try:
-            ids = kit.renderer.first(messages)
+            ids = kit.renderer(row).first(messages)
         except RendererError as error:
             raise DataError(str(error)) from error
         return Prompt(row, ids, str(self.tokenizer.decode(ids)))

@@ -20,9 +20,10 @@ class PlainRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.marks = tokenizer, Marks(tokenizer)
 
-    def first(self, prompt: str) -> list[int]:
-        """The prompt of the first turn, (P,)."""
-        ids: list[int] = self.tokenizer(prompt).input_ids
+    def first(self, prompt: str | Sequence[Message], trusted: int | None = None) -> list[int]:
+        """The prompt of the first turn, (P,): a text, or the texts of messages."""
+        text = prompt if isinstance(prompt, str) else "".join(str(message["content"]) for message in prompt)
+        ids: list[int] = self.tokenizer(text).input_ids
         return ids
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:

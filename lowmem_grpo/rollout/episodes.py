@@ -100,7 +100,7 @@ class Batch:
         kit = self.owner.kits.of(row)
         self.tries[key] += 1
         self.live[key] = Episode(
-            key, row, messages_of(row), self.owner.bounds, kit.renderer, kit.toolbox, None,
+            key, row, messages_of(row), self.owner.bounds, kit.renderer(row), kit.toolbox, None,
             partial(self.seed_of, index, member),
         )
         self.submit(key, partial(self.reset, self.live[key]))

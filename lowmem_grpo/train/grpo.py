@@ -69,6 +69,7 @@ class GRPOTrainer(Trainer):
         self.planned_time = PlannedTime(peaks.plan, model.config)
         encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts)
         encoder = players.encoder(encoder)
+        self.turns = players.turns
         pools = DifficultyPools() if config.difficulty_pools else None
         source = source_of(rows, encoder, config.seed, config.shuffle_dataset, pools)
         if config.replay_buffer_size and isinstance(rows, Stream):

@@ -12,6 +12,7 @@ from lowmem_grpo.environments.kit import EpisodeEncoder, Kits, WithPrompts
 from lowmem_grpo.environments.protocol import Factories, short
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.environments.rows import seeded_rows
+from lowmem_grpo.preflight.subject import Turns
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.rollout.rollout_func import RolloutFunction
 from lowmem_grpo.rollout.sampler import Player
@@ -82,6 +83,14 @@ class Players:
         template = self.config.chat_template_kwargs or {}
         self.kits = Kits(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens, template)
         return EpisodeEncoder(inner, self.kits)
+
+    @property
+    def turns(self) -> Turns | None:
+        """What answers the policy, for the checks before a run."""
+        if self.kits is None:
+            return None
+        samples = [] if self.factories is None else list(self.factories.samples.values())
+        return Turns(self.kits.schemas, any(callable(getattr(one, "step", None)) for one in samples), bool(samples))
 
     def player(self, trainer: Any, context: int) -> Player | None:
         """What plays with the trainer's engine; None where an engine's completion is the whole answer."""
