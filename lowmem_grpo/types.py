@@ -65,10 +65,10 @@ class Rollout:
     trained: list[bool] | None = None  # (C,) whether the policy drew the token, so that it is in the loss; None: all
     splits: list[Split] = field(default_factory=list)  # an episode of several sequences: where each further one begins
     turns: list[Turn] = field(default_factory=list)  # of an episode
-    opening: list[Message] = field(default_factory=list)  # of an episode: what came before its first turn
     ending: str = ""  # of an episode: why it ended
     environment: Any = None  # that the episode was played in, until its rewards are there
     columns: dict[str, Any] = field(default_factory=dict)  # that a `rollout_func` gave for the reward functions
+    opening: list[Message] = field(default_factory=list)  # of an episode: what came before its first turn
     rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward function
     invalid_rewards: dict[str, float] = field(default_factory=dict)  # of these, NaN and infinities: None in `rewards`
     reward: float | None = None  # their weighted sum
