@@ -149,7 +149,7 @@ def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
         return {}
     turns, before = [], 0
     for turn in rollout.turns:
-        numbers = turn.prompt_ids, turn.completion_ids, turn.logprobs
+        numbers: tuple[Sequence[float], ...] = (turn.prompt_ids, turn.completion_ids, turn.logprobs)
         told = numbers == numbers_of_turn(rollout, prompt_ids, before, len(turn.completion_ids))
         turns.append({name: getattr(turn, name) for name in OF_TURN} | {
             "tokens": len(turn.completion_ids),

@@ -1,13 +1,16 @@
 """The cut of a step into micro-batches: by lengths alone, within bounds, and as few as the bounds allow."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_grpo.memory.cutting import Lengths, Limits, Span, area, cut, places
+from lowmem_grpo.memory.cutting import Lengths, Limits, Span, area, cut, cut_spans, places
 from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.models.packing import pack
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.models.sequences import sequences_of
+from lowmem_grpo.types import Rollout, RolloutGroup, Split
 
 GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), max_size=6)), max_size=5)
 LIMITS = st.builds(
@@ -40,6 +43,33 @@ def test_places_and_area_are_those_of_the_packed_tensors(
     assert [(places(batch), area(batch)) for batch in counted] == held
     side_by_side = [len(b.sources) if len(b.rollouts) > 1 else 0 for b in packed if not prompts_once(b.prompts)]
     assert [rows for b, (_, rows) in zip(packed, held, strict=True) if not prompts_once(b.prompts)] == side_by_side
+
+
+EPISODES = st.lists(st.lists(st.tuples(
+    st.lists(st.booleans(), min_size=1, max_size=9), st.lists(st.tuples(st.integers(0, 8), st.sampled_from(
+        [None, (1, 1), (1, 1, 1, 1), (2, 2)])), max_size=2, unique_by=lambda split: split[0]),
+), max_size=4), max_size=3)
+
+
+@settings(deadline=None, max_examples=100)
+@given(groups=EPISODES, limits=LIMITS)
+def test_places_and_area_of_episodes_are_those_of_the_packed_tensors(groups: list[Any], limits: Limits) -> None:
+    real = [RolloutGroup({}, [1, 1], [episode(*one) for one in rollouts]) for rollouts in groups]
+    counted = cut_spans([[Span(g, r, tuple(one.lengths for one in found))
+                          for r, found in enumerate(sequences_of(group, group.rollouts))]
+                         for g, group in enumerate(real)], limits)
+    packed = pack(real, limits.tokens, limits.sequences, limits.spread)
+    held = [(len(b.input_ids), token_rows(b.prompts)) for b in packed]
+    assert [(places(batch), area(batch)) for batch in counted] == held
+    drawn = [one for group in real for one in group.rollouts if one.num_trained]
+    assert sorted(id(one) for b in packed for one in b.rollouts) == sorted(map(id, drawn))
+    assert sum(len(b.trained) for b in packed) == sum(one.num_trained for one in drawn)
+
+
+def episode(trained: list[bool], splits: list[tuple[int, tuple[int, ...] | None]]) -> Rollout:
+    """With these tokens drawn, and those of the splits that lie in it."""
+    made = [Split(start, ids and list(ids)) for start, ids in sorted(splits) if start < len(trained)]
+    return Rollout([1] * len(trained), [0.0] * len(trained), "stop", trained=trained, splits=made)
 
 
 @pytest.mark.parametrize(("spread", "count"), [(0.0, 8), (1.0, 4), (2.0, 2), (4.0, 1)])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_grpo.models.packing import collate, pack, unpack
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup, Split
 
 PAD, EOS = 0, 2
 
@@ -66,6 +66,51 @@ def test_masks_come_from_lengths_not_from_token_values_and_a_prompt_of_one_token
     assert batch.targets[batch.loss_mask].tolist() == [EOS, PAD, EOS, EOS, PAD]
     (batch,) = pack([group([7], [8, 9])])
     assert batch.loss_mask.all() and batch.input_ids.tolist() == [7, 8] and batch.targets.tolist() == [8, 9]
+
+
+def test_an_episode_s_sequences_lie_with_its_group_and_only_what_was_drawn_is_trained() -> None:
+    """Two tokens drawn, two of context, one drawn; then another sequence, whose own prompt begins with the group's;
+    then one whose prompt does not, with context behind its last drawn token. Beside it a completion of one turn."""
+    prompt, ids = [10, 11, 12], [20, 21, 90, 91, 22, 92, 23, 24, 93]
+    trained = [True, True, False, False, True, False, True, True, False]
+    splits = [Split(5, [10, 11, 12, 80, 81]), Split(7, [70, 71])]
+    episode = Rollout(ids, [-token / 100 for token in ids], "stop", advantage=2.0, trained=trained, splits=splits)
+    (batch,) = pack([RolloutGroup({}, prompt, [rollout([30, 31], 1.0), episode])])
+    assert batch.input_ids.tolist() == [
+        10, 11, *[12, 20, 21, 90, 91], *[12, 80, 81, 92], *[12, 30], 70, 71]
+    assert batch.targets.tolist() == [
+        11, 12, *[20, 21, 90, 91, 22], *[80, 81, 92, 23], *[30, 31], 71, 24]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 5, 2, 3, 0, 1]
+    assert batch.at_trained(batch.targets).tolist() == [20, 21, 22, 23, 30, 31, 24]
+    assert batch.trained.tolist() == [2, 3, 6, 10, 11, 12, 14]
+    assert batch.sequence_ids.tolist() == [0] * 11 + [1, 1] + [0, 0]
+    assert batch.cu_seqlens.tolist() == [0, 7, 13, 17, 19] and batch.prompts == ((2, 5, 4, 2), (1, 1))
+    assert batch.copies.tolist() == [3, 3, *[1] * 13] and batch.max_seqlen == 7
+    side_by_side = batch.input_ids[batch.sources].view(4, 7).tolist()
+    assert [row[:n] for row, n in zip(side_by_side, (7, 6, 4, 2), strict=True)] == [
+        [10, 11, 12, 20, 21, 90, 91], [10, 11, 12, 80, 81, 92], [10, 11, 12, 30], [70, 71]]
+    assert torch.equal(batch.sources[batch.places], torch.arange(15))
+    torch.testing.assert_close(batch.at_trained(batch.rollout_logprobs), -batch.at_trained(batch.targets) / 100)
+    assert batch.at_trained(batch.advantages).tolist() == [2, 2, 2, 2, 1, 1, 2]
+    assert [part.tolist() for part in unpack(batch.at_trained(batch.targets), batch)] == [
+        [20, 21, 0, 0, 22, 0, 23, 24, 0], [30, 31]]
+
+
+def test_two_sequences_with_the_same_prompt_of_their_own_share_all_of_it() -> None:
+    episodes = [Rollout([20, token], [0.0] * 2, "stop", splits=[Split(1, [5, 6, 7, 8])]) for token in (21, 22)]
+    (batch,) = pack([RolloutGroup({}, [5, 6], episodes)])
+    assert batch.input_ids.tolist() == [5, 6, 6, 5, 6, 7, 8, 8] and batch.prompts == ((1, 1, 1), (3, 1, 1))
+    assert batch.at_trained(batch.targets).tolist() == [20, 20, 21, 22]
+    (first, second) = pack([RolloutGroup({}, [5, 6], episodes)], max_sequences=1)
+    assert first.input_ids.tolist() == [5, 6, 5, 6, 7, 8] and len(second.rollouts) == 1
+
+
+def test_an_episode_stays_in_one_micro_batch_and_one_without_drawn_tokens_in_none() -> None:
+    split = Rollout([1, 2, 3], [0.0] * 3, "stop", splits=[Split(1, [9]), Split(2, [8])])
+    nothing = Rollout([1, 2], [0.0] * 2, "stop", trained=[False, False])
+    batches = pack([RolloutGroup({}, [5, 6], [split, rollout([7]), nothing])], max_tokens=1)
+    assert [len(batch.cu_seqlens) - 1 for batch in batches] == [3, 1]
+    assert all(one is not nothing for batch in batches for one in batch.rollouts)
 
 
 @pytest.mark.parametrize(("max_tokens", "max_sequences", "lengths", "expected"), [

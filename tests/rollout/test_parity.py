@@ -1,6 +1,7 @@
 """The parity gate: it measures right, stops a run that has gone astray, and lets a good one be."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lowmem_grpo.losses.off_policy import MismatchWatch
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.parity import ParityError, ParityGate
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
 
 def sampled(policy: Policy, tokenizer: Any, **options: Any) -> list[RolloutGroup]:
@@ -120,3 +121,46 @@ def test_a_value_that_is_no_number_is_left_to_the_guard_of_the_step(
         for rollout in group.rollouts:
             rollout.rollout_logprobs = [value] * len(rollout.rollout_logprobs)
     assert gate(tiny_policy).watch(groups) == {}
+
+
+BRIDGE = [2, 6, 9, 4, 11, 6]  # what comes between two turns, as the engine sees it
+
+
+@pytest.fixture(scope="module")
+def played(tiny_policy: Policy, tokenizer: Any) -> list[RolloutGroup]:
+    """Episodes of two turns, drawn by the policy itself."""
+    engine, prompt, params = TransformersEngine(tiny_policy, tokenizer, 128), [5, 6, 7], SamplingParams(max_tokens=6)
+    firsts = engine.generate([prompt], replace(params, n=4, seed=0))[0]
+    asked = [[*prompt, *first.completion_ids, *BRIDGE] for first in firsts]
+    seconds = [found[0] for found in engine.generate(asked, replace(params, n=1, seed=1))]
+    return [RolloutGroup({}, prompt, [
+        episode(BRIDGE, Turn(prompt, first.completion_ids, first.rollout_logprobs, "stop"),
+                Turn(ids, second.completion_ids, second.rollout_logprobs, "stop"))
+        for first, ids, second in zip(firsts, asked, seconds, strict=True)
+    ])]
+
+
+def episode(between: list[int], first: Turn, second: Turn) -> Rollout:
+    """An episode of two turns, with these tokens between them."""
+    parts = [(first.completion_ids, first.logprobs, True), (between, [0.0] * len(between), False),
+             (second.completion_ids, second.logprobs, True)]
+    return Rollout([one for ids, _, _ in parts for one in ids], [one for _, found, _ in parts for one in found], "stop",
+                   trained=[drawn for ids, _, drawn in parts for _ in ids], turns=[first, second], ending="done")
+
+
+def test_later_turns_are_checked_behind_what_came_between(tiny_policy: Policy, played: list[RolloutGroup]) -> None:
+    metrics = gate(tiny_policy).check(played)
+    assert metrics["sampling/parity/max"] < 1e-3 and 0 < metrics["sampling/parity/later_turns"] < 1e-4
+
+
+@pytest.mark.parametrize("between", [BRIDGE[1:], [*BRIDGE, 6], [*BRIDGE[:3], *BRIDGE[4:]]], ids=str)
+def test_a_token_that_was_dropped_or_doubled_between_two_turns_is_found(
+    tiny_policy: Policy, played: list[RolloutGroup], between: list[int]
+) -> None:
+    """Even where first turns, which agree, bring the mean of all tokens within the bound."""
+    wrong = RolloutGroup({}, played[0].prompt_ids, [episode(between, *one.turns) for one in played[0].rollouts])
+    with pytest.raises(ParityError, match="The first turns agree, so what differs is the tokens between turns"):
+        gate(tiny_policy).check([wrong])
+    mean = gate(tiny_policy, parity_bound=100.0).check([wrong])["sampling/parity/mean"]
+    with pytest.raises(ParityError, match=r"tokens of later turns .* The first turns agree"):
+        gate(tiny_policy, parity_bound=mean * 1.01).check([wrong])
