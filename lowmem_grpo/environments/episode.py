@@ -65,6 +65,7 @@ class Episode:
     trained: list[bool] = field(default_factory=list)  # (C,)
     splits: list[Split] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    opening: list[Message] = field(default_factory=list)  # the prompt with the environment's first observation
     state: str | None = None
     ending: str = ""
     trouble: str = ""  # what failed
@@ -80,6 +81,7 @@ class Episode:
     def begin(self, answer: Answer) -> None:
         """Make the first prompt of the row's messages and the observation."""
         given, self.messages = self.messages, joined(self.messages, answer.messages)
+        self.opening = list(self.messages)
         self.state = answer.state
         # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
         trusted = sum(one is other for one, other in zip(self.messages, given, strict=False))
@@ -231,7 +233,7 @@ class Episode:
             self.after, self.logprobs, last.finish_reason if last and self.ending == "max_tokens" else "stop",
             last.text if last else "", min((turn.policy_version for turn in self.turns), default=0),
             sum(turn.cached_tokens for turn in self.turns), self.trained, splits, self.turns, self.ending,
-            None if self.seat is None else self.seat.made,
+            None if self.seat is None else self.seat.made, opening=self.opening,
         )
 
 

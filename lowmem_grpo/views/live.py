@@ -27,8 +27,11 @@ from lowmem_grpo.views.cell import Cell
 from lowmem_grpo.views.palette import LINES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-TOOLS = (("tools/call_frequency", "{:.2f} calls an episode"), ("tools/failure_frequency", "{:.0%} failed"),
-         ("tools/waiting_share", "waiting {:.0%} of sampling"), ("tokens/cached_share", "{:.0%} of prompts cached"))
+OF_EPISODES = (  # label, metric, and its words
+    ("tools", "tools/call_frequency", "{:.2f} calls an episode"),
+    ("failed", "tools/failure_frequency", "{:.0%} of calls"),
+    ("waiting", "tools/waiting_share", "{:.0%} of sampling"), ("cached", "tokens/cached_share", "{:.0%} of prompts"),
+)
 SHARES = ("generate", "reward", "train", "idle")
 MAX_WIDTH = 100
 SAMPLE_SECONDS = 20.0  # a sample stays on the panel for at least so long
@@ -251,8 +254,7 @@ def in_words(logs: dict[str, float]) -> dict[str, str]:
         found["step"] = f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
     if ends := [f"{name} {share:.0%}" for name in ENDINGS if (share := logs.get(f"episodes/{name}"))]:
         found["ends"] = " ".join(ends)
-    if tools := [words.format(logs[key]) for key, words in TOOLS if key in logs]:
-        found["tools"] = ", ".join(tools)
+    found |= {label: words.format(logs[key]) for label, key, words in OF_EPISODES if key in logs}
     if {"groups/with_signal", "groups/total"} <= logs.keys():
         found["groups with signal"] = f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
     return found
