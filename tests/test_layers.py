@@ -45,7 +45,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "export": {"bitsandbytes", "gguf", "peft", "safetensors", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
-    "environments": {"transformers"},
+    "environments": {"mcp", "transformers"},
     "rewards": {"jsonschema", "math_verify", "openai", "rich"},
     "rollout": {"transformers"},
     "preflight": {"packaging"},

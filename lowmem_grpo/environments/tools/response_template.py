@@ -23,9 +23,9 @@ class TemplateParser:
     the `signs` of a call: the response template passes over what it cannot read, and that must not be taken for text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]], prefix: str, example: str,
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], prefix: str, example: str,
                  answer: str) -> None:
-        self.tokenizer, self.schemas, self.prefix, self.example = tokenizer, schemas, prefix, example.strip()
+        self.tokenizer, self.schemas, self.prefix, self.example = tokenizer, [*schemas], prefix, example.strip()
         self.signs = [token for token in tokenizer.get_added_vocab() if token in example and token not in answer]
 
     def read(self, ids: Sequence[int], text: str) -> Reading:

@@ -12,6 +12,11 @@ class ToolError(Exception):
         self.words = words
 
 
+class ToolOutage(RuntimeError):  # noqa: N818, says what happened
+    """A tool that does not work whatever it is asked, such as one whose server is gone. It is not the policy's failure,
+    so no text for the policy is made of it."""
+
+
 def text_of(result: Any) -> str:
     """Text as it is, and plain data as JSON. ToolError for anything else."""
     if isinstance(result, str):

@@ -93,9 +93,9 @@ def check_signature(name: str, function: Callable[..., Any]) -> None:
         if strange := next(not_json(hints[argument.name]), None):
             raise ToolSchemaError(f"{what} has the type {strange}, which JSON cannot hold: take str, int, float, bool, "
                                   "list, dict, Literal or None, and make the rest of them in the function")
-        if not re.search(rf"^\s*{re.escape(argument.name)}(\s*\([^)]*\))?\s*:\s*\S", doc, re.MULTILINE):
+        if not re.search(rf"^\s*{re.escape(argument.name)}:\s*\S", doc, re.MULTILINE):
             raise ToolSchemaError(f"{what} has no description: write `{argument.name}: ...` below \"Args:\" in the "
-                                  f"docstring, as in:{EXAMPLE}")
+                                  f"docstring, without its type, as in:{EXAMPLE}")
 
 
 def not_json(hint: Any) -> Iterator[str]:

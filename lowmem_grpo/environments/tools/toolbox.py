@@ -13,7 +13,7 @@ from lowmem_grpo.environments.shortened import shortened
 from lowmem_grpo.environments.tools.arguments import fault
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
-from lowmem_grpo.environments.tools.results import ToolError, described, text_of
+from lowmem_grpo.environments.tools.results import ToolError, ToolOutage, described, text_of
 from lowmem_grpo.environments.tools.schema import Tool, tool_of
 from lowmem_grpo.types import Message, ToolCall
 
@@ -64,7 +64,8 @@ class Toolbox:
         return tool is not None and tool.is_async
 
     def run(self, call: ToolCall) -> str:
-        """What the policy reads of a call. Raises ToolError, whose text the policy reads, for a call that failed."""
+        """What the policy reads of a call. Raises ToolError, whose text the policy reads, for a call that failed, and
+        ToolOutage for a tool that does not work at all, which is not the policy's failure."""
         with self.failures_told():
             result = self.started(call)
             return self.told(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
@@ -90,9 +91,11 @@ class Toolbox:
 
     @contextmanager
     def failures_told(self) -> Iterator[None]:
-        """Whatever is raised becomes a ToolError with a text for the policy, cut like a result."""
+        """Whatever is raised becomes a ToolError with a text for the policy, cut like a result; not an outage."""
         try:
             yield
+        except ToolOutage:
+            raise
         except (Exception, SystemExit) as error:
             words = error.words if isinstance(error, ToolError) else described(error)
             raise ToolError(shortened(words, self.tokenizer, self.max_tokens)) from error

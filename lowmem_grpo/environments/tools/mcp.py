@@ -1,0 +1,180 @@
+"""Tools of MCP servers, through the official client library: `pip install lowmem-grpo[mcp]`.
+
+    with mcp_tools(command=["python", "server.py"]) as tools:
+        trainer = GRPOTrainer(..., tools=[*tools, my_function])
+
+The client lives in an event loop of its own, in a thread. A session ends with `close`, with the `with` statement, when
+nothing holds its tools any more, and at the latest when the program ends.
+"""
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from lowmem_grpo.environments.tools.results import ToolError, ToolOutage, described
+from lowmem_grpo.environments.tools.schema import Tool
+
+logger = logging.getLogger(__name__)
+CLOSE_SECONDS = 10.0  # for a server to end; the library kills one that does not after 4 s
+PACKAGE = "tools of an MCP server need the package mcp: pip install 'mcp>=2.0'"
+
+
+class MCPTools(list[Tool]):
+    """The tools of one server, each of which a Toolbox takes as a function."""
+
+    def __init__(self, tools: list[Tool], session: "Session") -> None:
+        super().__init__(tools)
+        self.session = session
+
+    def close(self) -> None:
+        """End the session, and with it a server that was started for it."""
+        self.session.close()
+
+    def __enter__(self) -> "MCPTools":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, server: Any = None,
+              names: Sequence[str] | None = None, prefix: str = "", env: dict[str, str] | None = None,
+              start_seconds: float = 60.0) -> MCPTools:
+    """The tools of a server that `command` starts (stdio), or that listens at `url` (streamable HTTP).
+
+    `server` is anything else that mcp.Client takes: a transport with headers of your own, or a server in this process.
+    `names` are those of its tools to take, all by default; `prefix` goes before each, where two servers share a name.
+    `env` are variables for the command beside those that the library hands on.
+
+    Raises ValueError for none or several of the three and for an unknown name, ImportError without the library, and
+    ToolOutage if the server does not answer within `start_seconds`.
+    """
+    given = [source for source in (command, url, server) if source is not None]
+    if len(given) != 1 or not given[0] or isinstance(command, str):
+        raise ValueError("give one of command=[\"program\", \"argument\", ...], url=\"http://...\" and server=...; "
+                         f"got command={command!r}, url={url!r}, server={server!r}")
+    try:
+        from mcp import Client, StdioServerParameters
+    except ImportError as error:
+        raise ImportError(PACKAGE) from error
+    source = given[0] if command is None else StdioServerParameters(command=command[0], args=[*command[1:]], env=env)
+    session = Session(Client(source), " ".join(command) if command else str(given[0]))
+    offered = {tool.name: tool for tool in session.open(start_seconds)}
+    if unknown := [name for name in names or () if name not in offered]:
+        session.close()
+        raise ValueError(f"{session.name} has no tool {unknown[0]!r}; it has {', '.join(offered)}")
+    return MCPTools([tool_of(offered[name], prefix, session) for name in names or offered], session)
+
+
+def tool_of(offered: Any, prefix: str, session: "Session") -> Tool:
+    """A tool of the server as one of ours; `offered` is mcp.types.Tool."""
+    name = prefix + offered.name
+
+    async def call(**arguments: Any) -> str:
+        return await session.call(offered.name, arguments)
+
+    return Tool(name, {"type": "function", "function": {
+        "name": name, "description": offered.description or "", "parameters": offered.input_schema}}, call)
+
+
+class Session:
+    """One client in one event loop in one thread."""
+
+    def __init__(self, client: Any, name: str) -> None:
+        self.name, self.client = name, client
+        self.loop = asyncio.new_event_loop()
+        self.stop = asyncio.Event()
+        self.ready: Future[list[Any]] = Future()
+        self.thread = threading.Thread(
+            target=run, args=(self.loop, self.stop, client, self.ready), name=f"mcp {name}", daemon=True)
+        self.close = weakref.finalize(self, end, self.loop, self.stop, self.thread)
+
+    def open(self, seconds: float) -> list[Any]:
+        """The server's tools. ToolOutage if they are not there in time."""
+        self.thread.start()
+        try:
+            return self.ready.result(seconds)
+        except TimeoutError as error:
+            self.close()
+            raise ToolOutage(f"the MCP server {self.name} did not answer within {seconds:g} s") from error
+        except Exception as error:
+            self.close()
+            raise ToolOutage(f"the MCP server {self.name} does not work: {innermost(error)}") from error
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text of a tool's result. ToolError if the tool fails, ToolOutage if the server does."""
+        if not self.thread.is_alive():
+            raise ToolOutage(f"the session with the MCP server {self.name} has ended")
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        future = asyncio.run_coroutine_threadsafe(self.client.call_tool(name, arguments), self.loop)
+        try:
+            result = await asyncio.wrap_future(future)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise ToolOutage(f"the MCP server {self.name} is gone: {error.message}") from error
+            raise ToolError(error.message) from error
+        except Exception as error:
+            raise ToolOutage(f"the MCP server {self.name} does not work: {innermost(error)}") from error
+        return text_of(result)
+
+
+def run(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, client: Any, ready: "Future[list[Any]]") -> None:
+    """The thread of a session. It does not hold the session, which could not be given up otherwise."""
+
+    async def serve() -> None:
+        try:
+            async with client:
+                ready.set_result(await all_tools(client))
+                await stop.wait()
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    try:
+        loop.run_until_complete(serve())
+    except Exception as error:  # noqa: BLE001, each call has said that the server is gone
+        logger.debug("the session with an MCP server ended with %s", innermost(error))
+    finally:
+        loop.close()
+
+
+async def all_tools(client: Any) -> list[Any]:
+    """The tools of all pages."""
+    page = await client.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools
+
+
+def end(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, thread: threading.Thread) -> None:
+    """End a session, and wait until its server has ended."""
+    if not thread.is_alive():
+        return
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(CLOSE_SECONDS)
+
+
+def text_of(result: Any) -> str:
+    """The text of mcp.types.CallToolResult. ToolError for a failure, and for pictures and sound."""
+    parts = [block.text for block in result.content if block.type == "text"]
+    if result.is_error:
+        raise ToolError("\n".join(parts) or "the tool failed without a word")
+    if other := {block.type for block in result.content} - {"text"}:
+        raise ToolError(f"the tool returned what is no text: {', '.join(sorted(other))}")
+    return "\n".join(parts)
+
+
+def innermost(error: BaseException) -> str:
+    """What went wrong below the groups in which the library's tasks report."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return described(error)

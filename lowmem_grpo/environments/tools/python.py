@@ -1,0 +1,67 @@
+"""A tool that runs Python which a policy wrote, in the sandbox. `lowmem_grpo.sandbox` says what that prevents."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from lowmem_grpo.environments.tools.results import ToolError, ToolOutage
+from lowmem_grpo.sandbox.isolation import Sandbox, open_sandbox
+from lowmem_grpo.sandbox.limits import Limits
+from lowmem_grpo.sandbox.trial import too_large, why_refused
+from lowmem_grpo.sandbox.worker import CannotStart, Worker, WorkerEnded
+
+OWN_FRAME = '  File "code.py"'  # where a traceback reaches the program; above it is the sandbox's
+NOTHING = "(it printed nothing; print what you want to see)"
+logger = logging.getLogger(__name__)
+
+
+def python_tool(isolation: str | None = None, limits: Limits | None = None) -> Callable[[str], str]:
+    """A tool `python(code)`: what the program prints. Each call is a process of its own, in an empty folder.
+
+    `isolation`: None takes bubblewrap or nsjail, whichever works here; "process" is an opt-in to less protection.
+    `limits` hold for one call. Raises SandboxError, with what to do, if no sandbox works, and ValueError for an unknown
+    isolation.
+    """
+    sandbox = open_sandbox(isolation, limits)
+
+    def python(code: str) -> str:
+        """Run a Python program and read what it prints. It has the standard library, and neither network nor files.
+
+        Args:
+            code: The program.
+        """
+        return printed_by(code, sandbox)
+
+    return python
+
+
+def printed_by(code: str, sandbox: Sandbox) -> str:
+    """What a program prints. ToolError for one that fails or passes a limit, ToolOutage if the sandbox fails."""
+    limits = sandbox.limits
+    if fault := why_refused(code, limits.code_bytes) or too_large(code, "", limits.scratch_bytes):
+        raise ToolError(f"the code was not run: {fault}")
+    with started(code, sandbox) as worker:
+        try:
+            status = worker.run_to_end(time.monotonic() + min(limits.seconds, limits.total_seconds))
+            end = worker.ended() if status else None
+        except WorkerEnded as reason:
+            end = reason
+        printed = bytes(worker.stdout).decode("utf-8", "replace")
+        if end is None:
+            return printed or NOTHING
+        trace = bytes(worker.stderr).decode("utf-8", "replace")
+    at = max(trace.find(OWN_FRAME), 0)
+    words = trace[at:].strip() if end.outcome == "ended" else f"{end.outcome}: {end.reason}"
+    raise ToolError("\n".join(filter(None, (words or end.reason, printed and f"It had printed:\n{printed}"))))
+
+
+def started(code: str, sandbox: Sandbox) -> Worker:
+    """A process for the program; a second try, since the machine may be short of something for a moment."""
+    try:
+        return sandbox.start("program", code, stdin="")
+    except CannotStart as error:
+        logger.warning("the sandbox did not start (%s); trying once more", error)
+    try:
+        return sandbox.start("program", code, stdin="")
+    except CannotStart as error:
+        raise ToolOutage(f"{sandbox.isolation} worked before and no longer does: {error}") from error

@@ -1,0 +1,160 @@
+"""Tools of MCP servers: found, called, failed and ended, against real servers over standard input and output."""
+
+import asyncio
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tool_runs import tokenizer_of
+
+from lowmem_grpo.environments.tools.mcp import PACKAGE, MCPTools, mcp_tools
+from lowmem_grpo.environments.tools.results import ToolError, ToolOutage
+from lowmem_grpo.environments.tools.toolbox import Toolbox
+from lowmem_grpo.types import ToolCall
+
+try:
+    import mcp
+except ImportError:
+    mcp = None
+needs_mcp = pytest.mark.skipif(mcp is None, reason="the package mcp is not installed")
+SERVER = '''
+import asyncio, os, sys
+from mcp.server.mcpserver import Image, MCPServer
+
+server = MCPServer("shop")
+
+@server.tool()
+def price(what: str, count: int = 1) -> str:
+    """The price of something."""
+    return f"{count} {what} for {count * 3} euros"
+
+@server.tool()
+def fail(why: str) -> str:
+    """Fail."""
+    raise ValueError(why)
+
+@server.tool()
+async def wait(seconds: float) -> dict:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return {"pid": os.getpid()}
+
+@server.tool()
+def picture() -> Image:
+    """A picture."""
+    return Image(data=b"x", format="png")
+
+@server.tool()
+def leave() -> str:
+    """End the server."""
+    os._exit(3)
+
+server.run()
+'''
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> list[str]:
+    (tmp_path / "server.py").write_text(SERVER)
+    return [sys.executable, str(tmp_path / "server.py")]
+
+
+def start(server: list[str], **options: object) -> MCPTools:
+    return mcp_tools(server, env={"PYTHONPATH": os.pathsep.join(sys.path)}, **options)
+
+
+def process_of(box: Toolbox, wait: str = "wait") -> int:
+    return int(box.run(ToolCall(wait, {"seconds": 0})).partition('"pid":')[2].strip(" }\n"))
+
+
+def has_ended(process: int, seconds: float = 10) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@needs_mcp
+def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: list[str]) -> None:
+    with start(server) as tools:
+        box = Toolbox(tools, tokenizer_of("qwen3"), 256)
+        assert list(box.tools) == ["price", "fail", "wait", "picture", "leave"]
+        assert box.schemas[0]["function"]["description"] == "The price of something."
+        assert box.schemas[0]["function"]["parameters"]["properties"]["count"]["type"] == "integer"
+        assert box.is_async(ToolCall("price", {}))
+        assert box.run(ToolCall("price", {"what": "tea", "count": 2})) == "2 tea for 6 euros"
+        for call, why in ((ToolCall("price", {"what": 3}), "error: price: what must be string, got 3"),
+                          (ToolCall("fail", {"why": "x"}), "Error executing tool fail"),
+                          (ToolCall("picture", {}), "no text: image")):
+            with pytest.raises(ToolError, match=why):
+                box.run(call)
+        process = process_of(box)
+    assert has_ended(process)
+    with pytest.raises(ToolOutage, match=r"session with the MCP server .* has ended"):
+        box.run(ToolCall("price", {"what": "tea"}))
+
+
+@needs_mcp
+def test_calls_run_side_by_side_and_one_that_is_given_up_disturbs_no_other(server: list[str]) -> None:
+    async def both() -> tuple[str, float]:
+        began = time.monotonic()
+        await asyncio.gather(*(box.answer(ToolCall("wait", {"seconds": 0.5})) for _ in range(4)))
+        took = time.monotonic() - began
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(box.answer(ToolCall("wait", {"seconds": 30})), 0.1)
+        return await box.answer(ToolCall("price", {"what": "tea"})), took
+
+    with start(server) as tools:
+        box = Toolbox(tools, tokenizer_of("qwen3"), 64)
+        text, took = asyncio.run(both())
+    assert text == "1 tea for 3 euros" and took < 1.5
+
+
+@needs_mcp
+def test_a_server_that_is_gone_is_an_outage_and_not_the_policys_failure(server: list[str]) -> None:
+    with start(server) as tools:
+        box = Toolbox(tools, tokenizer_of("qwen3"), 64)
+        for name, arguments in (("leave", {}), ("price", {"what": "tea"})):
+            with pytest.raises(ToolOutage, match="the MCP server"):
+                box.run(ToolCall(name, arguments))
+
+
+@needs_mcp
+def test_a_session_ends_when_nothing_holds_its_tools(server: list[str]) -> None:
+    box = Toolbox([*start(server, names=["wait"], prefix="a_")], tokenizer_of("qwen3"), 64)
+    assert list(box.tools) == ["a_wait"]
+    process = process_of(box, "a_wait")
+    del box
+    gc.collect()
+    assert has_ended(process)
+
+
+@needs_mcp
+def test_a_server_that_does_not_start_or_answer_says_so(server: list[str]) -> None:
+    with pytest.raises(ToolOutage, match=r"/no/such/program does not work: .*No such file"):
+        mcp_tools(["/no/such/program"])
+    with pytest.raises(ToolOutage, match="does not work"):
+        mcp_tools([sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(ToolOutage, match=r"did not answer within 0\.5 s"):
+        mcp_tools([sys.executable, "-c", "import time; time.sleep(60)"], start_seconds=0.5)
+    with pytest.raises(ValueError, match="has no tool 'prise'; it has price, fail"):
+        start(server, names=["prise"])
+
+
+@pytest.mark.parametrize("given", [{}, {"command": ["a"], "url": "http://b"}, {"command": "a b"}, {"command": []}])
+def test_one_server_is_named_in_one_way(given: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="give one of command="):
+        mcp_tools(**given)
+
+
+@pytest.mark.skipif(mcp is not None, reason="the package mcp is installed")
+def test_without_the_library_it_says_what_to_install() -> None:
+    with pytest.raises(ImportError, match=PACKAGE.replace("(", r"\(")):
+        mcp_tools(["a"])

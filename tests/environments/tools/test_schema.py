@@ -1,0 +1,203 @@
+"""What a template is told of a function, and which functions cannot be tools."""
+
+import functools
+from collections.abc import Callable
+from datetime import date
+from typing import Any, Literal
+
+import pytest
+from tool_runs import weather
+
+from lowmem_grpo.environments.tools.arguments import fault, typed
+from lowmem_grpo.environments.tools.schema import Tool, ToolSchemaError, tool_of
+
+
+def no_docs(a: int) -> int:
+    return a
+
+
+def no_type(a, b: int = 3) -> int:  # type: ignore[no-untyped-def]
+    """Add.
+
+    Args:
+        a: One.
+        b: Two.
+    """
+    return a + b
+
+
+def no_description(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+    """
+    return a + b
+
+
+def of_date(day: date | None, days: list[date]) -> str:
+    """The day.
+
+    Args:
+        day: Which.
+        days: More.
+    """
+    return str(day or days)
+
+
+def variable(*numbers: int) -> int:
+    """Add.
+
+    Args:
+        numbers: All.
+    """
+    return sum(numbers)
+
+
+def free(**options: int) -> int:
+    """Add.
+
+    Args:
+        options: All.
+    """
+    return sum(options.values())
+
+
+def typed_docs(a: int) -> int:
+    """Add.
+
+    Args:
+        a (int): One.
+    """
+    return a
+
+
+def unknown_type(a: "NoSuchType") -> None:  # type: ignore[name-defined]  # noqa: F821
+    """Take.
+
+    Args:
+        a: It.
+    """
+
+
+def _hidden() -> None:
+    """Hide."""
+
+
+class Thing:
+    """A thing."""
+
+
+def rich(
+    kind: Literal["a", "b"], sizes: list[int], table: dict[str, list[float]], anything: Any,
+    either: int | str | None = None,
+) -> dict[str, int]:
+    """Much at once.
+
+    It takes two lines.
+
+    Args:
+        kind: Which kind.
+        sizes: Some sizes
+            over two lines.
+        table: A table.
+        anything: Anything.
+        either: A number or a word.
+
+    Returns:
+        Something.
+    """
+    return {kind: len(sizes)}
+
+
+def test_the_schema_says_all_that_hints_and_docstring_say() -> None:
+    tool = tool_of(weather)
+    assert tool == Tool("weather", tool.schema, weather) and not tool.is_async
+    assert tool.schema == {"type": "function", "function": {
+        "name": "weather", "description": "Look up the weather.", "parameters": {
+            "type": "object", "required": ["city"], "properties": {
+                "city": {"type": "string", "description": "Where."},
+                "days": {"type": "integer", "description": "For how many days."},
+                "unit": {"type": "string", "nullable": True, "description": "Celsius or Fahrenheit."}}}}}
+    assert tool_of(tool) is tool
+
+
+def test_rich_hints_are_understood() -> None:
+    found = tool_of(rich).parameters["properties"]
+    assert found["kind"]["enum"] == ["a", "b"] and found["sizes"]["items"] == {"type": "integer"}
+    assert found["sizes"]["description"] == "Some sizes over two lines."
+    assert found["either"]["nullable"] and set(found["either"]["type"]) == {"integer", "string"}
+
+
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return around
+
+
+async def later(a: int) -> int:
+    """Later.
+
+    Args:
+        a: It.
+    """
+    return a
+
+
+def test_a_decorated_function_is_a_tool() -> None:
+    assert tool_of(decorated(weather)).parameters == tool_of(weather).parameters
+    assert tool_of(decorated(later)).is_async
+
+
+@pytest.mark.parametrize(("function", "why"), [
+    (no_docs, r"no_docs has no docstring.*def add\(a: int"), (no_type, r"argument 'a' of the tool no_type has no type"),
+    (no_description, r"argument 'b' of the tool no_description has no description: write `b: \.\.\.`"),
+    (of_date, "argument 'day' of the tool of_date has the type date, which JSON cannot hold"),
+    (variable, r"argument 'numbers' of the tool variable takes \*numbers"),
+    (free, r"argument 'options' of the tool free takes \*\*options"), (unknown_type, "NoSuchType"),
+    (typed_docs, "argument 'a' of the tool typed_docs has no description.*without its type"),
+    (_hidden, "cannot be called '_hidden'.*rename"), (lambda: 3, "no docstring"), (Thing, "must be a function"),
+    (Thing(), "must be a function"), ("add", "must be a function"), (print, "takes|no type"),
+    (functools.partial(weather, "Rome"), "must be a function"), (Tool("a b", {}, weather), "cannot be called 'a b'"),
+])
+def test_a_function_that_cannot_be_a_tool_says_what_to_write(function: Any, why: str) -> None:
+    with pytest.raises(ToolSchemaError, match=f"(?s){why}"):
+        tool_of(function)
+
+
+ITEM = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"c": {"enum": [1, "x"]}}}]}
+OBJECT = {"type": "object", "required": ["a"],
+          "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": ITEM}}}
+PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {}]}
+
+
+@pytest.mark.parametrize(("schema", "value", "why"), [
+    (OBJECT, {"a": 1}, None), (OBJECT, {"a": 1, "b": ["x", {"c": 1}]}, None), (OBJECT, {}, "a is missing"),
+    (OBJECT, {"a": 1, "z": 2}, "z is unknown; known are a, b"), (OBJECT, [], "it must be object, got []"),
+    (OBJECT, {"a": 1.5}, "a must be integer, got 1.5"), (OBJECT, {"a": 1, "b": "x"}, 'b must be array, got "x"'),
+    (OBJECT, {"a": 1, "b": ["x", 3]}, "b[1] must be string, got 3"), (OBJECT, {"a": None}, "must be integer, got null"),
+    ({"type": "integer", "nullable": True}, None, None), ({"type": ["integer", "string"]}, "x", None),
+    ({"type": ["integer", "string"]}, [], "it must be integer or string, got []"), ({}, object, None), (True, 3, None),
+    ({"type": "object"}, {"anything": 1}, None), ({"type": "number"}, 3, None), ({"type": "number"}, True, "be number"),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, {"x": "y"}, 'x must be integer, got "y"'),
+    ({"enum": ["a", 1]}, 1, None), ({"enum": ["a", 1]}, True, 'it must be one of ["a", 1], got true'),
+    ({"enum": ["a"]}, "b" * 999, "..."), (PAIR, [1], "2 items, got 1"), (PAIR, ["x", 1], "[0] must be integer"),
+    ({"type": "integer", "minimum": 1}, 0, "it must be at least 1, got 0"), ({"type": "tensor"}, 3, None),
+    ({"type": "number", "exclusiveMaximum": 1}, 1, "it must be below 1, got 1"), ({"minimum": 1}, "x", None),
+])
+def test_arguments_are_held_against_the_schema(schema: Any, value: Any, why: str | None) -> None:
+    found = fault(schema, value)
+    assert found is None if why is None else found is not None and why in found and len(found) < 200
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), [
+    ({"type": "string"}, "7", "7"), ({"type": "integer"}, " 7\n", 7), ({"type": "boolean"}, "False", False),
+    ({"type": "number"}, "NaN", "NaN"), ({"type": "array"}, "[1,", "[1,"), ({"type": "object"}, '{"a": []}', {"a": []}),
+    ({"type": ["integer", "string"]}, "7", "7"), ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null"),
+    ({"type": "integer", "nullable": True}, "None", None), ({"type": "integer", "nullable": True}, "null", None),
+    ({}, "[1]", [1]), (None, "[1]", "[1]"),
+])
+def test_an_argument_that_is_written_as_text_gets_the_type_of_the_schema(schema: Any, text: str, value: Any) -> None:
+    assert typed(schema, text) == value
