@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from lowmem_grpo.engines.base import Request
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
+from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.environments.tools.results import ToolError
 from lowmem_grpo.environments.workers import Job
 from lowmem_grpo.types import Message, Rollout, Split, ToolCall, Turn
@@ -119,11 +120,11 @@ class Episode:
                     drawn.policy_version, drawn.cached_tokens, state=self.state)
         self.turns.append(turn)
         self.add(drawn.completion_ids, drawn.rollout_logprobs, trained=True)
-        content, calls, errors = drawn.text, list[ToolCall](), list[str]()
+        reading = Reading(drawn.text)
         if self.toolbox is not None:
             reading = self.toolbox.read(drawn.completion_ids, drawn.text)
-            content, calls, errors = reading.content, reading.calls, reading.errors
-        turn.message = assistant(content, calls)
+        calls, errors = reading.calls, reading.errors
+        turn.message = reading.message()
         turn.calls, turn.failures = len(calls) + len(errors), len(errors)
         self.messages.append(turn.message)
         self.unreadable = self.unreadable + 1 if errors and not calls else 0
@@ -243,11 +244,3 @@ def joined(prompt: list[Message], observation: list[Message]) -> list[Message]:
         return [*(one for one in prompt if one["content"] or not observation), *observation]
     last = prompt[-1]
     return [*prompt[:-1], last | {"content": last["content"] + observation[0]["content"]}]
-
-
-def assistant(content: str, calls: list[ToolCall]) -> Message:
-    """A turn of the policy as a message, in OpenAI's form."""
-    made: list[dict[str, Any]] = [
-        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
-    ]
-    return {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})

@@ -41,7 +41,7 @@ class Kits:
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable[..., Any]], factories: Factories | None,
-        max_tool_tokens: int, template_kwargs: dict[str, Any], parse: Callable[..., Any] | None = None,
+        max_tool_tokens: int, template_kwargs: dict[str, Any], parse: Callable[..., Any] | str | None = None,
     ) -> None:
         """`tools` belong to every row, beside those of its environment."""
         self.tokenizer, self.tools, self.factories = tokenizer, list(tools), factories
@@ -52,7 +52,8 @@ class Kits:
     def make(self, made: Any) -> Kit:
         """The kit of an environment like this one; None where there is no environment."""
         functions = [*self.tools, *([] if made is None else tools_of(made))]
-        toolbox = Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse) if functions else None
+        toolbox = Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse, self.template_kwargs) \
+            if functions else None
         return Kit(self.tokenizer, toolbox, self.template_kwargs)
 
     def of(self, row: Mapping[str, Any]) -> Kit:

@@ -19,6 +19,7 @@ from lowmem_grpo.engines.base import Engine, OnGroup, Request
 from lowmem_grpo.environments.episode import Bounds, Episode
 from lowmem_grpo.environments.kit import Kits, messages_of
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
+from lowmem_grpo.environments.tools.results import ToolOutage
 from lowmem_grpo.environments.workers import Job, Workers
 from lowmem_grpo.types import Rollout
 
@@ -131,7 +132,7 @@ class Batch:
     def settle(self, job: Job, episode: Episode) -> None:
         """What a worker did for an episode becomes its next turn, or its end."""
         episode.seconds += job.seconds
-        if isinstance(job.error, (EnvironmentFailedError, TimeoutError)):
+        if isinstance(job.error, EnvironmentFailedError | ToolOutage | TimeoutError):
             self.fail(episode, job.error)
         elif job.error is not None:
             raise job.error

@@ -24,16 +24,16 @@ INTEGER_BITS = 4096  # Python prints no much longer ones
 
 
 def loads(text: str) -> Any:
-    """What a JSON text says. ValueError for any other text, and for what `plain` refuses."""
+    """What a JSON text says. ValueError for any other text, and for what `writable` refuses."""
     try:
-        return plain(json.loads(text))
+        return writable(json.loads(text))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from error
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def writable(value: Any, depth: int = 0) -> Any:
     """The value, if it can be written as JSON and shown: neither endlessly deep nor long, and of whole characters."""
     if depth > DEPTH:
         raise ValueError("it is nested too deeply")
@@ -45,7 +45,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         raise ValueError("half of a surrogate pair is no character")
     inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     for item in inner:
-        plain(item, depth + 1)
+        writable(item, depth + 1)
     return value
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lowmem_grpo.environments.tools.arguments import loads, plain, typed
+from lowmem_grpo.environments.tools.arguments import loads, typed, writable
 from lowmem_grpo.types import ToolCall
 
 Schemas = Mapping[str, Any]  # JSON schema of the arguments, by name of the tool
@@ -124,7 +124,7 @@ def call_of_node(node: ast.expr) -> ToolCall:
         raise CallError("it is not a list of calls such as [name(key='value')]")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise CallError("each argument is written with its name, as in name(key='value')")
-    return ToolCall(node.func.id, plain({str(keyword.arg): literal(keyword.value) for keyword in node.keywords}))
+    return ToolCall(node.func.id, writable({str(keyword.arg): literal(keyword.value) for keyword in node.keywords}))
 
 
 def literal(node: ast.expr) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.environments.tools.arguments import plain
+from lowmem_grpo.environments.tools.arguments import writable
 from lowmem_grpo.environments.tools.bodies import call_of
 from lowmem_grpo.environments.tools.parsers import Reading, unreadable
 
@@ -33,7 +33,7 @@ class TemplateParser:
         whole = str(self.tokenizer.decode(list(ids))) if len(ids) else text
         try:
             found = dict(self.tokenizer.parse_response(whole, prefix=self.prefix, tools=self.schemas))
-            calls = [call_of(plain(call["function"])) for call in found.pop("tool_calls", None) or []]
+            calls = [call_of(writable(call["function"])) for call in found.pop("tool_calls", None) or []]
         except Exception as error:  # noqa: BLE001, of several kinds, as templates are data
             return self.failed(text, f"{(str(error) or type(error).__name__).strip().splitlines()[0][:SHOWN]}")
         if not calls and any(sign in whole for sign in self.signs):

@@ -5,11 +5,12 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.environments.shortened import shortened
+from lowmem_grpo.environments.token_limit import within_tokens
 from lowmem_grpo.environments.tools.arguments import fault
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
@@ -45,8 +46,10 @@ class Toolbox:
 
     def of(self, functions: Sequence[Any]) -> "Toolbox":
         """The same for other functions of these names, such as the methods of another instance of an environment."""
+        known = {shared(tool.function): tool for tool in self.tools.values()}  # their schemas are not made again
         other = copy(self)
-        other.tools = named([tool_of(function) for function in functions])
+        other.tools = named([tool_of(one) if isinstance(one, Tool) or shared(one) not in known
+                             else replace(known[shared(one)], function=one) for one in functions])
         if other.schemas != self.schemas:
             raise ValueError(f"the tools {', '.join(other.tools)} differ from those that the template was told of: "
                              f"{', '.join(self.tools)}")
@@ -87,7 +90,7 @@ class Toolbox:
 
     def told(self, result: Any) -> str:
         """A result as text, cut."""
-        return shortened(text_of(result), self.tokenizer, self.max_tokens)
+        return within_tokens(text_of(result), self.tokenizer, self.max_tokens)
 
     @contextmanager
     def failures_told(self) -> Iterator[None]:
@@ -98,7 +101,7 @@ class Toolbox:
             raise
         except (Exception, SystemExit) as error:
             words = error.words if isinstance(error, ToolError) else described(error)
-            raise ToolError(shortened(words, self.tokenizer, self.max_tokens)) from error
+            raise ToolError(within_tokens(words, self.tokenizer, self.max_tokens)) from error
 
     def message(self, call: ToolCall, content: str) -> Message:
         """The message that answers a call."""
@@ -113,6 +116,11 @@ def named(tools: list[Tool]) -> dict[str, Tool]:
             raise ValueError(f"two tools are called {tool.name!r}, so a call could mean either; rename one of them")
         found[tool.name] = tool
     return found
+
+
+def shared(function: Any) -> Any:
+    """What a method has in common with that of another instance: the function in the class. Any other is its own."""
+    return getattr(function, "__func__", function)
 
 
 async def awaited(result: Any) -> Any:

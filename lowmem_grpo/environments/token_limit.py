@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerBase
 MOST_CHARACTERS = 64  # a token; of a longer text not all is looked at
 
 
-def shortened(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
+def within_tokens(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
     """The text if it has at most `max_tokens` tokens, else its head and its tail with a note of what was left out.
 
     Only so much of the text is encoded as could be kept, however long it is. Half a surrogate pair, which no tokenizer
