@@ -18,7 +18,6 @@ from lowmem_grpo.types import Message, Rollout, Split, ToolCall, Turn
 
 logger = logging.getLogger(__name__)
 
-FAILURES = ("timeout", "environment_error")  # endings that are not the policy's doing
 UNREADABLE = 3  # turns in a row whose calls cannot be read end an episode
 
 

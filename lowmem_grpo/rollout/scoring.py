@@ -3,13 +3,13 @@
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from operator import and_
 
 import torch
 
 from lowmem_grpo.config.episodes import EpisodeSettings
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.environments.episode import FAILURES
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.losses.credit import assign_credit
@@ -67,11 +67,11 @@ class Scoring:
         """Put the values of each function, and what it logged of each completion, into the rollouts."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for index, rollout in enumerate(rollouts):
-            failed = rollout.ending in FAILURES  # an environment's doing, for which nobody is paid
+            failed = rollout.failed  # an environment's doing, for which nobody is paid
             rollout.rewards |= {name: None if failed else values[index] for name, values in scores.rewards.items()}
             rollout.environment = None  # its reward is known
             rollout.extras |= {name: values[index] for name, values in scores.extras.items()}
-            given = {name: scores.returned[name][index] for name in self.paying}
+            given = {} if failed else {name: scores.returned[name][index] for name in self.paying}
             rollout.invalid_rewards = {n: v for n, v in given.items() if v is not None and not math.isfinite(v)}
 
     @property
@@ -81,12 +81,19 @@ class Scoring:
 
     def assign(self, groups: list[RolloutGroup]) -> None:
         """Set advantages as they are where these groups are the batch: of completions, and of the turns of episodes."""
-        assign_advantages(groups, self.names, self.settings)
+        settings = self.weighted
+        assign_advantages(groups, self.names, settings)
         if self.credit is not None:
             weights = dict(zip(self.names, self.scorer.weights, strict=True))
             paid = [func.__name__ for func in self.scorer.funcs if isinstance(func, EnvironmentReward)]
             discount, state_weight = self.credit.turn_discount, self.credit.state_weight
-            assign_credit(groups, self.settings, discount, state_weight, weights, paid)
+            assign_credit(groups, settings, discount, state_weight, weights, paid)
+
+    @property
+    def weighted(self) -> AdvantageSettings:
+        """The settings with the weights of all functions: the user's own say nothing of what environments pay."""
+        given = {field.name: getattr(self.settings, field.name) for field in fields(AdvantageSettings)}
+        return AdvantageSettings(**given | {"reward_weights": self.scorer.weights})
 
     def warn(self, scores: Scores) -> None:
         """Say which functions gave NaN or infinity."""
@@ -104,7 +111,7 @@ class Scoring:
         start = 0
         for group in groups:
             end = start + len(group.rollouts)
-            counted = [rollout.ending not in FAILURES for rollout in group.rollouts]
+            counted = [not rollout.failed for rollout in group.rollouts]
             group.unjudged = any(any(map(and_, places[start:end], counted)) for places in missing.values())
             start = end
         return {f"rewards/{name}/unjudged": float(sum(places)) for name, places in missing.items()}

@@ -327,6 +327,18 @@ def test_the_kl_term_in_the_reward_is_the_loop_over_tokens(recomputed: bool) -> 
     assert rollouts[3].token_advantages is None
 
 
+def test_the_kl_term_in_the_reward_is_that_of_the_drawn_tokens_whatever_lies_between_them() -> None:
+    drawn = Rollout([7, 8, 9], [-1.0, -2.0, -0.5], "stop", reward=1.0, ref_logprobs=torch.tensor([-1.5, -1.0, -0.25]))
+    other = Rollout([7], [-1.0], "stop", reward=0.0, ref_logprobs=torch.zeros(1))
+    episode = Rollout([7, 1, 8, 9, 1], [-1.0, NAN, -2.0, -0.5, NAN], "stop", reward=1.0,
+                      trained=[True, False, True, True, False], ref_logprobs=torch.tensor([-1.5, 0, -1.0, -0.25, 0]))
+    put_kl_in_reward([drawn, other], 0.3)
+    put_kl_in_reward([episode, other], 0.3)
+    assert drawn.token_advantages is not None and episode.token_advantages is not None
+    assert episode.token_advantages.tolist() == [*drawn.token_advantages[:1].tolist(), 0,
+                                                 *drawn.token_advantages[1:].tolist(), 0]
+
+
 # Options
 
 

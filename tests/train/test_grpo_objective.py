@@ -12,7 +12,7 @@ from lowmem_grpo.losses.objective import Reducer, StepTotals
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.train.grpo_objective import GRPOObjective
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
 FAR = torch.tensor([1.4, 0.7])  # ratios of trainer to sampler, of mean k3 0.06
 
@@ -78,6 +78,18 @@ def test_what_was_measured_is_kept_when_a_run_is_resumed() -> None:
     assert resumed.state() == objective.state() and resumed.entropy.applied == objective.entropy.applied > 0
     resumed.begin(rollouts(1), 1)
     assert resumed.correct_mismatch
+
+
+
+def test_a_kl_term_in_the_reward_leaves_no_place_for_states_which_is_said_with_the_fix() -> None:
+    turn = Turn([1], [1, 2], [-1.0, -1.0], "stop", state="start")
+    played = Rollout([1, 2], [-1.0, -1.0], "stop", reward=1.0, turns=[turn], ref_logprobs=torch.zeros(2))
+    settings: dict[str, Any] = {"advantage_estimator": "reinforce++", "beta": 0.1}
+    with pytest.raises(ValueError, match="no place for the comparison of turns in the same state; set state_weight=0"):
+        GRPOObjective(GRPOConfig(**settings)).prepared([played])
+    GRPOObjective(GRPOConfig(**settings, state_weight=0)).prepared([played])
+    assert played.token_advantages is not None
+
 
 WAITED_FOR = ("aten.nonzero", "aten.masked_select", "aten._local_scalar_dense", "aten.bincount")
 
