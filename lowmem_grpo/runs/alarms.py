@@ -29,6 +29,8 @@ KL = 1.0  # nats per token
 ENTROPY_SHARE, ENTROPY_FLOOR, FIRST_STEPS = 0.01, 1e-3, 5  # of the mean over the first steps; nats per token
 SPIKE, NORMS_KEPT, NORMS_NEEDED = 10.0, 50, 10  # times the median of the last norms, if there are enough
 CONSTANT_STEPS = 20
+MANY_ENDS = 0.5  # share of the episodes that end for one reason, or of the calls of tools that fail
+MANY_FAILURES = 0.1  # share of the episodes that an environment failed
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,28 @@ ALARMS = (
         outside(lambda rollouts: rollouts > 0, "nonfinite/rollouts"), "so nothing was trained on these rollouts",
         "read nonfinite.jsonl, which holds them and says where the value was. Let reward functions return None for "
         "what they cannot judge, use bfloat16 instead of fp16, or lower learning_rate",
+    ),
+    Alarm(
+        "unreadable_calls", "calls of tools fail",
+        f"episodes/parse_error or tools/failure_frequency above {MANY_ENDS}", 3,
+        outside(lambda share: share > MANY_ENDS, "episodes/parse_error", "tools/failure_frequency"),
+        "so the policy does not know the form of a call, or which tools and arguments there are",
+        "read completions.jsonl, which holds each call and its answer. Use a model that knows calls of tools, show one "
+        "in the prompt, or say more in the tools' docstrings",
+    ),
+    Alarm(
+        "no_room", "episodes run out of room", f"episodes/max_tokens or episodes/context above {MANY_ENDS}", 3,
+        outside(lambda share: share > MANY_ENDS, "episodes/max_tokens", "episodes/context"),
+        "so they stop before they are over, and earn what they have earned by then",
+        "raise max_completion_length, which bounds all turns and what comes between them, or lower max_tool_tokens, "
+        "max_turn_tokens or the number of turns",
+    ),
+    Alarm(
+        "failing_environments", "environments fail",
+        f"episodes/timeout or episodes/environment_error above {MANY_FAILURES}", 1,
+        outside(lambda share: share > MANY_FAILURES, "episodes/timeout", "episodes/environment_error"),
+        "so these episodes were played twice and left out",
+        "the warnings above name the call that failed. Raise environment_timeout or episode_timeout for slow ones",
     ),
     Alarm(
         "constant_reward", "a reward function is constant",

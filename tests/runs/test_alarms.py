@@ -17,11 +17,14 @@ Line = dict[str, float]
 HEALTHY: Line = {
     "groups/with_signal": 3, "reward": 0.5, "completions/clipped_ratio": 0.9, "mismatch/k3": 5e-4,
     "mismatch/effective_samples": 0.95, "clip_ratio/region_mean": 0.2, "kl": 0.3, "entropy": 0.4, "grad_norm": 0.7,
-    "nonfinite/rollouts": 0, "rewards/right/mean": 0.5, "rewards/right/std": 0.5,
+    "nonfinite/rollouts": 0, "rewards/right/mean": 0.5, "rewards/right/std": 0.5, "episodes/parse_error": 0.1,
+    "tools/failure_frequency": 0.2, "episodes/max_tokens": 0.1, "episodes/context": 0.0, "episodes/timeout": 0.0,
+    "episodes/environment_error": 0.0,
 }
 EDGE: Line = {  # as far as it may go
     "groups/with_signal": 1, "completions/clipped_ratio": 0.99, "mismatch/k3": 0.01, "mismatch/effective_samples": 0.5,
     "clip_ratio/region_mean": 0.3, "kl": 1.0, "entropy": 0.0041, "grad_norm": 7.0, "rewards/right/std": 1e-9,
+    "episodes/parse_error": 0.5, "tools/failure_frequency": 0.5, "episodes/max_tokens": 0.5, "episodes/timeout": 0.1,
 }
 BAD = [  # of an alarm: a line that is wrong, after how many of them it must sound, and what it must say
     ("nothing_to_learn", {"groups/with_signal": 0}, 10,
@@ -35,6 +38,12 @@ BAD = [  # of an alarm: a line that is wrong, after how many of them it must sou
     ("entropy_collapse", {"entropy": 0.0039}, 3, "entropy is 0.0039, and was 0.4 in the first steps"),
     ("gradient_spike", {"grad_norm": 7.1}, 1, "grad_norm is 7.1, 10 times the usual 0.7"),
     ("nonfinite", {"nonfinite/rollouts": 1}, 1, "nonfinite.jsonl"),
+    ("unreadable_calls", {"episodes/parse_error": 0.51}, 3, "episodes/parse_error is 0.51, so the policy does not"),
+    ("unreadable_calls", {"tools/failure_frequency": 0.6}, 3, "docstrings"),
+    ("no_room", {"episodes/max_tokens": 0.51}, 3, "raise max_completion_length"),
+    ("no_room", {"episodes/context": 0.51}, 3, "max_tool_tokens"),
+    ("failing_environments", {"episodes/timeout": 0.11}, 1, "episodes/timeout is 0.11, so these episodes"),
+    ("failing_environments", {"episodes/environment_error": 0.11}, 1, "environment_timeout"),
     ("constant_reward", {"rewards/right/mean": 1.0, "rewards/right/std": 0.0}, 20, "reward right is 1 for every"),
 ]
 IDS = [f"{name}-{next(iter(line))}" for name, line, *_ in BAD]
