@@ -109,6 +109,16 @@ class Episode:
         """Tokens after the first prompt, as the engine sees them."""
         return len(self.ids) - len(self.prompt)
 
+    @property
+    def spent(self) -> bool:
+        """Whether all turns are taken."""
+        return self.bounds.turns is not None and len(self.turns) >= self.bounds.turns
+
+    @property
+    def steps(self) -> bool:
+        """Whether an environment answers texts."""
+        return self.seat is not None and self.seat.steps
+
     def request(self) -> Request:
         """The next turn."""
         return Request(self.key, self.ids, self.room, self.seeds(len(self.turns)))
@@ -129,9 +139,11 @@ class Episode:
         self.unreadable = self.unreadable + 1 if errors and not calls else 0
         if self.unreadable >= UNREADABLE:
             self.ending = "parse_error"
+        elif (calls or errors) and self.spent and not self.steps:
+            self.ending = "max_turns"  # nobody would read the results, so the tools are not run, as in TRL
         elif calls or errors:
             return lambda job: self.call_tools(job, calls, errors)
-        elif self.seat is not None and self.seat.steps:
+        elif self.steps:
             return lambda job: self.bound(job).step(drawn.text)
         else:
             self.ending = "max_tokens" if drawn.finish_reason == "length" else "answer"
@@ -161,7 +173,7 @@ class Episode:
         self.state = answer.state
         if answer.done:
             self.ending = "done"
-        elif self.bounds.turns is not None and len(self.turns) >= self.bounds.turns:
+        elif self.spent:
             self.ending = "max_turns"
         elif turn.finish_reason == "length" and self.room < 1:
             self.ending = "max_tokens"

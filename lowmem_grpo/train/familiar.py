@@ -42,10 +42,15 @@ NOT_HERE = {
     **dict.fromkeys(("predict", "prediction_step"), SAMPLE),
     **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size", "is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
     "ref_model": "the reference is the model without its adapter: with trainer.policy.base_model(): ...",
-    "llm": "the engine that samples is trainer.engine", "vllm_generation": "the engine that samples is trainer.engine",
-    "vllm_client": "there is no server; the engine that samples is trainer.engine",
+    **dict.fromkeys(("llm", "vllm_generation", "vllm_client"), "the engine that samples is trainer.engine; a "
+                    "rollout_func samples with lowmem_grpo.generate_rollout_completions(trainer, prompts)"),
     "init_hf_repo": "push_to_hub makes the repository",
 }
+SETTINGS = (  # that a trainer of TRL has as attributes, and a `rollout_func` reads
+    "num_generations", "num_generations_eval", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
+    "chat_template_kwargs", "use_vllm", "beta", "num_iterations", "loss_type", "scale_rewards",
+    "max_tool_calling_iterations", "mask_truncated_completions",
+)
 
 
 class NotHereError(AttributeError, UnsupportedError):
@@ -88,6 +93,8 @@ class Familiar:
     given_eval_rows: Any
 
     def __getattr__(self, name: str) -> Any:
+        if name in SETTINGS and hasattr(self.args, name):
+            return getattr(self.args, name)
         if name in NOT_HERE:
             raise NotHereError(f"{type(self).__name__} has no {name}: {NOT_HERE[name]}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

@@ -3,7 +3,10 @@
 from typing import Any
 
 import pytest
-from trl_episodes import Played, call, sampled, trl_episodes
+from scripted_policy import scripted_trainer
+from trl_episodes import TEMPLATE, Played, call, sampled, trl_episodes
+
+from lowmem_grpo.types import RolloutGroup
 
 
 class Counter:
@@ -63,3 +66,29 @@ def test_trl_plays_what_the_script_says(theirs: list[Played]) -> None:
         own = [id for id, mine in zip(one.completion_ids, one.mask, strict=True) if mine]
         assert own == [id for text in script[: len([m for m in one.messages if m["role"] == "assistant"])]
                        for id in sampled(text)]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RolloutGroup], list[Any]]:
+    """The groups, and the messages that reward functions got."""
+    seen: list[Any] = []
+
+    def keep(completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(list(one) for one in completions)
+        return [0.0] * len(completions)
+
+    trainer = scripted_trainer(tmp_path_factory.mktemp("ours"), TEMPLATE, ROWS, SCRIPTS, reward_funcs=[keep],
+                               settings=SETTINGS, environment_factory=Counter)
+    return trainer.rollout(), seen
+
+
+def test_the_same_class_gives_the_same_ids_masks_rewards_and_messages_here(
+    theirs: list[Played], ours: tuple[list[RolloutGroup], list[Any]]
+) -> None:
+    groups, seen = ours
+    rollouts = [(group.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
+    for (prompt_ids, rollout), messages, one in zip(rollouts, seen, theirs, strict=True):
+        assert prompt_ids == one.prompt_ids and rollout.completion_ids == one.completion_ids
+        assert [int(drawn) for drawn in rollout.trained or []] == one.mask
+        assert rollout.rewards["Counter"] == one.rewards["Counter"]
+        assert messages == one.messages

@@ -59,7 +59,6 @@ def tool_of(given: Any) -> Tool:
         schema = get_json_schema(given)
     except Exception as error:  # of several kinds, with words for developers
         raise ToolSchemaError(f"the tool {name} has no schema: {error}. A tool reads like this:{EXAMPLE}") from error
-    schema["function"].pop("return", None)  # templates ignore it, or print it
     return checked_name(Tool(name, schema, given))
 
 
