@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lowmem_grpo.engines.kv_cache import GrowingCache, Piece
 
-SAVED = 64  # tokens that have to be saved for rows to be fed apart from longer ones, which takes a pass of its own
+TWICE, FEW = 0.1, 16  # tokens computed again in a pass, at most: a share of its new ones, or so many
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,13 @@ class KeptRows:
 
 def fed_together(new: dict[int, int]) -> list[list[int]]:
     """Rows in lists, each of which is fed as many tokens as its first row has `new` ones (row to tokens)."""
-    order = sorted(new, key=lambda row: -new[row])
     lists: list[list[int]] = []
-    for place, row in enumerate(order):
-        if not lists or (new[lists[-1][0]] - new[row]) * (len(order) - place) > SAVED:
+    again = total = 0
+    for row in sorted(new, key=lambda row: -new[row]):
+        again += new[lists[-1][0]] - new[row] if lists else 0
+        total += new[row]
+        if not lists or again > max(TWICE * total, FEW):
             lists.append([])
+            again, total = 0, new[row]
         lists[-1].append(row)
     return lists

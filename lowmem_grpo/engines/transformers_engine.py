@@ -156,7 +156,7 @@ class TransformersEngine:
         self.kv_bytes = max(self.kv_bytes, state.cache.nbytes + drawn.kept_bytes)
         for step in range(part.start, budget):
             state.tokens, logprobs = draw(logits, params, uniform(state.rows, step))
-            drawn.ids[state.rows, step], drawn.logprobs[state.rows, step] = state.tokens, logprobs
+            drawn.ids[state.rows, step], drawn.logprobs[state.rows, step] = state.tokens, logprobs.float()
             ended = state.alive & self.ends(state, drawn.ids[:, : step + 1], params)
             state.alive = state.alive & ~ended & (drawn.lengths[state.rows] > step + 1)
             left = state.rows[state.alive].tolist()

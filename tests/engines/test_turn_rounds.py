@@ -1,0 +1,241 @@
+"""Rounds of turns in the transformers engine: keys and values of the last turn are used again, and nothing changes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from failing import Failing
+from small_models import TINY, load_model, with_adapter
+from talks import Talk
+from transformers import AutoTokenizer
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.kept_rows import Kept, KeptRows, fed_together
+from lowmem_grpo.engines.kv_cache import GrowingCache, Piece, right_aligned
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
+from lowmem_grpo.models.policy import Policy
+
+SAMPLED = SamplingParams(temperature=1.3)
+PROMPTS = [[5 + number % 90 for number in range(40)], [9] * 7, [100], [9] * 7]
+
+
+@pytest.fixture(scope="module", params=["tiny", "Mistral", "Gemma3"])  # the last two with sliding windows
+def engine(request: pytest.FixtureRequest) -> TransformersEngine:
+    model = with_adapter(load_model(request.param)).double()
+    return TransformersEngine(Policy(model), AutoTokenizer.from_pretrained(TINY), max_seq_length=256)
+
+
+@pytest.fixture(autouse=True)
+def as_new(engine: TransformersEngine) -> None:
+    engine.bound, engine.kept = RunMemory().rollout, KeptRows()
+
+
+def reply(key: int, turn: int) -> list[int]:
+    """Of different lengths, some longer than the turn."""
+    return [60 + key] * ([2, 30, 1, 5][key] + 7 * turn)
+
+
+def talk(**options: Any) -> Talk:
+    return Talk(PROMPTS, **{"turns": 4, "reply": reply, "max_tokens": lambda key, turn: 3 + (5 * key + turn) % 9}
+                | options)
+
+
+def played(engine: TransformersEngine, params: SamplingParams = SAMPLED, **options: Any) -> Talk:
+    found = talk(**options)
+    engine.converse(found, params)
+    assert not engine.kept.rows, "nothing is kept behind a call"
+    return found
+
+
+@contextmanager
+def fed(engine: TransformersEngine) -> Iterator[list[int]]:
+    """Places (rows times tokens) of each pass through the model."""
+    places: list[int] = []
+    handle = engine.policy.backbone.norm.register_forward_hook(
+        lambda module, args, out: places.append(out.shape[0] * out.shape[1]))
+    try:
+        yield places
+    finally:
+        handle.remove()
+
+
+def same(first: Talk, second: Talk, to: float) -> None:
+    assert first.ids == second.ids
+    for key, rollouts in first.drawn.items():
+        for a, b in zip(rollouts, second.drawn[key], strict=True):
+            assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=to)
+            assert (a.finish_reason, a.text) == (b.finish_reason, b.text)
+
+
+def test_turns_that_go_on_from_kept_rows_are_those_of_a_full_computation(engine: TransformersEngine) -> None:
+    with fed(engine) as with_reuse:
+        found = played(engine)
+    engine.kept.most = 0
+    with fed(engine) as without:
+        whole = played(engine)
+    same(found, whole, to=1e-6)
+    assert sum(with_reuse) < 0.7 * sum(without)
+    assert {rollout.cached_tokens for rollouts in whole.drawn.values() for rollout in rollouts} <= {0, 7}
+    for key, rollouts in found.drawn.items():
+        asked = [request.ids for request in found.asked if request.key == key]
+        for turn in (1, 2, 3):
+            new = len(asked[turn]) - len(asked[turn - 1]) - len(rollouts[turn - 1].completion_ids) + 1
+            assert 0 <= len(asked[turn]) - rollouts[turn].cached_tokens - new <= 64
+
+
+def test_a_conversation_is_the_same_to_the_bit_when_it_is_repeated(engine: TransformersEngine) -> None:
+    first, second = played(engine), played(engine)
+    same(first, second, to=0)
+    late = played(engine, wait=lambda key, turn: False)
+    same(first, late, to=0)
+
+
+def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(engine: TransformersEngine) -> None:
+    """One episode waits while the others play on; its own numbers do not depend on who is decoded beside it."""
+    class Late(Talk):
+        def take(self, busy: bool) -> list[Any]:
+            if len(self.takes) in (1, 2):
+                self.ready, self.held = ([r for r in self.ready if r.key != 0],
+                                         self.held + [r for r in self.ready if r.key == 0])
+                found, self.ready = self.ready, []
+                self.asked += found
+                self.takes.append((busy, len(found)))
+                return found
+            return super().take(busy)
+
+    late = Late(PROMPTS, 4, reply, lambda key, turn: 3 + (5 * key + turn) % 9)
+    engine.converse(late, SAMPLED)
+    same(late, played(engine), to=1e-6)
+    assert [got for _, got in late.takes] == [4, 3, 3, 4, 1, 1, 0]
+    assert late.drawn[0][1].cached_tokens > 20
+
+
+def test_a_rewritten_history_goes_on_from_what_is_the_same(engine: TransformersEngine) -> None:
+    """As where a template leaves out earlier thoughts."""
+    class Rewritten(Talk):
+        def request(self, key: int, ids: list[int], turn: int) -> Any:
+            return super().request(key, self.prompts[key] + [11] * turn + ids[len(self.prompts[key]) + 2 :], turn)
+
+    found, whole = Rewritten(PROMPTS[:2]), Rewritten(PROMPTS[:2])
+    engine.converse(found, SAMPLED)
+    engine.kept.most = 0
+    engine.converse(whole, SAMPLED)
+    same(found, whole, to=1e-6)
+    assert found.drawn[0][1].cached_tokens >= 30 and whole.drawn[0][1].cached_tokens == 0
+
+
+@pytest.mark.parametrize("calls", [(0,), (3,), (14,), (17, 18), (14, 22)], ids=str)
+def test_a_shortage_drops_kept_rows_first_and_changes_no_turn(
+    engine: TransformersEngine, calls: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Call 12 is the first of the second round, beside the rows that were kept of the first."""
+    expected, hook = played(engine), Failing(*calls)
+    handle = engine.policy.backbone.norm.register_forward_hook(hook)
+    try:
+        found = played(engine)
+    finally:
+        handle.remove()
+    assert hook.raised == engine.bound.failures == len(calls)
+    assert sorted(found.given) == sorted([0, 1, 2, 3] * 4), "each turn is given once"
+    same(found, expected, to=1e-6)
+
+
+def test_memory_that_runs_out_beside_kept_rows_leaves_the_bound_as_it_is(
+    engine: TransformersEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The third turn of episode 0 begins while the others' rows are kept."""
+    waits = talk(turns=2, wait=lambda key, turn: key > 0)
+    before: list[int] = []
+
+    def shortage(module: Any, args: Any, out: Any) -> None:
+        if len(waits.given) == 4 and len(engine.kept.rows) >= 3 and not before:
+            before.append(len(engine.kept.rows))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    class One(Talk):
+        def take(self, busy: bool) -> list[Any]:
+            found = super().take(busy)
+            if len(self.takes) > 1 and len(found) > 1:
+                self.held, found = found[1:], found[:1]
+                self.asked = self.asked[: -len(self.held)]
+            return found
+
+    waits = One(PROMPTS, 2, reply, lambda key, turn: 4)
+    handle = engine.policy.backbone.norm.register_forward_hook(shortage)
+    try:
+        engine.converse(waits, SAMPLED)
+    finally:
+        handle.remove()
+    assert before == [3] and engine.bound.lowered is None and engine.bound.failures == 1
+    assert engine.kept.most == 1
+    assert "the keys and values of 3 earlier turns are dropped, and the work is repeated" in caplog.text
+    whole = Talk(PROMPTS, 2, reply, lambda key, turn: 4)
+    engine.converse(whole, SAMPLED)
+    same(waits, whole, to=1e-6)
+
+
+def test_kept_rows_and_decoded_ones_stay_within_the_bound(engine: TransformersEngine) -> None:
+    expected, most = played(engine), []
+    engine.bound.lowered = 3
+    leave = KeptRows.trim
+
+    def watched(self: KeptRows, room: int) -> None:
+        leave(self, room)
+        most.append((len(self.rows), max(room, 0)))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(KeptRows, "trim", watched)
+        found = played(engine)
+    assert most and all(rows <= room <= 3 for rows, room in most)
+    assert max(rows for rows, _ in most) == 3
+    same(found, expected, to=1e-6)
+
+
+def test_a_turn_without_memory_for_one_row_ends_the_run(engine: TransformersEngine) -> None:
+    hook = Failing(*range(40))
+    handle = engine.policy.backbone.norm.register_forward_hook(hook)
+    with pytest.raises(MemoryExhaustedError, match="sampling 1 at once"):
+        engine.converse(talk(), SAMPLED)
+    handle.remove()
+    assert hook.raised == 3  # 4, 2 and 1 at once
+
+
+def test_equal_prompts_of_a_round_are_computed_once(engine: TransformersEngine) -> None:
+    one = Talk([[7] * 50] * 4, 1)
+    with fed(engine) as places:
+        engine.converse(one, SamplingParams(ignore_eos=True))
+    assert places == [50] + [4] * 7
+    assert [one.drawn[key][0].cached_tokens for key in range(4)] == [0, 50, 50, 50]
+
+
+# parts
+
+
+def test_rows_with_more_new_tokens_are_fed_apart_where_that_saves_work() -> None:
+    assert fed_together({}) == []
+    assert fed_together({3: 5, 1: 5, 2: 4}) == [[3, 1, 2]]
+    assert fed_together({0: 5, 1: 200, 2: 6, 3: 190}) == [[1, 3], [2, 0]]
+    assert fed_together({0: 22, 1: 5}) == [[0], [1]]
+    many = {row: (37 * row) % 200 + 1 for row in range(150)}
+    lists = fed_together(many)
+    assert sorted(row for rows in lists for row in rows) == sorted(many)
+    assert sum(len(rows) * many[rows[0]] for rows in lists) <= 1.1 * sum(many.values()) + 16 * len(lists)
+    assert len(lists) < 15
+
+
+def test_a_kept_row_knows_how_much_of_a_prompt_it_holds() -> None:
+    kept = Kept([1, 2, 3, 4], GrowingCache(), row=2, end=9)
+    assert [kept.shared(ids) for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 9], [7, 8], [1])] == [4, 3, 2, 0, 0]
+    assert kept.piece(3) == Piece(kept.cache, slice(2, 3), 5, 8)
+
+
+def test_pieces_are_right_aligned_behind_zeros() -> None:
+    numbers = torch.arange(2 * 3 * 1 * 5 * 1).view(2, 3, 1, 5, 1).float()
+    cache = GrowingCache.holding([numbers], 5)
+    found = right_aligned([Piece(cache, slice(2, 3), 1, 3), Piece(cache, slice(0, 2), 0, 4)], 4, room=2)
+    assert found.get_seq_length() == 4 and found.storages[0].shape[3] == 6
+    keys = found.layers[0].keys[:, 0, :, 0]
+    assert keys.tolist() == [[0, 0, 11, 12], [0, 1, 2, 3], [5, 6, 7, 8]]
