@@ -58,6 +58,7 @@ class Episode:
     toolbox: Any  # None: there are no tools
     seat: Seat | None  # None: there is no environment
     seeds: Callable[[int], int]  # of each turn
+    opening: list[Message] = field(default_factory=list)  # before the first turn
     prompt: list[int] = field(default_factory=list)  # (P,) the first
     ids: list[int] = field(default_factory=list)  # of the sequence in progress, prompt included
     after: list[int] = field(default_factory=list)  # (C,) as in `Rollout.completion_ids`
@@ -65,7 +66,6 @@ class Episode:
     trained: list[bool] = field(default_factory=list)  # (C,)
     splits: list[Split] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    opening: list[Message] = field(default_factory=list)  # the prompt with the environment's first observation
     state: str | None = None
     ending: str = ""
     trouble: str = ""  # what failed
@@ -81,8 +81,7 @@ class Episode:
     def begin(self, answer: Answer) -> None:
         """Make the first prompt of the row's messages and the observation."""
         given, self.messages = self.messages, joined(self.messages, answer.messages)
-        self.opening = list(self.messages)
-        self.state = answer.state
+        self.opening, self.state = list(self.messages), answer.state
         # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
         trusted = sum(one is other for one, other in zip(self.messages, given, strict=False))
         self.prompt = self.renderer.first(self.messages, trusted)
@@ -244,8 +243,8 @@ class Episode:
         return Rollout(
             self.after, self.logprobs, last.finish_reason if last and self.ending == "max_tokens" else "stop",
             last.text if last else "", min((turn.policy_version for turn in self.turns), default=0),
-            sum(turn.cached_tokens for turn in self.turns), self.trained, splits, self.turns, self.ending,
-            None if self.seat is None else self.seat.made, opening=self.opening,
+            sum(turn.cached_tokens for turn in self.turns), trained=self.trained, splits=splits, turns=self.turns,
+            opening=self.opening, ending=self.ending, environment=None if self.seat is None else self.seat.made,
         )
 
 

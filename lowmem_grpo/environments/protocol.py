@@ -10,7 +10,9 @@ A class without `step` is TRL's: its public methods are the tools, and a turn wi
 may be async.
 """
 
+import asyncio
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from numbers import Real
 from typing import Any
 
 from lowmem_grpo.types import Message
+
+logger = logging.getLogger(__name__)
 
 NO_TOOLS = ("reset", "get_reward", "close", "state_key", "step")  # public methods that are not the policy's
 ROLES = ("user", "tool", "system", "assistant")
@@ -169,7 +173,21 @@ def sample(factory: Factory, name: str) -> Any:
         raise TypeError(f"{label} made a {type(made).__name__} without a method reset(**row)")
     if not callable(getattr(made, "step", None)) and not tools_of(made):
         raise TypeError(f"{type(made).__name__} has neither step(reply) nor a public method that could be a tool")
+    shut(made)  # nobody will play in this one
     return made
+
+
+def shut(made: Any) -> None:
+    """Close an environment at once; a failure is only said."""
+    async def waiting(ended: Any) -> None:
+        await ended
+
+    try:
+        ended = made.close() if callable(getattr(made, "close", None)) else None
+        if inspect.isawaitable(ended):
+            asyncio.run(waiting(ended))
+    except Exception as error:  # noqa: BLE001  (it is the user's, and nothing hangs on it)
+        logger.warning("%s.close raised %s: %s", type(made).__name__, type(error).__name__, short(error))
 
 
 def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from lowmem_grpo.engines.base import Engine, OnGroup, Request
 from lowmem_grpo.environments.episode import Bounds, Episode
 from lowmem_grpo.environments.kit import Kits, messages_of
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
+from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import ToolOutage
 from lowmem_grpo.environments.workers import Job, Workers
 from lowmem_grpo.types import Rollout
@@ -141,11 +142,18 @@ class Batch:
         elif episode.seconds > self.owner.bounds.episode_seconds:
             self.fail(episode, TimeoutError(f"its calls took {episode.seconds:.0f} s together"))
         else:
+            self.go_on(episode, job)
+
+    def go_on(self, episode: Episode, job: Job) -> None:
+        """An observation becomes the next prompt, or the last word."""
+        try:
             (episode.answered(job.result, job.seconds) if episode.turns else episode.begin(job.result))
-            if episode.ending:
-                self.finish(episode.key)
-            else:
-                self.ready.append(episode.request())
+        except RendererError as error:  # foreign text that the template cannot hold
+            return self.fail(episode, error)
+        if episode.ending:
+            self.finish(episode.key)
+        else:
+            self.ready.append(episode.request())
 
     def finish(self, key: int) -> None:
         """The episode is over but for what its environment says about it."""

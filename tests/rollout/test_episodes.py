@@ -1,0 +1,318 @@
+"""Episodes from the first prompt to their ends: what environments may do wrong; nothing is lost or left open."""
+
+import json
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from scripted import TEMPLATE, played
+from template_tokenizers import tokenizer_of
+
+ROW = {"prompt": [{"role": "user", "content": ""}], "size": 3}
+open_now: Counter[str] = Counter()
+
+
+class Game:
+    """Pays each turn by its number; over after three."""
+
+    turns = 3
+
+    def __init__(self) -> None:
+        open_now[type(self).__name__] += 1
+
+    def reset(self, size: int = 3) -> str:
+        self.number = 0
+        return f"Of {size}."
+
+    def step(self, reply: str) -> Any:
+        self.number += 1
+        return f"after {self.number}: {reply.split()[-1]}", 1.0 * self.number, self.number >= self.turns
+
+    def state_key(self) -> str:
+        return f"s{self.number}"
+
+    def close(self) -> None:
+        open_now[type(self).__name__] -= 1
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Any:
+    open_now.clear()
+    yield
+    assert not any(open_now.values()), f"left open: {open_now}"
+
+
+def numbered() -> Any:
+    """A policy that says a1, a2, ... however often it is asked."""
+    lock, asked = threading.Lock(), iter(range(1, 10_000))
+
+    def says(prompt: str) -> str:
+        with lock:
+            return f"a{next(asked)}"
+
+    return says
+
+
+def test_turns_bridges_masks_pay_and_states_of_a_game() -> None:
+    [[one]] = played(lambda prompt: f"say {prompt.count('after')}", [ROW], Game, n=1)
+    tokenizer = tokenizer_of(TEMPLATE)
+    assert [turn.text for turn in one.turns] == ["say 0", "say 1", "say 2"] and one.ending == "done"
+    assert [turn.reward for turn in one.turns] == [1.0, 2.0, 3.0]
+    assert [turn.state for turn in one.turns] == ["s0", "s1", "s2"]
+    assert one.opening == [{"role": "user", "content": "Of 3."}] and one.text == "say 2"
+    assert one.trained is not None and len(one.trained) == len(one.completion_ids) == len(one.rollout_logprobs)
+    assert one.num_trained == sum(len(turn.completion_ids) for turn in one.turns)
+    drawn = [token for token, ours in zip(one.completion_ids, one.trained, strict=True) if ours]
+    assert drawn == [token for turn in one.turns for token in turn.completion_ids]
+    assert all((value == -0.5) == ours for value, ours in zip(one.rollout_logprobs, one.trained, strict=True))
+    whole = [*one.turns[0].prompt_ids, *one.completion_ids]
+    assert whole == [*one.turns[-1].prompt_ids, *one.turns[-1].completion_ids]
+    messages = [*one.opening, *({"role": r, "content": c} for turn in one.turns for r, c in (
+        ("assistant", turn.text), *(("user", reply["content"]) for reply in turn.replies)))]
+    rendered: Any = tokenizer.apply_chat_template(messages[:-1], tokenize=False)
+    assert tokenizer.decode(whole) == rendered.rstrip("\n")
+
+
+def test_groups_are_told_of_while_others_play_and_the_members_share_their_prompt() -> None:
+    groups = played(numbered(), [ROW | {"size": size} for size in (3, 4, 5)], Game, n=4)
+    assert [[one.ending for one in group] for group in groups] == [["done"] * 4] * 3
+    assert not any(one.splits for group in groups for one in group)
+    assert len({tuple(group[0].turns[0].prompt_ids) for group in groups}) == 3
+
+
+class Unlike(Game):
+    """Begins differently each time."""
+
+    made = iter(range(1000))
+
+    def reset(self, size: int = 3) -> str:
+        return f"{super().reset(size)} Number {next(self.made)}."
+
+
+def test_members_that_begin_differently_have_prompts_of_their_own() -> None:
+    [group] = played(numbered(), [ROW], Unlike, n=3)
+    first = group[0].turns[0].prompt_ids
+    assert not group[0].splits
+    assert [one.splits[0].start for one in group[1:]] == [0, 0]
+    assert [one.splits[0].prompt_ids for one in group[1:]] == [one.turns[0].prompt_ids for one in group[1:]]
+    assert all(one.turns[0].prompt_ids != first for one in group[1:])
+
+
+@pytest.mark.parametrize(("bounds", "ending", "turns"), [
+    ({"turns": 2}, "max_turns", 2), ({"completion": 20}, "context", 1), ({"turn": 2}, "done", 3),
+    ({"completion": 2}, "max_tokens", 1),
+])
+def test_the_policys_own_ends_keep_their_pay(bounds: dict[str, Any], ending: str, turns: int) -> None:
+    [[one]] = played(lambda prompt: "a b c d", [ROW], Game, n=1, **bounds)
+    assert (one.ending, len(one.turns)) == (ending, turns)
+    assert one.turns[-1].reward == turns, "the environment's pay for the last turn is kept"
+    assert len(one.completion_ids) <= bounds.get("completion", 4096)
+    assert one.trained is not None and one.trained[-1], "an episode ends with what the policy drew"
+
+
+class Broken(Game):
+    """Fails in the way, and as often, as it is told."""
+
+    way, left = "", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = Broken.left > 0
+
+    def trouble(self, where: str) -> Any:
+        if self.fails and self.way.startswith(where):
+            Broken.left -= 1
+            self.fails = False
+            if self.way.endswith("hangs"):
+                time.sleep(1.0)
+            raise ZeroDivisionError(f"in {where}")
+
+    def reset(self, size: int = 3) -> str:
+        self.trouble("reset")
+        return super().reset(size)
+
+    def step(self, reply: str) -> Any:
+        self.trouble("step")
+        observation, reward, done = super().step(reply)
+        wrong = {"nan": float("nan"), "text": "much"}.get(self.way) if self.fails else None
+        if wrong is not None:
+            self.fails = False
+            Broken.left -= 1
+            return observation, wrong, done
+        return observation, reward, done
+
+    def close(self) -> None:
+        super().close()
+        self.trouble("close")
+
+
+@pytest.mark.parametrize("way", ["reset", "step", "nan", "text", "reset hangs", "step hangs"])
+def test_an_episode_that_fails_once_is_played_again_and_a_second_failure_leaves_it_out(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = 0.3 if way.endswith("hangs") else 5.0
+    Broken.way, Broken.left = way, 0
+    for fails in (1, 40):
+        Broken.left = fails
+        began = time.monotonic()
+        groups = played(numbered(), [ROW], Broken, n=2, call_seconds=limit)
+        ends = Counter(one.ending for group in groups for one in group)
+        assert time.monotonic() - began < 8
+        assert ends == ({"done": 2} if fails == 1 else {"timeout" if way.endswith("hangs") else "environment_error": 2})
+        Broken.left = 0
+        time.sleep(1.2 if way.endswith("hangs") else 0)  # what hung lets go, and closes nothing twice
+    assert "an environment failed: " in caplog.text
+    open_now.clear() if way.endswith("hangs") else None  # an environment in a thread that hangs cannot be closed
+
+
+def test_a_close_that_fails_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    Broken.way, Broken.left = "close", 2  # of the sample, which is closed at once, and of the episode
+    [[one]] = played(numbered(), [ROW], Broken, n=1)
+    assert one.ending == "done" and "could not be closed" in caplog.text
+
+
+class Endless(Game):
+    turns = 10**9
+
+
+def test_an_environment_that_never_ends_is_ended_by_the_tokens() -> None:
+    [[one]] = played(lambda prompt: "on", [ROW], Endless, n=1, completion=200)
+    assert one.ending == "context" and len(one.turns) > 3 and len(one.completion_ids) <= 200
+
+
+def test_an_error_of_the_engine_or_ctrl_c_closes_every_environment() -> None:
+    for error in (KeyboardInterrupt, RuntimeError("the engine broke")):
+        def says(prompt: str, error: Any = error) -> str:
+            if "after" in prompt:
+                raise error
+            return "on"
+
+        with pytest.raises((KeyboardInterrupt, RuntimeError)):
+            played(says, [ROW], Game, n=4)
+
+
+# Tools
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one
+        b: another
+    """
+    return a + b
+
+
+def large(size: int) -> str:
+    """Give a long text.
+
+    Args:
+        size: how long
+    """
+    return "begin " + "x" * size + " end"
+
+
+def raw(size: int) -> bytes:
+    """Give bytes.
+
+    Args:
+        size: how many
+    """
+    return b"x" * size
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def tools_once(text: str) -> Any:
+    """A policy that says this, and then that it is done."""
+    return lambda prompt: "done" if "tool_response" in prompt.split("assistant")[-2] else text
+
+
+QUESTION = {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
+
+
+@pytest.mark.parametrize(("said", "results", "failures"), [
+    (call("add", a=2, b=3), ["5"], 0), (call("add", a=2, b=3) + call("add", a=4, b=4), ["5", "8"], 0),
+    (call("add", a=2), ["b"], 1), (call("multiply", a=2), ["there is no tool 'multiply'"], 1),
+    (call("raw", size=3), ["bytes"], 1), ("<tool_call>\n{broken</tool_call>", [""], 1),
+])
+def test_calls_are_answered_in_their_order_and_failures_are_counted(
+    said: str, results: list[str], failures: int
+) -> None:
+    [[one]] = played(tools_once(said), [QUESTION], tools=[add, raw, large], n=1)
+    assert one.ending == "answer" and [turn.text for turn in one.turns] == [said, "done"]
+    replies = one.turns[0].replies
+    assert len(replies) == len(results) and all(part in reply["content"] for part, reply in zip(
+        results, replies, strict=True))
+    assert (one.turns[0].calls, one.turns[0].failures) == (len(results), failures)
+    assert one.environment is None
+
+
+def test_ten_megabytes_are_cut_in_their_middle_quickly() -> None:
+    began = time.monotonic()
+    [[one]] = played(tools_once(call("large", size=10_000_000)), [QUESTION], tools=[large], n=1, max_tool_tokens=50)
+    content = one.turns[0].replies[0]["content"]
+    assert content.startswith("begin") and content.endswith("end") and len(content) < 500
+    assert time.monotonic() - began < 5
+
+
+def test_calls_that_cannot_be_read_three_times_end_the_episode() -> None:
+    [[one]] = played(lambda prompt: "<tool_call>\n{broken</tool_call>", [QUESTION], tools=[add], n=1)
+    assert one.ending == "parse_error" and len(one.turns) == 3
+
+
+def test_a_tool_result_that_does_not_fit_is_rolled_back() -> None:
+    [[one]] = played(tools_once(call("large", size=4000)), [QUESTION], tools=[large], n=1, completion=120)
+    assert one.ending == "context" and one.turns[0].replies == [] and one.trained == [True] * len(one.completion_ids)
+
+
+def test_a_template_that_rewrites_history_splits_only_where_it_is_asked_to_render_anew() -> None:
+    thinks = lambda prompt: "<think>\nhm\n</think>\n\nyes"  # noqa: E731
+    [[appended]] = played(thinks, [ROW], Game, n=1, template="qwen3")
+    assert not appended.splits and "hm" in tokenizer_of("qwen3").decode(appended.turns[-1].prompt_ids)
+    [[anew]] = played(thinks, [ROW], Game, n=1, template="qwen3", append=False)
+    assert len(anew.splits) == 2 and "hm" not in tokenizer_of("qwen3").decode(anew.turns[-1].prompt_ids)
+    assert anew.num_trained == appended.num_trained
+    pieces = [*[split.start for split in anew.splits], len(anew.completion_ids)]
+    for number, (start, end) in enumerate(zip([0, *pieces], pieces, strict=False)):
+        prompt = anew.splits[number - 1].prompt_ids if number else None
+        whole = [*(prompt or anew.turns[0].prompt_ids), *anew.completion_ids[start:end]]
+        assert whole == [*anew.turns[number].prompt_ids, *anew.turns[number].completion_ids]
+
+
+# What runs beside what
+
+
+class Slow(Game):
+    def step(self, reply: str) -> Any:
+        time.sleep(0.2)
+        return super().step(reply)
+
+
+def test_environments_of_many_episodes_work_side_by_side() -> None:
+    began = time.monotonic()
+    groups = played(numbered(), [ROW] * 4, Slow, n=8)
+    seconds = time.monotonic() - began
+    assert seconds < 32 * 3 * 0.2 / 4, f"{seconds:.1f} s; one after the other they take {32 * 3 * 0.2:.0f}"
+    waited = [turn.seconds for group in groups for one in group for turn in one.turns]
+    assert min(waited) >= 0.2
+
+
+def test_runs_are_the_same_however_long_the_environments_take() -> None:
+    def sequence(factory: Any) -> list[list[int]]:
+        engine_asked: list[list[int]] = []
+        says = lambda prompt: f"n{len(prompt) % 7}"  # noqa: E731
+        groups = played(says, [ROW | {"size": size} for size in range(4)], factory, n=2)
+        return [one.completion_ids for group in groups for one in group] + engine_asked
+
+    class Uneven(Game):
+        def step(self, reply: str) -> Any:
+            time.sleep(0.01 * (hash((id(self), self.number)) % 5))
+            return super().step(reply)
+
+    assert sequence(Game) == sequence(Uneven)

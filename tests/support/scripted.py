@@ -1,0 +1,64 @@
+"""An engine that says what a script says, and trainers that play with it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from template_tokenizers import tokenizer_of
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder
+from lowmem_grpo.engines.base import Conversation, OnGroup
+from lowmem_grpo.engines.rounds import in_rounds
+from lowmem_grpo.environments.episode import Bounds
+from lowmem_grpo.environments.kit import EpisodeEncoder, Kits
+from lowmem_grpo.environments.protocol import Factories
+from lowmem_grpo.rollout.episodes import Episodes
+from lowmem_grpo.types import Rollout
+
+TEMPLATE = "qwen2_5"
+FREE: dict[str, Any] = {"turns": None, "completion": 4096, "context": 8192, "turn": None, "call_seconds": 5.0,
+                        "episode_seconds": 60.0}
+
+
+class ScriptedEngine:
+    """Answers a prompt, decoded, with what `says` makes of it; each token has the log-probability -0.5."""
+
+    name = "transformers"
+
+    def __init__(self, says: Callable[[str], str]) -> None:
+        self.tokenizer, self.says = tokenizer_of(TEMPLATE), says
+        self.asked: list[list[int]] = []
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        found = [[self.answer(ids, params.max_tokens)] for ids in prompts]
+        self.asked += prompts
+        for index, rollouts in enumerate(found):
+            if on_group is not None:
+                on_group(index, rollouts)
+        return found
+
+    def answer(self, prompt: list[int], most: int) -> Rollout:
+        text = self.says(self.tokenizer.decode(prompt))
+        ids = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
+        return Rollout(ids[:most], [-0.5] * len(ids[:most]), "stop" if len(ids) <= most else "length", text)
+
+    def converse(self, conversation: Conversation, params: SamplingParams) -> None:
+        in_rounds(self, conversation, params)
+
+
+def played(
+    says: Callable[[str], str], rows: list[dict[str, Any]], factory: Any = None, tools: Any = (), n: int = 2,
+    append: bool = True, max_tool_tokens: int = 1024, template: str = TEMPLATE, **bounds: Any,
+) -> list[list[Rollout]]:
+    """The episodes of rows, `n` of each, by what a script says."""
+    tokenizer = tokenizer_of(template)
+    factories = None if factory is None else Factories(factory)
+    kits = Kits(tokenizer, tools, factories, max_tool_tokens, {})
+    encoder = EpisodeEncoder(PromptEncoder(tokenizer, 4096), kits)
+    prompts = [encoder.encode(row) for row in rows]
+    assert all(isinstance(prompt, Prompt) for prompt in prompts), prompts
+    engine: Any = ScriptedEngine(says)
+    episodes = Episodes(kits, Bounds(**FREE | bounds, append=append))
+    return episodes.play(engine, prompts, SamplingParams(n=n, seed=1, max_tokens=4096))  # type: ignore[arg-type]
