@@ -72,8 +72,8 @@ class Later(list[Message]):
 
     @property
     def answer(self) -> Message:
-        """The last message of the assistant."""
-        return next(message for message in reversed(self) if message["role"] == "assistant")
+        """The last message of the assistant; IndexError without one."""
+        return [message for message in self if message.get("role") == "assistant"][-1]
 
 
 def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Scores:

@@ -9,6 +9,9 @@ from lowmem_grpo.runs.findings import Finding
 
 LOW_SHARE = 0.25  # of groups with signal; below this most samples of a step teach nothing
 MOSTLY_CUT = 0.5  # share of completions that reached the length limit
+COLUMN_FIX = "rename a column of the dataset (dataset.rename_column), or the one that the function reads"
+OF_EPISODES_FIX = ("give the trainer tools or an environment_factory; rewards.check samples single answers, so try the "
+                   "function in a run with max_steps=1")
 CONTRACT_FIX = "return a list with one float or None for each completion"
 
 
@@ -41,8 +44,8 @@ def failed(name: str, error: Exception, columns: list[str], limit: float, allowe
                        "check(timeout=...) the limit of this check")
     missing = missing_column(error, columns)
     if missing:
-        return Finding("error", name, f"{missing}; the dataset's columns are {', '.join(columns)}",
-                       "rename a column of the dataset (dataset.rename_column), or the one that the function reads")
+        fix = OF_EPISODES_FIX if "environment_factory" in missing else COLUMN_FIX
+        return Finding("error", name, f"{missing}; the dataset's columns are {', '.join(columns)}", fix)
     problem = "it " + str(error).removeprefix(f"reward function {name} ")
     fix = CONTRACT_FIX if problem.startswith("it returned") else "correct the function: a run would stop here"
     return Finding("error", name, problem, fix)

@@ -1,5 +1,7 @@
 """What reward functions get of episodes: the messages, their environments and turns; and what an environment pays."""
 
+import copy
+import json
 from typing import Any
 
 import pytest
@@ -64,8 +66,10 @@ def test_the_messages_are_a_plain_list_but_for_index_0() -> None:
     assert [first, *rest] == list(later) == later == plain and len(later) == 4 and isinstance(later, list)
     assert later[0] is plain[2] and later[1:] == plain[1:] and later[:1] == plain[:1]
     assert [later[index] for index in (1, 2, 3, -1, -4)] == [plain[index] for index in (1, 2, 3, -1, -4)]
-    with pytest.raises(IndexError):
-        later[4]
+    assert copy.deepcopy(later) == plain == json.loads(json.dumps(later))
+    for missing, index in ((later, 4), (Later(), 0)):
+        with pytest.raises(IndexError):
+            missing[index]
 
 
 def test_a_text_prompt_gets_the_text_of_the_last_turn() -> None:

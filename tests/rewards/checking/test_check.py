@@ -103,11 +103,16 @@ def test_a_missing_column_is_named(model: FastPeftModel) -> None:
     def reads(completions: list[Any], **kwargs: Any) -> list[float]:
         return length(kwargs["gold"])
 
-    result = check(model, requires, reads, rewards.number_match("label").reward())
-    for name, column in (("requires", "solution"), ("reads", "gold"), ("number_match", "label")):
+    def plays(completions: list[Any], environments: list[Any]) -> list[float]:
+        return length(completions)
+
+    result = check(model, requires, reads, rewards.number_match("label").reward(), plays)
+    named = ("requires", "solution"), ("reads", "gold"), ("number_match", "label"), ("plays", "environments")
+    for name, column in named:
         finding = only(result, name)
         assert column in finding.problem and "the dataset's columns are answer, prompt" in finding.problem
         assert finding.severity == "error"
+        assert ("rename" in finding.fix) == (name != "plays")
 
 
 def test_a_function_that_pays_all_alike_is_found(model: FastPeftModel) -> None:
