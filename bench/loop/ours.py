@@ -7,7 +7,7 @@ from bench.loop.phase_watch import PhaseWatch
 from bench.loop.processes import TARGETS
 from bench.rollout.shapes import LORA_RANK, Shape
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
-from lowmem_grpo.engines.base import Engine, OnGroup
+from lowmem_grpo.engines.base import Conversation, Engine, OnGroup
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.offload.activations import ActivationOffload
@@ -31,6 +31,10 @@ class TimedEngine:
     ) -> list[list[Rollout]]:
         with self.watch.phase("generate"):
             return self.engine.generate(prompts, params, on_group)
+
+    def converse(self, conversation: Conversation, params: SamplingParams) -> None:
+        with self.watch.phase("generate"):
+            self.engine.converse(conversation, params)
 
     def sleep(self) -> None:
         with self.watch.phase("switch"):

@@ -1,30 +1,75 @@
-"""Turns of episodes decoded in rounds: all that are ready together, then all that follow from them."""
+"""Turns of episodes by an engine of the caller's own that only has `generate`: all that are ready, then all that follow
+from them."""
 
+import inspect
+import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, Request
+from lowmem_grpo.engines.decoding import cut_at_stop
 from lowmem_grpo.types import Rollout
 
+logger = logging.getLogger(__name__)
 
-def in_rounds(engine: Any, conversation: Conversation, params: SamplingParams) -> None:
-    """`Engine.converse` by calls of `generate`. What a round samples depends on its requests only."""
+
+def converse(
+    engine: Any, conversation: Conversation, params: SamplingParams, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """`engine.converse`; an engine without it decodes the turns in rounds, and a warning says so once."""
+    if hasattr(engine, "converse"):
+        engine.converse(conversation, params)
+        return
+    say(str(getattr(engine, "name", type(engine).__name__)))
     while requests := conversation.take(busy=False):
-        most = max(request.max_tokens for request in requests)
-        one = replace(params, n=1, max_tokens=most, seed=requests[0].seed)
-
-        def give(index: int, rollouts: list[Rollout], requests: list[Request] = requests) -> None:
-            request = requests[index]
-            conversation.give(request.key, within(engine, rollouts[0], request.max_tokens))
-
-        engine.generate([request.ids for request in requests], one, give)
+        decode(engine, requests, conversation, params, tokenizer)
 
 
-def within(engine: Any, rollout: Rollout, most: int) -> Rollout:
+@cache
+def say(name: str) -> None:
+    """What it costs that an engine has no `converse`."""
+    logger.warning("the engine %s has no converse(conversation, params), so generate decodes its turns in rounds: the "
+                   "slowest of a round holds up the others, and each turn computes its whole history again. See "
+                   "lowmem_grpo/engines/base.py for what converse does", name)
+
+
+def decode(
+    engine: Any, requests: list[Request], conversation: Conversation, params: SamplingParams,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """One round. What it samples depends on its requests only: they share the seed of the first. `generate` has one
+    limit of tokens for all, so longer completions than a turn may have are cut."""
+    most = max(request.max_tokens for request in requests)
+    one = replace(params, n=1, max_tokens=most, seed=requests[0].seed)
+
+    def give(index: int, rollouts: list[Rollout]) -> None:
+        request = requests[index]
+        conversation.give(request.key, within(rollouts[0], request.max_tokens, params, tokenizer))
+
+    prompts = [request.ids for request in requests]
+    if takes(engine.generate, "on_group"):
+        engine.generate(prompts, one, give)
+    else:
+        for index, rollouts in enumerate(engine.generate(prompts, one)):
+            give(index, rollouts)
+
+
+def within(rollout: Rollout, most: int, params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> Rollout:
     """The rollout, cut to so many tokens."""
     if len(rollout.completion_ids) <= most:
         return rollout
     ids = rollout.completion_ids[:most]
+    text = str(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
     return replace(rollout, completion_ids=ids, rollout_logprobs=rollout.rollout_logprobs[:most],
-                   finish_reason="length", text=engine.tokenizer.decode(ids, skip_special_tokens=True))
+                   finish_reason="length", text=cut_at_stop(text, params))
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be called with this keyword."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

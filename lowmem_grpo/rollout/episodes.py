@@ -16,6 +16,7 @@ from typing import Any
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import Engine, OnGroup, Request
+from lowmem_grpo.engines.rounds import converse
 from lowmem_grpo.environments.episode import Bounds, Episode
 from lowmem_grpo.environments.kit import Kits, messages_of
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
@@ -44,7 +45,7 @@ class Episodes:
         """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got."""
         batch = Batch(self, prompts, params, on_group, in_rounds=engine.name != "vllm")
         try:
-            engine.converse(batch, params)
+            converse(engine, batch, params, self.kits.tokenizer)
         finally:
             batch.close()
         self.waited = batch.workers.waited

@@ -1,15 +1,14 @@
 """From prompts to groups of rollouts, by the run's engine."""
 
-import inspect
 import logging
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, as_group
 from lowmem_grpo.engines.base import Engine, OnGroup
+from lowmem_grpo.engines.rounds import takes
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.models.policy import Policy
@@ -81,10 +80,4 @@ class Sampler:
             )
             self.said = True
         return False
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function can be called with this keyword."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

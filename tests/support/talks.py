@@ -32,7 +32,7 @@ class Talk:
     def take(self, busy: bool) -> list[Request]:
         if not busy:
             self.ready, self.held = self.ready + self.held, []
-        found, self.ready = self.ready, []
+        found, self.ready = sorted(self.ready, key=lambda request: request.key), []
         self.takes.append((busy, len(found)))
         self.asked += found
         return found
