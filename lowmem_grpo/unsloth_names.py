@@ -24,7 +24,8 @@ REFUSED = {
     **dict.fromkeys(("PatchDPOTrainer", "PatchKTOTrainer"),
                     "There is no DPO or KTO trainer here: train with GRPOTrainer on rewards, or with SFTTrainer."),
     **dict.fromkeys(("launch_openenv", "is_port_open"),
-                    "No server of OpenEnv is started here: call your environment in a reward function."),
+                    "No server of OpenEnv is started here: start it yourself, and give its client to "
+                    "lowmem_grpo.environments.openenv.OpenEnv as environment_factory (docs/environments.md)."),
     **dict.fromkeys(
         ("create_locked_down_function", "check_python_modules", "execute_with_time_limit"),
         "Code that a model wrote is not run in the trainer's own process, where it could reach everything: use "

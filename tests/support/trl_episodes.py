@@ -4,6 +4,7 @@
     played[0].completion_ids, played[0].mask, played[0].messages, played[0].rewards
 """
 
+import copy
 import json
 import tempfile
 from dataclasses import dataclass
@@ -66,25 +67,27 @@ class ScriptedTrainer(GRPOTrainer):
 
 def trl_episodes(
     rows: list[dict[str, Any]], scripts: list[Script], num_generations: int = 2, reward_funcs: Any = (),
-    tools: Any = None, environment_factory: Any = None, **settings: Any,
+    tools: Any = None, environment_factory: Any = None, rollout_func: Any = None, **settings: Any,
 ) -> list[Played]:
-    """Each row is played `num_generations` times, once for each of its scripts, side by side."""
+    """Each row is played `num_generations` times, once for each of its scripts, side by side; a `rollout_func` needs no
+    scripts."""
     seen: list[list[dict[str, Any]]] = []
 
     def keep(completions: list[Any], **_: Any) -> list[float]:
         seen.extend(completions)
         return [0.0] * len(completions)
 
-    tokenizer = tokenizer_of(TEMPLATE)
+    tokenizer = copy.deepcopy(tokenizer_of(TEMPLATE))  # TRL gives it a response template
     model = random_model("Llama")
     model.resize_token_embeddings(len(tokenizer))
-    repeated = [row for row in rows for _ in range(num_generations)]
+    repeated = [dict(row) for row in rows for _ in range(num_generations)]
     args = GRPOConfig(**PLAIN | {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": len(repeated),
         "num_generations": num_generations, "beta": 0.0} | settings)
     trainer = ScriptedTrainer(
         model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-        reward_funcs=[keep, *reward_funcs], tools=tools, environment_factory=environment_factory)
+        reward_funcs=[keep, *reward_funcs], tools=tools, environment_factory=environment_factory,
+        rollout_func=rollout_func)
     trainer.scripts, trainer.drawn = [list(script) for script in scripts], {}
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
