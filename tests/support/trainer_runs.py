@@ -31,8 +31,8 @@ def digit_sum(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(sum(int(c) for c in text if c in "0123456789")) for text in texts]
 
 
-def load(**lora: Any) -> FastPeftModel:
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+def load(max_seq_length: int = 128, **lora: Any) -> FastPeftModel:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=max_seq_length, load_in_4bit=False)
     return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False, **lora)
 
 
