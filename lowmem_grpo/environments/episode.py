@@ -58,6 +58,7 @@ class Episode:
     toolbox: Any  # None: there are no tools
     seat: Seat | None  # None: there is no environment
     seeds: Callable[[int], int]  # of each turn
+    within: Callable[[Answer], Answer] = lambda answer: answer  # cuts what a step of the environment says
     opening: list[Message] = field(default_factory=list)  # before the first turn
     prompt: list[int] = field(default_factory=list)  # (P,) the first
     ids: list[int] = field(default_factory=list)  # of the sequence in progress, prompt included
@@ -143,7 +144,7 @@ class Episode:
         elif calls or errors:
             return lambda job: self.call_tools(job, calls, errors)
         elif self.steps:
-            return lambda job: self.bound(job).step(drawn.text)
+            return lambda job: self.within(self.bound(job).step(drawn.text))
         else:
             self.ending = "max_tokens" if drawn.finish_reason == "length" else "answer"
         return None

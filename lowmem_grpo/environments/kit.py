@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
 from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
-from lowmem_grpo.environments.protocol import Factories, tools_of
+from lowmem_grpo.environments.protocol import Answer, Factories, tools_of
 from lowmem_grpo.environments.renderer import Renderer
 from lowmem_grpo.environments.template import RendererError
+from lowmem_grpo.environments.token_limit import within_tokens
 from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import Message
 
@@ -66,6 +67,12 @@ class Kits:
         if kit.toolbox is None or made is None:
             return kit.toolbox
         return kit.toolbox.of([*self.tools, *tools_of(made)])
+
+    def within(self, answer: Answer) -> Answer:
+        """The answer, with no message of more than `max_tool_tokens`: a longer one loses its middle."""
+        answer.messages = [one | {"content": within_tokens(one["content"], self.tokenizer, self.max_tool_tokens)}
+                           for one in answer.messages]
+        return answer
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:

@@ -104,7 +104,7 @@ class Batch:
         self.tries[key] += 1
         self.live[key] = Episode(
             key, row, messages_of(row), self.owner.bounds, kit.renderer(row), kit.toolbox, None,
-            partial(self.seed_of, index, member),
+            partial(self.seed_of, index, member), self.owner.kits.within,
         )
         self.submit(key, partial(self.reset, self.live[key]))
 

@@ -45,13 +45,15 @@ class GRPOTrainer(Trainer):
         args: Any = None, train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
         reward_processing_classes: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
         quantization_config: Any = None, peft_config: Any = None, tools: Any = None, rollout_func: Any = None,
-        environment_factory: Any = None, engine: Engine | None = None, tokenizer: Any = None, **others: Any,
+        environment_factory: Any = None, engine: Engine | None = None, tokenizer: Any = None, parse: Any = None,
+        **others: Any,
     ) -> None:
-        """TRL's parameters, in its order, and `engine`, which is the caller's own. `tokenizer` is an older name of
-        `processing_class`; `others` are refused, or options of the settings."""
+        """TRL's parameters, in its order; `engine`, which is the caller's own; and `parse`, which reads the tool calls
+        of a form that is not known here (see `Toolbox`). `tokenizer` is an older name of `processing_class`; `others`
+        are refused, or options of the settings."""
         others |= {"reward_processing_classes": reward_processing_classes}
         config = taken_in(others, settings_of(args, GRPOConfig), GRPOTrainer)
-        players = Players(config, tools, environment_factory, rollout_func)
+        players = Players(config, tools, environment_factory, rollout_func, parse)
         self.scorer = RewardScorer(
             *players.paid(reward_funcs), config.reward_timeout, config.score_while_sampling, players.plays,
             late_columns=rollout_func is not None,

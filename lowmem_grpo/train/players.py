@@ -23,9 +23,11 @@ Function = Callable[..., Any]
 class Players:
     """Checks these parameters before anything is loaded, and makes of them what the trainer samples with."""
 
-    def __init__(self, config: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any) -> None:
+    def __init__(
+        self, config: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any, parse: Any = None
+    ) -> None:
         self.config = config
-        self.tools = tool_list(tools)
+        self.tools, self.parse = tool_list(tools), parse
         self.factories = None if environment_factory is None else Factories(environment_factory)
         self.rollout_func = rollout_func
         self.kits: Kits | None = None
@@ -81,7 +83,9 @@ class Players:
         if not self.plays:
             return inner
         template = self.config.chat_template_kwargs or {}
-        self.kits = Kits(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens, template)
+        self.kits = Kits(
+            inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens, template, self.parse
+        )
         return EpisodeEncoder(inner, self.kits)
 
     @property

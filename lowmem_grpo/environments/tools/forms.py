@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.environments.template import FAMILIES
 from lowmem_grpo.environments.tools.parsers import FORMS, THINK, THOUGHT, Form, Parser, Reading
 from lowmem_grpo.environments.tools.response_template import TemplateParser
 from lowmem_grpo.types import Message, ToolCall
@@ -17,7 +18,6 @@ SCHEMA: dict[str, Any] = {"type": "function", "function": {
         "type": "object", "required": ["place", "days"], "properties": {
             "place": {"type": "string", "description": "Where."},
             "days": {"type": "integer", "description": "When."}}}}}
-FAMILIES = "Qwen2.5, Qwen3, Llama 3.1, LFM2 and GLM 4.5 have one"
 
 
 class ToolFormError(ValueError):
@@ -50,7 +50,8 @@ class Template:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
         if not tokenizer.chat_template:
-            raise ToolFormError(f"the tokenizer has no chat template, which says how tools are called; {FAMILIES}")
+            raise ToolFormError(f"the tokenizer has no chat template, which says how tools are called; "
+                                f"use a model family whose template has tools ({FAMILIES})")
         self.tokenizer, self.template_kwargs = tokenizer, dict(template_kwargs)
         self.calls = list(self.renderings())
 

@@ -25,7 +25,8 @@ class TemplateParser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], prefix: str, example: str,
                  answer: str) -> None:
-        self.tokenizer, self.schemas, self.prefix, self.example = tokenizer, [*schemas], prefix, example.strip()
+        self.tokenizer, self.prefix, self.example = tokenizer, prefix, example.strip()
+        self.schemas: list[Any] = [*schemas]
         self.signs = [token for token in tokenizer.get_added_vocab() if token in example and token not in answer]
 
     def read(self, ids: Sequence[int], text: str) -> Reading:

@@ -29,6 +29,9 @@ class Tool:
     schema: dict[str, Any]  # in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}
     function: Callable[..., Any]
 
+    def __call__(self, **arguments: Any) -> Any:
+        return self.function(**arguments)
+
     @property
     def parameters(self) -> dict[str, Any]:
         """The JSON schema of the arguments."""
