@@ -118,7 +118,8 @@ def test_the_schema_says_all_that_hints_and_docstring_say() -> None:
             "type": "object", "required": ["city"], "properties": {
                 "city": {"type": "string", "description": "Where."},
                 "days": {"type": "integer", "description": "For how many days."},
-                "unit": {"type": "string", "nullable": True, "description": "Celsius or Fahrenheit."}}}}}
+                "unit": {"type": "string", "nullable": True, "description": "Celsius or Fahrenheit."}}},
+        "return": {"type": "string"}}}
     assert tool_of(tool) is tool
 
 
