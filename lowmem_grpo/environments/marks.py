@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.types import Message
 
 STEM = "Zq7w"  # of stand-in words; it grows by a letter wherever somebody writes it
+ANCHOR = "Zq7answer"  # ends the answers that are made up; foreign text that says it is cut as marks are
 ANYTHING = re.compile(r"(?s).*\S.*")
 
 
@@ -28,11 +29,13 @@ class Marks:
         self.special |= {number: str(token.content) for number, token in added.items() if token.special}
         texts = ((number, str(token.content)) for number, token in added.items())
         self.every = {number: text for number, text in texts if text.strip() and text in template} | self.special
-        self.of_special, self.of_every = pattern(self.special.values()), pattern(self.every.values())
+        self.of_special = pattern(self.special.values())
+        self.of_every = pattern([*self.every.values(), ANCHOR])
 
     def among(self, ids: list[int]) -> list[int]:
-        """The marks among ids, in their order."""
-        return [number for number in ids if number in self.every]
+        """The marks among ids, in their order; without the token of unknown letters, which any text may become."""
+        unknown = self.tokenizer.unk_token_id
+        return [number for number in ids if number in self.every and number != unknown]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text whose marks count."""

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.environments.marks import StandIns
 from lowmem_grpo.environments.seams import Seam, find_seam
-from lowmem_grpo.environments.template import ChatTemplate, RendererError, checked
+from lowmem_grpo.environments.template import ChatTemplate, RendererError, checked, thought_apart
 from lowmem_grpo.types import Message
 
 __all__ = ["Renderer", "RendererError"]
@@ -48,7 +48,8 @@ class Renderer:
         """The ids of a conversation with the generation prompt; marks count only in the first messages."""
 
         def text(stand_ins: StandIns) -> str:
-            return self.template.text_of_calls([*messages[:trusted], *map(stand_ins.defused, messages[trusted:])])
+            later = [thought_apart(stand_ins.defused(one), self.template.source) for one in messages[trusted:]]
+            return self.template.text_of_calls([*messages[:trusted], *later])
 
         if trusted >= len(messages):
             return self.marks.encode(self.template.text(messages))

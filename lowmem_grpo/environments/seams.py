@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lowmem_grpo.environments.marks import StandIns
+from lowmem_grpo.environments.marks import ANCHOR, StandIns
 from lowmem_grpo.environments.template import ChatTemplate, RendererError, refusal, with_arguments
 from lowmem_grpo.types import Message
 
@@ -13,7 +13,6 @@ class Seam:
     """What follows an answer that was made up: `cut`, then the mark `end`, then all that comes after it."""
 
     before: list[Message]  # a question, and the answer
-    anchor: str  # the last words of the answer; they occur nowhere else
     called: bool  # the answer is a tool call, so that what the template writes behind the anchor is the call's
     cut: str
     end: str  # the mark that ends the turn, or nothing where a template has none
@@ -25,7 +24,7 @@ class Seam:
 
         Behind a completion that was cut also what comes before that mark, unless it belongs to a call.
         """
-        text = behind(self.anchor, template.text_of_calls([*self.before, *messages]))
+        text = behind_anchor(template.text_of_calls([*self.before, *messages]))
         return text[len(self.cut):] if ended or self.called else text
 
 
@@ -34,39 +33,37 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> Seam:
     stand_ins = StandIns(template.marks, messages)
     words = [one | {"content": stand_ins.word(f"{at} {one['content']}")} if str(one["content"]).strip() else one
              for at, one in enumerate(messages)]
-    anchor, why = stand_ins.word("the answer"), ""
-    for before in answers(words, anchor):
+    why = ""
+    for before in answers(words):
         try:
             text = template.text_of_calls([*before, *words])
         except RendererError as error:
             why = why or str(error.__cause__)
             continue
-        said = behind(anchor, text)
-        if anchor in text and all(str(one["content"]) in said for one in words):
-            return seam_of(template, before, anchor, said, words)
+        said = behind_anchor(text)
+        if ANCHOR in text and all(str(one["content"]).strip() in said for one in words):
+            return seam_of(template, before, said, words)
         why = "it leaves out the text of one of them, or of the answer before them"
     raise refusal(messages, why)
 
 
-def answers(messages: Sequence[Message], anchor: str) -> Iterator[list[Message]]:
+def answers(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Conversations that may come before messages, the likeliest first: with calls of the tools whose results they are,
     in the forms that templates want, and with a plain answer."""
     question = {"role": "user", "content": "Question"}
     names = [str(one.get("name") or "tool") for one in messages if one["role"] == "tool"]
-    calls = [{"type": "function", "function": {"name": name, "arguments": {"value": anchor}}} for name in names]
+    calls = [{"type": "function", "function": {"name": name, "arguments": {"value": ANCHOR}}} for name in names]
     for some in (calls, calls[:1]) if messages[0]["role"] == "tool" else ():
         asked = {"role": "assistant", "content": "", "tool_calls": some}
         as_text = with_arguments(asked, lambda arguments: arguments["value"])
         yield from ([question, one] for one in (asked, as_text, as_text | {"content": None}))
-    yield [question, {"role": "assistant", "content": anchor}]
+    yield [question, {"role": "assistant", "content": ANCHOR}]
 
 
-def seam_of(
-    template: ChatTemplate, before: list[Message], anchor: str, said: str, words: Sequence[Message]
-) -> Seam:
+def seam_of(template: ChatTemplate, before: list[Message], said: str, words: Sequence[Message]) -> Seam:
     """The seam of a conversation that the template renders; `said` is what follows the anchor."""
     called = "tool_calls" in before[-1]
-    alone = behind(anchor, template.text_of_calls(before, generation=False))
+    alone = behind_anchor(template.text_of_calls(before, generation=False))
     head = said[:min((said.index(text) for one in words if (text := str(one["content"])).strip()), default=len(said))]
     shared = head[:next((at for at, (one, other) in enumerate(zip(alone, head, strict=False)) if one != other),
                         min(len(alone), len(head)))]
@@ -77,7 +74,7 @@ def seam_of(
     numbers = frozenset(number for number, text in template.marks.every.items() if text and text in ends)
     rest = said[len(cut):]
     found = tuple(template.marks.among(template.marks.encode(text)) for text in (rest if called else said, rest))
-    return Seam(before, anchor, called, cut, end, numbers, (found[0], found[1]))
+    return Seam(before, called, cut, end, numbers, (found[0], found[1]))
 
 
 def split_at_end(template: ChatTemplate, shared: str, head: str) -> tuple[str, str]:
@@ -98,6 +95,6 @@ def special(template: ChatTemplate, text: str) -> Iterator[str]:
     return (found[0] for found in template.marks.of_special.finditer(text))
 
 
-def behind(anchor: str, text: str) -> str:
-    """What follows the last place of the anchor."""
-    return text.rpartition(anchor)[2]
+def behind_anchor(text: str) -> str:
+    """What follows the answer that was made up."""
+    return text.rpartition(ANCHOR)[2]

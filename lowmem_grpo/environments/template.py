@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.environments.marks import Marks
 from lowmem_grpo.types import Message
 
+END = "</think>"
+THOUGHTS = {"reasoning_content": "reasoning_content", "thinking": "<|channel|>analysis"}  # field, what reads it says
 FAMILIES = "Qwen2.5, Qwen3, Llama 3.1 to 3.3, LFM2 or Gemma 4"
 
 
@@ -33,8 +35,8 @@ class ChatTemplate:
             family = f"a model family whose template has tools ({FAMILIES})" if tools else "an instruct model"
             raise RendererError("the tokenizer has no chat template, which a conversation of turns needs",
                                 f"set tokenizer.chat_template, or load {family}")
-        source = tokenizer.get_chat_template(self.kwargs.get("chat_template"), self.kwargs.get("tools"))
-        self.marks = Marks(tokenizer, source)
+        self.source = tokenizer.get_chat_template(self.kwargs.get("chat_template"), self.kwargs.get("tools"))
+        self.marks = Marks(tokenizer, self.source)
 
     def text(self, messages: Sequence[Message], generation: bool = True) -> str:
         """The messages as text, with the head of the next answer or without. RendererError where it refuses them."""
@@ -55,6 +57,17 @@ class ChatTemplate:
             if as_text == numbered:
                 raise
             return self.text(as_text, generation)
+
+
+def thought_apart(message: Message, source: str) -> Message:
+    """An answer with its thought in a field of its own, where the template reads such a field. The thought ends at
+    `</think>`, and began in the prompt or at `<think>`."""
+    field = next((name for name, sign in THOUGHTS.items() if sign in source), "")
+    said = message.get("content")
+    if message["role"] != "assistant" or not field or field in message or not isinstance(said, str) or END not in said:
+        return message
+    thought, _, rest = said.partition(END)
+    return message | {field: thought.rpartition("<think>")[2].strip("\n"), "content": rest.lstrip("\n")}
 
 
 def checked(messages: Sequence[Message]) -> Sequence[Message]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowmem_grpo.environments.renderer import Renderer
-from lowmem_grpo.environments.template import FAMILIES, RendererError
+from lowmem_grpo.environments.template import FAMILIES, RendererError, thought_apart
 from lowmem_grpo.types import Message
 
 QUESTION: Message = {"role": "user", "content": "What is 6 times 7?"}
@@ -75,7 +75,8 @@ def tried(renderer: Renderer, transition: Transition) -> Tried:
 def appends(renderer: Renderer, transition: Transition) -> bool:
     """Whether the conversation, rendered with the replies, begins with the prompt and what the policy wrote: an answer
     as the template itself writes the last one, or the same without an empty thought."""
-    template, before = renderer.template, [QUESTION, answer(transition)]
+    template = renderer.template
+    before = [QUESTION, thought_apart(answer(transition), template.source)]
     prompt = template.text([QUESTION])
     alone = template.text_of_calls(before, generation=False)
     later = template.text_of_calls([*before, *transition.replies])

@@ -7,7 +7,7 @@ from typing import Any
 
 import trl
 from small_models import TINY
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -18,6 +18,8 @@ NAMED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"
 ENDS = (  # the first of these in a template is its end token
         "<|im_end|>", "<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eot|>", "<|return|>", "<|END_OF_TURN_TOKEN|>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|end|>", "<end_of_utterance>", "</s>")
+WORD = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|"
+        r"\s+")  # as Qwen and Llama 3 split text
 WORDS = "a game of words, numbers and tools. user assistant system functions name arguments value answer 0 1 2 3\n\n"
 NAMES = ["tiny", *sorted(path.stem for path in FOLDER.glob("*.jinja"))]
 
@@ -38,7 +40,9 @@ def tokenizer_of(name: str) -> Any:
 def byte_level(special: list[str], named: list[str]) -> Tokenizer:
     """Byte-level BPE that has merged what templates and games often say."""
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORD), "isolated"), letters])
+    made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     made.train_from_iterator([WORDS] * 9, trainer)
