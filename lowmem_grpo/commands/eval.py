@@ -152,14 +152,15 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
     from lowmem_grpo.rollout.assessment import answer
     from lowmem_grpo.runs.accuracy import answered_rows, compared, described, powers_of_two
 
-    rows, functions, max_tokens = problems(subject, chosen)
+    rows, functions, max_tokens, play = problems(subject, chosen)
     params = SamplingParams(
         n=chosen["samples"], temperature=chosen["temperature"], max_tokens=max_tokens, seed=chosen["seed"]
     )
     model, request = load(subject, chosen, chosen["max_seq_length"] or max(CONTEXT, max_tokens + PROMPT_ROOM))
-    found = {"base": answer(model, rows, functions, params)}
+    measure = answer if play is None else play.answers
+    found = {"base": measure(model, rows, functions, params)}
     if request is not None:
-        found["adapter"] = answer(model, rows, functions, params, request)
+        found["adapter"] = measure(model, rows, functions, params, request)
     ks = sorted(set(chosen["ks"])) or powers_of_two(params.n)
     return {
         "model": subject.model, "revision": subject.revision,
@@ -186,8 +187,8 @@ def tokens_of_run(subject: Candidate) -> int | None:
     return longest
 
 
-def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int]:
-    """Rows, the functions that judge, and tokens of an answer."""
+def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int, Any]:
+    """Rows, the functions that judge, tokens of an answer, and how one of several turns is played."""
     from lowmem_grpo.rewards.by_name import find_function
     from lowmem_grpo.rollout.assessment import rows_of
 
@@ -197,7 +198,7 @@ def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str,
 
         dataset = read_dataset(chosen["dataset"], chosen["split"], chosen["prompt_column"])
         rows = rows_of(dataset, chosen["limit"])
-        return rows, functions, chosen["max_tokens"] or tokens_of_run(subject) or MAX_TOKENS
+        return rows, functions, chosen["max_tokens"] or tokens_of_run(subject) or MAX_TOKENS, None
     from lowmem_grpo.recipes.exam import find_exam
 
     exam = find_exam(chosen["recipe"])
@@ -205,7 +206,7 @@ def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str,
         raise ValueError(f"the recipe {chosen['recipe']!r} makes its own problems; leave --dataset out, or --recipe")
     size = chosen["limit"] or exam.size
     rows = rows_of(exam.problems_of(subject.model)(size, chosen["seed"], chosen["dataset"]), size)
-    return rows, [exam.right, *functions], chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens
+    return rows, [exam.right, *functions], chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens, exam.play
 
 
 def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any, Any]:

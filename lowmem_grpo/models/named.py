@@ -4,13 +4,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-TINY = "tiny"  # the model that ships with the package
+TINY = "tiny"  # the model that ships with the package, which a CPU trains in minutes
+TINY_GAMES = "tiny-games"  # the one that plays games
+EMBEDDED = (TINY, TINY_GAMES)
 
 
 def resolve(model_name: str) -> str:
-    """The folder of "tiny" or of a path, otherwise the name itself; OSError for a path that leads to no model."""
-    if model_name == TINY:
-        return str(files("lowmem_grpo") / "assets" / TINY)
+    """The folder of an embedded model or of a path, else the name itself; OSError for a path that leads to no model."""
+    if model_name in EMBEDDED:
+        return str(files("lowmem_grpo") / "assets" / model_name)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
     folder = Path(model_name).expanduser()
     if not looks_like_path and not folder.is_dir():

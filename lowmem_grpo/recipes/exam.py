@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.recipes.options import TINY
+from lowmem_grpo.models.named import EMBEDDED
 from lowmem_grpo.recipes.recipe_file import find_recipe
+from lowmem_grpo.train.play import Play
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class Exam:
     """Number of problems, unless --limit gives another."""
     takes_source: bool = False
     """Whether problems can come from a file or a hub dataset (--dataset)."""
+    play: Play | None = None
+    """How an episode is played, where an answer takes several turns."""
     of_tiny: Callable[[int, int, str | None], Any] | None = None
-    """The problems for the embedded model, where it is trained on others."""
+    """The problems for an embedded model, where it is trained on others."""
 
     def problems_of(self, model: str) -> Callable[[int, int, str | None], Any]:
         """The problems for a model, given its name."""
-        return self.of_tiny if self.of_tiny is not None and model == TINY else self.problems
+        return self.of_tiny if self.of_tiny is not None and model in EMBEDDED else self.problems
 
 
 def find_exam(recipe: str) -> Exam:

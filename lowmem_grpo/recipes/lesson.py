@@ -18,6 +18,7 @@ from lowmem_grpo.rollout.assessment import answer, rows_of
 from lowmem_grpo.runs.accuracy import Answers, changed_first
 from lowmem_grpo.runs.accuracy import compared as difference
 from lowmem_grpo.runs.records import FINAL, RunRecords
+from lowmem_grpo.train.play import Play, episode_settings
 from lowmem_grpo.units import count_text
 from lowmem_grpo.views.answers import print_accuracy, print_samples
 
@@ -30,16 +31,18 @@ class Lesson:
     """What is taught, and how to see that it was learned."""
 
     name: str
-    train: Dataset
-    """Columns `prompt` and those that the rewards read."""
+    train: Dataset | None
+    """Columns `prompt` and those that the rewards read; None where an environment makes its tasks of seeds."""
     rewards: RewardFunctions | Callable[[FastPeftModel], RewardFunctions]
     """Reward functions, or a function that makes them once the model is loaded."""
     test: Dataset | None = None
-    """Held-out problems with the columns `prompt` and `answer`; None measures nothing before and after."""
+    """Held-out problems with the column `prompt`, and `answer` to show; None measures nothing before and after."""
     right: Callable[..., Sequence[float | None]] | None = None
     """A reward function that pays more than 0 for a right answer; needed with `test`."""
     warm_up: WarmUp | None = None
     """Supervised fine-tuning before GRPO."""
+    play: Play | None = None
+    """The environment and the tools of episodes; None where one completion is the whole answer."""
     note: str = ""
     """Printed before the run begins."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -126,8 +129,15 @@ def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
     model, tokenizer = load_model(setup)
     return model, GRPOTrainer(
         model=model, processing_class=tokenizer, reward_funcs=reward_functions(lesson, model), args=setup.config,
-        train_dataset=lesson.train,
+        train_dataset=lesson.train, **in_turns(lesson),
     )
+
+
+def in_turns(lesson: Lesson) -> dict[str, Any]:
+    """What the trainer gets beside rows and rewards where an answer takes several turns."""
+    return {} if lesson.play is None else {
+        "tools": list(lesson.play.tools) or None, "environment_factory": lesson.play.environment,
+    }
 
 
 def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
@@ -155,7 +165,10 @@ def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRe
     params = SamplingParams(
         temperature=1.0, max_tokens=setup.config.max_completion_length, seed=setup.config.seed
     )
-    return answer(model, rows_of(lesson.test, None), [lesson.right], params, adapter, together=len(lesson.test))
+    rows, together = rows_of(lesson.test, None), len(lesson.test)
+    if lesson.play is None:
+        return answer(model, rows, [lesson.right], params, adapter, together)
+    return lesson.play.answers(model, rows, [lesson.right], params, adapter, together, episode_settings(setup.config))
 
 
 def warm_up(
@@ -190,7 +203,7 @@ def side_by_side(dataset: Any, before: Answers, after: Answers) -> list[dict[str
     and whether that is right."""
     verdicts = [(old[0], new[0]) for old, new in zip(before.right, after.right, strict=True)]
     return [
-        {"prompt": dataset[place]["prompt"][-1]["content"], "answer": dataset[place]["answer"],
+        {"prompt": dataset[place]["prompt"][-1]["content"], "answer": dataset[place].get("answer"),
          "before": before.texts[place][0], "after": after.texts[place][0],
          "right_before": verdicts[place][0], "right_after": verdicts[place][1]}
         for place in changed_first(verdicts, SHOWN)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.recipes.options import TINY, RecipeOptions
+from lowmem_grpo.models.named import EMBEDDED
+from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.units import GIB
 
 CPU = "cpu"
@@ -48,8 +49,8 @@ class Setup:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether this is the embedded tiny model."""
-        return self.model == TINY
+        """Whether this is an embedded model."""
+        return self.model in EMBEDDED
 
     def tiny_note(self, lack: str) -> str:
         """What a recipe prints that the embedded tiny model cannot learn; empty for other models."""
@@ -66,7 +67,7 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
     if size == CPU and name != preset.model:
         preset = smallest(presets)  # the CPU's own is a short trial of the tiny model: other models get a full run
     rank = either(options.lora_rank, preset.lora_rank)
-    four_bit = either(options.load_in_4bit, name != TINY)
+    four_bit = either(options.load_in_4bit, name not in EMBEDDED)
     settings = defaults | preset.settings | options.config
     if preset is not presets.get(CPU):
         settings |= without_card(preset, name, four_bit, settings, options)

@@ -6,10 +6,12 @@ from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import check_dataset
-from lowmem_grpo.rewards.calling.of_groups import score_rows
+from lowmem_grpo.rewards.calling.of_groups import call, score_rows
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rewards.calling.scores import Scores
 from lowmem_grpo.rewards.verifier import Verifier
 from lowmem_grpo.runs.accuracy import Answers
+from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +61,25 @@ def judge(
     functions: list[Right], rows: list[dict[str, Any]], completions: list[Any]
 ) -> tuple[list[bool | None], dict[str, float]]:
     """(N,) verdicts of the first function, None if it has no opinion, and the means of the others."""
-    rewards = [function.reward() if isinstance(function, Verifier) else function for function in functions]
-    scorer = RewardScorer(rewards)
+    scorer = scorer_of(functions)
     ids = [list(completion.token_ids) for completion in completions]
-    scores = score_rows(scorer, rows, [completion.text for completion in completions], ids, None)
-    first, *others = scorer.names
+    return read(score_rows(scorer, rows, [completion.text for completion in completions], ids, None), scorer.names)
+
+
+def judge_episodes(functions: list[Right], groups: list[RolloutGroup]) -> tuple[list[bool | None], dict[str, float]]:
+    """The same of N episodes."""
+    scorer = scorer_of(functions, episodes=True)
+    return read(call(scorer, groups, None), scorer.names)
+
+
+def scorer_of(functions: list[Right], episodes: bool = False) -> RewardScorer:
+    rewards = [function.reward() if isinstance(function, Verifier) else function for function in functions]
+    return RewardScorer(rewards, episodes=episodes)
+
+
+def read(scores: Scores, names: list[str]) -> tuple[list[bool | None], dict[str, float]]:
+    """What the first function finds right, and the means of the others."""
+    first, *others = names
     verdicts = [None if value is None else value > 0 for value in scores.rewards[first]]
     return verdicts, {name: mean(scores.rewards[name]) for name in others}
 

@@ -307,9 +307,9 @@ def asked(**changed: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("model", "task"), [("tiny", STEPS), ("org/model", WORDS)])
 def test_a_model_is_asked_the_task_that_it_is_trained_on(model: str, task: Task, tmp_path: Path) -> None:
-    rows, _, tokens = problems(Candidate(model, None, False, tmp_path), asked())
+    rows, _, tokens, play = problems(Candidate(model, None, False, tmp_path), asked())
     assert rows == proximity_problems("test", 3, 1, task).to_list()
-    assert tokens == 512
+    assert tokens == 512 and play is None
 
 
 @pytest.mark.parametrize("source", ["recipe", "file"])

@@ -1,4 +1,4 @@
-"""Guess a hidden number in a few tries: after each guess the game says "higher" or "lower"."""
+"""Guess a hidden number in a few tries: after each guess the game says where the number can still be."""
 
 import random
 import re
@@ -20,7 +20,7 @@ class Guess:
         """Hide a number from 1 to `largest`; returns the rules."""
         self.hidden = random.Random(f"guess-{seed}").randint(1, self.largest)
         self.low, self.high = 1, self.largest  # where the number can still be, from what the policy was told
-        self.left = self.tries
+        self.left, self.won = self.tries, False
         return f"Guess my number from 1 to {self.largest} in {self.tries} tries. Reply with a number."
 
     def step(self, reply: str) -> tuple[str, float, bool]:
@@ -29,13 +29,15 @@ class Guess:
         if guess is None:
             return "unreadable", UNREADABLE, True
         self.left -= 1
-        if guess == self.hidden:
+        self.won = guess == self.hidden
+        if self.won:
             return "found", FOUND, True
         if guess < self.hidden:
             self.low = max(self.low, guess + 1)
         else:
             self.high = min(self.high, guess - 1)
-        return "higher" if guess < self.hidden else "lower", WRONG, self.left == 0
+        said = "higher" if guess < self.hidden else "lower"
+        return f"{said}: {self.low} to {self.high}", WRONG, self.left == 0
 
     def state_key(self) -> str:
         """What a perfect player needs to know: where the number can be, and how many tries are left."""

@@ -1,7 +1,7 @@
 """How well a scripted player does in an environment: what a policy's figures are compared with."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -11,9 +11,12 @@ from lowmem_grpo.runs.accuracy import wilson_interval
 class Game(Protocol):
     """An environment of several turns."""
 
-    def reset(self, seed: int = 0, **row: object) -> str: ...
+    def reset(self, seed: int = 0, **row: Any) -> str: ...
 
     def step(self, reply: str) -> tuple[str, float, bool]: ...
+
+    @property
+    def won(self) -> bool: ...
 
 
 G = TypeVar("G", bound=Game)
@@ -24,7 +27,7 @@ Player = Callable[[G, random.Random], str]  # it looks at the state of the game,
 class Score:
     """What a player made of some games."""
 
-    wins: int  # games that earned more than `won`
+    wins: int
     games: int
     reward: float  # of a game, in the mean
     turns: float  # of a game, in the mean
@@ -43,10 +46,10 @@ class Score:
         return f"{self.share:.1%} ({low:.1%} to {high:.1%}) in {self.turns:.2f} turns"
 
 
-def play(game: G, player: Player[G], seed: int) -> tuple[float, int]:
+def play(game: G, player: Player[G], row: Mapping[str, Any]) -> tuple[float, int]:
     """One game: the sum of its rewards, and its turns."""
-    rng = random.Random(f"player-{seed}")
-    game.reset(seed=seed)
+    rng = random.Random(f"player-{row}")
+    game.reset(**row)
     total, turns, done = 0.0, 0, False
     while not done:
         _, reward, done = game.step(player(game, rng))
@@ -54,17 +57,21 @@ def play(game: G, player: Player[G], seed: int) -> tuple[float, int]:
     return total, turns
 
 
-def score(game: G, player: Player[G], games: int = 1000, won: float = 0.5) -> Score:
-    """Games with the seeds 0 and up; one is won where it earns more than `won`."""
-    if games < 1:
-        raise ValueError(f"games is {games}; it must be at least 1")
-    results = [play(game, player, seed) for seed in range(games)]
+def score(game: G, player: Player[G], rows: Sequence[Mapping[str, Any]]) -> Score:
+    """One game for each row."""
+    wins, results = 0, []
+    for row in rows:
+        results.append(play(game, player, row))
+        wins += game.won
     rewards, turns = zip(*results, strict=True)
-    return Score(sum(reward > won for reward in rewards), games, sum(rewards) / games, sum(turns) / games)
+    return Score(wins, len(rows), sum(rewards) / len(rows), sum(turns) / len(rows))
 
 
-def baselines(game: G, players: Mapping[str, Player[G]], games: int = 1000) -> dict[str, dict[str, Any]]:
-    """For each player by name: its share of wins, the interval of it, and mean reward and turns, as plain values."""
-    found = {name: score(game, player, games) for name, player in players.items()}
-    return {name: {"share": one.share, "interval": list(one.interval), "reward": one.reward, "turns": one.turns,
-                   "games": games} for name, one in found.items()}
+def baselines(game: G, players: Mapping[str, Player[G]], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The share of games that each player wins, by its name."""
+    return {name: score(game, player, rows).share for name, player in players.items()}
+
+
+def won(environments: list[Any], **kwargs: Any) -> list[float]:
+    """A reward function: 1 for each game that was won."""
+    return [float(environment.won) for environment in environments]

@@ -14,16 +14,16 @@ class TicTacToe:
     """An environment with an opponent. Its seed decides how strong the opponent is, and what it draws."""
 
     def __init__(self, strengths: tuple[float, ...] = STRENGTHS) -> None:
-        wrong = [strength for strength in strengths if not 0 <= strength <= 1]
-        if wrong or not strengths:
+        if not strengths or not all(0 <= strength <= 1 for strength in strengths):
             raise ValueError(f"strengths is {strengths}; give one number from 0 (random) to 1 (perfect), or more")
         self.strengths = strengths
         self.reset()
 
-    def reset(self, seed: int = 0, **row: object) -> str:
-        """An empty board; returns the rules."""
+    def reset(self, seed: int = 0, strength: float | None = None, **row: object) -> str:
+        """An empty board; returns the rules. A `strength` in the row replaces the one of the seed."""
         self.rng = random.Random(f"tictactoe-{seed}")
-        self.strength = self.rng.choice(self.strengths)
+        drawn = self.rng.choice(self.strengths)
+        self.strength = drawn if strength is None else strength
         self.board = EMPTY
         return f"You are X. Reply with the number of a free square.\n{shown(self.board)}"
 
@@ -31,8 +31,7 @@ class TicTacToe:
         """Play the one digit of a reply, and the opponent's answer to it. A reply that is no free square loses."""
         move = square_in(reply)
         if move is None or move not in free(self.board):
-            return f"illegal; the free squares are {' '.join(EMPTY[place] for place in free(self.board))}", ILLEGAL, \
-                True
+            return f"illegal\n{shown(self.board)}", ILLEGAL, True
         self.board = played(self.board, move, "X")
         if not over(self.board):
             self.board = played(self.board, self.answer(), "O")
@@ -47,10 +46,15 @@ class TicTacToe:
         """The board: how it came about does not matter."""
         return self.board
 
+    @property
+    def won(self) -> bool:
+        return winner(self.board) == "X"
+
 
 def shown(board: str) -> str:
-    """Three lines of three squares."""
-    return "\n".join("|".join(board[start : start + 3]) for start in (0, 3, 6))
+    """Three lines of three squares, and the free ones."""
+    lines = ["|".join(board[start : start + 3]) for start in (0, 3, 6)]
+    return "\n".join([*lines, f"Free: {' '.join(EMPTY[place] for place in free(board))}"])
 
 
 def square_in(reply: str) -> int | None:

@@ -28,9 +28,9 @@ from lowmem_grpo.recipes.tiny.from_scratch import Batch, describe, make_model, m
 from lowmem_grpo.recipes.tiny.tiny_model import SHAPE, wrong_total
 
 CALLS = 0.4  # share of the demonstrations of `calculator` that call the tool
-LISTENS = 0.25  # share of the demonstrations of `guess` that guess what is still possible
+LISTENS = 0.4  # share of the demonstrations of `guess` that guess what is still possible
 TOOL_MARKS = ["<tool_call>", "</tool_call>"]  # tokens of their own, as in the models that call tools
-TOOLS = [get_json_schema(calculate)]
+TOOLS: list[Any] = [get_json_schema(calculate)]
 CHAT_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\nTools:{% for tool in tools %}{% set it = tool.function or tool %} {{ it.name }}"
     "({{ it.parameters.properties.keys() | join(', ') }}){% endfor %}<|im_end|>\n{% endif %}"
@@ -94,8 +94,8 @@ def demonstrations(seed: int) -> Iterator[Callable[[], tuple[Talk, bool]]]:
     rng, problems = random.Random(seed), endless_sums(seed)
     while True:
         yield lambda: (guess_talk(rng), False)
-        yield lambda: (calculator_talk(rng, next(problems)), True)
         yield lambda: (tictactoe_talk(rng), False)
+        yield lambda: (calculator_talk(rng, next(problems)), True)
 
 
 def endless_sums(seed: int) -> Iterator[Sum]:
@@ -124,9 +124,9 @@ def encode_talk(tokenizer: PreTrainedTokenizerFast, talk: Talk, with_tools: bool
     for place, message in enumerate(talk):
         if message["role"] == "assistant":
             for end, mine in ((place, False), (place + 1, True)):
-                text = tokenizer.apply_chat_template(
+                text = str(tokenizer.apply_chat_template(
                     talk[:end], tools=TOOLS if with_tools else None, tokenize=False, add_generation_prompt=not mine,
-                )
+                ))
                 new = tokenizer.encode(text.removesuffix("\n") if mine else text, add_special_tokens=False)[len(ids):]
                 ids += new
                 own += [mine] * len(new)
@@ -146,10 +146,11 @@ def talk_batches(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> It
         yield input_ids, labels
 
 
-def from_tiny(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """The embedded model `tiny` with embeddings for another tokenizer: tokens that both have keep theirs."""
-    folder = resolve(TINY)
-    old, known = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder).get_vocab()
+def begun(start: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    """The model `start` with embeddings for another tokenizer: tokens that both have keep theirs."""
+    folder = resolve(start)
+    old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    known = AutoTokenizer.from_pretrained(folder).get_vocab()
     model = make_model(tokenizer, seed, SHAPE)
     new = model.model.embed_tokens.weight.detach().clone()
     for token, place in tokenizer.get_vocab().items():
@@ -163,14 +164,15 @@ def from_tiny(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM
 @click.command(help=__doc__)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the model.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--start", default=TINY, show_default=True, help="Model of the same shape whose weights it begins with.")
 @click.option("--steps", default=400, show_default=True)
 @click.option("--batch", default=32, show_default=True)
-def main(out: Path, seed: int, steps: int, batch: int) -> None:
+def main(out: Path, start: str, seed: int, steps: int, batch: int) -> None:
     """Make the tokenizer and the model, train, write the model card."""
     tokenizer = game_tokenizer(seed)
-    model = from_tiny(tokenizer, seed)
+    model = begun(start, tokenizer, seed)
     done = train(model, talk_batches(tokenizer, seed + 1, batch), steps)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "README.md").write_text(MODEL_CARD.format(
         **describe(model), seed=seed, steps=steps, batch=batch, seconds=done.seconds, loss=done.last_loss, calls=CALLS,

@@ -76,7 +76,7 @@ class Later(list[Message]):
         return [message for message in self if message.get("role") == "assistant"][-1]
 
 
-def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> Scores:
+def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState | None) -> Scores:
     """The scores of each rollout."""
     lists = lists_of(scorer, groups, columns_of([group.row for group in groups]))
     calls = scorer.call_whole(scorer.names, lists, state)

@@ -15,6 +15,10 @@ from lowmem_grpo.recipes.games.tictactoe import EMPTY, TicTacToe, best_moves, fr
 NO_NUMBER = ["", "no idea", "4 or 5", "9" * 5000, "٣", "\x00", "1e999999999999", "1-2"]
 
 
+def rows(count: int, **columns: float) -> list[dict[str, Any]]:
+    return [{"seed": seed, **columns} for seed in range(count)]
+
+
 # guess
 
 
@@ -30,10 +34,11 @@ def test_every_hidden_number_is_found_by_listening() -> None:
             if middle == hidden:
                 assert (said, reward, done) == ("found", 1.0, True)
                 break
-            assert (said, reward, done) == ("higher" if middle < hidden else "lower", 0.0, tries == 5)
+            low, high = (middle + 1, high) if middle < hidden else (low, middle - 1)
+            told = f"{'higher' if middle < hidden else 'lower'}: {low} to {high}"
+            assert (said, reward, done) == (told, 0.0, tries == 5)
             if done:
                 break
-            low, high = (middle + 1, high) if said == "higher" else (low, middle - 1)
             assert game.state_key() == f"{low}-{high} {5 - tries}"
         assert (reward == 1) == (hidden != 32)  # 31 numbers can be found in five tries
 
@@ -65,7 +70,7 @@ def test_only_one_whole_number_is_a_guess(reply: str, number: int | None) -> Non
 def test_a_guess_out_of_range_costs_a_try_and_tells_nothing() -> None:
     game = Guess()
     game.reset(seed=2)
-    assert game.step("99") == ("lower", 0.0, False) and game.step("-5") == ("higher", 0.0, False)
+    assert game.step("99") == ("lower: 1 to 32", 0.0, False) and game.step("-5") == ("higher: 1 to 32", 0.0, False)
     assert game.state_key() == "1-32 3"
 
 
@@ -83,7 +88,7 @@ def test_a_reply_that_is_no_square_is_illegal_and_told_what_is_allowed(reply: st
     game = TicTacToe()
     game.reset(seed=1)
     said, reward, done = game.step(reply)
-    assert (reward, done) == (-1.0, True) and said == "illegal; the free squares are 1 2 3 4 5 6 7 8 9"
+    assert (reward, done) == (-1.0, True) and said == "illegal\n1|2|3\n4|5|6\n7|8|9\nFree: 1 2 3 4 5 6 7 8 9"
 
 
 def test_a_taken_square_is_illegal() -> None:
@@ -97,13 +102,15 @@ def test_every_game_alternates_and_pays_by_its_board() -> None:
     paid = set()
     for seed in range(500):
         game, rng = TicTacToe(), random.Random(seed)
-        assert game.reset(seed=seed).endswith("1|2|3\n4|5|6\n7|8|9")
+        assert game.reset(seed=seed).endswith("\n1|2|3\n4|5|6\n7|8|9\nFree: 1 2 3 4 5 6 7 8 9")
         done, reward = False, 0.0
         while not done:
             before = game.board
             assert winner(before) is None and before.count("X") == before.count("O")
             said, reward, done = game.step(tictactoe.random_move(game, rng))
-            assert said.replace("|", "").replace("\n", "") == game.board == game.state_key()
+            board, _, unused = said.rpartition("\nFree: ")
+            assert board.replace("|", "").replace("\n", "") == game.board == game.state_key()
+            assert unused.split() == [EMPTY[place] for place in free(game.board)]
             assert game.board.count("X") == before.count("X") + 1
             assert all(old == new for old, new in zip(before, game.board, strict=True) if old in "XO")
         paid.add((winner(game.board), reward))
@@ -111,9 +118,12 @@ def test_every_game_alternates_and_pays_by_its_board() -> None:
     assert paid == {("X", 1.0), ("O", 0.0), (None, 0.5)}
 
 
-def test_a_seed_plays_the_same_game_again() -> None:
-    for seed in range(20):
-        assert play(TicTacToe(), tictactoe.best_move, seed) == play(TicTacToe(), tictactoe.best_move, seed)
+def test_a_row_plays_the_same_game_again_against_the_strength_that_it_names() -> None:
+    game = TicTacToe()
+    for row in rows(20, strength=1.0):
+        assert play(game, tictactoe.random_move, row) == play(TicTacToe((0.0,)), tictactoe.random_move, row)
+        assert game.strength == 1.0 and not game.won
+    assert {game.reset(seed) and game.strength for seed in range(99)} == set(tictactoe.STRENGTHS)
 
 
 def test_a_perfect_opponent_never_loses_and_varies_its_moves() -> None:
@@ -207,13 +217,11 @@ def test_the_calculator_refuses_what_is_no_expression(expression: str) -> None:
     (TicTacToe((1.0,)), tictactoe.PLAYERS, {"random": 0, "perfect": 0}),
 ])
 def test_known_players_do_as_well_as_is_known(game: Any, players: Any, expected: dict[str, float]) -> None:
-    found = baselines(game, players, 1500)
-    assert {name: one["share"] * 100 for name, one in found.items()} == pytest.approx(expected, abs=4)
-    assert all(one["interval"][0] <= one["share"] <= one["interval"][1] for one in found.values())
+    found = baselines(game, players, rows(1500))
+    assert {name: share * 100 for name, share in found.items()} == pytest.approx(expected, abs=4)
 
 
 def test_a_score_says_its_share_its_interval_and_its_turns() -> None:
-    found = score(Guess(), guess.bisect, 100)
+    found = score(Guess(), guess.bisect, rows(100))
     assert str(found).startswith(f"{found.wins}.0% (") and f"in {found.turns:.2f} turns" in str(found)
-    with pytest.raises(ValueError, match="games is 0"):
-        score(Guess(), guess.bisect, 0)
+    assert found.reward == found.share < 1
