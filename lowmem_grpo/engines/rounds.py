@@ -26,6 +26,13 @@ def converse(
         engine.converse(conversation, params)
         return
     say(str(getattr(engine, "name", type(engine).__name__)))
+    in_rounds(engine, conversation, params, tokenizer)
+
+
+def in_rounds(
+    engine: Any, conversation: Conversation, params: SamplingParams, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The same by calls of `generate`."""
     while requests := conversation.take(busy=False):
         decode(engine, requests, conversation, params, tokenizer)
 

@@ -45,7 +45,7 @@ class ScriptedEngine:
         return Rollout(ids[:most], [-0.5] * len(ids[:most]), "stop" if len(ids) <= most else "length", text)
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        in_rounds(self, conversation, params)
+        in_rounds(self, conversation, params, self.tokenizer)
 
 
 def played(
