@@ -45,8 +45,10 @@ class OpenEnv:
 
     def __call__(self) -> Any:
         """An environment that has not begun."""
+        if inspect.iscoroutinefunction(self.connect):
+            return self.kinds[AsyncClient](None, self)  # it connects when it begins
         client = self.connect()
-        waits = inspect.isawaitable(client) or inspect.iscoroutinefunction(getattr(client, "step", None))
+        waits = inspect.iscoroutinefunction(getattr(client, "step", None))
         return self.kinds[AsyncClient if waits else PlainClient](client, self)
 
 
@@ -106,8 +108,8 @@ class AsyncClient(Client):
     async def reset(self, **row: Any) -> Any:
         """The first observation, as text."""
         try:
-            if inspect.isawaitable(self.client):
-                self.client = await self.client
+            if self.client is None:
+                self.client = await self.settings.connect()
             return self.read(await self.client.reset(**self.columns(row)))[0]
         except Exception as error:
             raise self.explain(error) from error
@@ -118,7 +120,5 @@ class AsyncClient(Client):
 
     async def close(self) -> None:
         """End the session."""
-        if inspect.iscoroutine(self.client):
-            self.client.close()  # it never began
-        else:
+        if self.client is not None:
             await self.client.close()
