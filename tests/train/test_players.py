@@ -133,7 +133,8 @@ class NoReward:
     ({"max_steps": -1}, ValueError, "there is no train_dataset, so nothing says how long to train; set max_steps"),
     ({"tools": "look"}, TypeError, "tools holds 'look'; each tool is a function"),
     ({"max_turns": 3, "max_tool_calling_iterations": 3}, ValueError, "that many calls are 4 turns; give one of them"),
-    ({"max_turns": 0}, ValueError, "max_turns is 0; it must be"), ({"history": "trim"}, ValueError, "history is 'trim'"),
+    ({"max_turns": 0}, ValueError, "max_turns is 0; it must be"),
+    ({"history": "trim"}, ValueError, "history is 'trim'"),
     ({"turn_discount": 1.5}, ValueError, "turn_discount is 1.5; it must be in [0, 1]"),
     ({"truncate_prompts": True}, ValueError, "truncate_prompts=True would cut off"),
 ])
