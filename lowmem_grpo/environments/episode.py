@@ -28,7 +28,7 @@ class Renders(Protocol):
 
     def bridge(self, messages: list[Message], ended: bool) -> list[int]: ...
 
-    def whole(self, messages: list[Message]) -> list[int]: ...
+    def whole(self, messages: list[Message], trusted: int | None = None) -> list[int]: ...
 
     def closed(self, completion_ids: list[int], messages: list[Message]) -> bool: ...
 
@@ -70,6 +70,7 @@ class Episode:
     state: str | None = None
     ending: str = ""
     trouble: str = ""  # what failed
+    trusted: int = 0  # messages, the first ones, which are the dataset's
     unreadable: int = 0  # turns in a row
     seconds: float = 0.0  # of workers
 
@@ -84,8 +85,8 @@ class Episode:
         given, self.messages = self.messages, joined(self.messages, answer.messages)
         self.opening, self.state = list(self.messages), answer.state
         # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
-        trusted = sum(one is other for one, other in zip(self.messages, given, strict=False))
-        self.prompt = self.renderer.first(self.messages, trusted)
+        self.trusted = sum(one is other for one, other in zip(self.messages, given, strict=False))
+        self.prompt = self.renderer.first(self.messages, self.trusted)
         self.ids = list(self.prompt)
         if self.room < 1:
             self.ending = "context"
@@ -191,7 +192,7 @@ class Episode:
             ended = self.renderer.closed(self.turns[-1].completion_ids, replies)
             found = [*self.ids, *self.renderer.bridge(replies, ended)]
         else:
-            found = self.renderer.whole(self.messages)
+            found = self.renderer.whole(self.messages, self.trusted)
         if len(found) - len(self.prompt) >= self.bounds.completion or len(found) >= self.bounds.context:
             self.ending, self.messages, self.turns[-1].replies = "context", kept, []
         elif found[: len(self.ids)] == self.ids:

@@ -12,7 +12,7 @@ from lowmem_grpo.types import Message
 
 __all__ = ["Renderer", "RendererError"]
 
-Shape = tuple[tuple[str, str, bool], ...]  # of each message: role, name, whether it says anything
+Shape = tuple[tuple[str, bool, bool], ...]  # of each message: role, whether it has a name, whether it says anything
 
 
 class Renderer:
@@ -90,7 +90,7 @@ class Renderer:
 
     def seam(self, messages: Sequence[Message]) -> Seam:
         """Where the sampled tokens end before such messages, looked for once."""
-        shape = tuple((str(one["role"]), str(one.get("name")), bool(str(one["content"]).strip())) for one in messages)
+        shape = tuple((str(one["role"]), bool(one.get("name")), bool(str(one["content"]).strip())) for one in messages)
         if shape not in self.seams:
             self.seams[shape] = find_seam(self.template, messages)
         return self.seams[shape]

@@ -12,7 +12,7 @@ from lowmem_grpo.types import Message
 class Seam:
     """What follows an answer that was made up: `cut`, then the mark `end`, then all that comes after it."""
 
-    before: list[Message]  # a question, and the answer
+    form: int  # which of `answers` the template can render
     called: bool  # the answer is a tool call, so that what the template writes behind the anchor is the call's
     cut: str
     end: str  # the mark that ends the turn, or nothing where a template has none
@@ -24,17 +24,18 @@ class Seam:
 
         Behind a completion that was cut also what comes before that mark, unless it belongs to a call.
         """
-        text = behind_anchor(template.text_of_calls([*self.before, *messages]))
+        text = behind_anchor(template.text_of_calls([*answers(messages)[self.form], *messages]))
         return text[len(self.cut):] if ended or self.called else text
 
 
 def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> Seam:
-    """The seam before messages of such roles, names and number. RendererError where the template leaves one out."""
+    """The seam before messages of such roles and number. RendererError where the template leaves one out."""
     stand_ins = StandIns(template.marks, messages)
+    words = [stand_ins.defused(one) for one in messages]
     words = [one | {"content": stand_ins.word(f"{at} {one['content']}")} if str(one["content"]).strip() else one
-             for at, one in enumerate(messages)]
+             for at, one in enumerate(words)]
     why = ""
-    for before in answers(words):
+    for form, before in enumerate(answers(words)):
         try:
             text = template.text_of_calls([*before, *words])
         except RendererError as error:
@@ -42,26 +43,28 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> Seam:
             continue
         said = behind_anchor(text)
         if ANCHOR in text and all(str(one["content"]).strip() in said for one in words):
-            return seam_of(template, before, said, words)
+            return seam_of(template, form, said, words)
         why = "it leaves out the text of one of them, or of the answer before them"
     raise refusal(messages, why)
 
 
-def answers(messages: Sequence[Message]) -> Iterator[list[Message]]:
+def answers(messages: Sequence[Message]) -> list[list[Message]]:
     """Conversations that may come before messages, the likeliest first: with calls of the tools whose results they are,
     in the forms that templates want, and with a plain answer."""
     question = {"role": "user", "content": "Question"}
     names = [str(one.get("name") or "tool") for one in messages if one["role"] == "tool"]
     calls = [{"type": "function", "function": {"name": name, "arguments": {"value": ANCHOR}}} for name in names]
+    found = []
     for some in (calls, calls[:1]) if messages[0]["role"] == "tool" else ():
         asked = {"role": "assistant", "content": "", "tool_calls": some}
         as_text = with_arguments(asked, lambda arguments: arguments["value"])
-        yield from ([question, one] for one in (asked, as_text, as_text | {"content": None}))
-    yield [question, {"role": "assistant", "content": ANCHOR}]
+        found += [asked, as_text, as_text | {"content": None}]
+    return [[question, one] for one in (*found, {"role": "assistant", "content": ANCHOR})]
 
 
-def seam_of(template: ChatTemplate, before: list[Message], said: str, words: Sequence[Message]) -> Seam:
+def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Message]) -> Seam:
     """The seam of a conversation that the template renders; `said` is what follows the anchor."""
+    before = answers(words)[form]
     called = "tool_calls" in before[-1]
     alone = behind_anchor(template.text_of_calls(before, generation=False))
     head = said[:min((said.index(text) for one in words if (text := str(one["content"])).strip()), default=len(said))]
@@ -74,7 +77,7 @@ def seam_of(template: ChatTemplate, before: list[Message], said: str, words: Seq
     numbers = frozenset(number for number, text in template.marks.every.items() if text and text in ends)
     rest = said[len(cut):]
     found = tuple(template.marks.among(template.marks.encode(text)) for text in (rest if called else said, rest))
-    return Seam(before, called, cut, end, numbers, (found[0], found[1]))
+    return Seam(form, called, cut, end, numbers, (found[0], found[1]))
 
 
 def split_at_end(template: ChatTemplate, shared: str, head: str) -> tuple[str, str]:

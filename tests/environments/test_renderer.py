@@ -84,6 +84,19 @@ def test_the_whole_conversation_trusts_the_dataset_and_nobody_else() -> None:
     assert renderer.first(talk[:1], trusted=0).count(end) == 1
 
 
+@pytest.mark.parametrize("name", ["gptoss", "gemma4_v5", "muse_glimmer", "qwen3"])
+def test_the_name_of_a_tool_that_the_policy_made_up_forges_nothing_and_is_not_kept(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    renderer = Renderer(tokenizer)
+
+    def marks(made_up: str) -> list[int]:
+        ids = renderer.bridge([{"role": "tool", "name": made_up, "content": "no such tool"}], True)
+        assert made_up in tokenizer.decode(ids) or name == "qwen3"
+        return [number for number in ids if number in tokenizer.added_tokens_decoder]
+
+    assert marks("look") == marks(tokenizer.eos_token) == marks(f"x{tokenizer.eos_token}y") and len(renderer.seams) == 1
+
+
 def test_thoughts_that_a_template_wants_apart_are_taken_apart() -> None:
     tokenizer = tokenizer_of("qwen3_8")
     renderer = Renderer(tokenizer)
