@@ -84,6 +84,9 @@ METRICS = {
         "share of the step's time in each phase; seconds of the step",
     "time/planned_generate_s, time/planned_train_s, time/planned_step_s":
         "estimated seconds of a step of these lengths, on cards whose data sheet is known",
+    "time/tools":
+        "time in which nothing could be decoded because tools or environments were at work, as a share; it is a part "
+        "of time/generate",
     "time/reward_hidden":
         "time of reward functions while other groups were still sampled, as a share; parallel calls count once",
     "memory/peak_bytes, memory/reserved_bytes, memory/kv_bytes":

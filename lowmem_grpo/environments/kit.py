@@ -1,6 +1,7 @@
 """What a policy is given for a row: the tools, as it is told of them and as they are called, and how its chat becomes
 tokens."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
 from lowmem_grpo.environments.protocol import Answer, Factories, tools_of
 from lowmem_grpo.environments.renderer import Renderer
 from lowmem_grpo.environments.template import RendererError
-from lowmem_grpo.environments.token_limit import within_tokens
+from lowmem_grpo.environments.token_limit import TokenLimit
 from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import Message
 
@@ -45,7 +46,8 @@ class Kits:
         max_tool_tokens: int, template_kwargs: dict[str, Any], parse: Callable[..., Any] | str | None = None,
     ) -> None:
         """`tools` belong to every row, beside those of its environment."""
-        self.tokenizer, self.tools, self.factories = tokenizer, list(tools), factories
+        self.tokenizer = copy.deepcopy(tokenizer)  # which keeps the options of its last call: nobody else has this one
+        self.tools, self.factories, self.limit = list(tools), factories, TokenLimit(tokenizer, max_tool_tokens)
         self.max_tool_tokens, self.template_kwargs, self.parse = max_tool_tokens, template_kwargs, parse
         samples = {"": None} if factories is None else factories.samples
         self.by_name = {name: self.make(made) for name, made in samples.items()}
@@ -70,8 +72,7 @@ class Kits:
 
     def within(self, answer: Answer) -> Answer:
         """The answer, with no message of more than `max_tool_tokens`: a longer one loses its middle."""
-        answer.messages = [one | {"content": within_tokens(one["content"], self.tokenizer, self.max_tool_tokens)}
-                           for one in answer.messages]
+        answer.messages = [one | {"content": self.limit.cut(one["content"])} for one in answer.messages]
         return answer
 
     @property

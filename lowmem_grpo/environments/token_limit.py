@@ -1,8 +1,26 @@
 """Text of tools and environments, cut to so many tokens."""
 
+import copy
+import threading
+
 from transformers import PreTrainedTokenizerBase
 
 MOST_CHARACTERS = 64  # a token; of a longer text not all is looked at
+
+
+class TokenLimit:
+    """Cuts texts to so many tokens, in any thread.
+
+    A tokenizer keeps the options of its last call, so that two threads must not use one: this one has a copy.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
+        self.tokenizer, self.most, self.lock = copy.deepcopy(tokenizer), most, threading.Lock()
+
+    def cut(self, text: str) -> str:
+        """The text, as `within_tokens` cuts it."""
+        with self.lock:
+            return within_tokens(text, self.tokenizer, self.most)
 
 
 def within_tokens(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:

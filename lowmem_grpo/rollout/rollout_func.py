@@ -35,6 +35,7 @@ class RolloutFunction:
         """`trainer` is passed to the function, and samples for it in `generate_rollout_completions`."""
         self.function, self.trainer = function, trainer
         self.params: SamplingParams | None = None  # while a batch is played
+        self.waited = 0.0  # nobody knows what the function waits for
         self.calls = 0  # of the engine, in this batch
 
     def play(

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 class Player(Protocol):
     """What plays episodes with an engine: `Episodes`, or a caller's own function."""
 
+    waited: float  # seconds of the last batch in which there was nothing to decode
+
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
@@ -63,6 +65,7 @@ class Sampler:
             told = {"on_group": on_group} if on_group is not None and self.tells() else {}
             if self.player is not None:
                 completions = self.player.play(self.engine, prompts, params, on_group)
+                self.clock.tools = (self.clock.tools or 0.0) + self.player.waited
             else:
                 completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
             self.engine.sleep()

@@ -20,6 +20,7 @@ class Clock:
         self.started = time.perf_counter()
         self.seconds = {"generate": 0.0, "reward": 0.0, "train": 0.0}
         self.reward_hidden = 0.0  # seconds of rewards while other groups were sampled; they count as "generate"
+        self.tools: float | None = None  # seconds with nothing to decode while tools worked; None: no tools
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -35,8 +36,9 @@ class Clock:
         """Step time in seconds, the share of each phase, and the share of reward time that was hidden by sampling."""
         total = max(time.perf_counter() - self.started, 1e-9)
         shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
+        tools = {} if self.tools is None else {"time/tools": self.tools / total}
         return {"step_time": total, **shares, "time/idle": max(0.0, 1 - sum(shares.values())),
-                "time/reward_hidden": self.reward_hidden / total}
+                "time/reward_hidden": self.reward_hidden / total, **tools}
 
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:

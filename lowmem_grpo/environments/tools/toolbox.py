@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.environments.token_limit import within_tokens
+from lowmem_grpo.environments.token_limit import TokenLimit
 from lowmem_grpo.environments.tools.arguments import fault
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
@@ -34,7 +34,7 @@ class Toolbox:
                  parse: Callable[..., Any] | str | None = None,
                  template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tools = named([tool_of(function) for function in functions])
-        self.tokenizer, self.max_tokens, self.parse = tokenizer, max_tokens, parse
+        self.limit, self.parse = TokenLimit(tokenizer, max_tokens), parse
         self.parser: Reads | None = None
         if self.tools and not callable(parse):
             self.parser = parser_of(tokenizer, self.schemas, parse, template_kwargs or {})
@@ -90,7 +90,7 @@ class Toolbox:
 
     def told(self, result: Any) -> str:
         """A result as text, cut."""
-        return within_tokens(text_of(result), self.tokenizer, self.max_tokens)
+        return self.limit.cut(text_of(result))
 
     @contextmanager
     def failures_told(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ class Toolbox:
             raise
         except (Exception, SystemExit) as error:
             words = error.words if isinstance(error, ToolError) else described(error)
-            raise ToolError(within_tokens(words, self.tokenizer, self.max_tokens)) from error
+            raise ToolError(self.limit.cut(words)) from error
 
     def message(self, call: ToolCall, content: str) -> Message:
         """The message that answers a call."""
