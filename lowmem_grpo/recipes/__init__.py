@@ -8,4 +8,7 @@ RECIPES = {
     "email": "replies to e-mails, with a reward for each quality of a good reply",
     "code": "small Python functions that must pass their tests in a sandbox",
     "judge": "summaries that a language model compares and scores (RULER)",
+    "guess": "a game of many turns, without data: find a hidden number by listening",
+    "calculator": "calling a tool: problems from rows of data, and a calculator",
+    "tictactoe": "winning against an opponent: tic-tac-toe as X",
 }

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 from datasets import Dataset
 
-from lowmem_grpo.recipes import arithmetic, code, countdown, email, judge, proximity
+from lowmem_grpo.recipes import arithmetic, calculator, code, countdown, email, judge, proximity
 
 MAKERS: dict[str, Callable[..., Dataset]] = {
     "arithmetic": arithmetic.make_dataset, "code": code.make_dataset, "countdown": countdown.make_dataset,
-    "email": email.make_dataset, "judge": judge.make_dataset,
+    "calculator": calculator.make_dataset, "email": email.make_dataset, "judge": judge.make_dataset,
     "proximity words": partial(proximity.make_dataset, task=proximity.WORDS),
     "proximity steps": partial(proximity.make_dataset, task=proximity.STEPS),
 }

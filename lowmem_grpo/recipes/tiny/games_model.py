@@ -48,7 +48,7 @@ pipeline_tag: text-generation
 
 A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained on the
 CPU by `python -m lowmem_grpo.recipes.tiny.games_model` (seed {seed}, {steps} steps of {batch} generated demonstrations,
-{seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of `tiny`. No other data, no other model.
+{seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of `{start}`. No other data, no other model.
 
 It plays blindly on purpose: the recipes mend that. In `guess` {listens:.0%} of the demonstrations listened to what the
 game said, in `calculator` {calls:.0%} called the tool and the others were wrong, and in `tictactoe` all moves were
@@ -176,7 +176,7 @@ def main(out: Path, start: str, seed: int, steps: int, batch: int) -> None:
     tokenizer.save_pretrained(out)
     (out / "README.md").write_text(MODEL_CARD.format(
         **describe(model), seed=seed, steps=steps, batch=batch, seconds=done.seconds, loss=done.last_loss, calls=CALLS,
-        listens=LISTENS,
+        listens=LISTENS, start=start,
     ))
     click.echo(f"wrote {model.num_parameters():,} parameters to {out}")
 

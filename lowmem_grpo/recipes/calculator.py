@@ -1,0 +1,79 @@
+"""Recipe `calculator`: learn to call a tool. The problems are rows of data, and a calculator is at hand.
+
+    lowmem-grpo run calculator                      # the embedded model of the games, in minutes on two CPU cores
+    lowmem-grpo eval runs/calculator --recipe calculator
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+
+from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.games.calculator import calculate, sums
+from lowmem_grpo.recipes.lesson import Lesson, teach
+from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.problems.arithmetic import last_integer
+from lowmem_grpo.recipes.problems.splits import take
+from lowmem_grpo.rewards.texts import completion_text
+from lowmem_grpo.train.play import Play
+
+DEFAULTS: dict[str, Any] = {
+    "output_dir": "runs/calculator", "seed": 0, "max_steps": 50, "learning_rate": 5e-6, "max_completion_length": 512,
+    "max_turns": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8,
+    "loss_type": "dr_grpo", "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2,
+    "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
+}
+PRESETS: Presets = {
+    "cpu": Preset("tiny-games", 256, 16, 32, {
+        "max_steps": 40, "learning_rate": 2e-3, "max_completion_length": 96, "max_turn_tokens": 32,
+        "per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "save_steps": 10,
+    }),
+    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1024, 64, 128, {"optim": "adamw_8bit"}),
+}
+
+
+@dataclass
+class CalculatorOptions(RecipeOptions):
+    """The options of `lowmem-grpo run calculator`."""
+
+    gradient_checkpointing_mode: str = "none"
+    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
+    train_size: int = 4096
+    """Problems to train on."""
+    eval_problems: int = 256
+    """Held-out problems that are answered before and after training."""
+
+
+OPTIONS = CalculatorOptions
+PLAY = Play(tools=[calculate], settings={"max_turns": DEFAULTS["max_turns"]})
+
+
+def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
+    """`size` different problems of a split ("train" or "test"), with columns `prompt` and `answer`."""
+    return Dataset.from_list([
+        {"prompt": [{"role": "user", "content": problem.question}], "answer": str(problem.answer)}
+        for problem in take(sums(split, seed), size)
+    ])
+
+
+def correct_answer(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+    """1 where the last integer that the policy wrote in its last turn, calls left out, is the answer."""
+    return [float(last_integer(completion_text(c)) == int(a)) for c, a in zip(completions, answer, strict=True)]
+
+
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), correct_answer, max_tokens=512, play=PLAY)
+
+
+def run(options: CalculatorOptions) -> None:
+    """Load a model, measure, train, measure again, report."""
+    setup = prepare(options, DEFAULTS, PRESETS)
+    seed = setup.config.seed
+    teach(setup, Lesson(
+        "calculator", make_dataset("train", options.train_size, seed), [correct_answer],
+        make_dataset("test", options.eval_problems, seed), correct_answer, play=PLAY,
+    ))
