@@ -73,6 +73,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def slots(self) -> int | None:
+        """Sequences that are decoded together at most; None is no bound."""
+        ...
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of key-value cache: those held now, or the peak of the last generation."""
         ...

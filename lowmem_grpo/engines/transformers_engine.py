@@ -49,6 +49,10 @@ class TransformersEngine:
         self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
         self.kept = KeptRows()  # of the turns of a call
 
+    @property
+    def slots(self) -> int | None:
+        return self.bound.under(None)
+
     def on_policy_update(self, policy_version: int) -> None:
         self.policy_version = policy_version
 

@@ -55,26 +55,32 @@ class Job:
         self.seconds = time.monotonic() - began
 
 
+class LaterLoop:
+    """The event loop of async functions, made when it is first asked for. What an async tool keeps open belongs to its
+    loop, so a run has one."""
+
+    def __init__(self) -> None:
+        self.making = threading.Lock()  # two threads may ask at once
+        self.made: EventLoop | None = None
+
+    def __call__(self) -> EventLoop:
+        with self.making:
+            self.made = self.made or EventLoop()
+            return self.made
+
+
 class Workers:
     """Daemon threads that do jobs. `collect` gives them back when they are done, or late."""
 
-    def __init__(self, most: int = 64) -> None:
-        """At most so many jobs are done at a time, beside those that hang."""
+    def __init__(self, most: int = 64, loop: "LaterLoop | None" = None) -> None:
+        """At most so many jobs are done at a time, beside those that hang. `loop` is one that others use too."""
         self.most = most
         self.waiting: SimpleQueue[Job | None] = SimpleQueue()
         self.done: SimpleQueue[Job] = SimpleQueue()
         self.running: set[Job] = set()  # given out and not collected
         self.threads = 0
         self.waited = 0.0  # seconds in which nothing else could be done
-        self.making = threading.Lock()  # of the loop, which two threads may ask for at once
-        self._loop: EventLoop | None = None
-
-    def loop(self) -> EventLoop:
-        """The event loop of async functions, made when it is first needed."""
-        with self.making:
-            if self._loop is None:
-                self._loop = EventLoop()
-            return self._loop
+        self.loop = loop or LaterLoop()
 
     def submit(self, key: int, work: Callable[[Job], Any], limit: float) -> Job:
         """Begin a job; it is given to `work`, which makes its calls through it."""

@@ -7,8 +7,9 @@ played once more, with the same seeds; the second time its rollout stays out of 
 """
 
 import logging
+import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,12 +23,13 @@ from lowmem_grpo.environments.kit import Kits, messages_of
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import ToolOutage
-from lowmem_grpo.environments.workers import Job, Workers
+from lowmem_grpo.environments.workers import Job, LaterLoop, Workers
 from lowmem_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)
 
 TRIES = 2  # of an episode that an environment fails
+BESIDE = 1.5  # episodes that are played at a time, for each sequence that an engine decodes at a time
 CLOSING = 5.0  # seconds for environments to close where a batch breaks off
 SAID = 3  # failures of a batch that the log names
 
@@ -36,14 +38,16 @@ class Episodes:
     """Plays the episodes of a run."""
 
     def __init__(self, kits: Kits, bounds: Bounds) -> None:
-        self.kits, self.bounds = kits, bounds
+        self.kits, self.bounds, self.loop = kits, bounds, LaterLoop()
         self.waited = 0.0  # seconds of the last batch in which there was nothing to decode
 
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
         """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got."""
-        batch = Batch(self, prompts, params, on_group, in_rounds=engine.name != "vllm")
+        slots = getattr(engine, "slots", None)  # a caller's own engine may not say
+        live = None if slots is None else math.ceil(BESIDE * slots)
+        batch = Batch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
         try:
             converse(engine, batch, params, self.kits.tokenizer)
         finally:
@@ -58,22 +62,24 @@ class Batch:
 
     def __init__(
         self, episodes: Episodes, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None,
-        in_rounds: bool,
+        most: int | None, in_rounds: bool,
     ) -> None:
-        """`in_rounds` waits for all that work before the next turns are decoded, so that these do not depend on how
-        long the work took."""
+        """At most so many episodes are played at a time. The others follow in their order, so that groups end one after
+        the other, and what an engine has cached of an episode is still there when it goes on. `in_rounds` waits for all
+        that work before the next turns are decoded, so that these do not depend on how long the work took."""
         self.owner, self.prompts, self.n = episodes, prompts, params.n
         self.on_group, self.in_rounds = on_group, in_rounds
         self.seed = random.getrandbits(62) if params.seed is None else params.seed
-        self.workers = Workers(max(64, params.n))
+        self.workers = Workers(max(64, params.n), episodes.loop)
         self.tries: Counter[int] = Counter()
         self.live: dict[int, Episode] = {}
         self.ready: list[Request] = []
         self.ended: dict[int, Episode] = {}
         self.results: dict[int, list[Rollout]] = {}
         self.troubles: list[str] = []
-        for key in range(len(prompts) * params.n):
-            self.start(key)
+        self.waiting = deque(range(len(prompts) * params.n))
+        self.most = most or len(self.waiting)
+        self.admit()
 
     # As the engine sees it
 
@@ -95,6 +101,11 @@ class Batch:
             self.finish(key)
 
     # Work
+
+    def admit(self) -> None:
+        """Begin as many episodes as may be played at a time."""
+        while self.waiting and len(self.live) < self.most:
+            self.start(self.waiting.popleft())
 
     def start(self, key: int) -> None:
         """Begin an episode, for the first time or again."""
@@ -180,6 +191,7 @@ class Batch:
         members = range(index * self.n, index * self.n + self.n)
         if all(key in self.ended for key in members):
             self.report(index, [self.ended[key] for key in members])
+        self.admit()
 
     def report(self, index: int, members: list[Episode]) -> None:
         """All episodes of a prompt are over."""
@@ -201,6 +213,7 @@ class Batch:
             if episode.seat is not None and not episode.seat.closed:
                 self.workers.submit(-1, episode.close, CLOSING)
         self.live.clear()
+        self.waiting.clear()
         while self.workers.running:
             self.workers.collect(wait=True)
         self.workers.close()

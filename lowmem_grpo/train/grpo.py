@@ -80,7 +80,7 @@ class GRPOTrainer(Trainer):
                              "found again after a resume; leave it out, or pass a datasets.Dataset")
         self.learn(source, GRPOObjective(config, exact=not self.policy.drops), memory, peaks)
         self.sample_with(first, engine is not None, players.evaluation_rows(eval_dataset), encoder)
-        self.sampler.player = self.player = players.player(self, model.loaded.max_seq_length)
+        self.sampler.player = self.player = players.player(self, context)
         alarms = Alarms(self.state, config.nothing_to_learn_steps)
         self.write(callbacks, alarms, self.collector.replay, config.log_completions)
         if note := config.rounding():

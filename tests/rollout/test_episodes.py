@@ -303,6 +303,18 @@ def test_environments_of_many_episodes_work_side_by_side() -> None:
     assert min(waited) >= 0.2
 
 
+def test_no_more_episodes_than_one_and_a_half_for_each_slot_are_open_and_groups_end_in_their_order() -> None:
+    most: list[int] = []
+
+    class Counted(Game):
+        def step(self, reply: str) -> Any:
+            most.append(open_now["Counted"])
+            return super().step(reply)
+
+    groups = played(numbered(), [ROW] * 4, Counted, n=4, slots=4)
+    assert max(most) <= 6 and [[one.ending for one in group] for group in groups] == [["done"] * 4] * 4
+
+
 def test_runs_are_the_same_however_long_the_environments_take() -> None:
     def sequence(factory: Any) -> list[list[int]]:
         engine_asked: list[list[int]] = []

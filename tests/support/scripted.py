@@ -50,7 +50,8 @@ class ScriptedEngine:
 
 def played(
     says: Callable[[str], str], rows: list[dict[str, Any]], factory: Any = None, tools: Any = (), n: int = 2,
-    append: bool = True, max_tool_tokens: int = 1024, template: str = TEMPLATE, **bounds: Any,
+    append: bool = True, max_tool_tokens: int = 1024, template: str = TEMPLATE, slots: int | None = None,
+    **bounds: Any,
 ) -> list[list[Rollout]]:
     """The episodes of rows, `n` of each, by what a script says."""
     tokenizer = tokenizer_of(template)
@@ -60,5 +61,6 @@ def played(
     prompts = [encoder.encode(row) for row in rows]
     assert all(isinstance(prompt, Prompt) for prompt in prompts), prompts
     engine: Any = ScriptedEngine(says)
+    engine.slots = slots
     episodes = Episodes(kits, Bounds(**FREE | bounds, append=append))
     return episodes.play(engine, prompts, SamplingParams(n=n, seed=1, max_tokens=4096))  # type: ignore[arg-type]

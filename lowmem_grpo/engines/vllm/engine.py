@@ -87,6 +87,10 @@ class VLLMEngine:
     def bound(self, bound: RolloutBound) -> None:
         self.capacity.bound = bound
 
+    @property
+    def slots(self) -> int:
+        return self.capacity.seqs
+
     def start_or_stay_awake(self) -> None:
         """`start`, and once more without sleep where the driver or this vLLM has no memory pool for it."""
         try:
