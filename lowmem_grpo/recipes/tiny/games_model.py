@@ -28,7 +28,7 @@ from lowmem_grpo.recipes.tiny.from_scratch import Batch, describe, make_model, m
 from lowmem_grpo.recipes.tiny.tiny_model import SHAPE, wrong_total
 
 CALLS = 0.4  # share of the demonstrations of `calculator` that call the tool
-LISTENS = 0.4  # share of the demonstrations of `guess` that guess what is still possible
+LISTENS = 0.5  # share of the demonstrations of `guess` that guess what is still possible
 TOOL_MARKS = ["<tool_call>", "</tool_call>"]  # tokens of their own, as in the models that call tools
 TOOLS: list[Any] = [get_json_schema(calculate)]
 CHAT_TEMPLATE = (
@@ -149,8 +149,8 @@ def talk_batches(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> It
 def begun(start: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
     """The model `start` with embeddings for another tokenizer: tokens that both have keep theirs."""
     folder = resolve(start)
-    old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    known = AutoTokenizer.from_pretrained(folder).get_vocab()
+    old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    known = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).get_vocab()
     model = make_model(tokenizer, seed, SHAPE)
     new = model.model.embed_tokens.weight.detach().clone()
     for token, place in tokenizer.get_vocab().items():
