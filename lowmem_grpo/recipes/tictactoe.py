@@ -28,8 +28,8 @@ DEFAULTS: dict[str, Any] = {
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny-games", 320, 16, 32, {
-        "max_steps": 100, "learning_rate": 1e-3, "max_completion_length": 256, "max_turn_tokens": 4,
-        "per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "num_generations": 16,
+        "max_steps": 120, "learning_rate": 1e-3, "max_completion_length": 256, "max_turn_tokens": 4,
+        "per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "num_generations": 8,
         "max_grad_norm": 1.0,
     }),
     "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1280, 32, 64, {"optim": "paged_adamw_8bit"}),
