@@ -110,10 +110,12 @@ def has_type(value: Any, name: str) -> bool:
 
 
 def same(value: Any, choice: Any) -> bool:
+    """Whether they are equal in JSON, where true is not 1."""
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)
 
 
 def inside(where: str, name: str) -> str:
+    """The path of a value in an object."""
     return f"{where}.{name}" if where else name
 
 

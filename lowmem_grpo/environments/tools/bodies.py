@@ -99,6 +99,7 @@ def without_breaks(text: str) -> str:
 
 
 def typed_call(name: str, found: dict[str, str], schemas: Schemas) -> ToolCall:
+    """A call whose arguments were written as text, each read as its schema says."""
     properties = schemas.get(name, {}).get("properties", {})
     return ToolCall(name, {key: typed(properties.get(key), value) for key, value in found.items()})
 

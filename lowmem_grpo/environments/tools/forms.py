@@ -1,5 +1,6 @@
 """Which form of tool calls a chat template has: a call is rendered, and the form that reads it back is the one."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,8 @@ from lowmem_grpo.environments.template import FAMILIES
 from lowmem_grpo.environments.tools.parsers import FORMS, THINK, THOUGHT, Form, Parser, Reading
 from lowmem_grpo.environments.tools.response_template import TemplateParser
 from lowmem_grpo.types import Message, ToolCall
+
+logger = logging.getLogger(__name__)
 
 OWN = "response_template"  # the form that the tokenizer itself can read
 CALL = ToolCall("look_up_weather", {"place": "New York", "days": 3})
@@ -63,8 +66,8 @@ class Template:
                 calls = [{"id": "abcdefghi", "type": "function", "function": called}]  # Mistral wants nine letters
                 try:
                     yield self.turn({"role": "assistant", "content": content, "tool_calls": calls})
-                except Exception:  # noqa: BLE001, Jinja's and the template's own: another way may do
-                    continue
+                except Exception as error:  # noqa: BLE001, Jinja's and the template's own: another way may do
+                    logger.debug("the chat template refuses a call written as %s: %s", called, error)
 
     def turn(self, message: Message) -> str:
         """What the template writes behind the question."""

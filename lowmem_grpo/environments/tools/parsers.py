@@ -180,6 +180,7 @@ def split(text: str, marks: Sequence[str]) -> list[Piece]:
 
 
 def joined(pieces: Sequence[Piece]) -> str:
+    """The pieces as one text."""
     return "".join(mark or text for mark, text in pieces)
 
 

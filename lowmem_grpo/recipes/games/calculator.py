@@ -64,4 +64,5 @@ def calculate(expression: str) -> str:
 
 
 def text_of(value: Fraction) -> str:
+    """A whole number, or a fraction in lowest terms."""
     return str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"

@@ -69,6 +69,7 @@ def free(board: str) -> list[int]:
 
 
 def played(board: str, place: int, mark: str) -> str:
+    """The board after a move."""
     return board[:place] + mark + board[place + 1 :]
 
 
@@ -78,6 +79,7 @@ def winner(board: str) -> str | None:
 
 
 def over(board: str) -> bool:
+    """Whether somebody won, or no square is free."""
     return winner(board) is not None or not free(board)
 
 
@@ -103,6 +105,7 @@ def best_moves(board: str, mark: str) -> list[int]:
 
 
 def other(mark: str) -> str:
+    """The mark of the opponent."""
     return "O" if mark == "X" else "X"
 
 
