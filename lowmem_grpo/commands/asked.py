@@ -48,7 +48,9 @@ def check_recipe(name: str, arguments: Sequence[str]) -> None:
         asked.fast_inference  # noqa: B018  (refuses an unknown engine)
     asked.checkpointing  # noqa: B018  (refuses an unknown mode)
     check_model(asked.model)
-    check_data(getattr(asked, "dataset", None) or written.get("dataset", ("", None))[1])
+    source = getattr(asked, "dataset", None) or written.get("dataset", ("", None))[1]
+    if not is_recipe_file(name) or REPO.fullmatch((source or "").partition(":")[0]):
+        check_data(source)
 
 
 def check_model(name: str | None) -> None:
@@ -64,8 +66,8 @@ def check_data(source: str | None) -> None:
         return
     if Path(source).suffix.lower() in KINDS:
         refuse_missing(Path(source))
-    elif REPO.fullmatch(name := source.partition(":")[0]) and not Path(source).exists():
-        find_dataset(name)
+    elif not Path(source).exists():
+        find_dataset(source.partition(":")[0])
 
 
 def check_folder(path: Path | None) -> None:

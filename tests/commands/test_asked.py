@@ -26,6 +26,8 @@ WRONG = {  # command line: words of the refusal
     "run arithmetic model=./mine": "no model './mine': there is no such folder",
     "run gsm8k dataset=/no/such.jsonl": "no file '/no/such.jsonl' that can be read",
     "run gsm8k": "no dataset 'openai/gsm8k': it is not in the cache, and HF_HUB_OFFLINE allows no download",
+    "run gsm8k dataset=a/b/c": "'a/b/c' is no name on the hub",
+    "run gsm8k dataset=nope": "no dataset 'nope': it is not in the cache",
     "run gsm8k dataset=nobody/nothing": "no dataset 'nobody/nothing': it is not in the cache",
     "eval tiny --dataset nobody/nothing --reward number_match": "no dataset 'nobody/nothing': it is not in the cache",
     "run code seconds=soon": "seconds='soon': Input should be a valid number",
