@@ -61,7 +61,9 @@ def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, s
         from mcp import Client, StdioServerParameters
     except ImportError as error:
         raise ImportError(PACKAGE) from error
-    source = given[0] if command is None else StdioServerParameters(command=command[0], args=[*command[1:]], env=env)
+    source: Any = given[0]
+    if command is not None:
+        source = StdioServerParameters(command=command[0], args=[*command[1:]], env=env)
     session = Session(Client(source), " ".join(command) if command else str(given[0]))
     offered = {tool.name: tool for tool in session.open(start_seconds)}
     if unknown := [name for name in names or () if name not in offered]:
