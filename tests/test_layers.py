@@ -33,7 +33,7 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
     ("data", "runs", "views"),
     ("export", "fast_model", "loader", "rewards", "environments"),
     ("rollout", "preflight", "train", "chat_templates"),
-    ("recipes", "commands", "integrations", "cli", "__main__"),
+    ("service", "agents", "recipes", "commands", "integrations", "cli", "__main__"),
 ]
 LIBRARIES = {  # what each folder may import beside torch and the standard library
     "kernels": {"triton"},
@@ -51,6 +51,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "rollout": {"transformers"},
     "preflight": {"packaging"},
     "train": {"bitsandbytes", "peft", "transformers"},
+    "agents": {"openai", "pydantic"},
     "recipes": {"click", "datasets", "pydantic", "rich", "tokenizers", "transformers"},
     "commands": {"click", "transformers"},
     "integrations": {"packaging", "peft", "transformers", "trl"},

@@ -1,0 +1,24 @@
+"""What the owner of an engine is asked for: one completion."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lowmem_grpo.config.sampling import SamplingParams
+
+LIVE = "live"  # the adapter in the model, as it is when the completion is drawn
+
+
+@dataclass(frozen=True)
+class Call:
+    """One completion that is asked for. Calls of one `flavour` are decoded together."""
+
+    ids: list[int]  # (P,) of the prompt
+    params: SamplingParams  # n is 1; max_tokens and seed are its own
+    adapter: Path | str | None = LIVE  # the folder of a saved adapter, LIVE, or None for the base model
+    flavour: tuple[object, ...] = field(init=False, repr=False)  # what all calls of one conversation share
+
+    def __post_init__(self) -> None:
+        params = self.params
+        shared = (params.temperature, params.top_p, params.top_k, params.min_p, tuple(params.stop_strings),
+                  tuple(params.stop_token_ids or ()), params.ignore_eos)
+        object.__setattr__(self, "flavour", (self.adapter, *shared))
