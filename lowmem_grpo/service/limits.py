@@ -1,0 +1,35 @@
+"""How much an endpoint takes from its clients."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lowmem_grpo.rules import COUNT, POSITIVE, Rule, at_least, check_ranges
+from lowmem_grpo.units import MIB
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of an endpoint. What goes beyond one is refused, with a message that names it."""
+
+    body_bytes: int = 8 * MIB
+    """Bytes of a request's body."""
+    messages: int = 2048
+    """Messages of a request."""
+    concurrent: int = 256
+    """Requests that are answered at a time."""
+    queue: int = 1024
+    """Further requests that wait for their turn; those above it are told to come again (429)."""
+    seconds: float = 1800.0
+    """Seconds from a request to the end of its reply. Requests wait while the model is trained, which counts too."""
+    header_bytes: int = 16 * 1024
+    """Bytes of a request's line and headers."""
+    sessions: int = 4096
+    """Sessions that are open at a time."""
+
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "body_bytes": COUNT, "messages": COUNT, "concurrent": COUNT, "queue": at_least(0), "seconds": POSITIVE,
+        "header_bytes": at_least(1024), "sessions": COUNT,
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
