@@ -15,9 +15,8 @@ class ChatError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers or {}  # of the HTTP reply, such as Retry-After
+        self.kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
 
-    @property
     def body(self) -> dict[str, Any]:
         """The JSON of the reply."""
-        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
