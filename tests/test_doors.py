@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import lowmem_grpo.agents
 import lowmem_grpo.kernels
 import lowmem_grpo.rewards
 from lowmem_grpo.unsloth_names import REFUSED, UnsupportedError
@@ -19,6 +20,7 @@ NAMES = {  # module -> names; a folder's name that was a module's offers what th
                    "pictures rewards kernels __version__",
     "lowmem_grpo.kernels": " ".join(lowmem_grpo.kernels.__all__),
     "lowmem_grpo.rewards": " ".join(lowmem_grpo.rewards.__all__),
+    "lowmem_grpo.agents": " ".join([*lowmem_grpo.agents.__all__, *lowmem_grpo.agents.MODULES]),
     "lowmem_grpo.losses": "Report at_level factors given grpo_loss kl_term loss_tokens mean_entropy needed "
                           "settings_of",
     "lowmem_grpo.offload": "ALIASES MIN_BYTES MODES ActivationOffload Kept checkpointed_layers checkpointing_mode "
@@ -51,8 +53,8 @@ def test_the_names_that_people_import_are_where_they_were(module: str) -> None:
         assert getattr(found, name, None) is not None or import_module(f"{module}.{name}")
 
 
-@pytest.mark.parametrize("name", ["", ".chat_templates", ".rewards", ".losses", ".offload", ".config", ".data",
-                                  ".environments", ".export", ".planning", ".preflight"])
+@pytest.mark.parametrize("name", ["", ".agents", ".chat_templates", ".rewards", ".losses", ".offload", ".config",
+                                  ".data", ".environments", ".export", ".planning", ".preflight"])
 def test_an_unknown_name_of_a_door_raises_an_error_that_lists_the_known_ones(name: str) -> None:
     unknown = "no_such_name"
     with pytest.raises(AttributeError, match="it has "):

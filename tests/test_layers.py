@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lowmem_grpo
+import lowmem_grpo.agents
 import lowmem_grpo.chat_templates
 import lowmem_grpo.config
 import lowmem_grpo.data
@@ -51,14 +52,15 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "rollout": {"transformers"},
     "preflight": {"packaging"},
     "train": {"bitsandbytes", "peft", "transformers"},
-    "agents": {"openai", "pydantic"},
+    "agents": {"openai", "pydantic", "tqdm"},
     "recipes": {"click", "datasets", "pydantic", "rich", "tokenizers", "transformers"},
     "commands": {"click", "transformers"},
     "integrations": {"packaging", "peft", "transformers", "trl"},
     "cli": {"click"},
 }
 LAZY = {  # packages with doors: their names, and the homes of these
-    "lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.chat_templates": lowmem_grpo.chat_templates.HOMES,
+    "lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.agents": lowmem_grpo.agents.HOMES,
+    "lowmem_grpo.chat_templates": lowmem_grpo.chat_templates.HOMES,
     "lowmem_grpo.config": lowmem_grpo.config.HOMES,
     "lowmem_grpo.data": lowmem_grpo.data.HOMES, "lowmem_grpo.environments": lowmem_grpo.environments.HOMES,
     "lowmem_grpo.export": lowmem_grpo.export.HOMES,

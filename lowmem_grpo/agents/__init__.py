@@ -2,3 +2,41 @@
 
 Names load when they are first used.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.agents.attempts import limit_concurrency, retry
+    from lowmem_grpo.agents.gather import gather_trajectories, gather_trajectory_groups
+    from lowmem_grpo.agents.trajectories import FailedRollout, History, Trajectory, TrajectoryGroup
+    from lowmem_grpo.agents.types import Message, Messages, MessagesAndChoices, Tools
+
+__all__ = [
+    "FailedRollout", "History", "Message", "Messages", "MessagesAndChoices", "Tools", "Trajectory", "TrajectoryGroup",
+    "gather_trajectories", "gather_trajectory_groups", "limit_concurrency", "retry",
+]
+
+HOMES = {name: home for home, names in {
+    "agents.attempts": "limit_concurrency retry",
+    "agents.gather": "gather_trajectories gather_trajectory_groups",
+    "agents.trajectories": "FailedRollout History Trajectory TrajectoryGroup",
+    "agents.types": "Message Messages MessagesAndChoices Tools",
+}.items() for name in names.split()}
+MODULES = ("dev", "types")  # that programs use as `art.dev`
+NEEDED = ("openai", "pydantic", "tqdm", "fastapi", "uvicorn")  # what `pip install lowmem-grpo[agents]` brings
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES and name not in MODULES:
+        import_module("lowmem_grpo.agents.refused").refuse_name(name)
+        known = ", ".join([*__all__, *MODULES])
+        raise AttributeError(f"module 'lowmem_grpo.agents' has no attribute {name!r}; it has {known}")
+    try:
+        home = import_module(f"lowmem_grpo.{HOMES.get(name, f'agents.{name}')}")
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        raise ModuleNotFoundError(f"agents need the package {error.name}: pip install lowmem-grpo[agents]",
+                                  name=error.name) from error
+    return home if name in MODULES else getattr(home, name)

@@ -4,18 +4,27 @@ The tokens are not here. A `Choice` that came from `model.openai_client()` names
 and the turn holds the ids as the engine returned them.
 """
 
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from openai.types.chat.chat_completion import Choice
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
+
+from lowmem_grpo.agents.progress import current, described, together
 
 Metadata = float | int | str | bool | None
+Metrics = dict[str, float | int | bool]
 
 
 class History(BaseModel):
     """One conversation of a rollout."""
+
+    model_config = ConfigDict(extra="forbid")
 
     messages_and_choices: list[Choice | dict[str, Any]] = Field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
@@ -32,7 +41,7 @@ class Trajectory(History):
     reward: float = 0.0
     initial_policy_version: int | None = None
     final_policy_version: int | None = None
-    metrics: dict[str, float | int | bool] = Field(default_factory=dict)
+    metrics: Metrics = Field(default_factory=dict)
     metadata: dict[str, Metadata] = Field(default_factory=dict)
     logs: list[str] = Field(default_factory=list)
     start_time: datetime = Field(default_factory=datetime.now, exclude=True)
@@ -41,6 +50,33 @@ class Trajectory(History):
     def histories(self) -> list[History]:
         """All conversations, the first one first."""
         return [self, *self.additional_histories]
+
+    def log(self, message: str) -> None:
+        """Keep a line about this rollout."""
+        self.logs.append(message)
+
+    def finish(self) -> "Trajectory":
+        """Note how long it took, in seconds, as the metric `duration`."""
+        self.metrics["duration"] = (datetime.now() - self.start_time).total_seconds()
+        return self
+
+    @asynccontextmanager
+    async def track_duration(self, metric_name: str) -> AsyncIterator[None]:
+        """Add the seconds of a block to the metric NAME_duration."""
+        began, name = time.monotonic(), f"{metric_name}_duration"
+        try:
+            yield
+        finally:
+            self.metrics[name] = self.metrics.get(name, 0.0) + time.monotonic() - began
+
+    def for_logging(self) -> dict[str, Any]:
+        """All of it as plain data; each message says whether it is one that can be trained on."""
+        messages = [message | {"trainable": isinstance(one, Choice)}
+                    for one, message in zip(self.messages_and_choices, self.messages(), strict=True)]
+        return {**self.model_dump(exclude={"messages_and_choices", "additional_histories"}), "messages": messages}
+
+    def __str__(self) -> str:
+        return f"Trajectory(reward={self.reward}, metrics={self.metrics}, metadata={self.metadata})"
 
 
 class FailedRollout(BaseModel):
@@ -51,14 +87,45 @@ class FailedRollout(BaseModel):
     traceback: str
 
 
-class TrajectoryGroup(BaseModel):
-    """Rollouts of one task, which are compared with each other; and what those raised that failed."""
+class Grouped(type(BaseModel)):  # type: ignore[misc]
+    """Makes `TrajectoryGroup(...)` something to be awaited where rollouts are given that have not ended."""
+
+    def __call__(cls, trajectories: Iterable[Any] = (), **options: Any) -> Any:
+        members = members_of(trajectories)
+        make = partial(super().__call__, **options)
+        return PendingGroup(members, make) if any(map(is_awaitable, members)) else make(members)
+
+
+class TrajectoryGroup(BaseModel, metaclass=Grouped):
+    """Rollouts of one task, which are compared with each other; and what those raised that failed.
+
+    Members are trajectories, errors, or rollouts that have not ended: with one of these, `await TrajectoryGroup(...)`
+    gives the group. What is none of these counts as a rollout that failed. The order is the one given.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     trajectories: list[Trajectory]
     exceptions: list[FailedRollout] = Field(default_factory=list)
     metadata: dict[str, Metadata] = Field(default_factory=dict)
-    metrics: dict[str, float | int | bool] = Field(default_factory=dict)
+    metrics: Metrics = Field(default_factory=dict)
     logs: list[str] = Field(default_factory=list)
+
+    def __init__(
+        self, trajectories: Iterable[Any] = (), *, exceptions: Iterable[Any] = (),
+        metadata: dict[str, Metadata] | None = None, metrics: Metrics | None = None, logs: list[str] | None = None,
+    ) -> None:
+        members = members_of(trajectories)
+        kept = [one for one in members if isinstance(one, Trajectory | Mapping)]
+        lost = [one for one in members if not isinstance(one, Trajectory | Mapping)]
+        super().__init__(
+            trajectories=kept, exceptions=[failure_of(one) for one in (*lost, *exceptions)], metadata=metadata or {},
+            metrics=metrics or {}, logs=logs or [],
+        )
+
+    def log(self, message: str) -> None:
+        """Keep a line about this group."""
+        self.logs.append(message)
 
     def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]
         return iter(self.trajectories)
@@ -67,10 +134,65 @@ class TrajectoryGroup(BaseModel):
         return len(self.trajectories)
 
 
-def message_of(given: Choice | dict[str, Any]) -> dict[str, Any]:
-    """A choice as the assistant's message; a message as it is, with a text as content."""
-    if not isinstance(given, Choice):
-        return {**given, "content": given.get("content") or ""}
-    message: dict[str, Any] = {"role": "assistant", "content": given.message.content or ""}
-    calls = [call.model_dump(mode="json") for call in given.message.tool_calls or []]
-    return message | ({"tool_calls": calls} if calls else {})
+class PendingGroup(Awaitable[TrajectoryGroup]):
+    """A group whose rollouts have not all ended. Awaiting it runs them at the same time."""
+
+    def __init__(self, members: list[Any], make: Callable[[list[Any]], TrajectoryGroup]) -> None:
+        self.members, self.make = members, make
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __await__(self) -> Generator[Any, None, TrajectoryGroup]:
+        return self.settle().__await__()
+
+    async def settle(self) -> TrajectoryGroup:
+        """The group, once all have ended. Raises what a rollout raised, if more failed than the gathering allows."""
+        progress = current(len(self))
+
+        async def one(member: Any) -> Any:
+            if is_awaitable(member):
+                member = await progress.watch(member, (Trajectory,), "its Trajectory")
+            if isinstance(member, Trajectory):
+                progress.done(member)
+            return member
+
+        return self.make(await together(map(one, self.members)))
+
+
+def is_awaitable(given: object) -> bool:
+    return hasattr(given, "__await__")
+
+
+def members_of(given: Any) -> list[Any]:
+    """What a group is made of. Raises TypeError for what is one member and no list of them."""
+    if is_awaitable(given) or isinstance(given, BaseModel | str | Mapping) or not isinstance(given, Iterable):
+        if hasattr(given, "close"):
+            given.close()  # a coroutine that nobody will await
+        raise TypeError(f"TrajectoryGroup takes a list of rollouts or trajectories, and got {described(given)}: write "
+                        "TrajectoryGroup(rollout(model, task) for _ in range(8))")
+    return list(given)
+
+
+def failure_of(given: Any) -> FailedRollout | Mapping[str, Any]:
+    """What failed, as it is kept."""
+    if isinstance(given, FailedRollout | Mapping):
+        return given
+    if not isinstance(given, BaseException):
+        given = TypeError(f"{described(given)} stands in place of a Trajectory")
+    words = "".join(traceback.format_exception(given))
+    return FailedRollout(type=type(given).__name__, message=str(given), traceback=words)
+
+
+def message_of(given: Any) -> dict[str, Any]:
+    """A choice as the assistant's message; a message as it is, with a text as content. TypeError for anything else."""
+    if isinstance(given, Choice):
+        message: dict[str, Any] = {"role": "assistant", "content": given.message.content or ""}
+        calls = [call.model_dump(mode="json") for call in given.message.tool_calls or []]
+        return message | ({"tool_calls": calls} if calls else {})
+    if isinstance(given, BaseModel):  # the client's own object of a message
+        given = given.model_dump(mode="json", exclude_none=True)
+    if not isinstance(given, Mapping) or "role" not in given:
+        raise TypeError(f"messages_and_choices holds {described(given)}; it takes the choices of a completion "
+                        "(completion.choices[0]) and messages such as {'role': 'user', 'content': 'Hello'}")
+    return {**given, "content": given.get("content") or ""}

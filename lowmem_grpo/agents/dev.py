@@ -1,0 +1,32 @@
+"""ART's `dev`: what a program may write into `model._internal_config`. LocalBackend reads it, and refuses what has no
+meaning here by its name."""
+
+from typing import Any, TypedDict
+
+from lowmem_grpo.agents.refused import REFUSED, refuse
+
+InitArgs = dict[str, Any]  # of FastLanguageModel.from_pretrained
+EngineArgs = dict[str, Any]  # of vLLM
+PeftArgs = dict[str, Any]  # of FastLanguageModel.get_peft_model
+TrainerArgs = dict[str, Any]  # of GRPOConfig
+OpenAIServerConfig = dict[str, Any]
+ServerArgs = dict[str, Any]
+TrainConfig = dict[str, Any]  # ART's experimental options of one call of train
+
+
+class InternalModelConfig(TypedDict, total=False):
+    """Options of a model, by the part that takes them."""
+
+    init_args: InitArgs
+    engine_args: EngineArgs
+    peft_args: PeftArgs
+    trainer_args: TrainerArgs
+    chat_template: str
+    chat_template_path: str
+    chat_template_kwargs: dict[str, Any]
+
+
+def __getattr__(name: str) -> Any:
+    refuse("lowmem_grpo.agents.dev", name, REFUSED)
+    known = sorted(one for one in globals() if one.endswith(("Args", "Config")))
+    raise AttributeError(f"module 'lowmem_grpo.agents.dev' has no attribute {name!r}; it has {', '.join(known)}")

@@ -1,0 +1,117 @@
+"""Trajectories and groups as an ART program makes them."""
+
+import asyncio
+import copy
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+from pydantic import ValidationError
+
+from lowmem_grpo import agents as art
+from lowmem_grpo.agents.trajectories import message_of
+from lowmem_grpo.unsloth_names import UnsupportedError
+
+
+def choice(content: str | None, **message: Any) -> Choice:
+    said = {"role": "assistant", "content": content, **message}
+    return Choice.model_validate({"index": 0, "finish_reason": "stop", "message": said, "turn": "t1"})
+
+
+async def rollout(reward: float, error: Exception | None = None) -> art.Trajectory:
+    await asyncio.sleep(0)
+    if error is not None:
+        raise error
+    return art.Trajectory(messages_and_choices=[{"role": "user", "content": "Hi"}, choice("Ho")], reward=reward)
+
+
+def test_a_choice_keeps_the_name_of_its_turn_in_a_trajectory_and_its_copies() -> None:
+    trajectory = art.Trajectory(messages_and_choices=[choice("Ho")])
+    for one in (trajectory, copy.copy(trajectory), copy.deepcopy(trajectory), trajectory.model_copy()):
+        assert one.messages_and_choices[0].turn == "t1"  # type: ignore[union-attr]
+
+
+def test_messages_are_those_that_a_model_is_sent() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    given = [{"role": "user", "content": None}, choice(None, tool_calls=[call]),
+             ChatCompletionMessage(role="assistant", content="so"),
+             {"role": "tool", "tool_call_id": "call_1", "content": "1"}]
+    trajectory = art.Trajectory()
+    trajectory.messages_and_choices.extend(given)  # type: ignore[arg-type]
+    assert trajectory.messages() == [
+        {"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "so"}, {"role": "tool", "tool_call_id": "call_1", "content": "1"},
+    ]
+    assert [one["trainable"] for one in trajectory.for_logging()["messages"]] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("wrong", [None, "Hello", {"content": "no role"}, 3])
+def test_what_is_no_message_is_refused_with_what_to_append(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="choices of a completion"):
+        message_of(wrong)
+
+
+def test_a_field_that_a_trajectory_does_not_have_is_refused() -> None:
+    with pytest.raises(ValidationError, match="rewards"):
+        art.Trajectory(rewards=1.0)  # type: ignore[call-arg]
+
+
+def test_a_trajectory_notes_how_long_things_took() -> None:
+    async def timed() -> art.Trajectory:
+        trajectory = art.Trajectory()
+        for _ in range(2):
+            async with trajectory.track_duration("search"):
+                await asyncio.sleep(0.01)
+        trajectory.log("done")
+        return trajectory.finish()
+
+    trajectory = asyncio.run(timed())
+    assert trajectory.metrics["duration"] >= trajectory.metrics["search_duration"] >= 0.02
+    assert trajectory.logs == ["done"]
+
+
+def test_a_group_of_rollouts_is_awaited_and_keeps_their_order() -> None:
+    async def slow(reward: float) -> art.Trajectory:
+        await asyncio.sleep(0.02 - reward / 100)
+        return await rollout(reward)
+
+    async def main() -> art.TrajectoryGroup:
+        return await art.TrajectoryGroup((slow(reward) for reward in (0, 1)), metadata={"task": 3})  # type: ignore[misc]
+
+    group = asyncio.run(main())
+    assert [one.reward for one in group] == [0, 1] and len(group) == 2
+    assert group.metadata == {"task": 3}
+    assert copy.deepcopy(group) == group and copy.deepcopy(group).trajectories[0] is not group.trajectories[0]
+    assert art.TrajectoryGroup.model_validate(group.model_dump()).trajectories[1].reward == 1
+
+
+def test_errors_and_what_is_no_trajectory_are_kept_as_failures_of_a_group() -> None:
+    group = art.TrajectoryGroup([art.Trajectory(), ValueError("no mail"), None], exceptions=[KeyError("x")])
+    assert len(group) == 1
+    assert [(one.type, one.message) for one in group.exceptions] == [
+        ("ValueError", "no mail"), ("TypeError", "None stands in place of a Trajectory"), ("KeyError", "'x'")]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("wrong", [art.Trajectory, lambda: rollout(1), lambda: "abc", lambda: 3])
+def test_one_member_in_place_of_a_list_is_refused_with_how_to_write_it(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"write TrajectoryGroup\(rollout"):
+        art.TrajectoryGroup(wrong())
+
+
+@pytest.mark.parametrize("name", ["ServerlessBackend", "SkyPilotBackend", "TinkerBackend", "megatron",
+                                  "PipelineTrainer", "TrainSFTConfig", "utils"])
+def test_a_name_of_art_that_is_not_here_is_refused_with_what_to_do(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"has no {name}\. \w"):
+        getattr(art, name)
+    with pytest.raises(AttributeError, match=r"it has .*InternalModelConfig"):
+        getattr(art.dev, name + "_")
+
+
+def test_the_parts_of_an_internal_config_are_plain_dicts() -> None:
+    config = art.dev.InternalModelConfig(init_args=art.dev.InitArgs(max_seq_length=64),
+                                         engine_args=art.dev.EngineArgs(enforce_eager=True))
+    assert config == {"init_args": {"max_seq_length": 64}, "engine_args": {"enforce_eager": True}}
+    with pytest.raises(UnsupportedError, match="LocalBackend"):
+        art.dev.TinkerArgs  # noqa: B018
