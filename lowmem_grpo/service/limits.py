@@ -25,10 +25,12 @@ class Limits:
     """Bytes of a request's line and headers."""
     sessions: int = 4096
     """Sessions that are open at a time."""
+    session_replies: int = 4096
+    """Replies that are recorded of a session."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "body_bytes": COUNT, "messages": COUNT, "concurrent": COUNT, "queue": at_least(0), "seconds": POSITIVE,
-        "header_bytes": at_least(1024), "sessions": COUNT,
+        "header_bytes": at_least(1024), "sessions": COUNT, "session_replies": COUNT,
     }
 
     def __post_init__(self) -> None:

@@ -1,0 +1,125 @@
+"""An address on this machine where the model answers as OpenAI's servers do, for as long as the program runs."""
+
+import asyncio
+import atexit
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Self, TypeVar
+
+import uvicorn
+
+from lowmem_grpo.service.gate import HOSTS, LOOPBACK, OneKey
+from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.routes import Answers, Completions, make_app
+from lowmem_grpo.service.sessions import Session, Sessions
+
+READ_AHEAD = 64 * 1024  # bytes of headers that the server holds at most, whatever `Limits` say
+START, CLOSE = 30.0, 5.0  # seconds in which the server comes up; in which replies are ended
+S = TypeVar("S", bound=Session)
+BACKLOG = 2048  # connections that wait to be taken
+
+
+class Endpoint:
+    """Serves a Chat at `base_url`, in a thread of this process, to whoever has `api_key`.
+
+    Only programs on this machine reach it. It ends with `close`, which answers the requests that wait with 503, and
+    with the program; Ctrl-C stays with the main thread.
+    """
+
+    def __init__(
+        self, chat: Answers, *, port: int = 0, host: str = LOOPBACK, limits: Limits | None = None,
+        owned: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        """`port` 0 takes a free one. `owned` is called when it closes, such as the `close` of what `chat` works with.
+
+        Raises ValueError for another host and for what is no port, OSError for a port that cannot be had.
+        """
+        self.limits = Limits() if limits is None else limits
+        self.socket = listening(host, port)
+        self.api_key = secrets.token_urlsafe(32)
+        self.address = f"http://{LOOPBACK}:{self.socket.getsockname()[1]}"
+        self.base_url = f"{self.address}/v1"
+        self.closing, self.sessions, self.owned = asyncio.Event(), Sessions(self.limits), owned
+        completions = Completions(chat, self.sessions, self.limits, self.closing)
+        self.server = uvicorn.Server(uvicorn.Config(
+            make_app(completions, OneKey(self.api_key)), http="h11", ws="none", loop="asyncio", lifespan="off",
+            log_config=None, access_log=False, server_header=False, h11_max_incomplete_event_size=READ_AHEAD,
+            timeout_graceful_shutdown=int(CLOSE),
+        ))
+        self.lock, self.closed = threading.Lock(), False
+        self.thread = threading.Thread(target=self.run, name="lowmem-grpo endpoint", daemon=True)
+        self.thread.start()
+        self.wait_until_it_answers()
+        atexit.register(self.close)
+
+    def run(self) -> None:
+        """The thread's work: an event loop, until `close`."""
+        asyncio.run(self.serve())
+
+    async def serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await self.server.serve(sockets=[self.socket])
+
+    def wait_until_it_answers(self) -> None:
+        until = time.monotonic() + START
+        while not self.server.started:
+            if not self.thread.is_alive() or time.monotonic() > until:
+                self.socket.close()
+                raise RuntimeError(f"the endpoint did not start within {START:g} seconds; the log says why")
+            time.sleep(0.005)
+
+    def session(self) -> Session:
+        """An address of its own, whose calls are recorded: one for each rollout. Raises RuntimeError where too many are
+        open, or the endpoint is closed."""
+        return self.begin(Session)
+
+    def begin(self, kind: type[S]) -> S:
+        """A session of this class, whose address answers from now on."""
+        if self.closed:
+            raise RuntimeError("the endpoint is closed; begin a session before it is")
+        session = kind(self.address, self.api_key, self.limits, self.sessions.forget)
+        self.sessions.add(session)
+        return session
+
+    def close(self) -> None:
+        """Answers what waits with 503, and ends. Twice is as once."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+        atexit.unregister(self.close)
+        self.loop.call_soon_threadsafe(self.closing.set)
+        self.server.should_exit = True
+        if threading.current_thread() is not self.thread:
+            self.thread.join(CLOSE + 5)
+        for close in self.owned:
+            close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens on this machine only. Raises ValueError or OSError, which say what to do."""
+    if host not in HOSTS:
+        raise ValueError(f"host is {host!r}; an endpoint answers on {LOOPBACK} only, since whoever reaches it uses "
+                         "this machine. Leave host out, and reach it from elsewhere through a tunnel: "
+                         "ssh -L 8000:127.0.0.1:PORT MACHINE")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
+        raise ValueError(f"port is {port!r}; it must be a whole number from 0 to 65535, where 0 takes a free one")
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((LOOPBACK, port))
+        found.listen(BACKLOG)
+    except OSError as error:
+        found.close()
+        raise OSError(error.errno, f"the endpoint cannot have port {port} of {LOOPBACK} ({error.strerror}): another "
+                                   "program may have it. Take port=0, which finds a free one, or another") from error
+    return found

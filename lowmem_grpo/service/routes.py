@@ -1,0 +1,202 @@
+"""The routes of OpenAI's interface, and the application that has them."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Protocol
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from lowmem_grpo.service.attention import Attention, ClientGoneError, Slots
+from lowmem_grpo.service.call import LIVE
+from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.gate import Gate, as_response, unexpected
+from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.sessions import Session, Sessions
+from lowmem_grpo.service.streamed import DONE, Events, Gathered, event
+
+CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it
+ROUTES = "POST /v1/chat/completions, GET /v1/models and GET /health"
+
+
+class Answers(Protocol):
+    """What an endpoint asks of a Chat."""
+
+    names: Callable[[], Mapping[str, Path | str | None]]
+
+    async def create(self, body: Mapping[str, Any], session: str = "") -> dict[str, Any]:
+        """The reply to a request."""
+        ...
+
+    def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncIterator[dict[str, Any]]:
+        """The same in chunks."""
+        ...
+
+    def models(self) -> list[str]:
+        """The names that can be asked for."""
+        ...
+
+    def parent(self, turn: str) -> str | None:
+        """The turn that another one continues."""
+        ...
+
+
+class Completions:
+    """Answers requests by a Chat."""
+
+    def __init__(self, chat: Answers, sessions: Sessions, limits: Limits, closing: asyncio.Event) -> None:
+        self.chat, self.sessions, self.limits, self.closing = chat, sessions, limits, closing
+        self.slots = Slots(limits)
+
+    async def answer(self, request: Request) -> Response:
+        """The reply to POST /chat/completions."""
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                body = body_of(await request.body(), self.limits)
+        except TimeoutError:
+            raise ChatError(408, f"the request's body did not come within {self.limits.seconds:g} seconds", None,
+                            "timeout") from None
+        session = self.sessions.find(request.path_params.get("session"))
+        if body.get("stream") is True:
+            events = self.events(request, body, session)
+            return Events(after(await anext(events), events))
+        return JSONResponse(await self.whole(request, body, session))
+
+    async def whole(self, request: Request, body: dict[str, Any], session: Session | None) -> dict[str, Any]:
+        """The reply in one piece."""
+        async with Attention(request.receive, self.closing, self.limits.seconds) as client:
+            reply = await client.wait_for(self.create(body, session))
+            await client.still_there()
+            self.record(session, body, reply["choices"])
+            return reply
+
+    async def create(self, body: dict[str, Any], session: Session | None) -> dict[str, Any]:
+        async with self.slots.one():
+            return await self.chat.create(body, session.name if session else "")
+
+    async def events(
+        self, request: Request, body: dict[str, Any], session: Session | None
+    ) -> AsyncGenerator[bytes, None]:
+        """The reply in pieces. Raises ChatError only before the first: a later error is an event of its own."""
+        gathered, begun = Gathered(), False
+        async with (Attention(request.receive, self.closing, self.limits.seconds) as client,
+                    aclosing(self.chunks(body, session)) as chunks):
+            try:
+                while (chunk := await client.wait_for(anext(chunks, None))) is not None:
+                    gathered.add(chunk)
+                    await client.still_there()
+                    if gathered.whole and any(part["finish_reason"] for part in chunk["choices"]):
+                        self.record(session, body, gathered.whole)
+                    begun = True
+                    yield event(chunk)
+                yield DONE
+            except ClientGoneError:
+                if not begun:
+                    raise
+            except ChatError as error:
+                if not begun:
+                    raise
+                yield event(error.body())
+
+    async def chunks(self, body: dict[str, Any], session: Session | None) -> AsyncGenerator[dict[str, Any], None]:
+        async with self.slots.one():
+            async for chunk in self.chat.stream(body, session.name if session else ""):
+                yield chunk
+
+    def record(self, session: Session | None, body: dict[str, Any], choices: list[dict[str, Any]]) -> None:
+        """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own."""
+        if session is not None and self.chat.names()[body["model"]] == LIVE:
+            session.record(body, choices, self.chat.parent)
+
+    def models(self) -> list[dict[str, Any]]:
+        """What can be asked for."""
+        return [{"id": name, "object": "model", "created": self.since, "owned_by": "lowmem-grpo"}
+                for name in self.chat.models()]
+
+    since = int(time.time())  # this program's start
+
+
+def chat_router(completions: Completions) -> APIRouter:
+    """The routes below /v1."""
+    router = APIRouter(redirect_slashes=False)
+
+    @router.post("/chat/completions", response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        return await completions.answer(request)
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": completions.models()}
+
+    @router.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        for found in completions.models():
+            if found["id"] == name:
+                return found
+        known = ", ".join(completions.chat.models())
+        raise ChatError(404, f"there is no model {name!r}; there are {known}", "model", "model_not_found")
+
+    return router
+
+
+def make_app(completions: Completions, holds: Callable[[str], bool]) -> Gate:
+    """The application. `holds` says whether a key opens it."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    router = chat_router(completions)
+    app.include_router(router, prefix="/v1")
+    app.include_router(router, prefix="/s/{session}/v1")
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.exception_handler(ChatError)
+    async def refused(request: Request, error: ChatError) -> Response:
+        return as_response(error)
+
+    @app.exception_handler(ClientGoneError)
+    async def left(request: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=CLIENT_LEFT)
+
+    @app.exception_handler(HTTPException)
+    async def no_route(request: Request, error: HTTPException) -> Response:
+        code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
+        return as_response(ChatError(error.status_code, f"there is no {request.method} {request.url.path}; there are "
+                                                        f"{ROUTES}", None, code, dict(error.headers or {})))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return JSONResponse(unexpected(error), 500)
+
+    return Gate(app, holds, completions.limits)
+
+
+async def after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The events whose first one was taken already."""
+    async with aclosing(events):
+        yield first
+        async for one in events:
+            yield one
+
+
+def body_of(given: bytes, limits: Limits) -> dict[str, Any]:
+    """The JSON object of a request. Raises ChatError where it is none, or has too many messages."""
+    try:
+        body = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        words = f"the request's body is no JSON ({said}); send a JSON object"
+        raise ChatError(400, words, None, "invalid_json") from None
+    if not isinstance(body, dict):
+        raise ChatError(400, f"the request's body is a JSON {type(body).__name__}; it must be an object with model and "
+                             "messages", None, "invalid_json")
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) > limits.messages:
+        raise ChatError(400, f"messages has {len(messages)} entries; at most {limits.messages} are taken: send fewer, "
+                             "or raise messages of Limits", "messages", "too_many_messages")
+    return body

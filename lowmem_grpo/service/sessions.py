@@ -1,0 +1,140 @@
+"""Sessions: addresses of their own, at which the calls of one rollout are recorded as its conversations."""
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from lowmem_grpo.service.attention import NO_RETRY
+from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.limits import Limits
+
+
+@dataclass
+class Conversation:
+    """What was said from the first message to a reply that nobody continued."""
+
+    messages_and_choices: list[dict[str, Any]]  # a reply of the policy as the choice of OpenAI's form, with its `turn`
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(eq=False)
+class Reply:
+    """A choice that a client got, and what was said since the one that it continues."""
+
+    choice: dict[str, Any]
+    said: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    before: "Reply | None" = None
+    continued: bool = False
+    length: int = field(init=False)  # messages of the conversation up to here
+    first: int = field(init=False)  # the number of the conversation's first reply in its session
+
+    def path(self) -> "list[Reply]":
+        """The replies of the conversation up to here."""
+        found, reply = [self], self
+        while reply.before is not None:
+            reply = reply.before
+            found.append(reply)
+        return found[::-1]
+
+    def conversation(self) -> Conversation:
+        path = self.path()
+        return Conversation([one for reply in path for one in (*reply.said, reply.choice)], path[0].tools)
+
+
+class Session:
+    """The calls of one rollout. Whoever has `base_url` and `api_key` can make them: any client, in any process.
+
+    A context manager; once it is left, its address answers no more and its records can still be read. A reply that its
+    client did not get, because it left or the endpoint closed, is not among them. Safe between threads.
+    """
+
+    def __init__(self, base_url: str, api_key: str, limits: Limits, forget: Callable[[str], None]) -> None:
+        self.name = secrets.token_urlsafe(16)
+        self.base_url, self.api_key = f"{base_url}/s/{self.name}/v1", api_key
+        self.limits, self.forget, self.closed = limits, forget, False
+        self.replies: dict[str, Reply] = {}  # by the name of the turn, in the order in which they were given
+        self.lock = threading.Lock()
+
+    def check(self) -> None:
+        """Raises ChatError where no more calls are recorded."""
+        if len(self.replies) >= self.limits.session_replies:
+            raise ChatError(429, f"this session has had its {self.limits.session_replies} replies; end the rollout "
+                                 "earlier, or raise session_replies of Limits", None, "session_full", NO_RETRY)
+
+    def record(
+        self, body: Mapping[str, Any], choices: list[dict[str, Any]], continues: Callable[[str], str | None]
+    ) -> None:
+        """The client gets these choices. `continues` names the turn that a turn continues."""
+        with self.lock:
+            if not self.closed:
+                for choice in choices:
+                    self.add(body["messages"], body.get("tools"), choice, continues(choice["turn"]))
+
+    def add(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, choice: dict[str, Any],
+        before: str | None,
+    ) -> None:
+        parent = self.replies.get(before or "")
+        reply = Reply(choice, messages[0 if parent is None else parent.length:], tools or None, parent)
+        reply.length, reply.first = len(messages) + 1, len(self.replies) if parent is None else parent.first
+        if parent is not None:
+            parent.continued = True
+        self.replies[choice["turn"]] = reply
+
+    def conversations(self) -> list[Conversation]:
+        """All that was said, a conversation for each reply that nobody continued; that of the first call is first."""
+        with self.lock:
+            last = [reply for reply in self.replies.values() if not reply.continued]
+            return [reply.conversation() for reply in sorted(last, key=lambda reply: reply.first)]
+
+    def close(self) -> None:
+        """From now on the session's address answers no more, and nothing is recorded."""
+        with self.lock:
+            self.closed = True
+        self.forget(self.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self.close()
+
+
+class Sessions:
+    """The sessions that are open. Safe between threads."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.open: dict[str, Session] = {}
+        self.lock = threading.Lock()
+
+    def add(self, session: Session) -> None:
+        """Raises RuntimeError where too many are open."""
+        with self.lock:
+            if len(self.open) >= self.limits.sessions:
+                raise RuntimeError(f"{len(self.open)} sessions are open, and no more may be: end each with its rollout "
+                                   "(`with endpoint.session() as session:`), or raise sessions of Limits")
+            self.open[session.name] = session
+
+    def forget(self, name: str) -> None:
+        self.open.pop(name, None)
+
+    def find(self, name: str | None) -> Session | None:
+        """The session of a request; None of one that names none. Raises ChatError where there is no such."""
+        if name is None:
+            return None
+        session = self.open.get(name)
+        if session is None:
+            raise ChatError(404, "there is no such session, or it has ended: use the base_url of one that is open",
+                            None, "session_not_found")
+        session.check()
+        return session

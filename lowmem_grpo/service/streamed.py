@@ -1,0 +1,70 @@
+"""The events of a streamed reply, and the choices that its chunks make up."""
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Events(Response):
+    """Sends events as they come, and closes their source when the client has left."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self.events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Gathered:
+    """Chunks put together."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, dict[str, Any]] = {}
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        """One more chunk of the reply."""
+        for part in chunk["choices"]:
+            empty = {"index": part["index"], "finish_reason": None, "logprobs": None,
+                     "message": {"role": "assistant", "content": None}}
+            choice = self.choices.setdefault(part["index"], empty)
+            add_delta(choice["message"], part["delta"])
+            choice |= {name: value for name, value in part.items() if name != "delta" and value is not None}
+
+    @property
+    def whole(self) -> list[dict[str, Any]]:
+        """The choices, if all are finished; else none."""
+        finished = all(choice["finish_reason"] is not None for choice in self.choices.values())
+        return list(self.choices.values()) if finished else []
+
+
+def add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add what a chunk brings to a message."""
+    if delta.get("content"):
+        message["content"] = (message["content"] or "") + delta["content"]
+    for part in delta.get("tool_calls") or []:
+        calls = message.setdefault("tool_calls", [])
+        if part["index"] == len(calls):
+            calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        call = calls[part["index"]]
+        call["id"] += part.get("id") or ""
+        for name, text in (part.get("function") or {}).items():
+            call["function"][name] += text or ""
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

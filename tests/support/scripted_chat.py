@@ -1,0 +1,85 @@
+"""A Chat without a model, whose replies a script writes; and an endpoint that serves it."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from lowmem_grpo.service.call import LIVE
+from lowmem_grpo.service.errors import ChatError
+
+Says = Callable[[list[dict[str, Any]]], Awaitable[str]]
+
+
+async def echo(messages: list[dict[str, Any]]) -> str:
+    """Says the last message again."""
+    return f"heard: {messages[-1]['content']}"
+
+
+class ScriptedChat:
+    """Answers as a Chat does. A message that is sent to it may be continued by the text that it became."""
+
+    def __init__(self, says: Says = echo) -> None:
+        self.says, self.numbers, self.cancelled = says, itertools.count(), 0
+        self.said: dict[str, str] = {}  # of a conversation so far, the turn that ended it
+        self.before: dict[str, str | None] = {}
+        self.busy = self.most = 0
+
+    def names(self) -> Mapping[str, str | None]:
+        return {"agent": LIVE, "base/model": None}
+
+    def models(self) -> list[str]:
+        return list(self.names())
+
+    def parent(self, turn: str) -> str | None:
+        return self.before[turn]
+
+    async def create(self, body: Mapping[str, Any], session: str = "") -> dict[str, Any]:
+        if body.get("model") not in self.names():
+            raise ChatError(404, f"no model {body.get('model')!r}", "model", "model_not_found")
+        choices = [await self.choice(body, session, index) for index in range(body.get("n") or 1)]
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        return {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"],
+                "choices": choices, "usage": usage}
+
+    async def choice(self, body: Mapping[str, Any], session: str, index: int) -> dict[str, Any]:
+        self.busy += 1
+        self.most = max(self.most, self.busy)
+        try:
+            text = await self.says(body["messages"])
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.busy -= 1
+        turn = f"turn-{next(self.numbers)}"
+        so_far = [(one["role"], one["content"]) for one in body["messages"]]
+        self.before[turn] = self.said.get(f"{session}{so_far[:-1]}")
+        self.said[f"{session}{[*so_far, ('assistant', text)]}"] = turn
+        return {"index": index, "finish_reason": "stop", "turn": turn, "logprobs": None,
+                "message": {"role": "assistant", "content": text}}
+
+    async def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncIterator[dict[str, Any]]:
+        reply = await self.create(body, session)
+        about = {"id": reply["id"], "object": "chat.completion.chunk", "created": 1, "model": reply["model"]}
+        for choice in reply["choices"]:
+            name = {"index": choice["index"], "turn": choice["turn"]}
+            for letter in choice["message"]["content"]:
+                yield about | {"choices": [name | {"delta": {"content": letter}, "finish_reason": None}]}
+            yield about | {"choices": [name | {"delta": {}, "finish_reason": "stop"}]}
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield about | {"choices": [], "usage": reply["usage"]}
+
+
+class Gate:
+    """Lets no reply out until it is opened, and tells when one has come so far."""
+
+    def __init__(self) -> None:
+        self.arrived, self.opened = threading.Semaphore(0), threading.Event()
+
+    async def __call__(self, messages: list[dict[str, Any]]) -> str:
+        self.arrived.release()
+        while not self.opened.is_set():
+            await asyncio.sleep(0.005)
+        return await echo(messages)
