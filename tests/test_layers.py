@@ -53,3 +53,149 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "preflight": {"packaging"},
     "train": {"bitsandbytes", "peft", "transformers"},
     "service": {"fastapi", "starlette", "uvicorn"},
+    "agents": {"openai", "pydantic", "tqdm"},
+    "recipes": {"click", "datasets", "pydantic", "rich", "tokenizers", "transformers"},
+    "commands": {"click", "transformers"},
+    "integrations": {"packaging", "peft", "transformers", "trl"},
+    "cli": {"click"},
+}
+LAZY = {  # packages with doors: their names, and the homes of these
+    "lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.agents": lowmem_grpo.agents.HOMES,
+    "lowmem_grpo.chat_templates": lowmem_grpo.chat_templates.HOMES,
+    "lowmem_grpo.config": lowmem_grpo.config.HOMES,
+    "lowmem_grpo.data": lowmem_grpo.data.HOMES, "lowmem_grpo.environments": lowmem_grpo.environments.HOMES,
+    "lowmem_grpo.export": lowmem_grpo.export.HOMES,
+    "lowmem_grpo.losses": lowmem_grpo.losses.HOMES, "lowmem_grpo.offload": lowmem_grpo.offload.HOMES,
+    "lowmem_grpo.planning": lowmem_grpo.planning.HOMES,
+    "lowmem_grpo.preflight": lowmem_grpo.preflight.HOMES, "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES,
+}
+FREE = ("torch", *sys.stdlib_module_names)
+MADE_AT_RUN_TIME = ("exec", "eval", "compile", "__import__")
+OTHERS_SETTINGS = ("engines.vllm.installed", "hub")  # of vLLM, and of datasets, which is not imported to look it up
+READ_IN_SECRET = {"getsource", "environ", "getenv", "putenv"}
+
+
+def module_name(path: Path) -> str:
+    """`engines.base` for lowmem_grpo/engines/base.py, `engines` for its __init__, empty for the package's own."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+MODULES = sorted(name for name in TREES if name)
+ORDER = [folder for floor in FLOORS for folder in floor]
+
+
+@cache
+def imports(name: str) -> frozenset[str]:
+    """Every module that a module imports by its full name, also inside functions. Names of ours are resolved.
+
+    What a package with lazy names imports for the type checker is what it offers, not what it needs; it is left out.
+    """
+    found: set[str] = set()
+    tree = TREES[name]
+    if f"lowmem_grpo.{name}" in LAZY:
+        tree = ast.Module([node for node in tree.body if not isinstance(node, ast.If)], [])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {resolve(node.module or "", alias.name) for alias in node.names}
+    return frozenset(found)
+
+
+def resolve(module: str, name: str) -> str:
+    """What `from module import name` loads: a module of ours where `name` is one, or where it is a lazy name's home."""
+    if name in LAZY.get(module, {}):
+        return f"lowmem_grpo.{LAZY[module][name]}"
+    inner = f"{module}.{name}".removeprefix("lowmem_grpo.")
+    return f"lowmem_grpo.{inner}" if module.startswith("lowmem_grpo") and inner in TREES else module
+
+
+def ours(name: str) -> set[str]:
+    """The modules of this package that a module imports."""
+    return {found.removeprefix("lowmem_grpo.") for found in imports(name) if found.startswith("lowmem_grpo.")}
+
+
+def foreign(name: str) -> set[str]:
+    """The other packages that a module imports, without the standard library and torch."""
+    return {found.partition(".")[0] for found in imports(name)} - {"lowmem_grpo", *FREE}
+
+
+def folder_of(name: str) -> str:
+    """The folder of the package in which a module lies, or the file itself if it lies in none."""
+    return name.partition(".")[0]
+
+
+def test_every_folder_has_a_floor_and_the_table_names_no_other() -> None:
+    assert {folder_of(name) for name in MODULES} == set(ORDER)
+
+
+def test_the_picture_in_architecture_shows_these_floors_from_above() -> None:
+    picture = ARCHITECTURE.read_text(encoding="utf-8").split("```\n")[1]
+    floors = re.split(r"^floor \d.*\n", picture, flags=re.MULTILINE)[1:]
+    drawn = [re.findall(r"^  (\w+)/ ", floor, re.MULTILINE) for floor in floors]
+    assert drawn == [[name for name in reversed(floor) if (ROOT / name).is_dir()] for floor in reversed(FLOORS)]
+    for folder, inner in re.findall(r"^  (\w+)/ +(.+)$", picture, re.MULTILINE):
+        assert [name for name in re.findall(r"(\w+)/", inner) if not (ROOT / folder / name).is_dir()] == []
+
+
+def test_no_import_goes_upwards() -> None:
+    place = {name: ORDER.index(folder_of(name)) for name in MODULES}
+    assert [f"{name} imports {other}" for name in MODULES for other in ours(name) if place[other] > place[name]] == []
+
+
+def test_only_recipes_import_names_from_a_door() -> None:
+    assert [f"{name}: from {node.module} import {alias.name}" for name in MODULES if folder_of(name) != "recipes"
+            for node in ast.walk(TREES[name]) if isinstance(node, ast.ImportFrom)
+            for alias in node.names if alias.name in LAZY.get(node.module or "", {})] == []
+
+
+@pytest.mark.parametrize("folder", ORDER)
+def test_a_folder_imports_only_the_libraries_that_the_table_gives_it(folder: str) -> None:
+    used = set().union(*(foreign(name) for name in MODULES if folder_of(name) == folder))
+    assert used == LIBRARIES.get(folder, set())
+
+
+def test_the_trainer_imports_only_the_protocol_of_engines() -> None:
+    assert {name for name in ours("train.grpo") if name.startswith("engines")} == {"engines.base"}
+
+
+def test_the_protocol_of_engines_imports_no_engine() -> None:
+    assert not {name for name in ours("engines.base") if name.startswith("engines")}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    try:
+        order = list(TopologicalSorter({name: ours(name) - {name} for name in MODULES}).static_order())
+    except CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
+    assert set(MODULES) <= set(order)
+
+
+def test_nothing_is_run_read_or_caught_in_secret() -> None:
+    assert [f"{name}, line {line}: {what}" for name in TREES for line, what in secrets(name)] == []
+
+
+def secrets(name: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of code that is made at run time, environment variables, source that is read, and bare excepts."""
+    allowed = {"environ"} if name in OTHERS_SETTINGS else set()
+    for node in ast.walk(TREES[name]):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in MADE_AT_RUN_TIME:
+            yield line, f"{node.func.id}("
+        if isinstance(node, ast.Attribute | ast.Name):
+            word = node.attr if isinstance(node, ast.Attribute) else node.id
+            if word in READ_IN_SECRET - allowed:
+                yield line, word
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield line, "a bare except"
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    assert [name for name in TREES if SOURCES[name].strip() and not ast.get_docstring(TREES[name])] == []
+
+
+def test_nothing_is_left_to_do() -> None:
+    assert [name for name in SOURCES if "TODO" in SOURCES[name] or "FIXME" in SOURCES[name]] == []
