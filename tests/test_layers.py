@@ -52,7 +52,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "rollout": {"transformers"},
     "preflight": {"packaging"},
     "train": {"bitsandbytes", "peft", "transformers"},
-    "service": {"fastapi", "starlette", "uvicorn"},
+    "service": {"fastapi", "openai", "starlette", "transformers", "uvicorn"},
     "agents": {"openai", "pydantic", "tqdm"},
     "recipes": {"click", "datasets", "pydantic", "rich", "tokenizers", "transformers"},
     "commands": {"click", "transformers"},

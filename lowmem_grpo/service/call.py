@@ -15,6 +15,8 @@ class Call:
     ids: list[int]  # (P,) of the prompt
     params: SamplingParams  # n is 1; max_tokens and seed are its own
     adapter: Path | str | None = LIVE  # the folder of a saved adapter, LIVE, or None for the base model
+    key: int | None = None  # of the conversation: what was computed for its last call need not be computed again
+    version: int | None = None  # of the policy, where `adapter` is a saved one
     flavour: tuple[object, ...] = field(init=False, repr=False)  # what all calls of one conversation share
 
     def __post_init__(self) -> None:

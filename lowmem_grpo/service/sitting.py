@@ -1,0 +1,82 @@
+"""`Sitting`: the calls of one flavour, as an engine sees them."""
+
+import itertools
+import logging
+
+from lowmem_grpo.engines.base import Engine, Request
+from lowmem_grpo.service.call import LIVE, Call
+from lowmem_grpo.service.waiting import Asked, Waiting
+from lowmem_grpo.types import Rollout, Turn
+
+logger = logging.getLogger(__name__)
+
+
+class Sitting:
+    """A `Conversation` of an engine. It ends where anything else waits, once the calls in the engine are finished."""
+
+    def __init__(self, waiting: Waiting, flavour: tuple[object, ...]) -> None:
+        self.waiting, self.flavour = waiting, flavour
+        self.open: dict[int, Asked] = {}
+        self.own = itertools.count(-1, -1)  # keys of calls that have none
+        self.engine: Engine | None = None
+        self.begun = False
+        self.back = 0  # callers that were served since the engine took calls
+
+    def meet(self, engine: Engine) -> None:
+        """This engine will ask."""
+        self.engine = engine
+
+    def take(self, busy: bool) -> list[Request]:
+        """See `Conversation`. Calls that were cancelled meanwhile are left out."""
+        while taken := self.waiting.take(self.flavour, self.room, not busy, not self.begun, self.expected):
+            self.begun, self.back = True, 0
+            if found := [self.enter(asked) for asked in taken if not asked.future.cancelled()]:
+                return found
+        return []
+
+    def give(self, key: int, rollout: Rollout) -> None:
+        """The turn of a call is drawn. One that was cancelled is dropped."""
+        asked = self.open.pop(key)
+        self.back += 1
+        if asked.future.set_running_or_notify_cancel():
+            asked.future.set_result(turn_of(asked.call, rollout))
+
+    def fail(self, error: BaseException) -> None:
+        """The engine failed: its calls are told; where there are none, those that wait for the same."""
+        left = list(self.open.values()) or self.waiting.drain(self.flavour)
+        self.open.clear()
+        logger.warning("%d calls failed with the engine: %s: %s", len(left), type(error).__name__, error)
+        for asked in left:
+            if asked.future.set_running_or_notify_cancel():
+                asked.future.set_exception(error)
+
+    def check_done(self) -> None:
+        """RuntimeError where an engine ended the conversation without all of its turns."""
+        if self.open:
+            name = getattr(self.engine, "name", self.engine)
+            raise RuntimeError(f"the engine {name} did not answer {len(self.open)} of its calls")
+
+    @property
+    def room(self) -> int | None:
+        """Calls that the engine can decode now beside those that it has; None is no bound."""
+        slots = getattr(self.engine, "slots", None)  # a caller's own engine may not say
+        return None if slots is None else max(0, slots - len(self.open))
+
+    @property
+    def expected(self) -> int:
+        """Callers that may be back at once, which an engine that decodes in rounds should wait a moment for."""
+        return 0 if self.engine is None or self.engine.name == "vllm" else self.back
+
+    def enter(self, asked: Asked) -> Request:
+        """A call as the engine takes it; of each key one at a time."""
+        call = asked.call
+        key = next(self.own) if call.key is None or call.key in self.open else call.key
+        self.open[key] = asked
+        return Request(key, call.ids, call.params.max_tokens, asked.seed)
+
+
+def turn_of(call: Call, rollout: Rollout) -> Turn:
+    """A completion as the turn of its call. The version is the live policy's, or that of the call's adapter."""
+    version = rollout.policy_version if call.adapter == LIVE else call.version or 0
+    return Turn(call.ids, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason, rollout.text,
+                version, rollout.cached_tokens)

@@ -1,0 +1,68 @@
+"""A desk whose engine says what a script says, and the chat over it."""
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from scripted import TEMPLATE, ScriptedEngine
+from template_tokenizers import tokenizer_of
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.base import Conversation, OnGroup
+from lowmem_grpo.service.call import LIVE
+from lowmem_grpo.service.chat import Chat
+from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.types import Rollout
+
+
+class DeskEngine(ScriptedEngine):
+    """A scripted engine with all that a desk asks for. `gate`, if it is cleared, holds up each round."""
+
+    def __init__(self, says: Callable[[str], str], template: str = TEMPLATE, slots: int | None = None,
+                 seconds: float = 0.0) -> None:
+        super().__init__(says)
+        self.tokenizer, self.slots, self.seconds = tokenizer_of(template), slots, seconds
+        self.gate, self.began = threading.Event(), threading.Event()
+        self.gate.set()
+        self.rounds: list[tuple[float, int]] = []  # of each: temperature, turns
+        self.slept, self.version = 0, 0
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        self.rounds.append((params.temperature, len(prompts)))
+        self.began.set()
+        assert self.gate.wait(20)
+        time.sleep(self.seconds)
+        return super().generate(prompts, params, on_group)
+
+    def answer(self, prompt: list[int], most: int) -> Rollout:
+        found = super().answer(prompt, most)
+        found.policy_version = self.version
+        return found
+
+    def converse(self, conversation: Conversation, params: SamplingParams) -> None:
+        super().converse(conversation, params)
+
+    def on_policy_update(self, policy_version: int) -> None:
+        self.version = policy_version
+
+    def sleep(self) -> None:
+        self.slept += 1
+
+
+def scripted_desk(says: Callable[[str], str] = lambda prompt: "Yes.", context: int = 4096, **more: Any) -> Desk:
+    """A desk; `desk.engine` is a DeskEngine. Close it."""
+    engine: Any = DeskEngine(says, **more)
+    weight = torch.empty(len(engine.tokenizer), 0)
+    model = SimpleNamespace(loaded=SimpleNamespace(tokenizer=engine.tokenizer, max_seq_length=context), inner=None)
+    policy: Any = SimpleNamespace(head=SimpleNamespace(weight=weight))
+    return Desk(model, policy=policy, engine=engine)
+
+
+def chat_over(desk: Desk, **more: Any) -> Chat:
+    """Its chat; the live model is called "agent"."""
+    return Chat(desk, desk.tokenizer, lambda: {"agent": LIVE}, **more)
