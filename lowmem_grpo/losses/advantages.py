@@ -241,7 +241,7 @@ def normalized_then_summed(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:
-    """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of equally large groups.
+    """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of groups of any size.
 
     Groups that are `unjudged` or `lost`, and rollouts that `failed`, have neither: to the others it is as if they were
     not there.
@@ -249,6 +249,8 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
     rows = [[[None if group.unjudged or group.lost or rollout.failed else rollout.rewards[name] for name in names]
              for rollout in group.rollouts] for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]
+    widest = max(map(len, scored), default=0)
+    scored = [[*group, *[[torch.nan] * len(names)] * (widest - len(group))] for group in scored]
     weights = torch.tensor(settings.reward_weights or [1.0] * len(names), dtype=torch.float64)
     table = without_metrics_alone(torch.tensor(scored, dtype=torch.float64), weights)  # (P, G, R)
     baselines = None
@@ -257,7 +259,7 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
         baselines = torch.tensor(missing, dtype=torch.float64)
     rewards, advantages = combine_rewards(table, weights), advantages_of(table, settings, baselines)
     for group, sums, values in zip(groups, rewards.tolist(), advantages.tolist(), strict=True):
-        for rollout, reward, advantage in zip(group.rollouts, sums, values, strict=True):
+        for rollout, reward, advantage in zip(group.rollouts, sums, values, strict=False):
             rollout.reward = None if reward != reward else reward
             rollout.advantage = advantage
             rollout.token_advantages = None

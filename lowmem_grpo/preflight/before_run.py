@@ -33,8 +33,7 @@ def preflight(trainer: Trainer) -> list[Finding]:
 
 def look_over(subject: Subject) -> list[Finding]:
     """What the checks find, errors first."""
-    fitting = [check for check in CHECKS if subject.scorer is not None or check.with_sft]
-    return by_severity([finding for check in fitting for finding in check.look(subject)])
+    return by_severity([finding for check in CHECKS if check.fits(subject) for finding in check.look(subject)])
 
 
 def before_training(trainer: Trainer) -> None:
@@ -53,9 +52,10 @@ def before_training(trainer: Trainer) -> None:
     for finding in wrong:
         logger.warning("preflight: %s", finding)
     if not wrong and trainer.view is not None:
-        looked = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows"
+        looked = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows, the rewards"
+        looked = "the chat template" if subject.without_rows else looked
         seconds = time.monotonic() - began
-        trainer.view.say(f"preflight: checked {looked}, the rewards, disk and memory in {seconds:.1f} s; nothing is "
+        trainer.view.say(f"preflight: checked {looked}, disk and memory in {seconds:.1f} s; nothing is "
                          "wrong")
     expected = None if trainer.view is None else how_long(subject)
     if trainer.view is not None and expected is not None:

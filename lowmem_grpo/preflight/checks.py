@@ -17,6 +17,11 @@ class Check:
     finds: str
     look: Callable[[Subject], Iterable[Finding]]
     with_sft: bool = True  # it also applies to SFTTrainer
+    of_rows: bool = False  # it looks at the rows of a dataset, which not every trainer has
+
+    def fits(self, subject: Subject) -> bool:
+        """Whether it has something to look at."""
+        return (self.with_sft or subject.scorer is not None) and not (self.of_rows and subject.without_rows)
 
 
 CHECKS = (
@@ -26,9 +31,10 @@ CHECKS = (
           prompts.unusable),
     Check("prompt lengths", "error", "prompts longer than `max_prompt_length`, or than the context minus "
           "`max_completion_length`; an error if none is left", prompts.too_long),
-    Check("few rows", "warning", "fewer rows than one generation needs", prompts.few_rows, with_sft=False),
+    Check("few rows", "warning", "fewer rows than one generation needs", prompts.few_rows, with_sft=False,
+          of_rows=True),
     Check("duplicates", "warning", f"more than {prompts.MANY_ALIKE:.0%} of the prompts repeat another prompt",
-          prompts.alike, with_sft=False),
+          prompts.alike, with_sft=False, of_rows=True),
     Check("generation prompt", "warning", "a chat template that adds nothing for the assistant's turn",
           prompts.no_generation_prompt),
     Check("dropped messages", "warning", "a chat template that leaves out system or user messages", prompts.left_out),
@@ -58,5 +64,6 @@ CHECKS = (
           "optimizer", room.little_host_memory),
     Check("plan", "warning", "the memory plan needs more than the card has", room.over_plan),
     Check("bfloat16", "warning", "the run computes in bfloat16 on a card that only emulates it", room.emulated_dtype),
-    Check("scale", "note", "fewer rows or steps than guides usually advise", prompts.small_scale, with_sft=False),
+    Check("scale", "note", "fewer rows or steps than guides usually advise", prompts.small_scale, with_sft=False,
+          of_rows=True),
 )

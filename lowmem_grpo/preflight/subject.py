@@ -57,6 +57,7 @@ class Subject:
     scorer: RewardScorer | None = None  # None in fine-tuning
     eval_sample: RowSample | None = None  # of what is sampled from for evaluation
     turns: Turns | None = None  # None: one prompt gets one answer
+    without_rows: bool = False  # the caller samples: what `sample` holds only tries the chat template
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Subject":
@@ -67,6 +68,7 @@ class Subject:
             trainer.policy.eos_token_ids(trainer.tokenizer), getattr(trainer, "scorer", None),
             None if evaluation is None or evaluation.dataset is None
             else sample_rows(evaluation.dataset, evaluation.encoder), getattr(trainer, "turns", None),
+            getattr(trainer, "given", None) is not None,
         )
 
     @property

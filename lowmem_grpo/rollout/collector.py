@@ -65,6 +65,14 @@ class Collector:
         self.state.epoch = self.source.epoch
         return places
 
+    def take_in(self, groups: list[RolloutGroup], to_check: list[RolloutGroup]) -> None:
+        """Groups that were sampled elsewhere, which are those of the next update; `to_check` has what the parity check
+        may look at."""
+        self.begin()
+        self.sampled = groups
+        self.count(groups)
+        self.watched = self.parity.watch(to_check)
+
     def draw(self, count: int, extra_round: int) -> list[RolloutGroup]:
         """The next `count` prompts, sampled and scored."""
         prompts = self.source.take(count)

@@ -66,8 +66,7 @@ class GRPOTrainer(Trainer):
         )
         model = self.model
         first = self.first_engine(engine)
-        longest = longest_prompt(config.max_prompt_length, config.max_completion_length, model.loaded.max_seq_length)
-        context = longest + config.max_completion_length
+        longest, context = self.lengths(model.loaded.max_seq_length)
         memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", first)
         self.planned_time = PlannedTime(peaks.plan, model.config)
         encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts)
@@ -87,6 +86,12 @@ class GRPOTrainer(Trainer):
             logger.warning(note)
         if config.sampling(0).truncates:
             logger.warning("top_p, top_k or min_p cut tokens off: sampled log-probabilities are not the policy's own")
+
+    def lengths(self, context: int) -> tuple[int, int]:
+        """(tokens that a prompt may have, tokens that a prompt and what follows it may have), of a model's context."""
+        config = self.args
+        longest = longest_prompt(config.max_prompt_length, config.max_completion_length, context)
+        return longest, longest + config.max_completion_length
 
     def first_engine(self, given: Engine | None) -> Engine:
         """The caller's engine, or the model's own; ValueError where `use_vllm` asks for another."""
@@ -155,8 +160,7 @@ class GRPOTrainer(Trainer):
         `at_most` bounds their number.
         """
         with self.clock.phase("train"):
-            size = self.args.prompts_per_step
-            parts = [groups[start : start + size] for start in range(0, len(groups), size)]
+            parts = self.parts(groups)
             order = (parts * self.args.num_iterations)[:at_most]
             self.learner.prepare(groups, len(order), self.state.policy_version)
             # dapo and its kin count the tokens of the generation, bnpo those of the optimizer step
@@ -164,6 +168,11 @@ class GRPOTrainer(Trainer):
             tokens = self.learner.num_tokens(groups) / len(parts) if shared else None
             steps = [self.learner.forward_backward(part, tokens) | self.optim_step() for part in order]
         return mean_of(steps) | self.learner.guard.over(steps)
+
+    def parts(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
+        """The groups of each optimizer step that one generation is used for."""
+        size = self.args.prompts_per_step
+        return [groups[start : start + size] for start in range(0, len(groups), size)]
 
     # What the loop asks for.
 

@@ -56,13 +56,14 @@ class GRPOObjective(Objective):
     def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
         """Decide whether to correct tokens: for stale rollouts, and if sampler and trainer were seen to differ."""
         chosen = self.config.vllm_importance_sampling_correction
-        self.stale = any(rollout.policy_version < policy_version for rollout in rollouts)
+        self.stale = any(rollout.policy_version < policy_version or not all(turn.exact for turn in rollout.turns)
+                         for rollout in rollouts)
         self.correct_mismatch = self.mismatch.due(self.stale) if chosen is None else chosen
         if chosen is None and self.correct_mismatch and self.stale not in self.told:
             self.told.add(self.stale)
             logger.warning(
                 "%s: tokens are weighed by %s here and in steps like this one (vllm_importance_sampling_correction)",
-                "some rollouts are of an older policy" if self.stale else
+                "some rollouts are of an older policy, or of another temperature" if self.stale else
                 f"sampler and trainer differ (mean k3 {self.mismatch.last_k3:.2g}, bound {self.mismatch.bound})",
                 self.config.vllm_importance_sampling_mode,
             )

@@ -180,23 +180,33 @@ class Trainer(Lifecycle):
         ends by that signal. RunInUseError where another process is training into `output_dir`.
         """
         before_training(self)
-        with owned(self.run_dir), self.failure_recorded():
-            self.begin(resume_from_checkpoint)
+        with self.running(resume_from_checkpoint):
             began, started = self.state.global_step, time.monotonic()
+            with self.training():
+                while not self.finished and not self.should_stop():
+                    self.train_step()
+        self.interrupt.pass_on()
+        samples = self.args.completions_per_step
+        return outcome(self.state, self.finished, began, time.monotonic() - started, samples)
+
+    @contextmanager
+    def running(self, resume: bool | str | None) -> Iterator[None]:
+        """Inside, this process owns the run's folder, and the run has begun or is resumed; afterwards it has ended."""
+        with owned(self.run_dir), self.failure_recorded():
+            self.begin(resume)
             self.notify("on_train_begin")
             self.notify("on_epoch_begin")
             try:
-                with self.training():
-                    while self.state.global_step < self.state.max_steps and not self.should_stop():
-                        self.train_step()
+                yield
             finally:
                 self.notify("on_epoch_end")
                 self.notify("on_train_end")
-            finished = self.state.global_step >= self.state.max_steps
-            self.end("finished" if finished else "interrupted")
-        self.interrupt.pass_on()
-        samples = self.args.completions_per_step
-        return outcome(self.state, finished, began, time.monotonic() - started, samples)
+            self.end("finished" if self.finished else "interrupted")
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are made."""
+        return self.state.global_step >= self.state.max_steps
 
     @contextmanager
     def training(self) -> Iterator[None]:

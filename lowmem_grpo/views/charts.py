@@ -106,6 +106,6 @@ def reward_chart(rows: list[Record]) -> Chart:
     spread = [row.get("reward_std") or 0.0 for row in banded]
     edges = [(row["reward"] - std, row["reward"] + std) for row, std in zip(banded, spread, strict=True)]
     lines = [Line("train", points(rows, "reward"), edges if any(spread) else []),
-             Line("evaluation", points(rows, "eval_reward"), dots=True)]
+             Line("evaluation", points(rows, "eval_reward") or points(rows, "val/reward"), dots=True)]
     note = "mean; band: one standard deviation on each side" if any(spread) else "mean"
     return Chart("Reward", note, "reward", lines=[line for line in lines if line.points])

@@ -1,0 +1,239 @@
+"""Training on groups that the caller sampled: an agent in plain Python plays, and each call of `step` is one update.
+
+    with trainer.running():
+        while ...:
+            groups = ...                    # rollouts made of turns (rollout/from_turns.py), each with its `reward`
+            metrics = trainer.step(groups)
+
+Everything else is as in every run: records, checkpoints, alarms, the check of the sampler, the report at the end.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from lowmem_grpo.config.from_trl import settings_of
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.losses.advantages import ESTIMATORS
+from lowmem_grpo.losses.loss_settings import OF_TYPES
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.preflight.before_run import before_training
+from lowmem_grpo.preflight.subject import Turns
+from lowmem_grpo.runs.checkpoint import list_checkpoints
+from lowmem_grpo.train.grpo import GRPOTrainer
+from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.views.live import LiveView, shown
+
+REWARD = "reward"  # the name of the caller's reward among those of a rollout
+TASKS = [{"prompt": [{"role": "user", "content": "A task of the caller's."}]}]  # what preflight tries the template with
+PER_STEP = (  # settings that may differ from step to step
+    "learning_rate", "num_iterations", "max_grad_norm", "mask_truncated_completions", "save_strategy", "scale_rewards",
+    "advantage_estimator", "pass_at_k", "turn_discount", "loss_type", *OF_TYPES, "beta", "kl_estimator",
+    "use_bias_correction_kl", "off_policy_mask_threshold", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+)
+SAMPLED_HERE = "groups are sampled by the caller; leave it out"
+REFUSED = {  # settings of a trainer that samples, and what to do
+    **dict.fromkeys(("dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "steps_per_generation",
+                     "num_generations_eval"), SAMPLED_HERE),
+    "eval_strategy": "evaluate with your own rollouts, and log them under the split val",
+    "load_best_model_at_end": "every step has its checkpoint; take the one that you want",
+}
+
+
+class TrajectoryView(LiveView):
+    """A line for each step, without a panel: the terminal belongs to the caller's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = False
+
+    def line(self, logs: dict[str, float]) -> str:
+        """Without an end and the time until then, where nobody knows them; the caller's own numbers as they are."""
+        if "loss" not in logs:
+            own = (f"{name} {shown(name, value)}" for name, value in logs.items() if name not in ("step", "epoch"))
+            return "  ".join([f"step {logs['step']:.0f}", *own])
+        head, *middle, left = super().line(logs).split("  ")
+        known = self.step < self.max_steps
+        return "  ".join([head, *middle, left] if known else [head.partition("/")[0], *middle])
+
+
+def given(completions: list[Any], **_: Any) -> list[None]:
+    """The caller's reward, which comes with the rollouts and is never asked for."""
+    return [None] * len(completions)
+
+
+given.__name__ = REWARD
+
+
+class TrajectoryTrainer(GRPOTrainer):
+    """GRPO on given groups. `max_steps` -1 is a run whose end only the caller knows; its schedule must be constant."""
+
+    view_class = TrajectoryView
+
+    def __init__(
+        self, model: Any, args: Any = None, processing_class: Any = None, callbacks: list[Any] | None = None,
+        optimizers: Any = (None, None),
+    ) -> None:
+        """ValueError for settings that have a meaning only where the trainer samples."""
+        config = settings_of(args, GRPOConfig)
+        check(config)
+        self.given: list[RolloutGroup] = []
+        self.extra: dict[str, float] = {}
+        super().__init__(model, [given], config, TASKS, processing_class=processing_class, callbacks=callbacks,
+                         optimizers=optimizers)
+        self.turns = Turns(replies=True, begins=True)
+        self.open_end = config.max_steps < 1
+        self.state.max_steps = 0 if self.open_end else config.max_steps
+        self.ended = time.perf_counter()
+
+    def lengths(self, context: int) -> tuple[int, int]:
+        """The model's context bounds what the caller may sample, and nothing else does."""
+        return context - 1, context
+
+    # The run
+
+    @contextmanager
+    def running(self, resume: bool | str | None = None) -> Iterator[None]:
+        """Inside, `step` can be called. None goes on from the newest checkpoint in output_dir, if there is one.
+
+        A new run begins with a checkpoint of step 0. Afterwards the run has ended: `finished`, or `failed` where an
+        error left the block.
+        """
+        before_training(self)
+        found = bool(list_checkpoints(self.run_dir)) if resume is None else resume
+        with super().running(found):
+            if not found:
+                self.save_state()
+            self.ended = time.perf_counter()
+            yield
+
+    def step(
+        self, groups: list[RolloutGroup], metrics: Mapping[str, float] | None = None, **changes: Any
+    ) -> dict[str, Any]:
+        """One update on these groups, whose rollouts have their `reward`; returns the line that was logged.
+
+        `metrics` go into that line as they are. `changes` are settings for this step alone, of PER_STEP. ValueError
+        for other settings, for no groups, and where all `max_steps` are made.
+        """
+        if not groups or not all(group.rollouts for group in groups):
+            raise ValueError("there is nothing to train on: a step needs groups, each with its rollouts")
+        with self.changed(changes), self.interrupt.watch():
+            if self.open_end:
+                self.state.max_steps = self.state.global_step + self.args.num_iterations
+            if self.finished:
+                raise ValueError(f"all {self.state.max_steps} steps (max_steps) are made; make a trainer with more")
+            self.given, self.extra = groups, dict(metrics or {})
+            self.train_step()
+        self.given, self.ended = [], time.perf_counter()
+        if self.interrupt.requested:
+            raise KeyboardInterrupt("stopped after a step, which is saved")
+        return dict(self.state.log_history[-1])
+
+    @contextmanager
+    def changed(self, changes: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, the run has other settings."""
+        if wrong := [name for name in changes if name not in PER_STEP]:
+            raise ValueError(f"{', '.join(wrong)} cannot change from step to step; set it when the trainer is made. "
+                             f"What can change: {', '.join(PER_STEP)}")
+        usual = self.args
+        options: dict[str, Any] = {**self.of_another_loss(changes), **changes}
+        now = replace(usual, **options)
+        check(now)
+        self.use(now)
+        try:
+            yield
+        finally:
+            self.use(usual)
+
+    def of_another_loss(self, changes: Mapping[str, Any]) -> dict[str, None]:
+        """The options of the run's loss type that the step's own does not have."""
+        of_step = LOSS_TYPES.get(changes.get("loss_type", ""))
+        return {} if of_step is None else {
+            name: None for name in OF_TYPES if name not in of_step.options and name not in changes}
+
+    def note(self, values: Mapping[str, float], step: int | None = None) -> None:
+        """Write a line of the caller's own into the records of a step, by default the last one, and tell the
+        listeners."""
+        line = {"step": self.state.global_step if step is None else step, **values}
+        self.records.metrics(line)
+        self.log(line)
+
+    def use(self, config: GRPOConfig) -> None:
+        """Let every part that looks at settings in a step have these."""
+        self.args = self.objective.config = self.learner.config = config
+        self.scoring.settings = self.scoring.credit = config
+        optimizer, scheduler = self.learner.optimizer, self.learner.scheduler
+        if any(rate != config.learning_rate for rate in scheduler.base_lrs):
+            scheduler.base_lrs = [config.learning_rate] * len(scheduler.base_lrs)
+            for group, factor in zip(optimizer.param_groups, factors(scheduler), strict=True):
+                group["initial_lr"], group["lr"] = config.learning_rate, config.learning_rate * factor
+
+    # What the loop asks for
+
+    def next_groups(self) -> list[RolloutGroup]:
+        """The given groups, scored and checked; the time since the last step was the caller's sampling."""
+        began, now = min(self.ended, self.clock.started), time.perf_counter()
+        self.clock.started, self.clock.seconds["generate"] = began, now - began
+        for group in self.given:
+            for rollout in group.rollouts:
+                pay(rollout)
+        self.scoring.assign(self.given)
+        self.collector.take_in(self.given, self.to_check(self.given))
+        return self.given
+
+    def to_check(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """What the policy drew as it is now, at its own temperature: the trainer computes the same for nothing else."""
+        version = self.state.policy_version
+        return [replace(group, rollouts=[one for one in group.rollouts if of_now(one, version)]) for group in groups]
+
+    def parts(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
+        """One optimizer step, whatever the number of groups."""
+        return [groups]
+
+    def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
+        """Also how old the policy was that drew the rollouts, and what the caller measured."""
+        made = self.state.global_step - before
+        ages = [self.state.policy_version - made - one.policy_version for group in groups for one in group.rollouts]
+        found = {name: value for name, value in super().measured(before, groups, timing).items()
+                 if not name.startswith(f"rewards/{REWARD}/")}  # the one reward is `reward`
+        return {**found, "trajectories/staleness": fmean(ages), "trajectories/max_staleness": max(ages), **self.extra}
+
+    def describe(self, status: str) -> dict[str, Any]:
+        return super().describe(status) | {"method": "trajectories"}
+
+
+def check(config: GRPOConfig) -> None:
+    """ValueError, by name, for a setting that has no meaning where the caller samples."""
+    usual = GRPOConfig()
+    for name, fix in REFUSED.items():
+        if getattr(config, name) != getattr(usual, name):
+            raise ValueError(f"{name} is {getattr(config, name)!r}: {fix}")
+    if config.advantage_estimator == "remax":
+        others = ", ".join(name for name in ESTIMATORS if name != "remax")
+        raise ValueError(f"advantage_estimator is 'remax', which needs a greedy rollout of each task; take {others}")
+    if config.max_steps < 1 and config.lr_scheduler_type not in ("constant", "constant_with_warmup"):
+        raise ValueError(f"lr_scheduler_type is {config.lr_scheduler_type!r}, and nothing says how long the run is: "
+                         "set max_steps, or lr_scheduler_type='constant'")
+
+
+def pay(rollout: Rollout) -> None:
+    """The caller's reward as that of a reward function. NaN and infinities keep a step from being made, as in GRPO."""
+    value = rollout.reward
+    finite = value is not None and math.isfinite(value)
+    rollout.rewards = {REWARD: value if finite else None}
+    rollout.invalid_rewards = {} if finite or value is None else {REWARD: value}
+
+
+def of_now(rollout: Rollout, version: int) -> bool:
+    """Whether every turn was drawn by this version of the policy, at the run's own temperature."""
+    return all(turn.exact and turn.policy_version == version for turn in rollout.turns)
+
+
+def factors(scheduler: Any) -> list[float]:
+    """What the schedule multiplies the learning rate of each group of parameters with, as it stands."""
+    return [float(one(scheduler.last_epoch)) for one in scheduler.lr_lambdas]
