@@ -9,21 +9,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_grpo.agents.attempts import limit_concurrency, retry
     from lowmem_grpo.agents.gather import gather_trajectories, gather_trajectory_groups
+    from lowmem_grpo.agents.model import Backend, Model, TrainableModel
     from lowmem_grpo.agents.trajectories import FailedRollout, History, Trajectory, TrajectoryGroup
     from lowmem_grpo.agents.types import Message, Messages, MessagesAndChoices, Tools
 
 __all__ = [
-    "FailedRollout", "History", "Message", "Messages", "MessagesAndChoices", "Tools", "Trajectory", "TrajectoryGroup",
-    "gather_trajectories", "gather_trajectory_groups", "limit_concurrency", "retry",
+    "Backend", "FailedRollout", "History", "Message", "Messages", "MessagesAndChoices", "Model", "Tools",
+    "TrainableModel", "Trajectory", "TrajectoryGroup", "gather_trajectories", "gather_trajectory_groups", "limit_concurrency", "retry",
 ]
 
 HOMES = {name: home for home, names in {
     "agents.attempts": "limit_concurrency retry",
     "agents.gather": "gather_trajectories gather_trajectory_groups",
+    "agents.model": "Backend Model TrainableModel",
     "agents.trajectories": "FailedRollout History Trajectory TrajectoryGroup",
     "agents.types": "Message Messages MessagesAndChoices Tools",
 }.items() for name in names.split()}
-MODULES = ("dev", "types")  # that programs use as `art.dev`
+MODULES = ("dev", "rewards", "types")  # that programs use as `art.dev`
 NEEDED = ("openai", "pydantic", "tqdm", "fastapi", "uvicorn")  # what `pip install lowmem-grpo[agents]` brings
 
 

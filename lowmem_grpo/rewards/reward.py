@@ -57,7 +57,11 @@ class Reward(ABC):
             there = ", ".join(sorted(set(kwargs) - set(CONTRACT))) or "none"
             raise TypeError(f"{self.__name__} reads the dataset column {missing[0]!r}; the columns are: {there}")
         columns = {name: kwargs[name] for name in self.columns}
-        return self.pay(completion_texts(completions), columns, kwargs)
+        return self.pay(self.read(completions), columns, kwargs)
+
+    def read(self, completions: list[Any]) -> list[Any]:
+        """What `pay` gets of each completion: its text, of a chat the assistant's last message."""
+        return completion_texts(completions)
 
     @abstractmethod
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:

@@ -6,6 +6,8 @@ from itertools import groupby
 from typing import Any
 
 from lowmem_grpo.rewards.judge.question import Question
+from lowmem_grpo.rewards.judge.transcript import Transcript, compared, transcript_of
+from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.runs.records import prompt_text
 
 EQUAL = 0.5  # the reward of completions that have none to be compared with
@@ -18,7 +20,8 @@ class Row:
     prompt: str
     rubric: str
     reference: str | None
-    text: str
+    said: str | Transcript
+    seed: object = None  # of an episode's environment
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,25 @@ class Form(ABC):
         """The dataset columns that it reads."""
         return tuple(dict.fromkeys(name for name in (self.rubric_column, self.reference) if name is not None))
 
-    def rows(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Row]:
+    def read(self, completion: Any) -> Any:
+        """What the judge sees of a completion: of a chat the assistant's last message."""
+        return completion_text(completion)
+
+    def rows(
+        self, said: list[Any], columns: dict[str, list[Any]], prompts: list[Any], seeds: list[Any] | None = None
+    ) -> list[Row]:
         """Each completion with its prompt, rubric and reference, as text."""
-        nothing = [None] * len(texts)
+        nothing = [None] * len(said)
         rubrics = nothing if self.rubric_column is None else columns[self.rubric_column]
         references = nothing if self.reference is None else columns[self.reference]
-        together = zip(texts, prompts, rubrics, references, strict=True)
+        together = zip(said, prompts, rubrics, references, seeds or nothing, strict=True)
         return [Row(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
-                    None if known is None else str(known), text) for text, prompt, rubric, known in together]
+                    None if known is None else str(known), one, seed) for one, prompt, rubric, known, seed in together]
 
     @abstractmethod
-    def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
+    def ask(
+        self, said: list[Any], columns: dict[str, list[Any]], prompts: list[Any], seeds: list[Any] | None = None
+    ) -> list[Asked]:
         """Questions about N completions. Each completion has one place in one of them."""
 
     @abstractmethod
@@ -68,12 +79,14 @@ class SingleForm(Form):
     low: float
     high: float
 
-    def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
+    def ask(
+        self, said: list[Any], columns: dict[str, list[Any]], prompts: list[Any], seeds: list[Any] | None = None
+    ) -> list[Asked]:
         places: dict[Row, list[int]] = {}
-        for place, row in enumerate(self.rows(texts, columns, prompts)):
+        for place, row in enumerate(self.rows(said, columns, prompts)):
             places.setdefault(row, []).append(place)
-        return [Asked([found], Question(row.prompt, (row.text,), row.rubric, row.reference, False, self.low, self.high))
-                for row, found in places.items()]
+        return [Asked([found], Question(row.prompt, (str(row.said),), row.rubric, row.reference, False, self.low,
+                                        self.high)) for row, found in places.items()]
 
     def worth(self, score: float) -> float:
         return (score - self.low) / (self.high - self.low)
@@ -82,23 +95,44 @@ class SingleForm(Form):
 @dataclass(frozen=True)
 class GroupForm(Form):
     """The completions of each group in one question, identical ones once. A group is completions in a row with the same
-    prompt. If there is nothing to compare, nothing is asked."""
+    prompt. If there is nothing to compare, nothing is asked. Episodes of several messages are compared as a whole."""
 
-    def ask(self, texts: list[str], columns: dict[str, list[Any]], prompts: list[Any]) -> list[Asked]:
-        rows = enumerate(self.rows(texts, columns, prompts))
-        return [self.group(list(found)) for _, found in groupby(rows, lambda item: common(item[1]))]
+    def read(self, completion: Any) -> str | Transcript:
+        """A text, or the lines of a chat with more than one message."""
+        if isinstance(completion, list) and len(completion) > 1:
+            return transcript_of(list(completion))
+        return completion_text(completion)
+
+    def ask(
+        self, said: list[Any], columns: dict[str, list[Any]], prompts: list[Any], seeds: list[Any] | None = None
+    ) -> list[Asked]:
+        rows = enumerate(self.rows(said, columns, prompts, seeds))
+        return [self.group(list(found)) for _, found in groupby(rows, lambda item: (common(item[1]), item[1].seed))]
 
     def group(self, rows: list[tuple[int, Row]]) -> Asked:
-        places: dict[str, list[int]] = {}
+        places: dict[str | Transcript, list[int]] = {}
         for place, row in rows:
-            places.setdefault(row.text, []).append(place)
+            places.setdefault(row.said, []).append(place)
         if len(places) == 1:
-            return Asked(list(places.values()), equal=EQUAL if rows[0][1].text.strip() else 0.0)
-        prompt, rubric, reference = common(rows[0][1])
-        return Asked(list(places.values()), Question(prompt, tuple(places), rubric, reference, grouped=True))
+            return Asked(list(places.values()), equal=0.0 if is_empty(rows[0][1].said) else EQUAL)
+        return Asked(list(places.values()), question_of(list(places), *common(rows[0][1])))
 
     def worth(self, score: float) -> float:
         return score
+
+
+def question_of(answers: list[str | Transcript], prompt: str, rubric: str, reference: str | None) -> Question:
+    """Different answers side by side; if one of them is an episode, all are shown as such."""
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if len(texts) == len(answers):
+        return Question(prompt, tuple(texts), rubric, reference, grouped=True)
+    episodes = [transcript_of([{"role": "assistant", "content": one}]) if isinstance(one, str) else one
+                for one in answers]
+    return compared(prompt, episodes, rubric, reference)
+
+
+def is_empty(said: str | Transcript) -> bool:
+    return isinstance(said, str) and not said.strip()
 
 
 def common(row: Row) -> tuple[str, str, str | None]:

@@ -34,15 +34,20 @@ class JudgeReward(Reward):
         """Calls and tokens of the judge, for all rewards that use it."""
         return self.judge.meter
 
-    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+    def read(self, completions: list[Any]) -> list[Any]:
+        """What the judge sees of each: a text, or an episode of several messages as a whole."""
+        return [self.form.read(completion) for completion in completions]
+
+    def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         asked, began = self.ask(texts, columns, call), time.monotonic()
         now: Any = self.judge.rate(questions_of(asked))
         return self.settle(asked, now, time.monotonic() - began, call)
 
-    def ask(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Asked]:
+    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Asked]:
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
-        return self.form.ask(texts, columns, prompts)
+        seeds = call.get("seed") if "environments" in call else None  # tasks that look alike may differ
+        return self.form.ask(texts, columns, prompts, seeds)
 
     def settle(self, asked: list[Asked], now: Round, seconds: float, call: dict[str, Any]) -> list[float | None]:
         """The rewards for a round's scores, None without a score. Also logs the round."""
@@ -83,7 +88,7 @@ class AsyncJudgeReward(JudgeReward):
         return await super().__call__(completions=completions, **kwargs)  # type: ignore[misc]
 
     async def pay(  # type: ignore[override]
-        self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]
+        self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]
     ) -> list[float | None]:
         asked, began = self.ask(texts, columns, call), time.monotonic()
         now = await self.judge.rate(questions_of(asked))
@@ -126,10 +131,11 @@ def ruler(
 ) -> JudgeReward:
     """A reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
 
-    Identical completions are shown once and get the same score. If a group has only one completion, or only one text,
-    the judge is not asked: all get 0.5, or 0 if that text is empty. A group is completions in a row with an equal
-    prompt. `reference` and `rubric_column` work as in `judged`. The reward is None if the judge failed. After RULER
-    (ART).
+    Episodes of several turns are compared as a whole, with their tools' results; what all of them began with is shown
+    once. Identical completions are shown once and get the same score. If a group has only one completion, or only one
+    text, the judge is not asked: all get 0.5, or 0 if that text is empty. A group is completions in a row with an equal
+    prompt, and of episodes with an equal seed. `reference` and `rubric_column` work as in `judged`. The reward is None
+    if the judge failed. After RULER (ART).
     """
     return reward(name, judge, GroupForm(rubric, rubric_column, reference))
 

@@ -41,6 +41,10 @@ with every id from 1 to {count} exactly once, and each S a number from {low:g} (
 
 SINGLE_TASK = "You are a careful judge. Score one answer to a task by this rubric:"
 GROUP_TASK = "You are a careful judge. Score {count} answers to the same task by this rubric:"
+TRANSCRIPTS = """\
+Each answer is a whole attempt of an agent: its messages in their order, one JSON object a line, of the agent itself
+(assistant) and of what answered it (user, tool). The task holds, in the same form, what all attempts began with. Judge
+what an attempt did and achieved, and not what it says of itself."""
 AGAIN = "(Your reply before this one could not be used: {fault}. Reply with that one JSON object alone.)"
 
 
@@ -55,6 +59,7 @@ class Question:
     grouped: bool = False  # several answers side by side, relative to each other; else there is one answer
     low: float = 0.0
     high: float = 1.0
+    transcripts: bool = False  # the answers are whole trajectories
 
     @property
     def mark(self) -> str:
@@ -66,7 +71,8 @@ class Question:
         count = len(self.answers)
         task = GROUP_TASK.format(count=count) if self.grouped else SINGLE_TASK
         reply = (GROUP_REPLY if self.grouped else SINGLE_REPLY).format(count=count, low=self.low, high=self.high)
-        return "\n\n".join([task, self.rubric.strip(), MATERIAL.format(mark=self.mark), reply])
+        told = [TRANSCRIPTS] if self.transcripts else []
+        return "\n\n".join([task, self.rubric.strip(), *told, MATERIAL.format(mark=self.mark), reply])
 
     @property
     def user(self) -> str:

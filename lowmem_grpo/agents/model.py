@@ -1,0 +1,268 @@
+"""A model as an agent's code sees it: a prompted one behind a URL, or one that is trained here."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from openai import AsyncOpenAI
+from pydantic import BaseModel, ConfigDict, PrivateAttr
+
+from lowmem_grpo.agents.dev import InternalModelConfig
+from lowmem_grpo.agents.judges import TRAINED
+from lowmem_grpo.agents.progress import described
+from lowmem_grpo.agents.refused import OF_MODEL, refuse
+from lowmem_grpo.agents.trajectories import Metrics, Trajectory, TrajectoryGroup
+from lowmem_grpo.rewards.judge.judge import Judge
+
+ConfigT = TypeVar("ConfigT")
+STATE = "program_state.json"  # what a program keeps for itself in the folder of its run
+BEST = "val/reward"
+
+
+class Backend(Protocol):
+    """What trains models and answers for them. LocalBackend is one."""
+
+    path: Any
+
+    async def register(self, model: Any) -> None: ...
+
+    async def train(self, model: Any, groups: Any, **options: Any) -> Any: ...
+
+    async def log(self, model: Any, groups: Any, split: str = "val", metrics: Any = None, step: Any = None) -> None: ...
+
+    async def get_step(self, model: Any) -> int: ...
+
+    async def best_step(self, model: Any, metric: str = BEST) -> int | None: ...
+
+    async def delete_checkpoints(self, model: Any, keep: list[int]) -> None: ...
+
+    def client(self, model: Any) -> Any: ...
+
+    def serve(self, model: Any, **options: Any) -> Any: ...
+
+    def judge(self, model: Any, **options: Any) -> Judge: ...
+
+    def inference_name(self, model: Any, step: int | None = None) -> str: ...
+
+    async def close(self) -> None: ...
+
+
+class Model(BaseModel, Generic[ConfigT]):
+    """A model that is asked and not trained: a prompted one, to compare with. It is reached by openai's own client,
+    under `inference_model_name` (its name, if that is None) at `inference_base_url` with `inference_api_key`.
+
+    Without a URL it is OpenAI's, and without a URL and a key the key is OPENAI_API_KEY, as that client reads it.
+    `config` is the program's own.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+
+    name: str
+    project: str
+    entity: str | None = None
+    id: str | None = None
+    run_id: str | None = None
+    config: ConfigT | None = None
+    trainable: bool = False
+    inference_api_key: str | None = None
+    inference_base_url: str | None = None
+    inference_model_name: str | None = None
+    base_path: str = "runs"
+    report_metrics: list[str] | None = None
+
+    _backend: Any = PrivateAttr(None)
+    _client: Any = PrivateAttr(None)
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        if self.report_metrics:
+            raise ValueError(f"report_metrics is {self.report_metrics}; every number is in the run's metrics.jsonl, "
+                             "and LocalBackend(report_to='wandb') sends them on: leave report_metrics out")
+
+    def __getattr__(self, name: str) -> Any:
+        refuse(type(self).__name__, name, OF_MODEL)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    def backend(self) -> Backend:
+        """The backend with which it is registered. ValueError without one."""
+        if self._backend is None:
+            raise ValueError(f"the model {self.name!r} has no backend yet: call `await model.register(backend)` first")
+        found: Backend = self._backend
+        return found
+
+    async def register(self, backend: Backend) -> None:
+        """Hand it to a backend, which keeps its folder."""
+        if not hasattr(backend, "register"):
+            raise TypeError(f"register takes a backend, and got {described(backend)}: LocalBackend()")
+        await backend.register(self)
+        self._backend = backend
+
+    def openai_client(self) -> Any:
+        """A client in the shape of `openai.AsyncOpenAI`."""
+        if self._client is None:
+            if self.inference_base_url and not self.inference_api_key:
+                raise ValueError(f"the model {self.name!r} has an inference_base_url and no inference_api_key: give "
+                                 "it; a server of your own takes any text")
+            self._client = AsyncOpenAI(base_url=self.inference_base_url, api_key=self.inference_api_key, timeout=1200)
+        return self._client
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        """What to pass as `model` to the client; with `step`, that of an earlier checkpoint."""
+        name = self.inference_model_name or self.name
+        return name if step is None else f"{name}@{step}"
+
+    def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
+        """The arguments that litellm.completion needs for this model."""
+        return {"model": self.get_inference_name(step), "base_url": self.inference_base_url,
+                "api_key": self.inference_api_key, "temperature": 1}
+
+    async def get_step(self) -> int:
+        """How many steps it has been trained."""
+        return 0
+
+    async def log(
+        self, trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup] | None = None,
+        split: str = "val", *, metrics: Metrics | None = None, step: int | None = None,
+    ) -> None:
+        """Write trajectories and numbers into the run's records, under the name of their split."""
+        await self.backend().log(self, groups_of(trajectories or []), split, metrics=metrics, step=step)
+
+    # What a program keeps for itself
+
+    def folder(self) -> Path:
+        """The folder of its run."""
+        return Path(getattr(self._backend, "path", None) or self.base_path) / self.project / self.name
+
+    def read_state(self) -> dict[str, Any] | None:
+        """What `overwrite_state` and `merge_state` wrote, or None. ValueError for a damaged file."""
+        path = self.folder() / STATE
+        if not path.exists():
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON ({error}): mend or remove it") from error
+        return dict(found)
+
+    def overwrite_state(self, state: Mapping[str, Any]) -> None:
+        """Keep this state in the run's folder, in place of any other. TypeError for what JSON cannot hold."""
+        text, path = json.dumps(dict(state), indent=2), self.folder() / STATE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".new")
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+
+    def merge_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Add this to the state, also inside of inner dicts, and return the whole."""
+        merged = merge(self.read_state() or {}, state)
+        self.overwrite_state(merged)
+        return merged
+
+    def write_state(self, state: Mapping[str, Any]) -> None:
+        """ART's old name of `overwrite_state`."""
+        self.overwrite_state(state)
+
+
+class TrainableModel(Model[ConfigT], Generic[ConfigT]):
+    """A model that is trained here: `TrainableModel(name="agent-1", project="mail", base_model="Qwen/Qwen3-4B")`.
+
+    `_internal_config` holds options of loading, LoRA and training (`art.dev.InternalModelConfig`); it may also be set
+    afterwards, before `register`.
+    """
+
+    base_model: str
+    trainable: bool = True
+
+    _internal_config: InternalModelConfig | None = PrivateAttr(None)
+    _endpoint: Any = PrivateAttr(None)
+    _judges: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def __init__(self, *, _internal_config: InternalModelConfig | None = None, **fields: Any) -> None:
+        super().__init__(**fields)
+        self._internal_config = _internal_config
+
+    async def register(self, backend: Backend, _openai_client_config: Any = None) -> None:
+        """Load it, and go on from its last checkpoint if it has one."""
+        if _openai_client_config:
+            raise ValueError("_openai_client_config does nothing: there is no server of its own beside the trainer. "
+                             "Give options of the address to model.serve()")
+        await super().register(backend)
+        TRAINED[id(self)] = self
+
+    def judge(self, **options: Any) -> Judge:
+        """Its base model as a judge, with the adapter off, asked through the engine of the run: for
+        `ruler_score_group(group, model.judge())`. Options are those of `rewards.SelfJudge`. The same options give the
+        same judge, with what it has judged."""
+        key = repr(sorted(options.items()))
+        if key not in self._judges:
+            self._judges[key] = self.backend().judge(self, **options)
+        found: Judge = self._judges[key]
+        return found
+
+    def openai_client(self) -> Any:
+        """A client in the shape of `openai.AsyncOpenAI` in this process. Its choices name the turns that they are."""
+        if self._client is None:
+            self._client = self.backend().client(self)
+        return self._client
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        if self._backend is None:
+            return super().get_inference_name(step)
+        return self.backend().inference_name(self, step)
+
+    def serve(self, **options: Any) -> Any:
+        """Open an address on this machine for clients in other processes and frameworks. A second call without options
+        returns the one that is open. `inference_base_url` and `inference_api_key` are set."""
+        if self._endpoint is None or options:
+            self._endpoint = self.backend().serve(self, **options)
+            self.inference_base_url, self.inference_api_key = self._endpoint.base_url, self._endpoint.api_key
+        return self._endpoint
+
+    def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
+        """The arguments that litellm.completion needs for this model; opens an address on this machine (`serve`)."""
+        self.serve()
+        found = super().litellm_completion_params(step)
+        return found | {"model": f"hosted_vllm/{found['model']}"}
+
+    async def get_step(self) -> int:
+        return await self.backend().get_step(self)
+
+    async def train(
+        self, trajectory_groups: Iterable[TrajectoryGroup] | Iterable[Trajectory], config: Any = None, *,
+        _config: Mapping[str, Any] | None = None, verbose: bool = False, **options: Any,
+    ) -> Any:
+        """One step on these groups, and a checkpoint. Returns a LocalTrainResult.
+
+        `config` is a TrainConfig; `_config` and `options` are options of `backend.train`.
+        """
+        del verbose  # what a step says does not depend on it
+        return await self.backend().train(self, groups_of(trajectory_groups), config=config, **(dict(_config or {})),
+                                          **options)
+
+    async def delete_checkpoints(self, best_checkpoint_metric: str = BEST) -> None:
+        """Delete all checkpoints but the newest and the best, by a number that `model.log` wrote."""
+        best = await self.backend().best_step(self, best_checkpoint_metric)
+        newest = await self.get_step()
+        await self.backend().delete_checkpoints(self, sorted({newest} | ({best} if best is not None else set())))
+
+
+def groups_of(given: Any) -> list[TrajectoryGroup]:
+    """Groups as they are; trajectories and errors as one group. TypeError for anything else."""
+    if isinstance(given, TrajectoryGroup):
+        return [given]
+    items = [given] if isinstance(given, BaseModel | str) or not isinstance(given, Iterable) else list(given)
+    groups = [item for item in items if isinstance(item, TrajectoryGroup)]
+    if len(groups) == len(items):
+        return groups
+    for item in items:
+        if not isinstance(item, Trajectory | BaseException):
+            raise TypeError(f"a list of groups or of trajectories is needed, and {described(item)} is in it: `groups = "
+                            "await gather_trajectory_groups(...)`")
+    return [TrajectoryGroup(items)]
+
+
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    both = {name: merge(old[name], value) for name, value in new.items()
+            if isinstance(value, Mapping) and isinstance(old.get(name), Mapping)}
+    return {**old, **new, **both}
