@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backend", "FailedRollout", "History", "Message", "Messages", "MessagesAndChoices", "Model", "Tools",
-    "TrainableModel", "Trajectory", "TrajectoryGroup", "gather_trajectories", "gather_trajectory_groups", "limit_concurrency", "retry",
+    "TrainableModel", "Trajectory", "TrajectoryGroup", "gather_trajectories", "gather_trajectory_groups",
+    "limit_concurrency", "retry",
 ]
 
 HOMES = {name: home for home, names in {
