@@ -28,8 +28,8 @@ DEFAULTS: dict[str, Any] = {
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny-games", 256, 16, 32, {
-        "max_steps": 64, "learning_rate": 3e-3, "max_completion_length": 160, "max_turn_tokens": 4,
-        "per_device_train_batch_size": 256, "gradient_accumulation_steps": 1, "num_generations": 8,
+        "max_steps": 64, "learning_rate": 3.5e-3, "max_completion_length": 160, "max_turn_tokens": 4,
+        "per_device_train_batch_size": 96, "gradient_accumulation_steps": 4, "num_generations": 8,
         "turn_discount": 1.0, "max_grad_norm": 1.0, "save_steps": 16,
     }),
     "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
