@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 import openai
 import pytest
-from scripted_chat import Gate, ScriptedChat
+from scripted_chat import Gated, ScriptedChat, client_of
 
 from lowmem_grpo.service.endpoint import Endpoint
 
@@ -27,12 +27,6 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 def endpoint() -> Iterator[Endpoint]:
     with Endpoint(ScriptedChat()) as endpoint:
         yield endpoint
-
-
-def client_of(endpoint: Any, **options: Any) -> openai.OpenAI:
-    """OpenAI's own client, for an endpoint or a session."""
-    given: dict[str, Any] = {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "max_retries": 0}
-    return openai.OpenAI(**given | options)
 
 
 def asked(endpoint: Endpoint, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
@@ -161,14 +155,13 @@ def test_of_two_programs_on_one_port_the_second_is_told_and_the_first_goes_on(en
 
 
 def test_requests_that_wait_when_it_closes_are_told_so_and_its_port_is_free_again() -> None:
-    gate = Gate()
+    gate = Gated()
     endpoint = Endpoint(ScriptedChat(gate))
     port = int(endpoint.address.rpartition(":")[2])
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(client_of(endpoint, max_retries=2).chat.completions.create, model="agent", messages=HI,
                              stream=number % 2 == 0) for number in range(4)]
-        for _ in calls:
-            assert gate.arrived.acquire(timeout=30)
+        gate.wait_for(4)
         start = time.monotonic()
         endpoint.close()
         for call in calls:
@@ -195,9 +188,9 @@ def test_what_it_owns_is_closed_with_it_once() -> None:
 PROGRAM = """
 import sys, time
 sys.path.insert(0, {support!r})
-from scripted_chat import Gate, ScriptedChat
+from scripted_chat import Gated, ScriptedChat
 from lowmem_grpo.service.endpoint import Endpoint
-endpoint = Endpoint(ScriptedChat(Gate()), owned=[lambda: print("closed", flush=True)])
+endpoint = Endpoint(ScriptedChat(Gated()), owned=[lambda: print("closed", flush=True)])
 print(endpoint.base_url, endpoint.api_key, flush=True)
 if {sleeps}:
     try:

@@ -1,10 +1,13 @@
 """A Chat without a model, whose replies a script writes; and an endpoint that serves it."""
 
 import asyncio
+import functools
 import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
+
+import openai
 
 from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.errors import ChatError
@@ -17,11 +20,15 @@ async def echo(messages: list[dict[str, Any]]) -> str:
     return f"heard: {messages[-1]['content']}"
 
 
+async def nothing() -> None:
+    """Done between two chunks of a stream."""
+
+
 class ScriptedChat:
     """Answers as a Chat does. A message that is sent to it may be continued by the text that it became."""
 
-    def __init__(self, says: Says = echo) -> None:
-        self.says, self.numbers, self.cancelled = says, itertools.count(), 0
+    def __init__(self, says: Says = echo, between: Callable[[], Awaitable[None]] = nothing) -> None:
+        self.says, self.between, self.numbers, self.cancelled = says, between, itertools.count(), 0
         self.said: dict[str, str] = {}  # of a conversation so far, the turn that ended it
         self.before: dict[str, str | None] = {}
         self.busy = self.most = 0
@@ -67,12 +74,13 @@ class ScriptedChat:
             name = {"index": choice["index"], "turn": choice["turn"]}
             for letter in choice["message"]["content"]:
                 yield about | {"choices": [name | {"delta": {"content": letter}, "finish_reason": None}]}
+                await self.between()
             yield about | {"choices": [name | {"delta": {}, "finish_reason": "stop"}]}
         if (body.get("stream_options") or {}).get("include_usage"):
             yield about | {"choices": [], "usage": reply["usage"]}
 
 
-class Gate:
+class Gated:
     """Lets no reply out until it is opened, and tells when one has come so far."""
 
     def __init__(self) -> None:
@@ -83,3 +91,20 @@ class Gate:
         while not self.opened.is_set():
             await asyncio.sleep(0.005)
         return await echo(messages)
+
+    def wait_for(self, number: int) -> None:
+        """Until so many more have come."""
+        for _ in range(number):
+            assert self.arrived.acquire(timeout=30)
+
+
+def client_of(served: Any, **options: Any) -> openai.OpenAI:
+    """OpenAI's own client, for an endpoint or a session. All share their connections: to make these takes long."""
+    given: dict[str, Any] = {"base_url": served.base_url, "api_key": served.api_key, "max_retries": 0}
+    return plain_client().with_options(**given | options)
+
+
+@functools.cache
+def plain_client() -> openai.OpenAI:
+    """A client for no address."""
+    return openai.OpenAI(base_url="http://127.0.0.1:1", api_key="none")
