@@ -8,10 +8,10 @@ from typing import TypeVar
 from starlette.types import Receive
 
 from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.gate import CLOSED, NO_RETRY
 from lowmem_grpo.service.limits import Limits
 
 T = TypeVar("T")
-NO_RETRY = {"x-should-retry": "false"}  # which OpenAI's clients obey
 STEPS = 3  # of the loop, from a lost connection to the end of the task that waits for it
 
 
@@ -54,8 +54,8 @@ class Attention:
         if gone.done():
             raise ClientGoneError
         if closed.done():
-            raise ChatError(503, "the endpoint was closed, as its run ended; nothing answers here any more", None,
-                            "closed", NO_RETRY)
+            raise ChatError(CLOSED, "the endpoint was closed, as its run ended; nothing answers here any more", None,
+                            "closed")
 
     async def still_there(self) -> None:
         """Raises as `check` does, also where the connection was lost just now."""

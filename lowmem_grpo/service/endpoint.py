@@ -11,9 +11,10 @@ from typing import Self, TypeVar
 
 import uvicorn
 
+from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.gate import HOSTS, LOOPBACK, OneKey
 from lowmem_grpo.service.limits import Limits
-from lowmem_grpo.service.routes import Answers, Completions, make_app
+from lowmem_grpo.service.routes import Completions, make_app
 from lowmem_grpo.service.sessions import Session, Sessions
 
 READ_AHEAD = 64 * 1024  # bytes of headers that the server holds at most, whatever `Limits` say
@@ -30,22 +31,22 @@ class Endpoint:
     """
 
     def __init__(
-        self, chat: Answers, *, port: int = 0, host: str = LOOPBACK, limits: Limits | None = None,
+        self, chat: Chat, *, port: int = 0, host: str = LOOPBACK, limits: Limits | None = None,
         owned: Sequence[Callable[[], object]] = (),
     ) -> None:
         """`port` 0 takes a free one. `owned` is called when it closes, such as the `close` of what `chat` works with.
 
         Raises ValueError for another host and for what is no port, OSError for a port that cannot be had.
         """
-        self.limits = Limits() if limits is None else limits
+        self.chat, self.limits = chat, Limits() if limits is None else limits
         self.socket = listening(host, port)
         self.api_key = secrets.token_urlsafe(32)
         self.address = f"http://{LOOPBACK}:{self.socket.getsockname()[1]}"
         self.base_url = f"{self.address}/v1"
         self.closing, self.sessions, self.owned = asyncio.Event(), Sessions(self.limits), owned
-        completions = Completions(chat, self.sessions, self.limits, self.closing)
+        self.completions = Completions(chat, self.sessions, self.limits, self.closing)
         self.server = uvicorn.Server(uvicorn.Config(
-            make_app(completions, OneKey(self.api_key)), http="h11", ws="none", loop="asyncio", lifespan="off",
+            make_app(self.completions, OneKey(self.api_key)), http="h11", ws="none", loop="asyncio", lifespan="off",
             log_config=None, access_log=False, server_header=False, h11_max_incomplete_event_size=READ_AHEAD,
             timeout_graceful_shutdown=int(CLOSE),
         ))

@@ -13,6 +13,8 @@ from lowmem_grpo.service.limits import Limits
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")  # whatever name else a page gives this machine, it is not asked for here
 WITHOUT_KEY = ("/health",)
+NO_RETRY = {"x-should-retry": "false"}  # which OpenAI's clients obey
+CLOSED = 503
 CLOSE = {"Connection": "close"}  # what is left of a body is not read
 
 
@@ -98,7 +100,8 @@ def key_of(authorization: bytes) -> str:
 
 def as_response(error: ChatError) -> JSONResponse:
     """The reply to a request that is not answered."""
-    return JSONResponse(error.body(), error.status, error.headers)
+    headers = NO_RETRY if error.status == CLOSED else {}
+    return JSONResponse(error.body(), error.status, error.headers | headers)
 
 
 def unexpected(error: Exception) -> dict[str, Any]:

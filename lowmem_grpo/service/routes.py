@@ -3,10 +3,9 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -14,8 +13,9 @@ from starlette.responses import JSONResponse
 
 from lowmem_grpo.service.attention import Attention, ClientGoneError, Slots
 from lowmem_grpo.service.call import LIVE
+from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.gate import Gate, as_response, unexpected
+from lowmem_grpo.service.gate import CLOSE, Gate, as_response, unexpected
 from lowmem_grpo.service.limits import Limits
 from lowmem_grpo.service.sessions import Session, Sessions
 from lowmem_grpo.service.streamed import DONE, Events, Gathered, event
@@ -24,32 +24,10 @@ CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it
 ROUTES = "POST /v1/chat/completions, GET /v1/models and GET /health"
 
 
-class Answers(Protocol):
-    """What an endpoint asks of a Chat."""
-
-    names: Callable[[], Mapping[str, Path | str | None]]
-
-    async def create(self, body: Mapping[str, Any], session: str = "") -> dict[str, Any]:
-        """The reply to a request."""
-        ...
-
-    def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncIterator[dict[str, Any]]:
-        """The same in chunks."""
-        ...
-
-    def models(self) -> list[str]:
-        """The names that can be asked for."""
-        ...
-
-    def parent(self, turn: str) -> str | None:
-        """The turn that another one continues."""
-        ...
-
-
 class Completions:
     """Answers requests by a Chat."""
 
-    def __init__(self, chat: Answers, sessions: Sessions, limits: Limits, closing: asyncio.Event) -> None:
+    def __init__(self, chat: Chat, sessions: Sessions, limits: Limits, closing: asyncio.Event) -> None:
         self.chat, self.sessions, self.limits, self.closing = chat, sessions, limits, closing
         self.slots = Slots(limits)
 
@@ -88,10 +66,8 @@ class Completions:
                     aclosing(self.chunks(body, session)) as chunks):
             try:
                 while (chunk := await client.wait_for(anext(chunks, None))) is not None:
-                    gathered.add(chunk)
                     await client.still_there()
-                    if gathered.whole and any(part["finish_reason"] for part in chunk["choices"]):
-                        self.record(session, body, gathered.whole)
+                    self.record(session, body, gathered.finished_by(chunk))
                     begun = True
                     yield event(chunk)
                 yield DONE
@@ -111,7 +87,7 @@ class Completions:
     def record(self, session: Session | None, body: dict[str, Any], choices: list[dict[str, Any]]) -> None:
         """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own."""
         if session is not None and self.chat.names()[body["model"]] == LIVE:
-            session.record(body, choices, self.chat.parent)
+            session.record(body, choices, self.chat.histories.parent)
 
     def models(self) -> list[dict[str, Any]]:
         """What can be asked for."""
@@ -171,7 +147,7 @@ def make_app(completions: Completions, holds: Callable[[str], bool]) -> Gate:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return JSONResponse(unexpected(error), 500)
+        return JSONResponse(unexpected(error), 500, CLOSE)
 
     return Gate(app, holds, completions.limits)
 

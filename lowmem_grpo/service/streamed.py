@@ -35,20 +35,17 @@ class Gathered:
     def __init__(self) -> None:
         self.choices: dict[int, dict[str, Any]] = {}
 
-    def add(self, chunk: dict[str, Any]) -> None:
-        """One more chunk of the reply."""
-        for part in chunk["choices"]:
-            empty = {"index": part["index"], "finish_reason": None, "logprobs": None,
-                     "message": {"role": "assistant", "content": None}}
-            choice = self.choices.setdefault(part["index"], empty)
-            add_delta(choice["message"], part["delta"])
-            choice |= {name: value for name, value in part.items() if name != "delta" and value is not None}
+    def finished_by(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices that end with this chunk."""
+        return [choice for part in chunk["choices"] if (choice := self.add(part))["finish_reason"] is not None]
 
-    @property
-    def whole(self) -> list[dict[str, Any]]:
-        """The choices, if all are finished; else none."""
-        finished = all(choice["finish_reason"] is not None for choice in self.choices.values())
-        return list(self.choices.values()) if finished else []
+    def add(self, part: dict[str, Any]) -> dict[str, Any]:
+        """The choice that one more part belongs to."""
+        empty = {"finish_reason": None, "logprobs": None, "message": {"role": "assistant", "content": None}}
+        choice = self.choices.setdefault(part["index"], empty)
+        add_delta(choice["message"], part["delta"])
+        choice |= {name: value for name, value in part.items() if name != "delta" and value is not None}
+        return choice
 
 
 def add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from scripted_chat import Gated, ScriptedChat, client_of
+from scripted_chat import Gated, ScriptedChat, client_of, until
 
 from lowmem_grpo.service.endpoint import Endpoint
 from lowmem_grpo.service.limits import Limits
@@ -64,23 +64,15 @@ def test_beyond_the_queue_a_request_is_told_to_come_again_and_then_gets_its_repl
         calls = [pool.submit(client_of(endpoint).chat.completions.create, model="agent", messages=HI) for _ in range(2)]
         gate.wait_for(2)
         calls.append(pool.submit(client_of(endpoint).chat.completions.create, model="agent", messages=HI))
+        until(lambda: endpoint.completions.slots.waiting == 1)
         with pytest.raises(openai.RateLimitError, match="2 requests are being answered and 1 wait") as refused:
-            until_refused(endpoint)
+            client_of(endpoint).chat.completions.create(model="agent", messages=HI)
         assert refused.value.response.headers["retry-after"] == "1"
         patient = client_of(endpoint, max_retries=5)
         calls.append(pool.submit(patient.chat.completions.create, model="agent", messages=HI))
         gate.opened.set()
         assert [call.result(30).choices[0].message.content for call in calls] == ["heard: hi"] * 4
     assert chat.most == 2 and time.monotonic() - start < 30
-
-
-def until_refused(endpoint: Endpoint) -> None:
-    """Ask until the third call is in the queue; a call that would wait as well is given up."""
-    for _ in range(100):
-        try:
-            client_of(endpoint, timeout=0.3).chat.completions.create(model="agent", messages=HI)
-        except openai.APITimeoutError:
-            continue
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from scripted_chat import Gated, ScriptedChat, client_of
+from scripted_chat import Gated, ScriptedChat, client_of, until
 
 from lowmem_grpo.agents.serve import AgentEndpoint
 from lowmem_grpo.agents.trajectories import History
@@ -161,11 +161,3 @@ def test_a_program_that_knows_only_the_address_and_the_key_yields_a_trajectory(e
     assert (done.stdout, done.stderr) == ("heard: without a library\n", "")
     assert [texts(history) for history in session.trajectory().histories] == [
         ["from a program", "heard: from a program", "without a library", "heard: without a library"]]
-
-
-def until(holds: Any) -> None:
-    """Wait until it is so."""
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)

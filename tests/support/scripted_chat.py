@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ class ScriptedChat:
         self.said: dict[str, str] = {}  # of a conversation so far, the turn that ended it
         self.before: dict[str, str | None] = {}
         self.busy = self.most = 0
+        self.histories = self  # which knows the turn that another continues
 
     def names(self) -> Mapping[str, str | None]:
         return {"agent": LIVE, "base/model": None}
@@ -108,3 +110,11 @@ def client_of(served: Any, **options: Any) -> openai.OpenAI:
 def plain_client() -> openai.OpenAI:
     """A client for no address."""
     return openai.OpenAI(base_url="http://127.0.0.1:1", api_key="none")
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until it is so."""
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
