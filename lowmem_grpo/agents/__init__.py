@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowmem_grpo.agents.attempts import limit_concurrency, retry
+    from lowmem_grpo.agents.auto import (
+        auto_trajectory,
+        capture_auto_trajectory,
+        capture_yielded_trajectory,
+        yield_trajectory,
+    )
     from lowmem_grpo.agents.gather import gather_trajectories, gather_trajectory_groups
     from lowmem_grpo.agents.model import Backend, Model, TrainableModel
     from lowmem_grpo.agents.trajectories import FailedRollout, History, Trajectory, TrajectoryGroup
@@ -15,12 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backend", "FailedRollout", "History", "Message", "Messages", "MessagesAndChoices", "Model", "Tools",
-    "TrainableModel", "Trajectory", "TrajectoryGroup", "gather_trajectories", "gather_trajectory_groups",
-    "limit_concurrency", "retry",
+    "TrainableModel", "Trajectory", "TrajectoryGroup", "auto_trajectory", "capture_auto_trajectory",
+    "capture_yielded_trajectory", "gather_trajectories", "gather_trajectory_groups", "limit_concurrency", "retry",
+    "yield_trajectory",
 ]
 
 HOMES = {name: home for home, names in {
     "agents.attempts": "limit_concurrency retry",
+    "agents.auto": "auto_trajectory capture_auto_trajectory capture_yielded_trajectory yield_trajectory",
     "agents.gather": "gather_trajectories gather_trajectory_groups",
     "agents.model": "Backend Model TrainableModel",
     "agents.trajectories": "FailedRollout History Trajectory TrajectoryGroup",

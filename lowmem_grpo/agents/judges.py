@@ -2,10 +2,10 @@
 
 import asyncio
 import copy
+import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -55,6 +55,7 @@ def judge_of(named: Any, params: Mapping[str, Any] | None) -> Judge:
 
 def judge_of_run() -> Judge:
     """The base model of the one model that is in training. ValueError if there is none, or more than one."""
+    gc.collect()  # models of a program's past
     names = [model.name for model in TRAINED.values()]
     if len(names) != 1:
         raise ValueError(f"the judge 'self' is the base model of the model in training, and there are {len(names)} "
@@ -95,7 +96,8 @@ class DeskJudge(SelfJudge):
 
     def __init__(self, desk: Any, model: Any, **options: Any) -> None:
         """`model` is what FastLanguageModel returned, `desk` the one that serves it; see SelfJudge for the options."""
-        loaded = replace(model.loaded, tokenizer=copy.deepcopy(model.loaded.tokenizer))  # it is used in other threads
+        loaded = copy.copy(model.loaded)
+        loaded.tokenizer = copy.deepcopy(loaded.tokenizer)  # it is used in other threads
         super().__init__(SimpleNamespace(loaded=loaded, inner=model.inner), **options)
         self.desk, self.lock = desk, threading.Lock()
 

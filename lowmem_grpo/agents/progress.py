@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from math import isfinite
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from tqdm import auto
 
 from lowmem_grpo.agents.attempts import check
 from lowmem_grpo.rules import COUNT, POSITIVE, ZERO_OR_MORE
+from lowmem_grpo.service.rollouts import SESSION
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -93,6 +95,7 @@ class Progress:
     async def watch(self, rollout: Awaitable[Any], kinds: tuple[type, ...], noun: str) -> Any:
         """What a rollout returns, or the error with which it failed; that is told only here. `kinds` are what it may
         return, `noun` says so."""
+        SESSION.set(uuid4().hex)  # of this task only
         limit = asyncio.timeout(self.timeout)
         try:
             async with limit:

@@ -57,6 +57,10 @@ class Chat:
         """A turn by its name, as the engine returned it; None where it is not held (any more)."""
         return self.histories.turn(name)
 
+    def parent(self, name: str) -> str | None:
+        """The name of the turn that a turn continues."""
+        return self.histories.parent(name)
+
     async def create(self, body: Mapping[str, Any], session: str = "") -> dict[str, Any]:
         """The JSON of a reply. Turns of one `session` belong together. ChatError in OpenAI's form.
 

@@ -1,8 +1,8 @@
 """`Client`: chat completions in the process, by an object that is called like `openai.AsyncOpenAI`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +13,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.rollouts import RECORDER, SESSION
 
-SESSION: ContextVar[str] = ContextVar("lowmem_grpo_session", default="")  # of the rollout that this task plays
 ERRORS: dict[int, type[openai.APIStatusError]] = {
     400: openai.BadRequestError, 404: openai.NotFoundError, 429: openai.RateLimitError,
 }
@@ -101,19 +101,36 @@ class Completions(Part):
         session = self.client.session or SESSION.get()
         body, timeout = body_of(given), seconds_of(given.get("timeout", self.client.timeout))
         if body.get("stream"):
-            chunks = Chunks(self.client.served.stream(body, session), timeout)
+            chunks = Chunks(self.client.served.stream(body, session), timeout, partial(self.record_end, body))
             await chunks.begin()
             return chunks
         reply = await within(timeout, self.client.served.create(body, session))
+        self.record(body, reply["choices"])
         return ChatCompletion.model_validate(reply)
+
+    def record(self, body: dict[str, Any], choices: list[dict[str, Any]]) -> None:
+        """Tell who keeps the calls of this rollout, if anybody does."""
+        if (recorder := RECORDER.get()) is not None:
+            recorder.record(body, choices, self.client.served.parent)
+
+    def record_end(self, body: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        """The same of the last chunk of a choice, which has its message in the turn that it names."""
+        ended = [part for part in parts if part.get("finish_reason") is not None]
+        turns = [(part, self.client.served.turn(part["turn"])) for part in ended if "turn" in part]
+        self.record(body, [{**{name: value for name, value in part.items() if name != "delta"},
+                            "message": turn.message} for part, turn in turns if turn is not None])
 
 
 class Chunks:
     """The chunks of a reply, as openai's AsyncStream gives them."""
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], timeout: float | None) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[dict[str, Any]], timeout: float | None,
+        told: Callable[[list[dict[str, Any]]], None],
+    ) -> None:
+        """`told` is called with the choices of each chunk that is read."""
         self.chunks: Any = chunks
-        self.timeout, self.first = timeout, None
+        self.timeout, self.told, self.first = timeout, told, None
 
     async def begin(self) -> None:
         """Wait for the first chunk, so that a request that is refused raises at once."""
@@ -126,6 +143,7 @@ class Chunks:
         chunk, self.first = self.first, None
         if chunk is None:
             chunk = await within(self.timeout, anext(self.chunks))
+        self.told(chunk["choices"])
         return ChatCompletionChunk.model_validate(chunk)
 
     async def __aenter__(self) -> "Chunks":

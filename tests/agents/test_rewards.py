@@ -5,13 +5,13 @@ import logging
 from typing import Any
 
 import pytest
+from judges import Scripted
 
 from bench.attacks.judge_server import by_length, in_turn, serving
 from lowmem_grpo import agents as art
 from lowmem_grpo import rewards
 from lowmem_grpo.agents.judges import judge_of
 from lowmem_grpo.agents.rewards import JudgeError, ruler, ruler_score_group
-from tests.support.judges import Scripted
 
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
 USER = {"role": "user", "content": "When is lunch?"}

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from judges import Scripted
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.cache import Cache
 from lowmem_grpo.rewards.judge.judge import Complaints, Meter, Prices, unanswered
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
 from lowmem_grpo.rewards.judge.replies import BadReplyError, read_group, read_single
-from tests.support.judges import Scripted
 
 
 def group(*answers: str) -> Question:

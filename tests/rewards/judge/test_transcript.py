@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import pytest
+from judges import Scripted
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.calling.of_groups import Later
 from lowmem_grpo.rewards.judge.transcript import NOTHING, RESULT_CHARS, compared, transcript_of
-from tests.support.judges import Scripted
 
 SYSTEM = {"role": "system", "content": "Find the mail."}
 CALL = {"type": "function", "function": {"name": "search", "arguments": '{"words": "lunch"}'}}
