@@ -1,4 +1,4 @@
-"""`lowmem-grpo generate`: ask a model one question."""
+"""`lowmem-grpo generate`: ask a model one question, or watch it play an episode of a recipe."""
 
 import json
 from pathlib import Path
@@ -9,38 +9,97 @@ import click
 from lowmem_grpo.views.terminal import plain_errors, quiet
 
 CONTEXT = 2048  # tokens of prompt and answer
+MAX_TOKENS = 256
 
 
-@click.command(short_help="Ask a model one question.")
-@click.argument("prompt")
-@click.option("--model", default="tiny", show_default=True, help="A model on the hub, a folder, or the embedded tiny.")
-@click.option("--adapter", type=click.Path(path_type=Path), help="Folder of a saved adapter.")
+@click.command(short_help="Ask a model one question, or watch it play.")
+@click.argument("prompt", required=False)
+@click.option("--recipe", help="Play an episode of a recipe, or of your own ./FILE.py, instead of answering PROMPT.")
+@click.option("--you", type=click.Choice(["beside", "against"]),
+              help="With --recipe: play the same task before the model does, or play against it.")
+@click.option("--model", help="A model on the hub, a folder, or the embedded tiny.  [default: that of the adapter or "
+              "of the recipe, else tiny]")
+@click.option("--adapter", type=click.Path(path_type=Path), help="Folder of a saved adapter, a run or a checkpoint.")
 @click.option("-n", "--samples", default=1, show_default=True, help="Number of answers.")
 @click.option("--temperature", default=1.0, show_default=True)
-@click.option("--max-tokens", default=256, show_default=True, help="Longest answer.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer, or longest episode.  [default: "
+              f"{MAX_TOKENS}, or that of the recipe]")
 @click.option("--seed", type=int, default=None)
 @click.option("--load-in-4bit", is_flag=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer.")
-def generate(prompt: str, model: str, adapter: Path | None, as_json: bool, load_in_4bit: bool, **sampling: Any) -> None:
-    """Answer PROMPT as a chat message, with the base model or with a saved adapter."""
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer or episode.")
+def generate(
+    prompt: str | None, recipe: str | None, you: str | None, model: str | None, adapter: Path | None, as_json: bool,
+    load_in_4bit: bool, **sampling: Any,
+) -> None:
+    """Answer PROMPT as a chat message, with the base model or with a saved adapter.
+
+    With --recipe, an episode is played and shown turn by turn.
+    """
+    check_asked(prompt, recipe, you, sampling["samples"], as_json)
     with plain_errors():
         from lowmem_grpo.commands.asked import check_folder, check_model
         from lowmem_grpo.config.sampling import SamplingParams
+        from lowmem_grpo.recipes.recipe_file import unknown_recipe
 
-        params = SamplingParams(n=sampling.pop("samples"), **sampling)
+        longest = sampling.pop("max_tokens")
+        params = SamplingParams(n=sampling.pop("samples"), max_tokens=longest or MAX_TOKENS, **sampling)
+        if recipe and (problem := unknown_recipe(recipe)):
+            raise ValueError(problem)
         check_model(model)
         check_folder(adapter)
     quiet()
     with plain_errors():
-        from lowmem_grpo.loader import FastLanguageModel
+        if recipe:
+            from lowmem_grpo.commands.playing import play
 
-        loaded: Any = None
-        loaded, _ = FastLanguageModel.from_pretrained(model, max_seq_length=CONTEXT, load_in_4bit=load_in_4bit)
-        request = None
-        if adapter is not None:
-            loaded = FastLanguageModel.get_peft_model(loaded, use_gradient_checkpointing=False)
-            request = loaded.load_lora(adapter)
-        (output,) = loaded.fast_generate([[{"role": "user", "content": prompt}]], params, request)
-        for completion in output.outputs:
-            record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}
-            click.echo(json.dumps(record, ensure_ascii=False) if as_json else completion.text)
+            play(recipe, you, model, adapter, load_in_4bit, params, longest, as_json)
+        else:
+            answer(str(prompt), model, adapter, load_in_4bit, params, as_json)
+
+
+def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples: int, as_json: bool) -> None:
+    """click.UsageError unless it is clear what to do."""
+    if (prompt is None) == (recipe is None):
+        raise click.UsageError("give a PROMPT to answer, or --recipe NAME to play an episode" +
+                               ("" if prompt is None else "; not both"))
+    if you and not recipe:
+        raise click.UsageError("--you is for --recipe NAME, whose task is played")
+    if you and as_json:
+        raise click.UsageError("--json prints no questions, and with --you you are asked; leave one of them out")
+    if recipe and samples != 1:
+        raise click.UsageError(f"--samples {samples} is for a PROMPT; of a recipe one episode is played. Many: "
+                               f"lowmem-grpo eval MODEL --recipe {recipe} --samples {samples}")
+
+
+def answer(
+    prompt: str, model: str | None, adapter: Path | None, load_in_4bit: bool, params: Any, as_json: bool
+) -> None:
+    """Print the answers to a prompt."""
+    loaded, request = load(model or base_of(adapter) or "tiny", adapter, load_in_4bit, CONTEXT)
+    (output,) = loaded.fast_generate([[{"role": "user", "content": prompt}]], params, request)
+    for completion in output.outputs:
+        record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}
+        click.echo(json.dumps(record, ensure_ascii=False) if as_json else completion.text)
+
+
+def base_of(adapter: Path | None) -> str | None:
+    """The model that an adapter was trained on; None where that is not known."""
+    if adapter is None:
+        return None
+    from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
+
+    return base_of_adapter(find_adapter(adapter, unfinished=True).folder).model
+
+
+def load(model: str, adapter: Path | None, load_in_4bit: bool, context: int) -> tuple[Any, Any]:
+    """The model, and what makes it answer with its adapter (None without one)."""
+    from lowmem_grpo.loader import FastLanguageModel
+    from lowmem_grpo.runs.saved_adapter import find_adapter
+
+    folder = None if adapter is None else find_adapter(adapter, unfinished=True).folder
+    loaded: Any = None
+    loaded, _ = FastLanguageModel.from_pretrained(model, max_seq_length=context, load_in_4bit=load_in_4bit)
+    if folder is None:
+        return loaded, None
+    loaded = FastLanguageModel.get_peft_model(loaded, use_gradient_checkpointing=False)
+    return loaded, loaded.load_lora(folder)

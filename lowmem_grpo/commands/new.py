@@ -30,29 +30,54 @@ KINDS = ("number", "marked", "choice", "text", "math", "json", "long")  # new_re
 @click.option("--prompt-column", metavar="COLUMN", help="Column with the questions.  [default: guessed]")
 @click.option("--answer-column", metavar="COLUMN", help="Column with the right answers.  [default: guessed]")
 @click.option("--answers", type=click.Choice(KINDS), help="Kind of answers.  [default: guessed from the data]")
+@click.option("--agent", is_flag=True, help="A recipe with an environment: the model acts in several turns.")
 @click.option("--split", default="train", show_default=True, help="Split of a hub dataset.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path(),
               help="Folder for the recipe.  [default: the current one]")
 @click.option("--overwrite", is_flag=True, help="Replace an existing NAME.py. Data is never replaced.")
-def new(name: str, data: str | None, out: Path, overwrite: bool, **chosen: Any) -> None:
+def new(name: str, data: str | None, agent: bool, out: Path, overwrite: bool, **chosen: Any) -> None:
     """Write NAME.py, a short commented recipe for your own data, ready for `lowmem-grpo run ./NAME.py`.
 
-    It looks at the columns and the first rows of --data, and says what it takes for questions and answers.
+    It looks at the columns and the first rows of --data, and says what it takes for questions and answers. With --agent
+    there is an environment in the place of data, which you change into your own.
     """
     with plain_errors():
         check_name(name, out)
         recipe = out / f"{name}.py"
         check_place(recipe, overwrite)
-        if data is None:
-            wanted, rows = example(name, out, chosen)
-        else:
-            wanted, rows = from_data(name, data, out, chosen), ""
-        from lowmem_grpo.recipes.new.writing import recipe_text
-
-        written = recipe_text(wanted)
-        save(recipe, written, out / f"{name}.jsonl", rows)
-    for line in told(wanted, recipe, written, bool(rows)):
+        lines = write_agent(name, recipe, data, chosen) if agent else write_recipe(name, recipe, data, chosen)
+    for line in lines:
         click.echo(line)
+
+
+def write_recipe(name: str, recipe: Path, data: str | None, chosen: dict[str, Any]) -> list[str]:
+    """Write a recipe for data; returns what to tell."""
+    if data is None:
+        wanted, rows = example(name, recipe.parent, chosen)
+    else:
+        wanted, rows = from_data(name, data, recipe.parent, chosen), ""
+    from lowmem_grpo.recipes.new.writing import recipe_text
+
+    written = recipe_text(wanted)
+    save(recipe, written, recipe.with_suffix(".jsonl"), rows)
+    return told(wanted, recipe, written, bool(rows))
+
+
+def write_agent(name: str, recipe: Path, data: str | None, chosen: dict[str, Any]) -> list[str]:
+    """Write a recipe with an environment; returns what to tell. ValueError for options that are about data."""
+    if given := next((option for option in ("prompt_column", "answer_column", "answers") if chosen[option]),
+                     "data" if data else None):
+        raise ValueError(f"--agent writes an environment that makes its own tasks, so --{given.replace('_', '-')} has "
+                         "nothing to say; leave it out. For rows as tasks give Lesson(train=...) in the file your rows: "
+                         "their columns arrive in reset")
+    from lowmem_grpo.recipes.new.writing import agent_text
+
+    written = agent_text(name)
+    save(recipe, written, recipe, "")
+    start = started(recipe)
+    return [f"{recipe}: a recipe of {len(written.splitlines())} lines with an environment, made to be read and changed",
+            "", f"  lowmem-grpo generate --recipe {start}   # watch an episode",
+            f"  lowmem-grpo run {start}                 # train, minutes on a CPU"]
 
 
 def check_name(name: str, out: Path) -> None:
@@ -180,12 +205,17 @@ def told(wanted: Any, recipe: Path, written: str, with_rows: bool) -> list[str]:
                      "--data FILE")
     else:
         lines += looked(columns, wanted, ABOUT[wanted.kind].about)
-    start = recipe if recipe.is_absolute() else f"./{recipe.as_posix()}"
+    start = started(recipe)
     if not columns.known:
         lines.append(f"FILL IN the names of columns in {recipe}; then:")
     lines += ["", f"  lowmem-grpo run {start} check=true    # what the rewards pay, in seconds",
               f"  lowmem-grpo run {start}               # train" + (", a minute on a CPU" if wanted.example else "")]
     return lines
+
+
+def started(recipe: Path) -> str:
+    """How a command names the recipe."""
+    return str(recipe) if recipe.is_absolute() else f"./{recipe.as_posix()}"
 
 
 def looked(columns: Any, wanted: Any, about: str) -> list[str]:

@@ -6,7 +6,7 @@ interval counts prompts, and further answers to a prompt only in so far as they 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Z_95 = 1.959964  # the normal distribution's 97.5% quantile
@@ -82,6 +82,7 @@ class Answers:
     tokens: int
     cut_off: int  # answers that ended at max_tokens
     metrics: dict[str, float]  # mean of each further reward function
+    episodes: dict[str, float] = field(default_factory=dict)  # of agents: turns, ends by reason, calls of tools
 
     @property
     def counts(self) -> list[int]:
@@ -104,6 +105,7 @@ def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
         "pass_at_k": {str(k): pass_at_k(answers.counts, samples, k) for k in ks},
         "mean_tokens": answers.tokens / total, "cut_off": answers.cut_off / total, "unjudged": answers.unjudged / total,
         **({"rewards": answers.metrics} if answers.metrics else {}),
+        **({"episodes": answers.episodes} if answers.episodes else {}),
     }
 
 

@@ -1,5 +1,6 @@
 """Answers in several turns, where nothing is trained: to measure a model, and for `lowmem-grpo eval`."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -8,11 +9,16 @@ from lowmem_grpo.config.episodes import EpisodeSettings
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
+from lowmem_grpo.environments.tools.bodies import python_calls
 from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.rollout.assessment import TOGETHER, Right, in_rows, judge_episodes, parts, seeded
+from lowmem_grpo.rollout.metrics import episode_metrics
+from lowmem_grpo.rollout.watched import Person, Tell, Watched
 from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.train.players import Players
-from lowmem_grpo.types import RolloutGroup, Turn
+from lowmem_grpo.types import Rollout, RolloutGroup, ToolCall, Turn
+
+TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a call of a tool as a person types it
 
 
 @dataclass(frozen=True)
@@ -46,14 +52,30 @@ class Play:
             in_rows([told(rollout.turns) for rollout in rollouts], params.n),
             in_rows([bool(verdict) for verdict in verdicts], params.n), verdicts.count(None),
             sum(rollout.num_trained for rollout in rollouts),
-            sum(rollout.finish_reason == "length" for rollout in rollouts), metrics,
+            sum(rollout.finish_reason == "length" for rollout in rollouts), metrics, episode_metrics(rollouts),
         )
 
-    def player(self, model: Any, params: SamplingParams, settings: Mapping[str, Any]) -> Any:
-        """What plays with the model's engine."""
+    def episode(
+        self, model: Any, row: dict[str, Any], right: Right, params: SamplingParams, tell: Tell, adapter: Any = None,
+        ask: Callable[[], str] | None = None, settings: Mapping[str, Any] | None = None,
+    ) -> tuple[Rollout, bool | None]:
+        """One episode, told turn by turn, and whether it was a success. With `ask` a person plays it, who writes a call
+        of a tool as Python: `name(key=value)`."""
+        player = self.player(model, params, settings or {}, typed_calls if ask else None)
+        engine = Watched(Person(model.loaded.tokenizer, ask), tell) if ask else Watched(model.engine(), tell, "model")
+        prompt = Prompt(row, [], "")
+        with adapter_for(model.inner, as_request(adapter)):
+            ((rollout,),) = player.play(engine, [prompt], params)
+        (verdict,), _ = judge_episodes([right], [RolloutGroup(row, prompt.ids, [rollout])])
+        return rollout, verdict
+
+    def player(
+        self, model: Any, params: SamplingParams, settings: Mapping[str, Any], parse: Callable[..., Any] | None = None
+    ) -> Any:
+        """What plays with the model's engine; `parse` as in `GRPOTrainer`."""
         config = GRPOConfig(**{**self.settings, **settings, "max_completion_length": params.max_tokens})
         context = model.loaded.max_seq_length
-        players = Players(config, list(self.tools), self.environment, None)
+        players = Players(config, list(self.tools), self.environment, None, parse)
         players.encoder(PromptEncoder(model.loaded.tokenizer, context, config.chat_template_kwargs))
         return players.player(None, context)
 
@@ -62,6 +84,12 @@ def episode_settings(config: GRPOConfig) -> dict[str, Any]:
     """The settings of a run that say how episodes are played."""
     return {entry.name: getattr(config, entry.name) for entry in fields(EpisodeSettings)} | {
         "chat_template_kwargs": config.chat_template_kwargs}
+
+
+def typed_calls(text: str) -> list[ToolCall]:
+    """The calls of tools that a person typed, one a line: `name(key=value)`; anything else is an answer."""
+    lines = [line.strip() for line in text.splitlines()]
+    return [call for line in lines if TYPED.fullmatch(line) for call in python_calls(line, {})]
 
 
 def told(turns: list[Turn]) -> str:

@@ -12,6 +12,10 @@ from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.views.answers import plain, shortened, verdict
 
 MODELS = ("base", "adapter")
+OF_EPISODES = (("turns/mean", "turns of an episode", ".2f"), ("tools/call_frequency", "calls of tools", ".2f"),
+               ("tools/failure_frequency", "of these failed", ".1%"), ("episodes/max_turns", "ended by max_turns", ".1%"),
+               ("episodes/parse_error", "ended by unreadable calls", ".1%"), ("episodes/context", "did not fit", ".1%"),
+               ("episodes/environment_error", "environment failed", ".1%"), ("episodes/timeout", "took too long", ".1%"))
 LONGEST = 600  # characters of an answer that are shown
 
 
@@ -43,14 +47,18 @@ def numbers_table(result: dict[str, Any], named: list[str]) -> Table:
     for name in named:
         table.add_column(name, justify="right")
     found = [result[name] for name in named]
-    table.add_row("accuracy", *(f"{each['accuracy']:.1%}" for each in found))
+    episodes = [each.get("episodes", {}) for each in found]
+    table.add_row("success rate" if episodes[0] else "accuracy", *(f"{each['accuracy']:.1%}" for each in found))
     table.add_row("95% interval", *(f"{each['interval'][0]:.1%} to {each['interval'][1]:.1%}" for each in found))
     for k in found[0]["pass_at_k"]:
         if k != "1":
             table.add_row(f"pass@{k}", *(f"{each['pass_at_k'][k]:.1%}" for each in found))
     for name in found[0].get("rewards", {}):
         table.add_row(name, *(f"{each['rewards'][name]:.3f}" for each in found))
-    table.add_row("tokens of an answer", *(f"{each['mean_tokens']:.0f}" for each in found))
+    for name, words, form in OF_EPISODES:
+        if any(each.get(name) for each in episodes):
+            table.add_row(words, *(format(each.get(name, 0.0), form) for each in episodes))
+    table.add_row("tokens of an episode" if episodes[0] else "tokens of an answer", *(f"{each['mean_tokens']:.0f}" for each in found))
     for name, words in (("cut_off", f"cut off at {result['max_tokens']} tokens"), ("unjudged", "not judged")):
         if any(each[name] for each in found):
             table.add_row(words, *(f"{each[name]:.1%}" for each in found))

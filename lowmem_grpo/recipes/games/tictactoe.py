@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Callable
 from functools import cache
 
 EMPTY = "123456789"  # a board: X, O, or the number of a free square
@@ -12,6 +13,9 @@ STRENGTHS = (0.0, 0.0, 0.5, 1.0)  # of which the seed chooses one
 
 class TicTacToe:
     """An environment with an opponent. Its seed decides how strong the opponent is, and what it draws."""
+
+    opponent: Callable[[str], str] | None = None
+    """Who plays O instead: somebody who sees the board, and names a free square (asked again for anything else)."""
 
     def __init__(self, strengths: tuple[float, ...] = STRENGTHS) -> None:
         if not strengths or not all(0 <= strength <= 1 for strength in strengths):
@@ -39,8 +43,17 @@ class TicTacToe:
 
     def answer(self) -> int:
         """The opponent's move."""
+        if self.opponent is not None:
+            return self.asked(self.opponent)
         strong = self.rng.random() < self.strength
         return self.rng.choice(best_moves(self.board, "O") if strong else free(self.board))
+
+    def asked(self, opponent: Callable[[str], str]) -> int:
+        """A free square that somebody names."""
+        told = f"You are O. Name a free square.\n{shown(self.board)}"
+        while (move := square_in(opponent(told))) is None or move not in free(self.board):
+            pass
+        return move
 
     def state_key(self) -> str:
         """The board: how it came about does not matter."""

@@ -9,7 +9,7 @@ from lowmem_grpo.data.files import listed
 from lowmem_grpo.recipes.new.columns import CHOICES, Columns
 from lowmem_grpo.recipes.new.kinds import EXAMPLE, KINDS, Kind, math_verifier
 
-TEMPLATE = Path(__file__).parents[2] / "assets" / "new_recipe" / "recipe.txt"
+TEMPLATES = Path(__file__).parents[2] / "assets" / "new_recipe"
 EXAMPLE_CPU = '''    "cpu": Preset("tiny", 128, 16, 32, {  # the embedded model, which makes mistakes in this arithmetic
         "max_steps": 20, "learning_rate": 3e-3, "max_completion_length": 64, "per_device_train_batch_size": 64,
         "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "warmup_ratio": 0.0,
@@ -50,7 +50,7 @@ class Wanted:
 def recipe_text(wanted: Wanted) -> str:
     """The recipe's source."""
     kind = KINDS[wanted.kind]
-    return Template(TEMPLATE.read_text("utf-8")).substitute(
+    return Template((TEMPLATES / "recipe.txt").read_text("utf-8")).substitute(
         name=wanted.name,
         data_name="your rows in " + shown(wanted.source),
         how_long="a minute on a CPU, with the embedded tiny model" if wanted.example
@@ -69,6 +69,11 @@ def recipe_text(wanted: Wanted) -> str:
         exam="EXAM = DATA.exam(CORRECT, max_tokens=512)  # for `lowmem-grpo eval`\n" if has_right(kind) else "",
         lesson=lesson_code(wanted, kind),
     )
+
+
+def agent_text(name: str) -> str:
+    """The source of a recipe with an environment, which the user replaces by another one."""
+    return Template((TEMPLATES / "agent.txt").read_text("utf-8")).substitute(name=name)
 
 
 def has_right(kind: Kind) -> bool:

@@ -1,0 +1,76 @@
+"""Episodes that somebody follows, or plays: engines that tell what is said, and one whose completions a person types."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.base import Conversation, Request
+from lowmem_grpo.runs.trajectory import content_text, speaker
+from lowmem_grpo.types import Message, Rollout
+
+Tell = Callable[[str, str], None]  # (who, what was said)
+CONTEXT = ("system", "user", "tool")
+
+
+class Person:
+    """An engine without a model: each turn is a text that `ask` returns."""
+
+    name, slots = "person", 1
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ask: Callable[[], str]) -> None:
+        self.tokenizer, self.ask = tokenizer, ask
+
+    def converse(self, conversation: Conversation, params: SamplingParams) -> None:
+        """Ask for turns until the conversation has no more."""
+        while requests := conversation.take(busy=False):
+            for request in requests:
+                conversation.give(request.key, self.turn(request))
+
+    def turn(self, request: Request) -> Rollout:
+        """What the person says, cut where a turn may have no more tokens; log-probabilities are 0."""
+        text = self.ask()
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids or [self.tokenizer.eos_token_id]
+        kept = ids[: request.max_tokens]
+        return Rollout(kept, [0.0] * len(kept), "stop" if kept == ids else "length", text)
+
+
+class Watched:
+    """An engine whose episodes are told while they are played."""
+
+    def __init__(self, engine: Any, tell: Tell, who: str = "") -> None:
+        """`who` says the engine's turns; without a name they are not told, because the person has seen them."""
+        self.engine, self.tell, self.who = engine, tell, who
+        self.name, self.slots = engine.name, getattr(engine, "slots", None)
+
+    def converse(self, conversation: Any, params: SamplingParams) -> None:
+        """`Engine.converse`, with somebody who listens. The conversation is a `Batch` of episodes."""
+        self.engine.converse(Overheard(conversation, self), params)
+
+
+class Overheard:
+    """A conversation between an engine and a batch of episodes."""
+
+    def __init__(self, batch: Any, ear: Watched) -> None:
+        self.batch, self.ear = batch, ear
+
+    def take(self, busy: bool) -> list[Request]:
+        """The next turns; before each, what led to it is told."""
+        requests: list[Request] = self.batch.take(busy)
+        for request in requests:
+            episode = self.batch.live[request.key]
+            self.say(episode.turns[-1].replies if episode.turns else episode.opening)
+        return requests
+
+    def give(self, key: int, rollout: Rollout) -> None:
+        """A turn is drawn."""
+        if self.ear.who:
+            self.ear.tell(self.ear.who, rollout.text)
+        self.batch.give(key, rollout)
+
+    def say(self, messages: list[Message]) -> None:
+        """Tell what did not come from the engine."""
+        for message in messages:
+            if message.get("role") in CONTEXT and (text := content_text(message)):
+                self.ear.tell(speaker(message), text)
