@@ -68,8 +68,8 @@ def write_agent(name: str, recipe: Path, data: str | None, chosen: dict[str, Any
     if given := next((option for option in ("prompt_column", "answer_column", "answers") if chosen[option]),
                      "data" if data else None):
         raise ValueError(f"--agent writes an environment that makes its own tasks, so --{given.replace('_', '-')} has "
-                         "nothing to say; leave it out. For rows as tasks give Lesson(train=...) in the file your rows: "
-                         "their columns arrive in reset")
+                         "nothing to say; leave it out. Rows can be tasks, too: give them as Lesson(train=...) in the "
+                         "file, and their columns arrive in reset")
     from lowmem_grpo.recipes.new.writing import agent_text
 
     written = agent_text(name)

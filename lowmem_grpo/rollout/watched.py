@@ -1,4 +1,4 @@
-"""Episodes that somebody follows, or plays: engines that tell what is said, and one whose completions a person types."""
+"""Episodes that somebody follows or plays: engines that tell what is said, and one whose turns a person types."""
 
 from collections.abc import Callable
 from typing import Any

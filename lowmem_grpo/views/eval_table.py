@@ -12,10 +12,12 @@ from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.views.answers import plain, shortened, verdict
 
 MODELS = ("base", "adapter")
-OF_EPISODES = (("turns/mean", "turns of an episode", ".2f"), ("tools/call_frequency", "calls of tools", ".2f"),
-               ("tools/failure_frequency", "of these failed", ".1%"), ("episodes/max_turns", "ended by max_turns", ".1%"),
-               ("episodes/parse_error", "ended by unreadable calls", ".1%"), ("episodes/context", "did not fit", ".1%"),
-               ("episodes/environment_error", "environment failed", ".1%"), ("episodes/timeout", "took too long", ".1%"))
+OF_EPISODES = (  # metric, words, format
+    ("turns/mean", "turns of an episode", ".2f"), ("tools/call_frequency", "calls of tools", ".2f"),
+    ("tools/failure_frequency", "of these failed", ".1%"), ("episodes/max_turns", "ended by max_turns", ".1%"),
+    ("episodes/parse_error", "ended by unreadable calls", ".1%"), ("episodes/context", "did not fit", ".1%"),
+    ("episodes/environment_error", "environment failed", ".1%"), ("episodes/timeout", "took too long", ".1%"),
+)
 LONGEST = 600  # characters of an answer that are shown
 
 
@@ -58,7 +60,8 @@ def numbers_table(result: dict[str, Any], named: list[str]) -> Table:
     for name, words, form in OF_EPISODES:
         if any(each.get(name) for each in episodes):
             table.add_row(words, *(format(each.get(name, 0.0), form) for each in episodes))
-    table.add_row("tokens of an episode" if episodes[0] else "tokens of an answer", *(f"{each['mean_tokens']:.0f}" for each in found))
+    whole = "an episode" if episodes[0] else "an answer"
+    table.add_row(f"tokens of {whole}", *(f"{each['mean_tokens']:.0f}" for each in found))
     for name, words in (("cut_off", f"cut off at {result['max_tokens']} tokens"), ("unjudged", "not judged")):
         if any(each[name] for each in found):
             table.add_row(words, *(f"{each[name]:.1%}" for each in found))

@@ -59,12 +59,12 @@ def rows_file(kind: str, ending: str = "jsonl", names: tuple[str, str] = ("quest
     return f"rows.{ending}"
 
 
-def is_clean(path: Path) -> None:
+def is_clean(path: Path, lines: int = 100) -> None:
     """Ruff has nothing to say, with the settings of this package."""
     done = subprocess.run([sys.executable, "-m", "ruff", "check", "--config", ROOT / "pyproject.toml", path],
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert len(path.read_text("utf-8").splitlines()) <= 100
+    assert len(path.read_text("utf-8").splitlines()) <= lines
 
 
 @pytest.mark.parametrize(("kind", "ending"), [
@@ -105,6 +105,31 @@ def test_the_tiny_model_learns_from_a_file_of_rows_of_its_own_kind(folder: Path)
     right = [line["rewards/number_match/mean"] for line in lines]
     assert min(right) > 0.15 and sum(right[3:]) > sum(right[:3]) + 0.2, right
     assert json.loads((folder / "runs" / "mine" / "summary.json").read_text())["accuracy_after"] > 0.3
+
+
+def test_a_recipe_with_an_environment_is_clean_and_trains_is_tested_and_played(folder: Path) -> None:
+    done = invoke("new", "mine", "--agent")
+    assert done.exit_code == 0 and "generate --recipe ./mine.py" in done.output, done.output
+    is_clean(folder / "mine.py", lines=130)
+    few = ["max_steps=1", "num_generations=2", "per_device_train_batch_size=4", "eval_problems=4", "gpu=cpu",
+           "engine=transformers", "disable_tqdm=true"]
+    ran = invoke("run", "./mine.py", *few)
+    assert ran.exit_code == 0, ran.output
+    assert "accuracy_after" in json.loads((folder / "runs" / "mine" / "summary.json").read_text())
+    tested = invoke("eval", "runs/mine", "--recipe", "./mine.py", "--limit", 4, "--samples", 2)
+    assert tested.exit_code == 0, tested.output
+    assert all(word in said(tested) for word in ("success rate", "95% interval", "pass@2", "turns of an episode"))
+    found = json.loads((folder / "runs" / "mine" / "eval.json").read_text())
+    assert 1 <= found["adapter"]["episodes"]["turns/mean"] <= 5
+    played = invoke("generate", "--recipe", "./mine.py", "--adapter", "runs/mine", "--seed", 1)
+    assert played.exit_code == 0 and "the model" in played.output, played.output
+
+
+@pytest.mark.parametrize("option", [("--data", "rows.csv"), ("--answers", "number"), ("--prompt-column", "a")])
+def test_a_recipe_with_an_environment_takes_no_data(option: tuple[str, str], folder: Path) -> None:
+    done = invoke("new", "mine", "--agent", *option)
+    assert done.exit_code != 0 and f"so {option[0]} has nothing to say" in said(done)
+    assert not (folder / "mine.py").exists()
 
 
 @pytest.mark.parametrize("kind", CHOICES)

@@ -1,5 +1,5 @@
-"""`lowmem-grpo generate --recipe`: an episode is shown turn by turn, a person plays beside or against the model, and what
-cannot be played is refused at once."""
+"""`lowmem-grpo generate --recipe`: an episode is shown turn by turn, a person plays beside or against the model, and
+what cannot be played is refused at once."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,8 @@ def test_a_person_plays_the_same_task_before_the_model_with_its_tools() -> None:
 
 
 def test_a_person_plays_against_the_model_and_is_asked_again_for_what_is_no_move() -> None:
-    done = generate("--recipe", "tictactoe", "--seed", 3, "--you", "against", typed="no\n5\n" + "\n".join("123456789" * 9))
+    squares = "\n".join("123456789" * 9)
+    done = generate("--recipe", "tictactoe", "--seed", 3, "--you", "against", typed=f"no\n5\n{squares}\n")
     assert done.exit_code == 0, done.output
     assert done.stdout.count("You are O. Name a free square.") >= 2 and "4|O|6" in done.stdout
 
