@@ -8,7 +8,6 @@ import click
 
 from lowmem_grpo.views.terminal import plain_errors, quiet
 
-CONTEXT = 2048  # tokens of prompt and answer
 MAX_TOKENS = 256
 
 
@@ -75,31 +74,10 @@ def answer(
     prompt: str, model: str | None, adapter: Path | None, load_in_4bit: bool, params: Any, as_json: bool
 ) -> None:
     """Print the answers to a prompt."""
+    from lowmem_grpo.commands.asked_model import CONTEXT, base_of, load
+
     loaded, request = load(model or base_of(adapter) or "tiny", adapter, load_in_4bit, CONTEXT)
     (output,) = loaded.fast_generate([[{"role": "user", "content": prompt}]], params, request)
     for completion in output.outputs:
         record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}
         click.echo(json.dumps(record, ensure_ascii=False) if as_json else completion.text)
-
-
-def base_of(adapter: Path | None) -> str | None:
-    """The model that an adapter was trained on; None where that is not known."""
-    if adapter is None:
-        return None
-    from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
-
-    return base_of_adapter(find_adapter(adapter, unfinished=True).folder).model
-
-
-def load(model: str, adapter: Path | None, load_in_4bit: bool, context: int) -> tuple[Any, Any]:
-    """The model, and what makes it answer with its adapter (None without one)."""
-    from lowmem_grpo.loader import FastLanguageModel
-    from lowmem_grpo.runs.saved_adapter import find_adapter
-
-    folder = None if adapter is None else find_adapter(adapter, unfinished=True).folder
-    loaded: Any = None
-    loaded, _ = FastLanguageModel.from_pretrained(model, max_seq_length=context, load_in_4bit=load_in_4bit)
-    if folder is None:
-        return loaded, None
-    loaded = FastLanguageModel.get_peft_model(loaded, use_gradient_checkpointing=False)
-    return loaded, loaded.load_lora(folder)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.commands.generate import CONTEXT, base_of, load
+from lowmem_grpo.commands.asked_model import CONTEXT, base_of, load
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.recipes.exam import Exam, find_exam
 from lowmem_grpo.recipes.presets import Preset, choose

@@ -1,0 +1,27 @@
+"""The model that `lowmem-grpo generate` samples from, and its adapter."""
+
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
+
+CONTEXT = 2048  # tokens of prompt and answer
+
+
+def base_of(adapter: Path | None) -> str | None:
+    """The model that an adapter was trained on; None where that is not known."""
+    if adapter is None:
+        return None
+    return base_of_adapter(find_adapter(adapter, unfinished=True).folder).model
+
+
+def load(model: str, adapter: Path | None, load_in_4bit: bool, context: int) -> tuple[Any, Any]:
+    """The model, and what makes it answer with its adapter (None without one)."""
+    folder = None if adapter is None else find_adapter(adapter, unfinished=True).folder
+    loaded: Any = None
+    loaded, _ = FastLanguageModel.from_pretrained(model, max_seq_length=context, load_in_4bit=load_in_4bit)
+    if folder is None:
+        return loaded, None
+    loaded = FastLanguageModel.get_peft_model(loaded, use_gradient_checkpointing=False)
+    return loaded, loaded.load_lora(folder)
