@@ -149,6 +149,8 @@ class Talk:
                 likeliest = await asyncio.wrap_future(self.chat.desk.likeliest(call, turn, asked.top_logprobs))
         except DeskClosedError as error:
             raise ChatError(503, str(error)) from error
+        except ValueError as error:  # such as a temperature that vLLM would change
+            raise ChatError(400, str(error)) from error
         except Exception as error:
             raise ChatError(500, f"the engine could not answer ({type(error).__name__}: {error})") from error
         reading = self.chat.histories.read(self.opening, turn) if asked.reads_calls else Reading(turn.text)

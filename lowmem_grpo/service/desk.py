@@ -67,6 +67,7 @@ class Desk:
 
         The future can be cancelled until then: a call in the engine is drawn to its end all the same, and dropped.
         """
+        self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         future: Future[Turn] = Future()
         given, number = call.params.seed, next(self.numbers)
         seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if given is None else given
@@ -81,10 +82,9 @@ class Desk:
         """What a function returns that runs in the owner's thread while no call is in the engine: training, saving.
 
         The engine sleeps first, which frees its memory; `sleep=False` leaves it as it is. RuntimeError in a function
-        that runs there itself, since it would wait for its own end.
+        that runs there itself, since it would wait for its own end; the same holds for `submit`.
         """
-        if threading.current_thread() is self.thread:
-            raise RuntimeError("this runs at the desk already, which does one thing at a time: call the function")
+        self.check_elsewhere("call the function itself")
         future: Future[T] = Future()
         try:
             self.waiting.add(None, Job(function, sleep, future))
@@ -153,13 +153,16 @@ class Desk:
             sitting.fail(error.with_traceback(None))  # whose frames would keep tensors alive
 
     def awake(self) -> Engine:
-        """The engine: vLLM's is asked for again, since a process has only one and another model may have used it."""
-        if self.engine is None or (self.engine.name == "vllm" and not self.given):
+        """The engine. vLLM's is asked for again, since a process has only one and another model may have used it; so is
+        one that computes with another `policy` than is set now."""
+        now: Any = self.engine
+        if now is None or (not self.given and (now.name == "vllm" or now.policy is not self.policy)):
             engine = self.model.engine(self.policy, self.tokenizer)
             if engine is not self.engine:
                 self.engine = engine
                 self.memory.watch(engine)
                 engine.on_policy_update(self.policy_version)
+        assert self.engine is not None
         return self.engine
 
     @contextmanager
@@ -179,6 +182,11 @@ class Desk:
         answers = Answers(self.policy, self.tokenizer, SamplingParams(logprobs=count))
         with self.computing_with(call.adapter):
             return answers.likeliest(call.ids, drawn)
+
+    def check_elsewhere(self, advice: str) -> None:
+        """RuntimeError in the owner's thread, which does one thing at a time."""
+        if threading.current_thread() is self.thread:
+            raise RuntimeError(f"this runs at the desk already, which does one thing at a time; {advice}")
 
     def check(self, call: Call) -> None:
         """ValueError for a call that would break a conversation."""

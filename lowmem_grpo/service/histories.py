@@ -98,7 +98,7 @@ class Histories:
         self.held: OrderedDict[str, Held] = OrderedDict()  # used longest ago first; a turn before the one it continues
         self.ends: dict[bytes, list[Held]] = {}  # by digest
         self.tokens = 0
-        self.said = False  # that a turn did not fit
+        self.said: set[str] = set()  # what one warning is enough for
 
     def begin(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, session: str = "",
@@ -189,7 +189,9 @@ class Histories:
             ended = dialect.renderer.closed(parent.completion.tolist(), rest)
             return parent, before + dialect.renderer.bridge(rest, ended)
         except RendererError as error:
-            logger.warning("a conversation is rendered anew, and a sequence of its own begins: %s", error)
+            log = logger.debug if "anew" in self.said else logger.warning
+            log("a conversation is rendered anew, and a sequence of its own begins: %s", error)
+            self.said.add("anew")
             return None, self.rendered(dialect, messages)
 
     def rendered(self, dialect: Dialect, messages: Sequence[Message]) -> list[int]:
@@ -217,8 +219,8 @@ class Histories:
             same.remove(gone)
             if not same:
                 del self.ends[gone.digest]
-            if gone is newest and not self.said:
-                self.said = True
+            if gone is newest and "long" not in self.said:
+                self.said.add("long")
                 logger.warning("a conversation alone is longer than the %s tokens or %s turns that are held, so %s "
                                "cannot be trained; hold more: max_tokens, max_turns of Histories", self.max_tokens,
                                self.max_turns, name)
