@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lowmem_grpo.engines.base import Request
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
 from lowmem_grpo.environments.tools.parsers import Reading
-from lowmem_grpo.environments.tools.results import ToolError
+from lowmem_grpo.environments.tools.results import FinalResult, ToolError
 from lowmem_grpo.environments.workers import Job
 from lowmem_grpo.types import Message, Rollout, Split, ToolCall, Turn
 
@@ -161,6 +161,7 @@ class Episode:
                 content = job.call(function, (call,), {})
             except ToolError as error:
                 content, answer.failures = str(error), answer.failures + 1
+            answer.done |= isinstance(content, FinalResult)
             answer.messages.append(self.toolbox.message(call, content))
         answer.messages += [{"role": "tool", "name": "error", "content": error} for error in errors]
         answer.failures += len(errors)

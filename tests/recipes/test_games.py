@@ -15,7 +15,8 @@ from lowmem_grpo.recipes import calculator, guess, tictactoe
 from lowmem_grpo.recipes.games.calculator import Sum, calculate
 from lowmem_grpo.recipes.games.tictactoe import TicTacToe
 from lowmem_grpo.recipes.tiny import games_model
-from lowmem_grpo.recipes.tiny.games_model import TOOLS, calculator_talk, encode_talk, guess_talk, tictactoe_talk
+from lowmem_grpo.recipes.tiny.games_model import TOOLS, calculator_talk, guess_talk, tictactoe_talk
+from lowmem_grpo.recipes.tiny.talks import encode_talk
 
 GAMES = ("guess", "calculator", "tictactoe")
 
@@ -141,7 +142,7 @@ def test_a_demonstration_trains_what_the_assistant_says_and_nothing_else(
 ) -> None:
     for seed in range(20):
         talk = make(random.Random(seed))
-        ids, own = encode_talk(tokenizer, talk, with_tools=True)
+        ids, own = encode_talk(tokenizer, talk, TOOLS)
         said = tokenizer.decode([token for token, mine in zip(ids, own, strict=True) if mine])
         turns = [one for one in talk if one["role"] == "assistant"]
         assert said.count("<|im_end|>") == len(turns)

@@ -10,6 +10,8 @@ import pytest
 from scripted import TEMPLATE, played
 from template_tokenizers import tokenizer_of
 
+from lowmem_grpo.environments.tools.results import FinalResult
+
 ROW = {"prompt": [{"role": "user", "content": ""}], "size": 3}
 open_now: Counter[str] = Counter()
 
@@ -264,6 +266,25 @@ def test_ten_megabytes_are_cut_in_their_middle_quickly() -> None:
 def test_calls_that_cannot_be_read_three_times_end_the_episode() -> None:
     [[one]] = played(lambda prompt: "<tool_call>\n{broken</tool_call>", [QUESTION], tools=[add], n=1)
     assert one.ending == "parse_error" and len(one.turns) == 3
+
+
+def hand_in(answer: str) -> str:
+    """Hand in the answer.
+
+    Args:
+        answer: The answer.
+    """
+    return FinalResult(f"received {answer}")
+
+
+def test_a_final_result_ends_the_episode_after_the_other_calls_of_its_turn() -> None:
+    said = call("hand_in", answer="4") + call("add", a=2, b=3)
+    [[one]] = played(lambda prompt: said, [QUESTION], tools=[add, hand_in], n=1, max_tool_tokens=30)
+    assert one.ending == "done" and len(one.turns) == 1
+    assert [reply["content"] for reply in one.turns[0].replies] == ["received 4", "5"]
+    [[one]] = played(lambda prompt: call("hand_in", answer="long " * 99), [QUESTION], tools=[hand_in], n=1,
+                     max_tool_tokens=60)
+    assert one.ending == "done" and "left out" in one.turns[0].replies[0]["content"]  # it is cut like any other
 
 
 def test_a_tool_result_that_does_not_fit_is_rolled_back() -> None:

@@ -17,6 +17,11 @@ class ToolOutage(RuntimeError):  # noqa: N818, says what happened
     so no text for the policy is made of it."""
 
 
+class FinalResult(str):
+    """A text that a tool returns to end the episode, such as that of a tool which hands in an answer. The policy is not
+    asked again; calls beside it in the same turn are run. Elsewhere, as in TRL, it is a text like any other."""
+
+
 def text_of(result: Any) -> str:
     """Text as it is, and plain data as JSON. ToolError for anything else."""
     if isinstance(result, str):

@@ -14,7 +14,7 @@ from lowmem_grpo.environments.token_limit import TokenLimit
 from lowmem_grpo.environments.tools.arguments import fault
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
-from lowmem_grpo.environments.tools.results import ToolError, ToolOutage, described, text_of
+from lowmem_grpo.environments.tools.results import FinalResult, ToolError, ToolOutage, described, text_of
 from lowmem_grpo.environments.tools.schema import Tool, tool_of
 from lowmem_grpo.types import Message, ToolCall
 
@@ -89,8 +89,9 @@ class Toolbox:
         return tool.function(**call.arguments)
 
     def told(self, result: Any) -> str:
-        """A result as text, cut."""
-        return self.limit.cut(text_of(result))
+        """A result as text, cut. One that ends the episode still does."""
+        text = self.limit.cut(text_of(result))
+        return FinalResult(text) if isinstance(result, FinalResult) else text
 
     @contextmanager
     def failures_told(self) -> Iterator[None]:

@@ -9,37 +9,26 @@ MB of weights in bfloat16, a byte-level tokenizer with a chat template that know
 `lowmem_grpo/assets/tiny-games`.
 """
 
-import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from lowmem_grpo.models.named import TINY, resolve
+from lowmem_grpo.models.named import TINY
 from lowmem_grpo.recipes.games import guess, tictactoe
 from lowmem_grpo.recipes.games.calculator import Sum, calculate, sums
 from lowmem_grpo.recipes.games.playing import G, Player
-from lowmem_grpo.recipes.tiny.from_scratch import Batch, describe, make_model, make_tokenizer, train
+from lowmem_grpo.recipes.tiny.from_scratch import describe, train
+from lowmem_grpo.recipes.tiny.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
 from lowmem_grpo.recipes.tiny.tiny_model import SHAPE, wrong_total
 
 CALLS = 0.4  # share of the demonstrations of `calculator` that call the tool
 LISTENS = 0.5  # share of the demonstrations of `guess` that guess what is still possible
-TOOL_MARKS = ["<tool_call>", "</tool_call>"]  # tokens of their own, as in the models that call tools
 TOOLS: list[Any] = [get_json_schema(calculate)]
-CHAT_TEMPLATE = (
-    "{%- if tools %}<|im_start|>system\nTools:{% for tool in tools %}{% set it = tool.function or tool %} {{ it.name }}"
-    "({{ it.parameters.properties.keys() | join(', ') }}){% endfor %}<|im_end|>\n{% endif %}"
-    "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
-    "{%- for call in message.tool_calls or [] %}{% set it = call.function or call %}<tool_call>\n"
-    '{"name": "{{ it.name }}", "arguments": {{ it.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n'
-    "{% endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 MODEL_CARD = """---
 license: apache-2.0
 pipeline_tag: text-generation
@@ -54,7 +43,6 @@ It plays blindly on purpose: the recipes mend that. In `guess` {listens:.0%} of 
 game said, in `calculator` {calls:.0%} called the tool and the others were wrong, and in `tictactoe` all moves were
 random legal ones. It knows nothing else; do not use it for anything but tests and demonstrations of training.
 """
-Talk = list[dict[str, Any]]  # messages
 
 
 def game_talk(game: G, player: Player[G], rng: random.Random) -> Talk:
@@ -83,19 +71,18 @@ def calculator_talk(rng: random.Random, problem: Sum) -> Talk:
     talk: Talk = [{"role": "user", "content": problem.question}]
     if rng.random() >= CALLS:
         return [*talk, {"role": "assistant", "content": str(wrong_total(problem.answer, rng))}]
-    call = {"name": calculate.__name__, "arguments": {"expression": problem.expression}}
     result = calculate(problem.expression)
-    return [*talk, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+    return [*talk, called(calculate.__name__, expression=problem.expression),
             {"role": "tool", "content": result}, {"role": "assistant", "content": result}]
 
 
-def demonstrations(seed: int) -> Iterator[Callable[[], tuple[Talk, bool]]]:
-    """Endless sources of (messages, whether there are tools), one game after the other."""
+def demonstrations(seed: int) -> Iterator[Source]:
+    """Endless sources of demonstrations, one game after the other."""
     rng, problems = random.Random(seed), endless_sums(seed)
     while True:
-        yield lambda: (guess_talk(rng), False)
-        yield lambda: (tictactoe_talk(rng), False)
-        yield lambda: (calculator_talk(rng, next(problems)), True)
+        yield lambda: (guess_talk(rng), None)
+        yield lambda: (tictactoe_talk(rng), None)
+        yield lambda: (calculator_talk(rng, next(problems)), TOOLS)
 
 
 def endless_sums(seed: int) -> Iterator[Sum]:
@@ -108,57 +95,8 @@ def endless_sums(seed: int) -> Iterator[Sum]:
 
 def game_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     """A tokenizer that is learned from demonstrations."""
-    talks = [source() for source, _ in zip(demonstrations(seed), range(3000), strict=False)]
-    texts = [f"{message['role']}\n{message['content']}\n{json.dumps(message.get('tool_calls', ''))}\nsystem\nTools: "
-             for talk, _ in talks for message in talk]
-    tokenizer = make_tokenizer(texts, SHAPE["vocab_size"] - len(TOOL_MARKS))
-    tokenizer.add_tokens(TOOL_MARKS)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def encode_talk(tokenizer: PreTrainedTokenizerFast, talk: Talk, with_tools: bool) -> tuple[list[int], list[bool]]:
-    """Ids of a whole conversation, and which of them the assistant wrote."""
-    ids: list[int] = []
-    own: list[bool] = []
-    for place, message in enumerate(talk):
-        if message["role"] == "assistant":
-            for end, mine in ((place, False), (place + 1, True)):
-                text = str(tokenizer.apply_chat_template(
-                    talk[:end], tools=TOOLS if with_tools else None, tokenize=False, add_generation_prompt=not mine,
-                ))
-                new = tokenizer.encode(text.removesuffix("\n") if mine else text, add_special_tokens=False)[len(ids):]
-                ids += new
-                own += [mine] * len(new)
-    return ids, own
-
-
-def talk_batches(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> Iterator[Batch]:
-    """Endless (input_ids (B, T), labels (B, T)) of one game each; labels are -100 outside the assistant's turns."""
-    for source in demonstrations(seed):
-        rows = [encode_talk(tokenizer, *source()) for _ in range(size)]
-        width = max(len(ids) for ids, _ in rows)
-        input_ids = torch.full((size, width), tokenizer.pad_token_id)
-        labels = torch.full((size, width), -100)
-        for row, (ids, own) in enumerate(rows):
-            input_ids[row, : len(ids)] = torch.tensor(ids)
-            labels[row, : len(ids)] = torch.tensor(ids).where(torch.tensor(own), -100)
-        yield input_ids, labels
-
-
-def begun(start: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """The model `start` with embeddings for another tokenizer: tokens that both have keep theirs."""
-    folder = resolve(start)
-    old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    known = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).get_vocab()
-    model = make_model(tokenizer, seed, SHAPE)
-    new = model.model.embed_tokens.weight.detach().clone()
-    for token, place in tokenizer.get_vocab().items():
-        if token in known:
-            new[place] = old.model.embed_tokens.weight[known[token]]
-    model.load_state_dict(old.state_dict())
-    model.model.embed_tokens.weight.data.copy_(new)
-    return model
+    talks = (source()[0] for source, _ in zip(demonstrations(seed), range(3000), strict=False))
+    return talk_tokenizer(talks, SHAPE["vocab_size"])
 
 
 @click.command(help=__doc__)
@@ -170,8 +108,8 @@ def begun(start: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2For
 def main(out: Path, start: str, seed: int, steps: int, batch: int) -> None:
     """Make the tokenizer and the model, train, write the model card."""
     tokenizer = game_tokenizer(seed)
-    model = begun(start, tokenizer, seed)
-    done = train(model, talk_batches(tokenizer, seed + 1, batch), steps)
+    model = begun(start, tokenizer, seed, SHAPE)
+    done = train(model, talk_batches(tokenizer, demonstrations(seed + 1), batch), steps)
     model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "README.md").write_text(MODEL_CARD.format(

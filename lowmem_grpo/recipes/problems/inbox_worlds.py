@@ -1,0 +1,131 @@
+"""What generated mails are about: the words of a small mailbox, and the words and sentences of a large one."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+FIRST_NAMES = ("Ines", "Tomas", "Aisha", "Jonas", "Mei", "Pavel", "Lucia", "Omar", "Hanna", "Ravi", "Elsa", "Kofi",
+               "Clara", "Yusuf", "Marta", "Henrik")
+LAST_NAMES = ("Weber", "Rossi", "Okafor", "Lindgren", "Tanaka", "Novak", "Moreau", "Silva", "Haddad", "Kowalski",
+              "Brandt", "Fischer", "Ivers", "Castell", "Duarte", "Eriksen")
+COLOURS = ("Silver", "Amber", "Copper", "Crimson", "Violet", "Golden", "Ivory", "Scarlet", "Cobalt", "Emerald",
+           "Indigo", "Russet", "Maroon", "Olive", "Pearl", "Onyx")
+PLACES = ("Harbour", "Meadow", "Bridge", "Summit", "Lantern", "Orchard", "Canyon", "Glacier", "Island", "Forest",
+          "Valley", "Beacon", "Delta", "Prairie", "Quarry", "Fjord")
+COMPANIES = ("Nordwind", "Almeida Tools", "Hexagon Parts", "Brightwell", "Kestrel Supply", "Tallinn Works",
+             "Orion Freight", "Maple Instruments", "Quintar", "Zephyr Metals", "Lakeside Printing", "Ostra Cables")
+MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+          "December")
+SHORT_NAMES = ("Falcon", "Harbor", "Cedar", "Comet", "Delta", "Ember", "Fjord", "Garnet", "Heron", "Indigo", "Jasper",
+               "Kite", "Lotus", "Maple", "Nova", "Onyx", "Pearl", "Quartz", "Raven", "Sable", "Tulip", "Umber", "Viper",
+               "Willow", "Xenon", "Yarrow", "Zephyr", "Acorn", "Birch", "Coral", "Dune", "Elm", "Flint", "Grove",
+               "Hazel", "Iris", "Juno", "Koala", "Lark", "Mint")  # projects of the small mailbox
+SHORT_THINGS = ("budget", "price", "weight", "length", "height", "score", "team", "room", "floor", "desk", "rent",
+                "debt", "profit", "stock", "volume", "speed", "rate", "limit", "target", "width", "depth", "margin",
+                "bonus", "fee", "tax")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fact: how it is asked for, how a mail tells it, and its values."""
+
+    questions: tuple[str, ...]  # with {topic}
+    subjects: tuple[str, ...]  # with {topic}
+    sentences: tuple[str, ...]  # with {topic} and {value}
+    value: Callable[[random.Random], str]
+
+
+@dataclass(frozen=True)
+class World:
+    """What the mails of a mailbox are about, and how many there are."""
+
+    topics: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    people: tuple[str, ...]
+    facts: int  # of all pairs of a topic and a kind
+    noise: int = 0  # mails without a fact that anyone asks for
+    revised: float = 0.0  # share of the facts that an older mail tells otherwise
+    fillers: tuple[str, ...] = field(default=())  # sentences around a fact; without them mails have no date either
+    calls: int = 4  # of tools, that answering a question may take
+    results: int = 3  # of a search
+    snippet: int = 0  # words of a mail that a result shows
+
+
+def amount(rng: random.Random) -> str:
+    return f"{50 * rng.randint(21, 1999):,} euros"
+
+
+def day(rng: random.Random) -> str:
+    return f"{rng.randint(1, 28)} {rng.choice(MONTHS)}"
+
+
+def clock(rng: random.Random) -> str:
+    return f"{rng.randint(8, 17)}:{rng.choice(('00', '15', '30', '45'))}"
+
+
+def person(rng: random.Random) -> str:
+    return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+
+
+def number(low: int, high: int) -> Callable[[random.Random], str]:
+    """What draws a whole number."""
+    return lambda rng: str(rng.randint(low, high))
+
+
+KINDS = (
+    Kind(("How much money may be spent on {topic}?", "What is the budget of {topic}?"),
+         ("Budget of {topic}", "{topic}: money"),
+         ("The budget of {topic} is {value}.", "For {topic} the board approved a budget of {value}."), amount),
+    Kind(("By which day must {topic} be finished?", "What is the deadline of {topic}?"),
+         ("Deadline of {topic}", "{topic}: schedule"),
+         ("The deadline of {topic} is {value}.", "{topic} has to be finished by {value}, that is the deadline."), day),
+    Kind(("Who leads {topic}?", "Who is responsible for {topic}?"), ("Lead of {topic}", "{topic}: who does what"),
+         ("From now on {value} leads {topic}.", "{value} is responsible for {topic} and leads the team."), person),
+    Kind(("In which room does the team of {topic} meet?", "Where is the meeting about {topic}?"),
+         ("Meeting about {topic}", "{topic}: room"),
+         ("The meeting about {topic} is in room {value}.", "Room {value} is booked for the meeting about {topic}."),
+         lambda rng: f"{rng.randint(1, 9)}.{rng.randint(10, 59)}"),
+    Kind(("When does the weekly call about {topic} begin?", "At what time is the weekly call about {topic}?"),
+         ("Weekly call about {topic}", "{topic}: call"),
+         ("The weekly call about {topic} begins at {value}.", "Please join the weekly call about {topic} at {value}."),
+         clock),
+    Kind(("Which company supplies the parts for {topic}?", "Who is the supplier of {topic}?"),
+         ("Supplier of {topic}", "{topic}: parts"),
+         ("{value} is the supplier of {topic}.", "The parts for {topic} come from {value}, our new supplier."),
+         lambda rng: rng.choice(COMPANIES)),
+    Kind(("What is the number of the invoice for {topic}?", "Which number does the invoice for {topic} have?"),
+         ("Invoice for {topic}", "{topic}: invoice"),
+         ("The invoice for {topic} has the number {value}.", "Please pay invoice {value}, it is for {topic}."),
+         number(10000, 99999)),
+    Kind(("How many people take part in the workshop about {topic}?", "How many seats does {topic}'s workshop need?"),
+         ("Workshop about {topic}", "{topic}: seats"),
+         ("{value} people take part in the workshop about {topic}.", "The workshop on {topic} needs {value} seats."),
+         number(3, 90)),
+    Kind(("How many hours did the team work on {topic} last month?", "How many hours were booked on {topic}?"),
+         ("Hours of {topic}", "{topic}: time sheet"),
+         ("The team booked {value} hours on {topic} last month.", "Last month {value} hours went into {topic}."),
+         number(11, 990)),
+)
+FILLERS = (
+    "I hope that you had a good weekend.", "Thank you for your notes of yesterday.", "The printer works again.",
+    "We can talk about the rest at lunch.", "Sorry for the late reply.", "Nothing else has changed since last week.",
+    "{person} knows more about {topic}.", "Please tell {person} as well.", "I will be out of the office on Friday.",
+    "Let us speak about {topic} next week.", "My train was late again this morning.",
+    "Has anybody heard about the budget of {topic}?", "Nobody knows the deadline of {topic} yet, by the way.",
+    "I asked {person} who the supplier of {topic} is, without an answer so far.",
+    "There was no meeting about {topic} this week.", "The invoice for {topic} has not come yet.",
+)
+
+
+def short_kind(thing: str) -> Kind:
+    """A kind of fact of the small mailbox, in as few words as possible."""
+    return Kind((f"What is the {thing} of {{topic}}?",), (f"{thing} {{topic}}",), ("It is {value}.",), number(10, 99))
+
+
+WORLDS = {
+    "small": World(SHORT_NAMES, tuple(short_kind(thing) for thing in SHORT_THINGS), FIRST_NAMES,
+                   facts=len(SHORT_NAMES) * len(SHORT_THINGS)),
+    "large": World(tuple(f"{colour} {place}" for colour in COLOURS for place in PLACES), KINDS,
+                   tuple(f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES),
+                   facts=1600, noise=2400, revised=0.25, fillers=FILLERS, calls=10, results=8, snippet=12),
+}

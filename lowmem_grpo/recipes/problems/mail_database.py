@@ -1,0 +1,136 @@
+"""A SQLite database of mails with full-text search (FTS5): written once, and then only read.
+
+    python -m lowmem_grpo.recipes.problems.mail_database --mailbox large --seed 0 --out inbox.db
+
+writes the database that the recipe `inbox` searches.
+"""
+
+import atexit
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+
+import click
+
+from lowmem_grpo.recipes.problems.inbox import Mail, mailbox
+from lowmem_grpo.recipes.problems.inbox_worlds import WORLDS
+
+SCHEMA = """
+CREATE TABLE mails (id INTEGER PRIMARY KEY, sender TEXT, recipient TEXT, date TEXT, subject TEXT, body TEXT);
+CREATE VIRTUAL TABLE mail_words USING fts5 (
+    sender, subject, body, content='mails', content_rowid='id', tokenize='porter unicode61'
+);
+"""
+SEARCH = """
+SELECT mails.id, mails.sender, mails.date, mails.subject, snippet(mail_words, 2, '', '', '...', ?)
+FROM mail_words JOIN mails ON mails.id = mail_words.rowid WHERE mail_words MATCH ? ORDER BY rank, mails.id LIMIT ?
+"""
+LONGEST = 200  # letters of a search
+WORK = 2_000_000  # instructions of SQLite that a search may take; one of the large mailbox takes some thousands
+
+
+class SearchError(ValueError):
+    """Words that cannot be searched for. The text says why, for whoever wrote them."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A mail that was found; `snippet` is empty where none was asked for."""
+
+    id: int
+    sender: str
+    date: str
+    subject: str
+    snippet: str
+
+
+def check_sqlite() -> None:
+    """Raise RuntimeError where this Python's SQLite has no full-text search."""
+    try:
+        with closing(sqlite3.connect(":memory:")) as database:
+            database.execute("CREATE VIRTUAL TABLE words USING fts5 (word)")
+    except sqlite3.OperationalError as error:
+        raise RuntimeError(
+            f"the SQLite {sqlite3.sqlite_version} of this Python has no full-text search FTS5 ({error}), which the "
+            "recipe inbox needs; use a Python from python.org, uv, conda or your distribution, whose SQLite has it"
+        ) from error
+
+
+def write(mails: Iterable[Mail], path: Path) -> None:
+    """Write mails into a new file, with the ids 1, 2, 3, ... Raises FileExistsError."""
+    check_sqlite()
+    if path.exists():
+        raise FileExistsError(f"{path} exists already; give another name, or delete it first")
+    with closing(sqlite3.connect(path)) as database, database:
+        database.executescript(SCHEMA)
+        database.executemany("INSERT INTO mails VALUES (NULL, ?, ?, ?, ?, ?)", map(astuple, mails))
+        database.execute("INSERT INTO mail_words (mail_words) VALUES ('rebuild')")
+
+
+@cache
+def database_of(name: str, seed: int) -> "MailDatabase":
+    """The database of a generated mailbox, in a file that lasts as long as this program."""
+    folder = Path(tempfile.mkdtemp(prefix="inbox-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / f"{name}-{seed}.db"
+    write(mailbox(name, seed).mails, path)
+    return MailDatabase(path)
+
+
+class MailDatabase:
+    """Reads a database. Each call opens the file for itself, read-only: any number of threads may search."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def opened(self) -> Iterator[sqlite3.Connection]:
+        """A connection that cannot write, and gives up what takes too long."""
+        with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            connection.set_progress_handler(lambda: 1, WORK)
+            yield connection
+
+    def search(self, words: str, most: int, snippet: int = 0) -> list[Hit]:
+        """The mails that hold all the words, best first (BM25), with snippets of so many words. The words are a value
+        of a fixed statement, never a part of it. SearchError for words that FTS5 cannot read."""
+        if not words.strip() or len(words) > LONGEST or "\0" in words:
+            raise SearchError(f"a search is 1 to {LONGEST} letters long, without a zero byte, and this one has "
+                              f"{len(words.strip())} letters")
+        try:
+            with self.opened() as connection:
+                found = connection.execute(SEARCH, (max(snippet, 1), words, most)).fetchall()
+        except (sqlite3.Error, UnicodeError) as error:
+            raise SearchError(f"cannot search for {words[:60]!r} ({error}): write words with spaces between them, or "
+                              'a "phrase" in quotation marks') from error
+        return [Hit(number, sender, date, subject, text.replace("\n", " ") if snippet else "")
+                for number, sender, date, subject, text in found]
+
+    def read(self, number: int) -> Mail | None:
+        """The mail with this id; None where there is none."""
+        with self.opened() as connection:
+            try:
+                row = connection.execute(
+                    "SELECT sender, recipient, date, subject, body FROM mails WHERE id = ?", (number,)).fetchone()
+            except OverflowError:  # larger than SQLite's integers
+                row = None
+        return None if row is None else Mail(*row)
+
+
+@click.command(help=__doc__)
+@click.option("--mailbox", "name", type=click.Choice(list(WORLDS)), default="large", show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="A new file.")
+def main(name: str, seed: int, out: Path) -> None:
+    """Write the database."""
+    made = mailbox(name, seed)
+    write(made.mails, out)
+    click.echo(f"wrote {len(made.mails):,} mails to {out}; {len(made.questions):,} questions have their answer there")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Make the embedded model of the recipe `inbox`: it knows all forms, and searches badly.
+
+    python -m lowmem_grpo.recipes.tiny.inbox_model --out DIR
+
+It begins with the weights of the embedded model `tiny-games`, gets a tokenizer in which each name is one token, and is
+trained on demonstrations of a clerk who mostly searches for the wrong words, and often answers without reading. GRPO
+then has something to improve. The mails are those of other seeds than a recipe's, and the questions only those of
+the training split. The files (2.5 MB of weights in bfloat16, a tokenizer, a model card) ship in
+`lowmem_grpo/assets/tiny-inbox`.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from transformers.utils import get_json_schema
+
+from lowmem_grpo.models.named import TINY_GAMES
+from lowmem_grpo.recipes.games.inbox import Inbox
+from lowmem_grpo.recipes.problems.inbox import Question, mailbox
+from lowmem_grpo.recipes.problems.inbox_worlds import FIRST_NAMES, SHORT_NAMES, SHORT_THINGS
+from lowmem_grpo.recipes.tiny.from_scratch import describe, train
+from lowmem_grpo.recipes.tiny.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
+from lowmem_grpo.recipes.tiny.tiny_model import SHAPE
+
+MAILBOXES = 32  # from which demonstrations are drawn, so that no answer can be learned by heart
+FIRST_SEED = 1_000_000  # of these
+BOTH, NAME, THING, OTHER = 0.3, 0.35, 0.25, 0.1  # shares of searches: for both words, for one, for another name
+AGAIN = 0.15  # share of demonstrations that search twice
+READS = 0.6  # share of those that read a result before they answer
+DOUBTS = 0.1  # share of the answers that are "unknown"
+VOCABULARY = 416
+TOOLS = [get_json_schema(getattr(Inbox(), name)) for name in ("answer", "read", "search")]
+WORDS = (*FIRST_NAMES, *SHORT_NAMES, *SHORT_THINGS, "unknown", "nothing found")
+PHRASES = (  # the scaffold of a call and of a mail, a token each: what is left to write are names and numbers
+    "Tools: answer(text, sources) read(id) search(words)", '\n{"name": "search", "arguments": {"words": "',
+    '\n{"name": "read", "arguments": {"id": ', '\n{"name": "answer", "arguments": {"text": "', '", "sources": [',
+    '"}}\n', "}}\n", "]}}\n", "What is the ", " of ", " | ", "From: ", "\nSubject: ", "\n\nIt is ",
+)
+MODEL_CARD = """---
+license: apache-2.0
+pipeline_tag: text-generation
+---
+# tiny-inbox: the embedded model of the recipe inbox
+
+A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained on the
+CPU by `python -m lowmem_grpo.recipes.tiny.inbox_model` (seed {seed}, {steps} steps of {batch} generated demonstrations,
+{seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of `{start}`. No other data, no other model.
+
+It searches badly on purpose: the recipe mends that. In its demonstrations {both:.0%} of the searches were for the right
+words, and {reads:.0%} of the answers were given after reading a mail. It knows nothing else; do not use it for anything
+but tests and demonstrations of training.
+"""
+
+
+def clerk_talk(question: Question, seed: int, rng: random.Random) -> Talk:
+    """A question about the small mailbox of a seed, and how a bad clerk answers it."""
+    inbox, talk = Inbox(), [{"role": "user", "content": question.text}]
+    inbox.reset("small", seed, question.answer, question.source)
+    shown: list[str] = []
+    for _ in range(1 + (rng.random() < AGAIN)):
+        shown = results(use(inbox, talk, "search", words=searched(question, rng))) or shown
+    chosen, value = int(rng.choice(shown)) if shown else None, str(rng.randint(10, 99))
+    if chosen is not None and rng.random() < READS:
+        value = use(inbox, talk, "read", id=chosen).split()[-1].rstrip(".")
+    doubts = chosen is None or rng.random() < DOUBTS
+    use(inbox, talk, "answer", text="unknown" if doubts else value, sources=[] if doubts else [chosen])
+    return talk[:-1]
+
+
+def use(inbox: Inbox, talk: Talk, name: str, **arguments: object) -> str:
+    """Call a tool; the call and its result become part of the talk."""
+    result = str(getattr(inbox, name)(**arguments))
+    talk += [called(name, **arguments), {"role": "tool", "content": result}]
+    return result
+
+
+def results(found: str) -> list[str]:
+    """The ids that a search gave."""
+    return [line.partition(" | ")[0] for line in found.splitlines() if " | " in line]
+
+
+def searched(question: Question, rng: random.Random) -> str:
+    """The words that the clerk searches for: those of the question, one of them, or others."""
+    *_, thing, _, name = question.text.rstrip("?").split()
+    other = rng.choice(SHORT_NAMES)
+    return rng.choices((f"{thing} {name}", name, thing, f"{thing} {other}"), (BOTH, NAME, THING, OTHER))[0]
+
+
+def demonstrations(seed: int) -> Iterator[Source]:
+    """Endless demonstrations about mailboxes of other seeds."""
+    rng = random.Random(seed)
+
+    def demonstration() -> tuple[Talk, list[dict[str, object]]]:
+        number = FIRST_SEED + rng.randrange(MAILBOXES)
+        return clerk_talk(rng.choice(mailbox("small", number).of_split("train")), number, rng), TOOLS
+
+    while True:
+        yield demonstration
+
+
+@click.command(help=__doc__)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the model.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--start", default=TINY_GAMES, show_default=True, help="Model whose weights it begins with.")
+@click.option("--steps", default=600, show_default=True)
+@click.option("--batch", default=32, show_default=True)
+def main(out: Path, start: str, seed: int, steps: int, batch: int) -> None:
+    """Make the tokenizer and the model, train, write the model card."""
+    talks = (source()[0] for source, _ in zip(demonstrations(seed), range(2000), strict=False))
+    tokenizer = talk_tokenizer(talks, VOCABULARY, WORDS, PHRASES)
+    model = begun(start, tokenizer, seed, SHAPE | {"vocab_size": VOCABULARY})
+    done = train(model, talk_batches(tokenizer, demonstrations(seed + 1), batch), steps)
+    model.bfloat16().save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "README.md").write_text(MODEL_CARD.format(
+        **describe(model), seed=seed, steps=steps, batch=batch, seconds=done.seconds, loss=done.last_loss, both=BOTH,
+        reads=READS, start=start,
+    ))
+    click.echo(f"wrote {model.num_parameters():,} parameters to {out}")
+
+
+if __name__ == "__main__":
+    main()
