@@ -10,7 +10,7 @@ import secrets
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,6 +166,22 @@ class Histories:
         with self.lock:
             held = self.held.get(name)
             return held.parent.name if held is not None and held.parent is not None else None
+
+    def find(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, models: Collection[str] = (),
+        taken: Collection[str] = (),
+    ) -> list[str | None]:
+        """For each message in plain form: the held turn that it is, by name, or None. `models` are names that may have
+        been asked. Of several turns with the same text it is one that is not `taken`, or the newest."""
+        with self.lock:
+            key = self.dialects.of(tools).key.decode()
+            chains = [digests([model, key], messages) for model in models]
+            found = [[held for said in chains for held in self.ends.get(said[at + 1], [])]
+                     if one["role"] == "assistant" else [] for at, one in enumerate(messages)]
+            best = [max(held, key=lambda one: (one.name not in taken, one.number), default=None) for held in found]
+            last = next((one for one in reversed(best) if one is not None), None)
+            line = {one.digest: one for one in last.line()} if last is not None else {}
+            return [None if one is None else line.get(one.digest, one).name for one in best]
 
     # Prompts
 

@@ -76,7 +76,9 @@ class Sitting:
 
 
 def turn_of(call: Call, rollout: Rollout) -> Turn:
-    """A completion as the turn of its call. The version is the live policy's, or that of the call's adapter."""
-    version = rollout.policy_version if call.adapter == LIVE else call.version or 0
+    """A completion as the turn of its call. The version is the live policy's, that of the call's adapter, or -1 for the
+    base model, which is no policy of the run."""
+    usual = -1 if call.adapter is None else 0
+    version = rollout.policy_version if call.adapter == LIVE else usual if call.version is None else call.version
     return Turn(call.ids, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason, rollout.text,
-                version, rollout.cached_tokens)
+                version, rollout.cached_tokens, exact=call.params.temperature == 1 and not call.params.truncates)

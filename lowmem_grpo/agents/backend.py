@@ -1,0 +1,188 @@
+"""`LocalBackend`: what trains registered models and answers for them, in this process and on this machine."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lowmem_grpo.agents.local_run import LocalRun
+from lowmem_grpo.agents.model_options import ModelOptions
+from lowmem_grpo.agents.refused import OF_BACKEND, refuse
+from lowmem_grpo.agents.serve import AgentEndpoint
+from lowmem_grpo.agents.train_config import TrainConfig
+from lowmem_grpo.agents.trajectories import TrajectoryGroup
+from lowmem_grpo.runs.checkpoint import list_checkpoints
+from lowmem_grpo.service.client import Client
+
+
+@dataclass
+class TrainResult:
+    """What one call of `train` did."""
+
+    step: int  # steps made so far
+    metrics: dict[str, float] = field(default_factory=dict)  # the line that was logged
+
+
+@dataclass
+class LocalTrainResult(TrainResult):
+    """The same, and where the state is saved."""
+
+    checkpoint_path: str | None = None
+
+
+class LocalBackend:
+    """Trains with the memory plan, the engine and the records of every run. The folder of a model is path/project/name.
+
+        backend = LocalBackend()
+        await model.register(backend)
+
+    A model that is registered goes on from its newest checkpoint. `async with` closes it, and so does the end of the
+    program.
+    """
+
+    def __init__(
+        self, *, path: str | Path | None = None, model: Any = None, in_process: bool = True,
+        gpu_cost_per_hour_usd: float | None = None, **options: Any,
+    ) -> None:
+        """`options` are those of FastLanguageModel.from_pretrained, of get_peft_model and of GRPOConfig, by their
+        names; a model's `_internal_config` wins over them. `model` is one that is loaded already.
+
+        `in_process` changes nothing: there is no other process. TypeError for an option that nobody knows, ValueError
+        for one that is not supported.
+        """
+        if gpu_cost_per_hour_usd is not None:
+            raise ValueError(f"gpu_cost_per_hour_usd is {gpu_cost_per_hour_usd}: prices are not logged; multiply the "
+                             "hours in summary.json (train_seconds), and leave it out")
+        self.path, self.given, self.options = Path(path or "runs"), model, ModelOptions.of(options)
+        self.runs: dict[tuple[str, str], LocalRun] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        refuse(type(self).__name__, name, OF_BACKEND)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    # Begin and end
+
+    async def register(self, model: Any) -> None:
+        """Load a model that is trained, resume its run, and open its engine. A model that is only asked gets a folder.
+        The same model again changes nothing."""
+        folder, key = self.folder(model), (model.project, model.name)
+        if not trains(model):
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+        if key in self.runs:
+            if self.runs[key].base_model != model.base_model:
+                raise ValueError(f"{model.project}/{model.name} is registered with the base model "
+                                 f"{self.runs[key].base_model}, and now it is {model.base_model}; give it another name")
+            return
+        if self.given is not None and self.runs:
+            other = next(iter(self.runs.values())).name
+            raise ValueError(f"model= of LocalBackend is one loaded model, which {other!r} trains; make a second "
+                             f"LocalBackend for {model.name!r}")
+        options = self.options.with_config(getattr(model, "_internal_config", None), model.base_model)
+        run = LocalRun(model.name, model.base_model, folder, options)
+        await run.open(self.given)
+        self.runs[key] = run
+
+    async def close(self) -> None:
+        """End every run: what is going on is finished, and reports are written."""
+        await self.end(None)
+
+    async def end(self, error: BaseException | None) -> None:
+        """End every run, as failed where there is an error."""
+        runs, self.runs = list(self.runs.values()), {}
+        for run in runs:
+            await run.close(error)
+
+    async def __aenter__(self) -> "LocalBackend":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.end(error)
+
+    # Training
+
+    async def train(
+        self, model: Any, trajectory_groups: Iterable[TrajectoryGroup], *, config: TrainConfig | None = None,
+        **options: Any,
+    ) -> LocalTrainResult:
+        """One step on these groups, and a checkpoint. `options` are ART's, or settings of GRPOConfig that may change
+        from step to step; train_config.py says what becomes of them.
+
+        Calls in the engine are finished first. Where nothing can be trained on, no step is made, and a warning says
+        why.
+        """
+        run = self.run(model)
+        groups = list(trajectory_groups)
+        if wrong := [one for one in groups if not isinstance(one, TrajectoryGroup)]:
+            raise TypeError(f"train takes groups, and {type(wrong[0]).__name__} is among them: pass "
+                            "[TrajectoryGroup(trajectories)]")
+        given: Mapping[str, Any] = {} if config is None else config.model_dump(exclude_none=True)
+        metrics = await run.train(groups, {**given, **options})
+        saved = run.saved.get(run.step)
+        return LocalTrainResult(run.step, metrics, None if saved is None else str(saved))
+
+    async def log(
+        self, model: Any, groups: Iterable[TrajectoryGroup], split: str = "val",
+        metrics: Mapping[str, float] | None = None, step: int | None = None,
+    ) -> None:
+        """Write the means of trajectories that are not trained on into the records, as val/reward and so on, and the
+        caller's own numbers. What `train` wrote is not written again."""
+        if trains(model):
+            await self.run(model).log(list(groups), split, metrics or {}, step)
+
+    # Checkpoints
+
+    async def get_step(self, model: Any) -> int:
+        """Steps made so far; before the model is registered, those of its newest checkpoint."""
+        if not trains(model):
+            return 0
+        run = self.runs.get((model.project, model.name))
+        saved = list_checkpoints(self.folder(model))
+        return run.step if run is not None else int(saved[-1].name.rpartition("-")[2]) if saved else 0
+
+    async def best_step(self, model: Any, metric: str = "val/reward") -> int | None:
+        """The step with a checkpoint and the highest value of a number that was logged; None where there is none."""
+        return self.run(model).best_step(metric)
+
+    async def delete_checkpoints(self, model: Any, keep: Iterable[int] = ()) -> None:
+        """Delete all checkpoints but these and the newest."""
+        await self.run(model).delete_checkpoints(list(keep))
+
+    # Asking
+
+    def client(self, model: Any) -> Client:
+        """A client in the shape of `openai.AsyncOpenAI`, in this process."""
+        return self.run(model).client()
+
+    def serve(self, model: Any, **options: Any) -> AgentEndpoint:
+        """An address on this machine for everything else, with the options of `Endpoint`. It closes with the run."""
+        run = self.run(model)
+        endpoint = AgentEndpoint(run.chat, **options)
+        run.endpoints.append(endpoint)
+        return endpoint
+
+    def inference_name(self, model: Any, step: int | None = None) -> str:
+        """What to ask for: the policy as it is, or as it was at a step."""
+        return str(model.name) if step is None else f"{model.name}@{step}"
+
+    # Inside
+
+    def folder(self, model: Any) -> Path:
+        """The folder of its run."""
+        return self.path / str(model.project) / str(model.name)
+
+    def run(self, model: Any) -> LocalRun:
+        """The run of a model. ValueError where it is not registered."""
+        found = self.runs.get((model.project, model.name))
+        if found is None:
+            raise ValueError(f"the model {model.name!r} is not registered with this backend, or the backend is closed: "
+                             "call `await model.register(backend)` first")
+        return found
+
+
+def trains(model: Any) -> bool:
+    """Whether a model is one that is trained."""
+    return bool(getattr(model, "trainable", hasattr(model, "base_model")))

@@ -1,0 +1,205 @@
+"""`LocalRun`: one model that is sampled from and trained in this process, and the folder of its run."""
+
+import asyncio
+import atexit
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, TypeVar
+
+from lowmem_grpo.agents.model_options import ModelOptions
+from lowmem_grpo.agents.sampled import Sampled, means
+from lowmem_grpo.agents.train_config import settings_of
+from lowmem_grpo.agents.trajectories import TrajectoryGroup
+from lowmem_grpo.runs.checkpoint import list_checkpoints, prune
+from lowmem_grpo.runs.lock import owned
+from lowmem_grpo.runs.records import METRICS, read_lines
+from lowmem_grpo.service.call import LIVE
+from lowmem_grpo.service.chat import Chat
+from lowmem_grpo.service.client import Client
+from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.train.trajectories import PER_STEP, TrajectoryTrainer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TRAIN = "train"  # the split whose numbers the step itself writes
+
+
+class LocalRun:
+    """All of it but the loading happens in the desk's thread, which owns the model."""
+
+    def __init__(self, name: str, base_model: str, folder: Path, options: ModelOptions) -> None:
+        self.name, self.base_model, self.folder, self.options = name, base_model, folder, options
+        self.error: BaseException | None = None  # of the last step, where that failed
+        self.training = False
+        self.closed = False
+        self.endpoints: list[Any] = []
+
+    # Begin and end
+
+    async def open(self, model: Any = None) -> None:
+        """Load the model, or take one that is loaded; go on from the newest checkpoint. RunInUseError where another
+        process trains into the folder."""
+        with owned(self.folder):
+            pass  # before a model is loaded for nothing
+        adapted = await asyncio.to_thread(partial(self.options.load, self.base_model) if model is None
+                                          else partial(self.options.adapt, model))
+        self.desk = Desk(adapted, seed=self.options.settings(self.folder).seed)
+        try:
+            await self.at_desk(partial(self.begin, adapted), sleep=False)
+        except BaseException:
+            self.desk.close()
+            raise
+        atexit.register(self.at_exit)
+        self.chat = Chat(self.desk, adapted.loaded.tokenizer, self.names,
+                         template_kwargs=self.trainer.args.chat_template_kwargs)
+
+    def begin(self, model: Any) -> None:
+        """Make the trainer, and begin or resume its run."""
+        self.trainer = TrajectoryTrainer(model, self.options.settings(self.folder), model.loaded.tokenizer)
+        self.desk.policy, self.desk.memory = self.trainer.policy, self.trainer.memory
+        self.session = self.trainer.running()
+        self.session.__enter__()
+        self.desk.on_policy_update(self.trainer.state.policy_version)
+        self.look()
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """End the run; what is going on is finished first. With an error, it has failed."""
+        if not self.closed:
+            self.closed = True
+            atexit.unregister(self.at_exit)
+            for endpoint in self.endpoints:
+                await asyncio.to_thread(endpoint.close)
+            await self.at_desk(partial(self.finish, error), sleep=False)
+            await asyncio.to_thread(self.desk.close)
+
+    def at_exit(self) -> None:
+        """The program ends without having closed the run."""
+        self.closed = True
+        for endpoint in self.endpoints:
+            endpoint.close()
+        self.desk.run(partial(self.finish, getattr(sys, "last_exc", None)), sleep=False).result()
+        self.desk.close()
+
+    def finish(self, error: BaseException | None) -> None:
+        """Write the end of the run, its adapter and its report."""
+        error = error or self.error
+        self.session.__exit__(*((None,) * 3 if error is None else (type(error), error, error.__traceback__)))
+        self.trainer.model.close_engine()
+
+    def at_desk(self, function: Callable[[], T], sleep: bool = True) -> "asyncio.Future[T]":
+        """What a function returns that runs in the desk's thread, between calls."""
+        future: Future[T] = self.desk.run(function, sleep)
+        return asyncio.wrap_future(future)
+
+    # Names
+
+    @property
+    def step(self) -> int:
+        """Steps made so far."""
+        return int(self.trainer.state.global_step)
+
+    def look(self) -> None:
+        """See which checkpoints there are."""
+        self.saved = {int(path.name.rpartition("-")[2]): path for path in list_checkpoints(self.folder)}
+
+    def names(self) -> Mapping[str, Path | str | None]:
+        """What can be asked for: the base model, each checkpoint, and the policy as it is."""
+        saved: dict[str, Path | str | None] = {f"{self.name}@{step}": path for step, path in self.saved.items()}
+        if not self.training and self.step in self.saved:
+            saved[f"{self.name}@{self.step}"] = LIVE  # which has these weights
+        return {self.base_model: None, **saved, self.name: LIVE}
+
+    def client(self) -> Client:
+        """A client in the shape of openai's."""
+        return Client(self.chat)
+
+    # Training
+
+    async def train(self, groups: Sequence[TrajectoryGroup], options: Mapping[str, Any]) -> dict[str, Any]:
+        """One step, after the calls that are in the engine; returns the line that was logged, or counts alone where
+        nothing can be trained on. ValueError and TypeError for options before anything is done."""
+        options = dict(options)
+        save = options.pop("save_checkpoint", True)
+        settings = settings_of(options, self.trainer.args.loss_type, PER_STEP)
+        return await self.at_desk(partial(self.update, groups, settings | ({} if save else {"save_strategy": "no"})))
+
+    def update(self, given: Sequence[TrajectoryGroup], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The step itself."""
+        sampled = Sampled(self.chat.histories, [name for name in self.names() if name != self.base_model])
+        groups = sampled.groups(given)
+        counts = sampled.metrics(given, groups)
+        if not groups:
+            logger.warning("no step was made: none of %d groups can be trained on; the step stays %d", len(given),
+                           self.step)
+            return counts
+        self.training = True
+        try:
+            found = self.trainer.step(groups, counts, **settings)
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.training = False
+            self.desk.on_policy_update(self.trainer.state.policy_version)
+            self.look()
+        self.error = None
+        return found
+
+    # Records
+
+    async def log(
+        self, groups: Sequence[TrajectoryGroup], split: str, metrics: Mapping[str, float], step: int | None
+    ) -> None:
+        """Numbers of trajectories that are not trained on, and the caller's own. Those of the split `train` are in the
+        line of the step already; of these only what is new is written."""
+        at = self.step if step is None else step
+        found = {name: float(value) for name, value in metrics.items()}
+        known = {name for line in self.trainer.state.log_history if line.get("step") == at for name in line}
+        found = {name: value for name, value in found.items() if name not in known} if split == TRAIN \
+            else numbers_of(groups) | found
+        line = {name if name.startswith(f"{split}/") else f"{split}/{name}": value for name, value in found.items()}
+        if line:
+            await self.at_desk(partial(self.trainer.note, line, at), sleep=False)
+
+    def best_step(self, metric: str) -> int | None:
+        """The step with a checkpoint whose mean of a number is the highest, the last one of several."""
+        path = self.folder / METRICS
+        names = {metric, metric.removeprefix(f"{TRAIN}/")}
+        values: dict[int, list[float]] = {}
+        for line in read_lines(path) if path.exists() else []:
+            for value in (line[name] for name in names if line.get(name) is not None):
+                values.setdefault(int(line["step"]), []).append(value)
+        means_of = {step: fmean(found) for step, found in values.items() if step in self.saved}
+        if not means_of:
+            logger.warning("no checkpoint has %s in %s: none is the best", metric, path)
+        return max(means_of, key=lambda step: (means_of[step], step), default=None)
+
+    async def delete_checkpoints(self, keep: Sequence[int]) -> None:
+        """Delete all checkpoints but these and the newest."""
+        await self.at_desk(partial(self.prune, set(keep)), sleep=False)
+
+    def prune(self, keep: set[int]) -> None:
+        prune(self.folder, 1, {path for step, path in self.saved.items() if step in keep})
+        self.look()
+
+
+def numbers_of(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """The means of a split, under ART's names."""
+    trajectories = [one for group in groups for one in group.trajectories]
+    failed = sum(len(group.exceptions) for group in groups)
+    found = {f"group_{name.partition('/')[2]}": value
+             for name, value in means("group", (group.metrics for group in groups)).items()}
+    found |= {name.partition("/")[2]: value
+              for name, value in means("of", (one.metrics for one in trajectories)).items()}
+    if trajectories:
+        spreads = [stdev(rewards) for group in groups if len(rewards := [one.reward for one in group.trajectories]) > 1]
+        found |= {"reward": fmean(one.reward for one in trajectories), "reward_std_dev": fmean(spreads or [0.0])}
+    if trajectories or failed:
+        found["exception_rate"] = failed / (failed + len(trajectories))
+    return found

@@ -1,0 +1,179 @@
+"""What the policy drew of trajectories: the turns that their choices name, as groups that are trained on.
+
+A choice that names no turn is another model's, and context like any message. A trajectory without a choice may hold
+plain messages: those that the policy is known to have said are its turns. What no held turn explains is never trained.
+"""
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any, Protocol
+
+from openai.types.chat.chat_completion import Choice
+
+from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup, message_of
+from lowmem_grpo.rollout.from_turns import group_of
+from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.messages import plain
+from lowmem_grpo.types import Message, RolloutGroup, Turn
+
+logger = logging.getLogger(__name__)
+
+SAID = 3  # trajectories of a step that the log names
+LEAST = 2  # trajectories that can be compared
+
+
+class Held(Protocol):
+    """What holds the turns; `service.histories.Histories` does."""
+
+    def turn(self, name: str) -> Turn | None:
+        """A turn as the engine returned it; None where it is not held."""
+        ...
+
+    def find(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, models: Collection[str] = (),
+        taken: Collection[str] = (),
+    ) -> list[str | None]:
+        """For each message in plain form: the turn that it is, by name, or None."""
+        ...
+
+
+class UnexplainedError(ValueError):
+    """A trajectory says that the policy drew what no held turn explains, or that it drew nothing."""
+
+
+@dataclass
+class Sampled:
+    """The groups of one step."""
+
+    held: Held
+    models: Collection[str] = ()  # names under which the policy was asked
+    found: set[str] = field(default_factory=set)  # turns that were found by what they say
+    lost: list[str] = field(default_factory=list)  # why trajectories were left out
+    left_out: int = 0  # groups
+
+    def groups(self, given: Iterable[TrajectoryGroup]) -> list[RolloutGroup]:
+        """The groups that can be trained on; what is left out is told in the log, and counted."""
+        made = [self.group(number, group) for number, group in enumerate(given)]
+        for words in self.lost[:SAID]:
+            logger.warning("left out of training: %s", words)
+        if len(self.lost) > SAID:
+            logger.warning("%d trajectories were left out of training in this step", len(self.lost))
+        return [group for group in made if group is not None]
+
+    def group(self, number: int, given: TrajectoryGroup) -> RolloutGroup | None:
+        """A group of what can be trained; None where fewer than two are left to compare."""
+        members: list[Member] = []
+        for place, trajectory in enumerate(given.trajectories):
+            try:
+                members.append(Member(self, trajectory))
+            except UnexplainedError as error:
+                self.lost.append(f"trajectory {place} of group {number}: {error}")
+        if len(members) < LEAST:
+            self.left_out += 1
+            logger.warning("group %d is left out of training: %d of its rollouts can be trained on (%d failed), and a "
+                           "reward means something only beside another", number, len(members), len(given.exceptions))
+            return None
+        made = group_of([member.histories for member in members])
+        made.row = dict(given.metadata)
+        for rollout, member in zip(made.rollouts, members, strict=True):
+            rollout.reward, rollout.extras = float(member.trajectory.reward), dict(member.trajectory.metadata)
+            rollout.opening = member.opening
+        return made
+
+    def metrics(self, given: Iterable[TrajectoryGroup], groups: list[RolloutGroup]) -> dict[str, float]:
+        """How many trajectories there were and what became of them, and the means of what the caller measured."""
+        given = list(given)
+        trained = sum(len(group.rollouts) for group in groups)
+        return {
+            "trajectories/total": sum(map(len, given)), "trajectories/trained": trained,
+            "trajectories/unexplained": len(self.lost), "groups/left_out": self.left_out,
+            "trajectories/exceptions": sum(len(group.exceptions) for group in given),
+            **means("metrics", (one.metrics for group in given for one in group.trajectories)),
+            **means("group_metrics", (group.metrics for group in given)),
+        }
+
+
+
+class Member:
+    """The turns of a trajectory, each with what was said after it."""
+
+    def __init__(self, of: Sampled, trajectory: Trajectory) -> None:
+        """UnexplainedError, by the name of the message, where a turn is missing, and where there is none at all."""
+        self.of, self.held, self.trajectory = of, of.held, trajectory
+        self.turns: dict[str, Turn] = {}  # each once, so that histories share it
+        self.opening: list[Message] = []  # before the first turn
+        chosen = any(isinstance(one, Choice) for each in trajectory.histories for one in each.messages_and_choices)
+        self.histories = [self.read(number, history, chosen) for number, history in enumerate(trajectory.histories)]
+        if not self.turns:
+            raise UnexplainedError(NOTHING)
+
+    def read(self, number: int, history: History, chosen: bool) -> list[Turn]:
+        """The turns of one conversation. What an earlier one holds already is not shown again."""
+        names = list(names_of(history)) if chosen else self.find(history)
+        before = "" if number == 0 else f"additional_histories[{number - 1}]."
+        turns: list[Turn] = []
+        said: list[Message] = []  # since the last turn
+        for place, (one, name) in enumerate(zip(history.messages_and_choices, names, strict=True)):
+            known = name in self.turns
+            turn = None if name is None else self.turn(name, message_of(one), f"{before}messages_and_choices[{place}]")
+            if turn is None:
+                said.append(message_of(one))
+                continue
+            if not known:
+                self.show(said, turn)
+            said = []
+            turns.append(turn)
+        self.show(said, None)
+        return turns
+
+    def find(self, history: History) -> list[str | None]:
+        """The turns that plain messages are; none of messages that a request could not have."""
+        try:
+            messages = plain(history.messages())
+        except ChatError:
+            return [None] * len(history.messages_and_choices)
+        names = self.held.find(messages, history.tools, self.of.models, self.of.found)
+        self.of.found |= {name for name in names if name is not None}
+        return names
+
+    def show(self, said: list[Message], turn: Turn | None) -> None:
+        """Put what was said behind the turn before it; then comes this turn."""
+        shown = [*self.turns.values()]
+        earlier = shown if turn is None else shown[:-1]
+        (earlier[-1].replies if earlier else self.opening).extend(said)
+
+    def turn(self, name: str, message: Message, place: str) -> Turn | None:
+        """The turn of this name; None for one of the base model, which is not the policy's."""
+        if name not in self.turns:
+            held = self.held.turn(name)
+            if held is None:
+                raise UnexplainedError(
+                    f"{place} ({message['content'][:60]!r}) says that it is {name}, which is not held: it was drawn "
+                    "before a restart or by another process, or so much was drawn since that it had to go"
+                )
+            if held.policy_version < 0:
+                return None
+            calls = held.calls or len(message.get("tool_calls") or [])
+            self.turns[name] = replace(held, message=message, replies=[], calls=calls)
+        return self.turns[name]
+
+
+NOTHING = ("the policy is not known to have said anything in it. Put the choices of its replies into the messages "
+           "(reply.choices[0]), as a client of model.openai_client() or of model.serve() returns them")
+
+
+def names_of(history: History) -> Iterator[str | None]:
+    """For each message: the turn that a choice names; None for messages, and for choices of other models."""
+    for one in history.messages_and_choices:
+        yield (getattr(one, "turn", None) or None) if isinstance(one, Choice) else None
+
+
+def means(prefix: str, measured: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean of each number, over those that have it."""
+    values: dict[str, list[float]] = {}
+    for one in measured:
+        for name, value in one.items():
+            values.setdefault(name, []).append(float(value))
+    return {f"{prefix}/{name}": fmean(found) for name, found in sorted(values.items())}
