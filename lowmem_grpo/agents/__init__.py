@@ -14,23 +14,27 @@ if TYPE_CHECKING:
         capture_yielded_trajectory,
         yield_trajectory,
     )
+    from lowmem_grpo.agents.backend import LocalBackend, LocalTrainResult, TrainResult
     from lowmem_grpo.agents.gather import gather_trajectories, gather_trajectory_groups
     from lowmem_grpo.agents.model import Backend, Model, TrainableModel
+    from lowmem_grpo.agents.train_config import TrainConfig
     from lowmem_grpo.agents.trajectories import FailedRollout, History, Trajectory, TrajectoryGroup
     from lowmem_grpo.agents.types import Message, Messages, MessagesAndChoices, Tools
 
 __all__ = [
-    "Backend", "FailedRollout", "History", "Message", "Messages", "MessagesAndChoices", "Model", "Tools",
-    "TrainableModel", "Trajectory", "TrajectoryGroup", "auto_trajectory", "capture_auto_trajectory",
-    "capture_yielded_trajectory", "gather_trajectories", "gather_trajectory_groups", "limit_concurrency", "retry",
-    "yield_trajectory",
+    "Backend", "FailedRollout", "History", "LocalBackend", "LocalTrainResult", "Message", "Messages",
+    "MessagesAndChoices", "Model", "Tools", "TrainConfig", "TrainResult", "TrainableModel", "Trajectory",
+    "TrajectoryGroup", "auto_trajectory", "capture_auto_trajectory", "capture_yielded_trajectory",
+    "gather_trajectories", "gather_trajectory_groups", "limit_concurrency", "retry", "yield_trajectory",
 ]
 
 HOMES = {name: home for home, names in {
     "agents.attempts": "limit_concurrency retry",
     "agents.auto": "auto_trajectory capture_auto_trajectory capture_yielded_trajectory yield_trajectory",
+    "agents.backend": "LocalBackend LocalTrainResult TrainResult",
     "agents.gather": "gather_trajectories gather_trajectory_groups",
     "agents.model": "Backend Model TrainableModel",
+    "agents.train_config": "TrainConfig",
     "agents.trajectories": "FailedRollout History Trajectory TrajectoryGroup",
     "agents.types": "Message Messages MessagesAndChoices Tools",
 }.items() for name in names.split()}

@@ -11,7 +11,7 @@ from typing import Any
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, any_value, off
 from lowmem_grpo.later import torch
-from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.loader import FastLanguageModel, check_options
 from lowmem_grpo.models.named import find
 
 CONTEXT = 8192  # tokens, where nobody says how long conversations are and the model can do as much
@@ -66,8 +66,17 @@ class ModelOptions:
             if name in OWN:
                 raise ValueError(f"LocalBackend: {name}={value!r} cannot be set; {OWN[name]}")
             made.home(name)[name] = value
-        GRPOConfig(**DEFAULTS | made.training)
-        return made
+        return made.checked()
+
+    def checked(self) -> "ModelOptions":
+        """These, if loader and trainer support them."""
+        for method, options, fates in (("from_pretrained", self.loading, FROM_PRETRAINED),
+                                       ("get_peft_model", self.lora, GET_PEFT_MODEL)):
+            named = taken_by(method)
+            check_options(FastLanguageModel, method, {name: value for name, value in options.items()
+                                                      if name not in named}, fates)
+        GRPOConfig(**DEFAULTS | self.training)
+        return self
 
     def home(self, name: str) -> dict[str, Any]:
         """Where an option of this name belongs."""
@@ -100,7 +109,7 @@ class ModelOptions:
         return ModelOptions(
             self.loading | engine | parts["init_args"], self.lora | parts["peft_args"],
             self.training | parts["trainer_args"] | own, template_of(config or {}) or self.chat_template,
-        )
+        ).checked()
 
     def settings(self, folder: Path) -> GRPOConfig:
         """The settings of a run in this folder."""
