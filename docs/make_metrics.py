@@ -47,6 +47,8 @@ METRICS = {
         "calls of tools in an episode; the share of them that could not be read, or failed",
     "tools/waiting_share": "share of the sampling's time that an episode waits for its tools and its environment, "
         "on average",
+    "other/call_frequency, other/failure_frequency":
+        "what environments ask the base model: questions in an episode; the share of replies that could not be read",
     "tokens/cached_share": "share of the tokens of the turns' prompts that the engine did not compute again",
     "micro_batches": "number of micro-batches in an optimizer step",
     "tokens/with_gradient": "share of the step's tokens whose completion took part in the loss",

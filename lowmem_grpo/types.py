@@ -46,7 +46,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Split:
-    """Where another sequence of an episode begins, because the template rewrote the history."""
+    """Where another sequence of an episode begins: the template rewrote the history, or the environment left it out."""
 
     start: int  # the index of its first token among the C of its rollout
     prompt_ids: list[int] | None = None  # (P,) what comes before that token; None: the prompt of the group
@@ -67,6 +67,8 @@ class Rollout:
     splits: list[Split] = field(default_factory=list)  # an episode of several sequences: where each further one begins
     turns: list[Turn] = field(default_factory=list)  # of an episode
     ending: str = ""  # of an episode: why it ended
+    asked: int = 0  # of an episode: times that its environment asked the base model
+    unread: int = 0  # replies of the base model that its environment could not read
     environment: Any = None  # that the episode was played in, until its rewards are there
     columns: dict[str, Any] = field(default_factory=dict)  # that a `rollout_func` gave for the reward functions
     opening: list[Message] = field(default_factory=list)  # of an episode: what came before its first turn

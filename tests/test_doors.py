@@ -30,7 +30,8 @@ NAMES = {  # module -> names; a folder's name that was a module's offers what th
     "lowmem_grpo.config": "DECAY GRPO_DEFAULTS MUST_AGREE OPTIMIZERS POSITIVE SCHEDULERS SHARE SINKS STRATEGIES "
                           "ZERO_OR_MORE CheckedCall GRPOConfig Rule TrainSettings field_names refuse_unsupported",
     "lowmem_grpo.data": "SHOWN DataError Prompt PromptEncoder PromptSource check_dataset is_chat longest_prompt",
-    "lowmem_grpo.environments": "FinalResult OpenEnv OpenEnvError ToolError ToolOutage Toolbox mcp_tools python_tool",
+    "lowmem_grpo.environments": "Anew AskBase FinalResult OpenEnv OpenEnvError ToolError ToolOutage Toolbox mcp_tools "
+                                "python_tool",
     "lowmem_grpo.export": "ADAPTER_FILES COMPUTED FORMATS ExportSettings check_choices export export_adapter "
                           "export_gguf export_merged generation_of matrix_elements settled",
     "lowmem_grpo.planning": "RunSettings Workload device max_context named_config plan plan_time",

@@ -7,15 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowmem_grpo.environments.observations import Anew, AskBase
     from lowmem_grpo.environments.openenv import OpenEnv, OpenEnvError
     from lowmem_grpo.environments.tools.mcp import mcp_tools
     from lowmem_grpo.environments.tools.python import python_tool
     from lowmem_grpo.environments.tools.results import FinalResult, ToolError, ToolOutage
     from lowmem_grpo.environments.tools.toolbox import Toolbox
 
-__all__ = ["FinalResult", "OpenEnv", "OpenEnvError", "ToolError", "ToolOutage", "Toolbox", "mcp_tools", "python_tool"]
+__all__ = [
+    "Anew", "AskBase", "FinalResult", "OpenEnv", "OpenEnvError", "ToolError", "ToolOutage", "Toolbox", "mcp_tools",
+    "python_tool",
+]
 
 HOMES = {
+    **dict.fromkeys(("Anew", "AskBase"), "environments.observations"),
     **dict.fromkeys(("OpenEnv", "OpenEnvError"), "environments.openenv"),
     **dict.fromkeys(("FinalResult", "ToolError", "ToolOutage"), "environments.tools.results"),
     "Toolbox": "environments.tools.toolbox", "mcp_tools": "environments.tools.mcp",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lowmem_grpo.engines.base import Request
+from lowmem_grpo.environments.observations import AskBase
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.environments.tools.results import FinalResult, ToolError
@@ -71,6 +72,9 @@ class Episode:
     ending: str = ""
     trouble: str = ""  # what failed
     trusted: int = 0  # messages, the first ones, which are the dataset's
+    given: list[Message] = field(default_factory=list)  # of the row
+    asked: int = 0  # times that the base model was asked something
+    unread: int = 0  # of its replies
     unreadable: int = 0  # turns in a row
     seconds: float = 0.0  # of workers
 
@@ -82,14 +86,24 @@ class Episode:
 
     def begin(self, answer: Answer) -> None:
         """Make the first prompt of the row's messages and the observation."""
-        given, self.messages = self.messages, joined(self.messages, answer.messages)
-        self.opening, self.state = list(self.messages), answer.state
-        # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
-        self.trusted = sum(one is other for one, other in zip(self.messages, given, strict=False))
-        self.prompt = self.renderer.first(self.messages, self.trusted)
-        self.ids = list(self.prompt)
+        self.given, self.state = self.messages, answer.state
+        self.prompt = self.first(answer.messages)
+        self.opening, self.ids = list(self.messages), list(self.prompt)
         if self.room < 1:
             self.ending = "context"
+
+    def first(self, observation: list[Message]) -> list[int]:
+        """A prompt (P,) of the row's messages and an observation, which become all that was said."""
+        self.messages = joined(self.given, observation)
+        # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
+        self.trusted = sum(one is other for one, other in zip(self.messages, self.given, strict=False))
+        return self.renderer.first(self.messages, self.trusted)
+
+    def told(self, job: Job, ask: AskBase, said: str) -> Answer:
+        """What follows from a reply of the base model; in a worker."""
+        answer, read = self.bound(job).told(ask, said, first=not self.turns)
+        self.unread += not read
+        return self.within(answer) if self.turns else answer
 
     def bound(self, job: Job) -> Seat:
         """The environment, called as part of a job."""
@@ -171,7 +185,8 @@ class Episode:
     def answered(self, answer: Answer, seconds: float) -> None:
         """Take in what came back for the last turn, and end the episode where it is over."""
         turn = self.turns[-1]
-        turn.reward, turn.seconds, turn.failures = answer.reward, seconds, answer.failures
+        turn.reward, turn.failures = answer.reward, answer.failures
+        turn.seconds += seconds
         self.state = answer.state
         if answer.done:
             self.ending = "done"
@@ -184,12 +199,14 @@ class Episode:
         if answer.done or not self.ending:
             turn.replies = answer.messages
         if not self.ending:
-            self.go_on(answer.messages)
+            self.go_on(answer.messages, answer.anew)
 
-    def go_on(self, replies: list[Message]) -> None:
-        """Make the next prompt: what was said so far, and the replies."""
+    def go_on(self, replies: list[Message], anew: bool = False) -> None:
+        """Make the next prompt: what was said so far, or nothing of it, and the replies."""
         kept, self.messages = self.messages, [*self.messages, *replies]
-        if self.bounds.append:
+        if anew:
+            found = self.first(replies)
+        elif self.bounds.append:
             ended = self.renderer.closed(self.turns[-1].completion_ids, replies)
             found = [*self.ids, *self.renderer.bridge(replies, ended)]
         else:
@@ -202,7 +219,7 @@ class Episode:
             self.split(found)
 
     def split(self, found: list[int]) -> None:
-        """The template rewrote what was sampled: another sequence begins."""
+        """What was sampled was rewritten or left out: another sequence begins."""
         begins = len(self.prompt) > 0 and found[: len(self.prompt)] == self.prompt
         self.splits.append(Split(len(self.after), None if begins else found))
         self.ids = list(self.prompt) if begins else []
@@ -248,6 +265,7 @@ class Episode:
             last.text if last else "", min((turn.policy_version for turn in self.turns), default=0),
             sum(turn.cached_tokens for turn in self.turns), trained=self.trained, splits=splits, turns=self.turns,
             opening=self.opening, ending=self.ending, environment=None if self.seat is None else self.seat.made,
+            asked=self.asked, unread=self.unread,
         )
 
 

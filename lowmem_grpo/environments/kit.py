@@ -49,6 +49,7 @@ class Kits:
         self.tokenizer = copy.deepcopy(tokenizer)  # which keeps the options of its last call: nobody else has this one
         self.tools, self.factories, self.limit = list(tools), factories, TokenLimit(tokenizer, max_tool_tokens)
         self.max_tool_tokens, self.template_kwargs, self.parse = max_tool_tokens, template_kwargs, parse
+        self.other: Renderer | PlainRenderer | None = None  # of what the base model is asked
         samples = {"": None} if factories is None else factories.samples
         self.by_name = {name: self.make(made) for name, made in samples.items()}
 
@@ -74,6 +75,13 @@ class Kits:
         """The answer, with no message of more than `max_tool_tokens`: a longer one loses its middle."""
         answer.messages = [one | {"content": self.limit.cut(one["content"])} for one in answer.messages]
         return answer
+
+    def asking(self, messages: list[Message]) -> list[int]:
+        """The prompt (P,) of a question to the base model, which has no tools; no message of it can forge a turn."""
+        if self.other is None:
+            prompt = [] if self.tokenizer.chat_template else ""
+            self.other = renderer_for(prompt, self.tokenizer, None, self.template_kwargs)
+        return self.other.first(messages, 0)
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:

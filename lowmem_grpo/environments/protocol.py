@@ -4,6 +4,7 @@ A class with `step` is our kind, whose names are Gym's:
 
     reset(**row) -> observation             # a text, messages of a chat, or None
     step(reply) -> (observation, reward, done)
+    both: an AskBase first, to hear the base model; an observation may be Anew (see observations.py)
     optional: tools (functions that the policy may call), get_reward(), state_key(), close()
 
 A class without `step` is TRL's: its public methods are the tools, and a turn without a call ends the episode. Methods
@@ -15,10 +16,11 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
+from lowmem_grpo.environments.observations import Anew, AskBase
 from lowmem_grpo.types import Message
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ class Answer:
     state: str | None = None  # key of the state in which the policy acts next
     calls: int = 0  # of tools
     failures: int = 0  # of these
+    anew: bool = False  # whether the messages replace what was said before
+    asks: AskBase | None = None  # what the base model has to say first; then all else is empty
 
 
 class Seat:
@@ -60,21 +64,44 @@ class Seat:
 
     def reset(self, row: Mapping[str, Any]) -> Answer:
         """The first observation; `reset` gets the columns that it takes."""
-        found = self.call("reset", **taken(self.made.reset, row))
+        return self.begun(self.call("reset", **taken(self.made.reset, row)))
+
+    def begun(self, found: Any) -> Answer:
+        """What `reset` returned, or what followed from a reply of the base model."""
+        if isinstance(found, AskBase):
+            return Answer(asks=replace(found, messages=messages_of(found.messages, "AskBase")))
         if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict):
             found = found[0]  # Gym's (observation, info)
-        return Answer(messages_of(found, "reset"), state=self.state())
+        return self.observed(found, "reset")
 
     def step(self, reply: str) -> Answer:
         """The next observation, what the reply earned, and whether the episode is over."""
-        found = self.call("step", reply)
+        return self.stepped(self.call("step", reply))
+
+    def stepped(self, found: Any) -> Answer:
+        """What `step` returned, or what followed from a reply of the base model."""
+        if isinstance(found, AskBase):
+            return self.begun(found)
         if not isinstance(found, tuple) or len(found) not in (3, 4, 5):
             raise EnvironmentFailedError(
                 f"{self.name}.step returned {short(found)}; expected is (observation, reward, done)"
             )
         observation, reward, done, *more = found
-        over = bool(done) or (len(found) == 5 and bool(more[0]))  # Gym's (..., terminated, truncated, info)
-        return Answer(messages_of(observation, "step"), number(reward, f"{self.name}.step"), over, self.state())
+        answer = self.observed(observation, "step")
+        answer.reward = number(reward, f"{self.name}.step")
+        answer.done = bool(done) or (len(found) == 5 and bool(more[0]))  # Gym's (..., terminated, truncated, info)
+        return answer
+
+    def observed(self, found: Any, method: str) -> Answer:
+        """An observation, and the state after it."""
+        anew = isinstance(found, Anew)
+        return Answer(messages_of(found.observation if anew else found, method), state=self.state(), anew=anew)
+
+    def told(self, ask: AskBase, said: str, first: bool) -> tuple[Answer, bool]:
+        """What follows from a reply of the base model, to `reset` or to `step`; and whether it could be read."""
+        read = ask.readable is None or bool(self.tried("AskBase.readable", ask.readable, said))
+        found = self.tried("AskBase.then", ask.then, said)
+        return self.begun(found) if first else self.stepped(found), read
 
     def pay(self) -> float | None:
         """What `get_reward` says at the end; None where there is no such method."""
@@ -103,8 +130,12 @@ class Seat:
 
     def call(self, method: str, *values: Any, **named: Any) -> Any:
         """Call a method; EnvironmentFailedError, with the cause, for anything that it raises."""
+        return self.tried(method, getattr(self.made, method), *values, **named)
+
+    def tried(self, method: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        """The same for a function."""
         try:
-            return self.run(getattr(self.made, method), values, named)
+            return self.run(function, values, named)
         except TimeoutError:
             raise
         except Exception as error:

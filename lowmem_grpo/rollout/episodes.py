@@ -20,10 +20,12 @@ from lowmem_grpo.engines.base import Engine, OnGroup, Request
 from lowmem_grpo.engines.rounds import converse
 from lowmem_grpo.environments.episode import Bounds, Episode
 from lowmem_grpo.environments.kit import Kits, messages_of
+from lowmem_grpo.environments.observations import AskBase
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import ToolOutage
 from lowmem_grpo.environments.workers import Job, LaterLoop, Workers
+from lowmem_grpo.rollout.other_side import OtherSide
 from lowmem_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class Episodes:
         live = None if slots is None else math.ceil(BESIDE * slots)
         batch = Batch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
         try:
-            converse(engine, batch, params, self.kits.tokenizer)
+            batch.play(engine, params)
         finally:
             batch.close()
         self.waited = batch.workers.waited
@@ -74,6 +76,7 @@ class Batch:
         self.tries: Counter[int] = Counter()
         self.live: dict[int, Episode] = {}
         self.ready: list[Request] = []
+        self.other = OtherSide(self.heard, self.collect_all)
         self.ended: dict[int, Episode] = {}
         self.results: dict[int, list[Rollout]] = {}
         self.troubles: list[str] = []
@@ -81,15 +84,30 @@ class Batch:
         self.most = most or len(self.waiting)
         self.admit()
 
+    def play(self, engine: Engine, params: SamplingParams) -> None:
+        """Play all episodes: what the policy says, and now and then what the base model is asked."""
+        tokenizer = self.owner.kits.tokenizer
+        converse(engine, self, params, tokenizer)
+        while self.other.waiting:
+            self.other.speak(engine, tokenizer)
+            converse(engine, self, params, tokenizer)
+
     # As the engine sees it
 
     def take(self, busy: bool) -> list[Request]:
-        """The turns that can be decoded; see `Conversation`."""
-        self.collect(wait=False)
-        while not busy and self.workers.running and (self.in_rounds or not self.ready):
+        """The turns that can be decoded; see `Conversation`. None while the base model is to speak."""
+        self.collect_all(not busy and self.in_rounds)
+        while not busy and self.workers.running and not (self.ready or self.held):
             self.collect(wait=True)
+        if self.held:
+            return []
         taken, self.ready = self.ready, []
         return sorted(taken, key=lambda request: request.key)
+
+    @property
+    def held(self) -> bool:
+        """Whether so many episodes wait for the base model that it is to speak first."""
+        return 2 * len(self.other.waiting) >= len(self.live) > 0
 
     def give(self, key: int, rollout: Rollout) -> None:
         """A turn is drawn."""
@@ -129,12 +147,18 @@ class Batch:
             episode.row = kits.factories.columns_for(episode.row)
         return episode.reset(job)
 
-    def seed_of(self, index: int, member: int, turn: int) -> int:
+    def seed_of(self, index: int, member: int, turn: int | str) -> int:
         """The seed of a turn: not of when it came."""
         return random.Random(f"{self.seed}-{index}-{member}-{turn}").getrandbits(62)
 
     def submit(self, key: int, work: Callable[[Job], Any]) -> None:
         self.workers.submit(key, work, self.owner.bounds.call_seconds)
+
+    def collect_all(self, wait: bool) -> None:
+        """Take in what workers have done; `wait` for all of them where the engine decodes in rounds."""
+        self.collect(wait=False)
+        while wait and self.in_rounds and self.workers.running:
+            self.collect(wait=True)
 
     def collect(self, wait: bool) -> None:
         """Take in what workers have done."""
@@ -159,6 +183,8 @@ class Batch:
     def go_on(self, episode: Episode, job: Job) -> None:
         """An observation becomes the next prompt, or the last word."""
         try:
+            if job.result.asks is not None:
+                return self.ask(episode, job.result.asks, job.seconds)
             (episode.answered(job.result, job.seconds) if episode.turns else episode.begin(job.result))
         except RendererError as error:  # foreign text that the template cannot hold
             return self.fail(episode, error)
@@ -166,6 +192,22 @@ class Batch:
             self.finish(episode.key)
         else:
             self.ready.append(episode.request())
+
+    def ask(self, episode: Episode, ask: AskBase, seconds: float) -> None:
+        """The environment, which took so many seconds, wants to hear the base model first."""
+        if episode.turns:
+            episode.turns[-1].seconds += seconds
+        ids = self.owner.kits.asking(ask.messages)
+        room = min(ask.max_tokens, self.owner.bounds.context - len(ids))
+        index, member = divmod(episode.key, self.n)
+        seed = self.seed_of(index, member, f"other-{episode.asked}")
+        episode.asked += 1
+        self.other.ask(Request(episode.key, ids, room, seed), ask)
+
+    def heard(self, key: int, ask: AskBase, said: str) -> None:
+        """The base model replied."""
+        episode = self.live[key]
+        self.submit(key, lambda job: episode.told(job, ask, said))
 
     def finish(self, key: int) -> None:
         """The episode is over but for what its environment says about it."""

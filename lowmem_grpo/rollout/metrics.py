@@ -41,6 +41,9 @@ def episode_metrics(episodes: list[Rollout]) -> dict[str, float]:
     if calls or failures or {*OF_TOOLS} & {*endings}:
         metrics |= {"tools/call_frequency": calls / len(episodes),
                     "tools/failure_frequency": failures / max(calls, failures, 1)}
+    if heard := sum(rollout.asked for rollout in episodes):
+        metrics |= {"other/call_frequency": heard / len(episodes),
+                    "other/failure_frequency": sum(rollout.unread for rollout in episodes) / heard}
     if asked := sum(len(turn.prompt_ids) for turn in turns):
         metrics["tokens/cached_share"] = sum(turn.cached_tokens for turn in turns) / asked
     return metrics

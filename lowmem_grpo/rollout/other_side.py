@@ -1,0 +1,73 @@
+"""`OtherSide`: what environments ask the base model, decoded by the engine that samples the policy.
+
+An engine decodes with one set of weights at a time, so the two sides take turns: the policy's turns are decoded until
+half of the episodes in play wait for the base model (or nothing else is left to do), then all that was asked is decoded
+together. What an engine has cached of the policy's turns is computed again after such a change.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.base import Request
+from lowmem_grpo.engines.rounds import converse
+from lowmem_grpo.environments.observations import AskBase
+from lowmem_grpo.types import Rollout
+
+Heard = Callable[[int, AskBase, str], None]  # (key of the episode, what was asked, the reply)
+
+
+class OtherSide:
+    """What the episodes of a batch ask the base model, as an engine sees it: a `Conversation`."""
+
+    def __init__(self, heard: Heard, collect: Callable[[bool], None]) -> None:
+        """`heard` takes a reply in. `collect` takes in what workers have done, which may lead to further questions;
+        given True it waits for all of them, where that is how the engine works."""
+        self.heard, self.collect = heard, collect
+        self.waiting: dict[int, tuple[Request, AskBase]] = {}  # by the key of the episode
+        self.open: dict[int, AskBase] = {}  # in the engine
+        self.temperature = 0.0  # of what is decoded now
+
+    def ask(self, request: Request, ask: AskBase) -> None:
+        """A question, to be decoded with others; one that leaves no room for a reply gets an empty one at once."""
+        if request.max_tokens < 1:
+            self.heard(request.key, ask, "")
+        else:
+            self.waiting[request.key] = (request, ask)
+
+    def take(self, busy: bool) -> list[Request]:
+        """What can be decoded now; see `Conversation`."""
+        self.collect(not busy)
+        taken = {key: both for key, both in self.waiting.items() if both[1].temperature == self.temperature}
+        self.open |= {key: ask for key, (_, ask) in taken.items()}
+        for key in taken:
+            del self.waiting[key]
+        return [taken[key][0] for key in sorted(taken)]
+
+    def give(self, key: int, rollout: Rollout) -> None:
+        """A reply is drawn."""
+        self.heard(key, self.open.pop(key), rollout.text)
+
+    def speak(self, engine: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Decode all that is asked, and what is asked meanwhile."""
+        with base_model(engine):
+            while self.waiting:
+                self.temperature = next(iter(self.waiting.values()))[1].temperature
+                most = max(ask.max_tokens for _, ask in self.waiting.values())
+                params = SamplingParams(n=1, temperature=self.temperature, max_tokens=most)
+                converse(engine, self, params, tokenizer)
+
+
+def base_model(engine: Any) -> AbstractContextManager[Any]:
+    """Inside, the engine samples the base model. TypeError for a caller's own engine that cannot."""
+    owner: Any = engine if hasattr(engine, "base_model") else getattr(engine, "policy", None)
+    if not hasattr(owner, "base_model"):
+        raise TypeError(
+            f"the environment asks the base model (AskBase), and the engine {getattr(engine, 'name', '?')} has neither "
+            "base_model() nor policy.base_model(), a context in which it samples without the adapter"
+        )
+    found: AbstractContextManager[Any] = owner.base_model()
+    return found
