@@ -6,13 +6,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lowmem_grpo.agents.local_run import LocalRun
+from lowmem_grpo.agents.local_run import LocalRun, line_of
 from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.refused import OF_BACKEND, refuse
 from lowmem_grpo.agents.serve import AgentEndpoint
 from lowmem_grpo.agents.train_config import TrainConfig
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
 from lowmem_grpo.runs.checkpoint import list_checkpoints
+from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.service.client import Client
 
 
@@ -132,6 +133,8 @@ class LocalBackend:
         caller's own numbers. What `train` wrote is not written again."""
         if trains(model):
             await self.run(model).log(list(groups), split, metrics or {}, step)
+        elif line := line_of(list(groups), split, metrics or {}):
+            RunRecords(self.folder(model)).metrics({"step": step or 0, **line})
 
     # Checkpoints
 

@@ -81,9 +81,12 @@ class LocalRun:
     def at_exit(self) -> None:
         """The program ends without having closed the run."""
         self.closed = True
+        if self.training:
+            logger.warning("the step in progress is finished and saved first; Ctrl-C once more stops at once")
         for endpoint in self.endpoints:
             endpoint.close()
-        self.desk.run(partial(self.finish, getattr(sys, "last_exc", None)), sleep=False).result()
+        error = getattr(sys, "last_value", None)  # that ended the program
+        self.desk.run(partial(self.finish, error), sleep=False).result()
         self.desk.close()
 
     def finish(self, error: BaseException | None) -> None:
@@ -159,11 +162,9 @@ class LocalRun:
         """Numbers of trajectories that are not trained on, and the caller's own. Those of the split `train` are in the
         line of the step already; of these only what is new is written."""
         at = self.step if step is None else step
-        found = {name: float(value) for name, value in metrics.items()}
         known = {name for line in self.trainer.state.log_history if line.get("step") == at for name in line}
-        found = {name: value for name, value in found.items() if name not in known} if split == TRAIN \
-            else numbers_of(groups) | found
-        line = {name if name.startswith(f"{split}/") else f"{split}/{name}": value for name, value in found.items()}
+        line = line_of([] if split == TRAIN else groups, split,
+                       {name: value for name, value in metrics.items() if split != TRAIN or name not in known})
         if line:
             await self.at_desk(partial(self.trainer.note, line, at), sleep=False)
 
@@ -187,6 +188,12 @@ class LocalRun:
     def prune(self, keep: set[int]) -> None:
         prune(self.folder, 1, {path for step, path in self.saved.items() if step in keep})
         self.look()
+
+
+def line_of(groups: Sequence[TrajectoryGroup], split: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The means of a split and the caller's own numbers, as `split/NAME`."""
+    found = numbers_of(groups) | {name: float(value) for name, value in metrics.items()}
+    return {name if name.startswith(f"{split}/") else f"{split}/{name}": value for name, value in found.items()}
 
 
 def numbers_of(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

@@ -54,11 +54,41 @@ def folder_of(model: Any) -> Path:
     return Path(model.backend().path) / "games" / "agent"
 
 
-def test_a_program_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    child = subprocess.run(
-        [sys.executable, agent_runs.__file__, str(tmp_path / "parts"), "1", "kill"], timeout=200, capture_output=True,
+def program(folder: Path, steps: int, end: str) -> "subprocess.CompletedProcess[bytes]":
+    """The program in a process of its own."""
+    return subprocess.run(
+        [sys.executable, agent_runs.__file__, str(folder), str(steps), end], timeout=200, capture_output=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(agent_runs.__file__).parent), *sys.path])},
     )
+
+
+def test_a_program_that_closes_nothing_and_fails_leaves_a_whole_run(tmp_path: Path) -> None:
+    child = program(tmp_path, 1, "raise")
+    assert child.returncode == 1 and b"ZeroDivisionError" in child.stderr
+    folder = tmp_path / "games" / "agent"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 1) and "in the program" in summary["error"]
+    assert (folder / "report.html").is_file() and (folder / "checkpoint-1").is_dir()
+    assert not (folder / ".owner.json").exists()
+
+
+def test_a_model_that_is_only_asked_has_a_folder_and_a_log(
+    loop: asyncio.AbstractEventLoop, tmp_path: Path
+) -> None:
+    async def all_of_it() -> None:
+        asked = art.Model(name="gpt", project="games", inference_base_url="http://127.0.0.1:1/v1",
+                          inference_api_key="none")
+        await asked.register(backend(tmp_path))
+        await asked.log([art.Trajectory(reward=0.5)], split="val", metrics={"cost": 1})
+        assert await asked.get_step() == 0
+
+    loop.run_until_complete(all_of_it())
+    [line] = read_lines(tmp_path / "games" / "gpt" / "metrics.jsonl")
+    assert (line["step"], line["val/reward"], line["val/cost"]) == (0, 0.5, 1.0)
+
+
+def test_a_program_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    child = program(tmp_path / "parts", 1, "kill")
     assert child.returncode == -signal.SIGKILL, child.stderr[-2000:]
     asyncio.run(agent_runs.train(tmp_path / "parts", 2))
     asyncio.run(agent_runs.train(tmp_path / "whole", 2))

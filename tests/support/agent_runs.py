@@ -1,6 +1,7 @@
 """An agent in plain Python that plays guess with the embedded model of the games, and a program that trains it.
 
-    python agent_runs.py FOLDER STEPS [kill]    trains so many steps; `kill` ends it by SIGKILL within the next one
+    python agent_runs.py FOLDER STEPS [kill | raise]    trains so many steps; `kill` ends it by SIGKILL within the next
+                                                        one, `raise` by an error, with nothing closed
 """
 
 import asyncio
@@ -66,5 +67,15 @@ async def train(folder: Path, steps: int, kill: bool = False) -> None:
             await model.log(played, split="val", step=step + 1)
 
 
+async def left_open(folder: Path) -> None:
+    """A program as ART's examples are, which fails."""
+    model = agent()
+    await model.register(backend(folder))
+    await model.train(await groups(model, 0))
+    raise ZeroDivisionError("in the program")
+
+
 if __name__ == "__main__":
+    if "raise" in sys.argv:
+        asyncio.run(left_open(Path(sys.argv[1])))
     asyncio.run(train(Path(sys.argv[1]), int(sys.argv[2]), "kill" in sys.argv))
