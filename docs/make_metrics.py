@@ -43,6 +43,14 @@ METRICS = {
     "episodes/ENDING": "share of the episodes that ended for a reason: done, answer, max_turns, max_tokens, context, "
         "parse_error, timeout, environment_error",
     "groups/lost": "groups of which fewer than two episodes are left, as the environment failed in the others",
+    "trajectories/total, trajectories/trained, trajectories/unexplained, trajectories/exceptions":
+        "of agents in plain Python: rollouts that were given; those trained on; those left out because no held "
+        "turn explains them; and rollouts that raised an error",
+    "trajectories/staleness, trajectories/max_staleness":
+        "by how many steps the policy that drew the rollouts is older than the one that is trained: mean and highest",
+    "groups/left_out": "groups of which fewer than two rollouts could be trained on",
+    "metrics/NAME, group_metrics/NAME": "means of what a program put into the metrics of its trajectories and groups",
+    "val/NAME": "what a program logged of rollouts that are not trained on, with `model.log(groups, split=\"val\")`",
     "tools/call_frequency, tools/failure_frequency":
         "calls of tools in an episode; the share of them that could not be read, or failed",
     "tools/waiting_share": "share of the sampling's time that an episode waits for its tools and its environment, "
