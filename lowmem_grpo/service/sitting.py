@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import time
 
 from lowmem_grpo.engines.base import Engine, Request
 from lowmem_grpo.service.call import LIVE, Call
@@ -20,7 +21,7 @@ class Sitting:
         self.own = itertools.count(-1, -1)  # keys of calls that have none
         self.engine: Engine | None = None
         self.begun = False
-        self.back = 0  # callers that were served since the engine took calls
+        self.back, self.since = 0, time.monotonic()  # callers that were served since the engine took calls, and when
 
     def meet(self, engine: Engine) -> None:
         """This engine will ask."""
@@ -28,8 +29,8 @@ class Sitting:
 
     def take(self, busy: bool) -> list[Request]:
         """See `Conversation`. Calls that were cancelled meanwhile are left out."""
-        while taken := self.waiting.take(self.flavour, self.room, not busy, not self.begun, self.expected):
-            self.begun, self.back = True, 0
+        while taken := self.waiting.take(self.flavour, self.room, not busy, not self.begun, *self.expected):
+            self.begun, self.back, self.since = True, 0, time.monotonic()
             if found := [self.enter(asked) for asked in taken if not asked.future.cancelled()]:
                 return found
         return []
@@ -63,9 +64,11 @@ class Sitting:
         return None if slots is None else max(0, slots - len(self.open))
 
     @property
-    def expected(self) -> int:
-        """Callers that may be back at once, which an engine that decodes in rounds should wait a moment for."""
-        return 0 if self.engine is None or self.engine.name == "vllm" else self.back
+    def expected(self) -> tuple[int, float]:
+        """Callers that may be back at once, which an engine that decodes in rounds should wait a moment for, and the
+        seconds of the last round."""
+        in_rounds = self.engine is not None and self.engine.name != "vllm"
+        return (self.back, time.monotonic() - self.since) if in_rounds else (0, 0.0)
 
     def enter(self, asked: Asked) -> Request:
         """A call as the engine takes it; of each key one at a time."""

@@ -11,7 +11,9 @@ from typing import Any
 from lowmem_grpo.service.call import Call
 from lowmem_grpo.types import Turn
 
-QUIET, PATIENCE = 0.003, 0.05  # seconds without a new call that end the wait for a round, and of that wait at most
+QUIET, PATIENCE = 0.05, 0.25  # of the last round's seconds: without a new call that end the wait for the next round,
+# and of that wait at most
+LEAST = 0.003  # seconds
 
 
 class DeskClosedError(RuntimeError):
@@ -69,17 +71,19 @@ class Waiting:
                 self.lines[None] = jobs  # behind the others
             return job
 
-    def take(self, flavour: tuple[object, ...], most: int | None, wait: bool, first: bool, back: int) -> list[Asked]:
+    def take(
+        self, flavour: tuple[object, ...], most: int | None, wait: bool, first: bool, back: int = 0, took: float = 0.0,
+    ) -> list[Asked]:
         """Calls of a flavour, at most so many. None where something else waits, but for the first ones of a
         conversation.
 
-        With `wait` it blocks until there are some, or something else waits; `back` callers were just served, so that
-        it waits a moment longer for as many.
+        With `wait` it blocks until there are some, or something else waits. `back` callers were served in a round that
+        took so many seconds: it waits a moment longer for as many.
         """
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: self.lines or self.closed)
-                self.gather(flavour, back)
+                self.gather(flavour, back, took)
             if self.closed or (not first and any(line != flavour for line in self.lines)):
                 return []
             line = self.lines.pop(flavour, deque())
@@ -88,11 +92,11 @@ class Waiting:
                 self.lines[flavour] = line  # behind the others
             return taken
 
-    def gather(self, flavour: tuple[object, ...], back: int) -> None:
+    def gather(self, flavour: tuple[object, ...], back: int, took: float) -> None:
         """Wait a moment, until as many calls are there, no more come, or something else waits."""
-        end = time.monotonic() + PATIENCE
+        quiet, end = max(LEAST, QUIET * took), time.monotonic() + max(LEAST, PATIENCE * took)
         while not self.closed and list(self.lines) == [flavour] and 0 < len(self.lines[flavour]) < back:
-            if time.monotonic() > end or not self.changed.wait(QUIET):
+            if time.monotonic() > end or not self.changed.wait(quiet):
                 return
 
     def drain(self, flavour: tuple[object, ...]) -> list[Asked]:
