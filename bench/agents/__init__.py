@@ -1,0 +1,1 @@
+"""What agents and those who train them wait for."""
