@@ -2,7 +2,7 @@
 
     python -m bench.agents.bench FOLDER
 
-FOLDER is `examples` of a checkout of github.com/OpenPipe/ART; nothing of it is kept here. Each program runs in a process
+FOLDER is `examples` of a checkout of OpenPipe/ART; nothing of it is kept here. Each program runs in a process
 and a temporary folder of its own, on the tiny model of the package. `rules.py` says what is replaced, and `changed`
 counts it; stand_ins/ holds empty modules in place of what the programs log to.
 """
