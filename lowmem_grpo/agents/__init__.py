@@ -38,7 +38,7 @@ HOMES = {name: home for home, names in {
     "agents.trajectories": "FailedRollout History Trajectory TrajectoryGroup",
     "agents.types": "Message Messages MessagesAndChoices Tools",
 }.items() for name in names.split()}
-MODULES = ("dev", "rewards", "types")  # that programs use as `art.dev`
+MODULES = ("dev", "local", "rewards", "types")  # that programs use as `art.dev`
 NEEDED = ("openai", "pydantic", "tqdm", "fastapi", "uvicorn")  # what `pip install lowmem-grpo[agents]` brings
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lowmem_grpo.agents.judges import DeskJudge
 from lowmem_grpo.agents.local_run import LocalRun, line_of
 from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.refused import OF_BACKEND, refuse
@@ -166,6 +167,11 @@ class LocalBackend:
         endpoint = AgentEndpoint(run.chat, **options)
         run.endpoints.append(endpoint)
         return endpoint
+
+    def judge(self, model: Any, **options: Any) -> DeskJudge:
+        """The base model of a run as a judge, with the options of `rewards.SelfJudge`."""
+        desk = self.run(model).desk
+        return DeskJudge(desk, desk.model, **options)
 
     def inference_name(self, model: Any, step: int | None = None) -> str:
         """What to ask for: the policy as it is, or as it was at a step."""

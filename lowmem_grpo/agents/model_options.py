@@ -29,6 +29,7 @@ OF_ENGINE = {"gpu_memory_utilization": "gpu_memory_utilization", "max_num_seqs":
              "revision": "revision", "max_lora_rank": "max_lora_rank"}
 ENGINE: dict[str, Fate] = {
     **any_value("vLLM always sleeps while the model trains", "enable_sleep_mode"),
+    **any_value("vLLM has no such option any more: it schedules each step", "num_scheduler_steps"),
     **any_value("nothing of it is printed", "disable_log_stats", "disable_log_requests", "enable_log_requests"),
     **any_value("what was computed of a conversation is always kept", "enable_prefix_caching"),
     **any_value("it samples with the trainer's own adapter", "enable_lora", "max_loras", "lora_target_modules"),
