@@ -87,7 +87,8 @@ def trained(folder: Path) -> dict[str, Any]:
     """What the runs below a folder recorded."""
     lines = [json.loads(line) for path in sorted(folder.rglob("metrics.jsonl")) for line in path.open()]
     steps = [line for line in lines if "loss" in line]
-    return {"steps": len(steps), "tokens": int(sum(line.get("tokens", 0) for line in steps))}
+    sums = {name: int(sum(line[f"trajectories/{name}"] for line in steps)) for name in ("total", "trained")}
+    return {"steps": len(steps), **sums}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 from bench.common.rows import newest
 from bench.common.tables import markdown
 
-COLUMNS = ("program", "steps", "tokens trained", "changed", "time", "verdict")
+COLUMNS = ("program", "steps", "trajectories trained", "changed", "time", "verdict")
 Row = dict[str, Any]
 
 
@@ -27,5 +27,5 @@ def line(row: Row) -> list[str]:
     where = f"cell {row['failed_cell']}: " if "failed_cell" in row else ""
     verdict = "runs" if ran(row) else where + row.get("error", "it trains nothing").replace("|", "/")[:160]
     changed = ", ".join(f"{count} {kind}" for kind, count in sorted(row.get("changes", {}).items()))
-    return [row["program"], str(row["steps"]), f"{row.get('tokens', 0):,}", changed,
+    return [row["program"], str(row["steps"]), f"{row.get('trained', 0):,} of {row.get('total', 0):,}", changed,
             f"{row['seconds']:.0f} s" if "seconds" in row else "", verdict]
