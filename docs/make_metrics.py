@@ -40,6 +40,7 @@ METRICS = {
     "completions/clipped_ratio": "share of completions that were cut off at max_completion_length",
     "completions/trained, completions/total": "completions that took part in the loss, and all of the step",
     "turns/mean, turns/min, turns/max": "turns of the policy in an episode",
+    "turns/cut_ratio": "share of the turns that were cut off at their limit of tokens",
     "episodes/ENDING": "share of the episodes that ended for a reason: done, answer, max_turns, max_tokens, context, "
         "parse_error, timeout, environment_error",
     "groups/lost": "groups of which fewer than two episodes are left, as the environment failed in the others",

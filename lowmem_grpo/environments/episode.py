@@ -97,6 +97,9 @@ class Episode:
         self.messages = joined(self.given, observation)
         # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
         self.trusted = sum(one is other for one, other in zip(self.messages, self.given, strict=False))
+        if not any(one.get("content") or one.get("tool_calls") for one in self.messages):
+            raise EnvironmentFailedError("reset returned nothing and the row has no prompt, so the policy would read "
+                                         "nothing; let reset return a text, or give the rows a prompt")
         return self.renderer.first(self.messages, self.trusted)
 
     def told(self, job: Job, ask: AskBase, said: str) -> Answer:

@@ -105,6 +105,8 @@ class EpisodeEncoder(PromptEncoder):
             kit = self.kits.of(row)
         except ValueError as error:
             raise DataError(str(error)) from error
+        if self.kits.factories is not None and (problem := self.kits.factories.lacking(row)):
+            raise DataError(problem)
         messages = messages_of(row)
         if not all(isinstance(one, dict) and isinstance(one.get("content"), str) and "role" in one for one in messages):
             return f"prompt is {type(row.get('prompt')).__name__}, not text or chat"

@@ -161,8 +161,9 @@ class Factories:
         self.several = isinstance(given, Mapping)
         found: Mapping[str, Any] = given if isinstance(given, Mapping) else {"": given}
         if not found or not all(callable(factory) for factory in found.values()):
-            raise TypeError(f"environment_factory is {short(given)}; pass a class, or a dict of classes by name, from "
-                            "which environments are made without arguments")
+            fix = f" (write {type(given).__name__}, not {type(given).__name__}())" if hasattr(given, "reset") else ""
+            raise TypeError(f"environment_factory is {short(given)}; pass a class{fix}, or a dict of classes by name, "
+                            "from which environments are made without arguments")
         self.by_name = dict(found)
         self.samples = {name: sample(factory, name) for name, factory in self.by_name.items()}
 
@@ -172,6 +173,17 @@ class Factories:
         if name not in self.by_name:
             raise ValueError(f"the row's environment is {name!r}; environment_factory has {', '.join(self.by_name)}")
         return str(name)
+
+    def lacking(self, row: Mapping[str, Any]) -> str:
+        """What is wrong with a row that lacks a column which `reset` needs; empty where nothing is."""
+        reset = self.samples[self.name_of(row)].reset
+        needed = [one.name for one in inspect.signature(reset).parameters.values()
+                  if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        missing = next((name for name in needed if name not in row), None)
+        if missing is None:
+            return ""
+        return (f"{reset.__qualname__} needs {missing!r}, and the row has {', '.join(row)}; rename the parameter or "
+                "the column, or give the parameter a default")
 
     def make(self, row: Mapping[str, Any]) -> Any:
         """A new environment for an episode on this row."""
@@ -265,7 +277,8 @@ def number(value: Any, source: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise EnvironmentFailedError(f"{source} gave {short(value)} as its reward; expected is a finite number")
+        raise EnvironmentFailedError(f"{source} gave {short(value)} as its reward; expected is a finite number, such "
+                                     "as 1.0, or None")
     return float(value)
 
 

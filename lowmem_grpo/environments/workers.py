@@ -28,10 +28,12 @@ class Job:
         self.error: BaseException | None = None
         self.seconds = 0.0
         self.deadline = float("inf")  # of the call in progress, on the monotonic clock
+        self.doing = ""  # the name of that call
         self.dropped = False
 
     def call(self, function: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call a function, or await an async one, as the job's next call; TimeoutError where it takes too long."""
+        self.doing = str(getattr(function, "__qualname__", type(function).__name__))
         self.deadline = time.monotonic() + self.limit
         try:
             if not inspect.iscoroutinefunction(function):
@@ -41,9 +43,13 @@ class Job:
                 return future.result(self.limit)
             except (FutureTimeout, asyncio.CancelledError):
                 future.cancel()
-                raise TimeoutError(f"took more than {self.limit:g} s") from None
+                raise self.too_late() from None
         finally:
             self.deadline = float("inf")
+
+    def too_late(self) -> TimeoutError:
+        """The error of a call that takes too long."""
+        return TimeoutError(f"{self.doing} took more than {self.limit:g} s")
 
     def run(self) -> None:
         """Do the work, here and now."""
@@ -133,7 +139,7 @@ class Workers:
         now = time.monotonic()
         late = [job for job in self.running if now > job.deadline]
         for job in late:
-            job.dropped, job.error = True, TimeoutError(f"took more than {job.limit:g} s")
+            job.dropped, job.error = True, job.too_late()
         self.threads -= len(late)  # their threads are lost
         self.running.difference_update(late)
         self.man()

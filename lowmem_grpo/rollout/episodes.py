@@ -9,9 +9,11 @@ played once more, with the same seeds; the second time its rollout stays out of 
 import logging
 import math
 import random
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -31,7 +33,9 @@ from lowmem_grpo.types import Rollout
 logger = logging.getLogger(__name__)
 
 TRIES = 2  # of an episode that an environment fails
+OUTAGE = 3  # batches in a row without an episode that did not fail, after one that had such; before it, one is enough
 BESIDE = 1.5  # episodes that are played at a time, for each sequence that an engine decodes at a time
+PACKAGE = str(Path(__file__).parents[1])
 CLOSING = 5.0  # seconds for environments to close where a batch breaks off
 SAID = 3  # failures of a batch that the log names
 
@@ -39,14 +43,20 @@ SAID = 3  # failures of a batch that the log names
 class Episodes:
     """Plays the episodes of a run."""
 
-    def __init__(self, kits: Kits, bounds: Bounds) -> None:
-        self.kits, self.bounds, self.loop = kits, bounds, LaterLoop()
+    def __init__(self, kits: Kits, bounds: Bounds, stopping: Callable[[], bool] = lambda: False) -> None:
+        """`stopping` says whether the run is to end soon: then a failed episode is not played again."""
+        self.kits, self.bounds, self.loop, self.stopping = kits, bounds, LaterLoop(), stopping
         self.waited = 0.0  # seconds of the last batch in which there was nothing to decode
+        self.worked = False  # whether an episode has not failed
+        self.outages = 0  # batches in a row in which all episodes failed
+        self.shown: set[str] = set()  # tracebacks in the log
 
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got."""
+        """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got.
+
+        EnvironmentFailedError where all episodes fail: of the first batch, or of OUTAGE batches in a row."""
         slots = getattr(engine, "slots", None)  # a caller's own engine may not say
         live = None if slots is None else math.ceil(BESIDE * slots)
         batch = Batch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
@@ -56,7 +66,19 @@ class Episodes:
             batch.close()
         self.waited = batch.workers.waited
         batch.say()
+        self.refuse_outage(batch)
         return batch.result()
+
+    def refuse_outage(self, batch: "Batch") -> None:
+        """EnvironmentFailedError where an environment seems to be broken: training would go on with nothing."""
+        failed = all(rollout.failed for group in batch.result() for rollout in group)
+        self.worked, self.outages = self.worked or not failed, self.outages + 1 if failed else 0
+        if self.outages >= (OUTAGE if self.worked else 1):
+            in_a_row = f" in {self.outages} batches in a row" if self.worked else ""
+            raise EnvironmentFailedError(
+                f"all {len(batch.ended)} episodes failed{in_a_row}, so there is nothing to train on: "
+                f"{batch.troubles[-1]}. Mend the environment, then begin again or go on"
+            ) from batch.errors[-1]
 
 
 class Batch:
@@ -80,6 +102,8 @@ class Batch:
         self.ended: dict[int, Episode] = {}
         self.results: dict[int, list[Rollout]] = {}
         self.troubles: list[str] = []
+        self.errors: list[BaseException] = []  # of these
+        self.too_long: list[int] = []  # tokens of first prompts that do not fit
         self.waiting = deque(range(len(prompts) * params.n))
         self.most = most or len(self.waiting)
         self.admit()
@@ -171,6 +195,8 @@ class Batch:
         episode.seconds += job.seconds
         if isinstance(job.error, EnvironmentFailedError | ToolOutage | TimeoutError):
             self.fail(episode, job.error)
+        elif isinstance(job.error, SystemExit):
+            self.fail(episode, EnvironmentFailedError(f"it called sys.exit({job.error.code!r})"))
         elif job.error is not None:
             raise job.error
         elif episode.ending:  # that was its last job
@@ -186,8 +212,10 @@ class Batch:
             if job.result.asks is not None:
                 return self.ask(episode, job.result.asks, job.seconds)
             (episode.answered(job.result, job.seconds) if episode.turns else episode.begin(job.result))
-        except RendererError as error:  # foreign text that the template cannot hold
+        except (RendererError, EnvironmentFailedError) as error:  # foreign text that the template cannot hold, or none
             return self.fail(episode, error)
+        if episode.ending == "context" and not episode.turns:
+            self.too_long.append(len(episode.prompt))
         if episode.ending:
             self.finish(episode.key)
         else:
@@ -217,8 +245,9 @@ class Batch:
         """An environment failed or took too long: once more from the start, or out of the step."""
         episode.trouble = f"{error} (group {episode.key // self.n})"
         self.troubles.append(episode.trouble)
+        self.errors.append(error)
         self.workers.submit(-1, episode.close, self.owner.bounds.call_seconds)
-        if self.tries[episode.key] < TRIES:
+        if self.tries[episode.key] < TRIES and not self.owner.stopping():
             self.start(episode.key)
         else:
             episode.ending = "timeout" if isinstance(error, TimeoutError) else "environment_error"
@@ -262,8 +291,22 @@ class Batch:
 
     def say(self) -> None:
         """Tell what failed."""
-        for trouble in self.troubles[:SAID]:
-            logger.warning("an environment failed: %s", trouble)
+        for trouble, error in zip(self.troubles[:SAID], self.errors, strict=False):
+            lines = where_it_failed(error)
+            logger.warning("an environment failed: %s%s", trouble, "" if lines in self.owner.shown else lines)
+            self.owner.shown.add(lines)
+        if self.too_long:
+            logger.warning("what reset returned did not fit in %d episodes: the first prompt has %d tokens, and the "
+                           "context has room for %d. Return less, or load the model with a larger max_seq_length",
+                           len(self.too_long), max(self.too_long), self.owner.bounds.context)
         if len(self.troubles) > SAID:
             logger.warning("environments failed %d times in this batch", len(self.troubles))
 
+
+def where_it_failed(error: BaseException) -> str:
+    """The user's own lines of the error behind this one, for the log; empty where there are none."""
+    if error.__cause__ is None:
+        return ""
+    told = traceback.TracebackException.from_exception(error.__cause__)
+    told.stack = traceback.StackSummary.from_list([one for one in told.stack if not one.filename.startswith(PACKAGE)])
+    return "\n" + "".join(told.format(chain=False)).rstrip() if told.stack else ""

@@ -35,7 +35,8 @@ def episode_metrics(episodes: list[Rollout]) -> dict[str, float]:
     turns = [turn for rollout in episodes for turn in rollout.turns]
     numbers = [len(rollout.turns) for rollout in episodes]
     endings = [rollout.ending for rollout in episodes]
-    metrics = {"turns/mean": fmean(numbers), "turns/min": min(numbers), "turns/max": max(numbers)}
+    metrics = {"turns/mean": fmean(numbers), "turns/min": min(numbers), "turns/max": max(numbers),
+               "turns/cut_ratio": fmean([turn.finish_reason == "length" for turn in turns] or [0.0])}
     metrics |= {f"episodes/{name}": endings.count(name) / len(endings) for name in {*ENDINGS, *endings}}
     calls, failures = sum(turn.calls for turn in turns), sum(turn.failures for turn in turns)
     if calls or failures or {*OF_TOOLS} & {*endings}:

@@ -175,15 +175,28 @@ ALARMS = (
         "no_room", "episodes run out of room", f"episodes/max_tokens or episodes/context above {MANY_ENDS}", 3,
         outside(lambda share: share > MANY_ENDS, "episodes/max_tokens", "episodes/context"),
         "so they stop before they are over, and earn what they have earned by then",
-        "raise max_completion_length, which bounds all turns and what comes between them, or lower max_tool_tokens, "
-        "max_turn_tokens or the number of turns",
+        "raise max_completion_length, which bounds all turns and what comes between them, lower max_tool_tokens, "
+        "max_turn_tokens or the number of turns, or let the environment say less",
+    ),
+    Alarm(
+        "turns_cut", "all turns were cut off", "turns/cut_ratio is 1", 3,
+        outside(lambda share: share >= 1, "turns/cut_ratio"), "so no turn came to its own end",
+        "raise max_turn_tokens or max_completion_length, ask for shorter replies, or use a chat template whose end "
+        "token the model knows",
+    ),
+    Alarm(
+        "unused_tools", "no tool is called", "tools/call_frequency is 0", 10,
+        outside(lambda calls: calls == 0, "tools/call_frequency"), "so the policy does not learn to use them",
+        "use a model that knows calls of tools, say in the prompt that there are tools and show a call, or teach one "
+        "by SFT first",
     ),
     Alarm(
         "failing_environments", "environments fail",
         f"episodes/timeout or episodes/environment_error above {MANY_FAILURES}", 1,
         outside(lambda share: share > MANY_FAILURES, "episodes/timeout", "episodes/environment_error"),
         "so these episodes were played twice and left out",
-        "the warnings above name the call that failed. Raise environment_timeout or episode_timeout for slow ones",
+        "the warnings above name the call that failed, and its lines. Mend it; if it was only slow (episodes/timeout), "
+        "raise environment_timeout or episode_timeout",
     ),
     Alarm(
         "constant_reward", "a reward function is constant",

@@ -148,6 +148,7 @@ def completion_lines(step: int, groups: list["RolloutGroup"]) -> list[dict[str, 
             "step": step, "prompt": prompt_text(rollout.opening or group.row.get("prompt")), "completion": rollout.text,
             "rewards": rollout.rewards, "reward": rollout.reward, "advantage": rollout.advantage,
             "tokens": len(rollout.completion_ids), "finish_reason": rollout.finish_reason, **episode_fields(rollout),
+            **({"seed": group.row["seed"]} if rollout.turns and "seed" in group.row else {}),
             **({"extra": rollout.extras} if rollout.extras else {}),
             **({"replayed_from": rollout.policy_version} if group.replayed else {}),
         }

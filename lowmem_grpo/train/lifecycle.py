@@ -19,6 +19,8 @@ from lowmem_grpo.train.familiar import Familiar
 from lowmem_grpo.views.report import write_report
 
 logger = logging.getLogger(__name__)
+TRAINED = (". The adapter is as earlier training left it: to begin with a fresh one, load the model and put LoRA on it "
+           "again")
 
 
 class Lifecycle(Familiar):
@@ -74,7 +76,11 @@ class Lifecycle(Familiar):
         """Move an earlier run out of the way, and say where to."""
         if earlier := self.records.begin():
             logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
-                           "begins", self.run_dir, earlier)
+                           "begins%s", self.run_dir, earlier, TRAINED if self.is_trained() else "")
+
+    def is_trained(self) -> bool:
+        """Whether the adapter has been trained before: in a fresh one the second factors are 0."""
+        return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
 
     def end(self, status: str) -> None:
         """Save where the run stopped, and write the adapter and the summary."""

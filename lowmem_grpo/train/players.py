@@ -107,7 +107,7 @@ class Players:
             config.turn_limit, config.max_completion_length, context, config.max_turn_tokens,
             config.environment_timeout, config.episode_timeout, config.history == "append",
         )
-        return Episodes(self.kits, bounds)
+        return Episodes(self.kits, bounds, lambda: trainer is not None and trainer.interrupt.requested)
 
 
 def tool_list(tools: Any) -> Sequence[Function]:

@@ -25,6 +25,7 @@ EDGE: Line = {  # as far as it may go
     "groups/with_signal": 1, "completions/clipped_ratio": 0.99, "mismatch/k3": 0.01, "mismatch/effective_samples": 0.5,
     "clip_ratio/region_mean": 0.3, "kl": 1.0, "entropy": 0.0041, "grad_norm": 7.0, "rewards/right/std": 1e-9,
     "episodes/parse_error": 0.5, "tools/failure_frequency": 0.5, "episodes/max_tokens": 0.5, "episodes/timeout": 0.1,
+    "turns/cut_ratio": 0.99, "tools/call_frequency": 0.01,
 }
 BAD = [  # of an alarm: a line that is wrong, after how many of them it must sound, and what it must say
     ("nothing_to_learn", {"groups/with_signal": 0}, 10,
@@ -42,6 +43,8 @@ BAD = [  # of an alarm: a line that is wrong, after how many of them it must sou
     ("unreadable_calls", {"tools/failure_frequency": 0.6}, 3, "docstrings"),
     ("no_room", {"episodes/max_tokens": 0.51}, 3, "raise max_completion_length"),
     ("no_room", {"episodes/context": 0.51}, 3, "max_tool_tokens"),
+    ("turns_cut", {"turns/cut_ratio": 1.0}, 3, "turns/cut_ratio is 1, so no turn came to its own end"),
+    ("unused_tools", {"tools/call_frequency": 0.0}, 10, "tools/call_frequency is 0, so the policy does not learn"),
     ("failing_environments", {"episodes/timeout": 0.11}, 1, "episodes/timeout is 0.11, so these episodes"),
     ("failing_environments", {"episodes/environment_error": 0.11}, 1, "environment_timeout"),
     ("constant_reward", {"rewards/right/mean": 1.0, "rewards/right/std": 0.0}, 20, "reward right is 1 for every"),
