@@ -20,6 +20,7 @@ HEALTHY: Line = {
     "nonfinite/rollouts": 0, "rewards/right/mean": 0.5, "rewards/right/std": 0.5, "episodes/parse_error": 0.1,
     "tools/failure_frequency": 0.2, "episodes/max_tokens": 0.1, "episodes/context": 0.0, "episodes/timeout": 0.0,
     "episodes/environment_error": 0.0,
+    "turns/cut_ratio": 0.1, "tools/call_frequency": 1.0,
 }
 EDGE: Line = {  # as far as it may go
     "groups/with_signal": 1, "completions/clipped_ratio": 0.99, "mismatch/k3": 0.01, "mismatch/effective_samples": 0.5,
