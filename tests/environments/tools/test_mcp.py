@@ -1,10 +1,14 @@
-"""Tools of MCP servers: found, called, failed and ended, against real servers over standard input and output."""
+"""Tools of MCP servers: found, called, failed and ended, against real servers over standard input and output, and over
+HTTP."""
 
 import asyncio
 import gc
 import os
+import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,7 +56,7 @@ def leave() -> str:
     """End the server."""
     os._exit(3)
 
-server.run()
+server.run(*sys.argv[1:2], **{"port": int(port) for port in sys.argv[2:]})
 '''
 
 
@@ -64,6 +68,27 @@ def server(tmp_path: Path) -> list[str]:
 
 def start(server: list[str], **options: object) -> MCPTools:
     return mcp_tools(server, env={"PYTHONPATH": os.pathsep.join(sys.path)}, **options)
+
+
+@pytest.fixture
+def url(server: list[str]) -> Iterator[str]:
+    """Where the same server listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([*server, "streamable-http", str(port)], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def process_of(box: Toolbox, wait: str = "wait") -> int:
@@ -79,6 +104,16 @@ def has_ended(process: int, seconds: float = 10) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+async def side_by_side(box: Toolbox) -> tuple[str, float]:
+    """The answer of a call after one that was given up, and the seconds of four calls that wait at a time."""
+    began = time.monotonic()
+    await asyncio.gather(*(box.answer(ToolCall("wait", {"seconds": 0.5})) for _ in range(4)))
+    took = time.monotonic() - began
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(box.answer(ToolCall("wait", {"seconds": 30})), 0.1)
+    return await box.answer(ToolCall("price", {"what": "tea"})), took
 
 
 @needs_mcp
@@ -103,18 +138,36 @@ def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: lis
 
 @needs_mcp
 def test_calls_run_side_by_side_and_one_that_is_given_up_disturbs_no_other(server: list[str]) -> None:
-    async def both() -> tuple[str, float]:
-        began = time.monotonic()
-        await asyncio.gather(*(box.answer(ToolCall("wait", {"seconds": 0.5})) for _ in range(4)))
-        took = time.monotonic() - began
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(box.answer(ToolCall("wait", {"seconds": 30})), 0.1)
-        return await box.answer(ToolCall("price", {"what": "tea"})), took
-
     with start(server) as tools:
         box = Toolbox(tools, tokenizer_of("qwen3"), 64)
-        text, took = asyncio.run(both())
+        text, took = asyncio.run(side_by_side(box))
     assert text == "1 tea for 3 euros" and took < 1.5
+
+
+@needs_mcp
+def test_a_server_that_listens_at_a_url_gives_its_tools_and_outlives_the_session(url: str) -> None:
+    with mcp_tools(url=url) as tools:
+        box = Toolbox(tools, tokenizer_of("qwen3"), 64)
+        assert list(box.tools) == ["price", "fail", "wait", "picture", "leave"]
+        text, took = asyncio.run(side_by_side(box))
+        assert text == "1 tea for 3 euros" and took < 1.5
+        with pytest.raises(ToolError, match="Error executing tool fail"):
+            box.run(ToolCall("fail", {"why": "x"}))
+    with pytest.raises(ToolOutage, match=r"session with the MCP server http://127\.0\.0\.1:\d+/mcp has ended"):
+        box.run(ToolCall("price", {"what": "tea"}))
+    with mcp_tools(url=url, names=["leave", "price"]) as tools:  # it still listens
+        box = Toolbox(tools, tokenizer_of("qwen3"), 64)
+        for name, arguments in (("leave", {}), ("price", {"what": "tea"})):
+            with pytest.raises(ToolOutage, match="the MCP server"):
+                box.run(ToolCall(name, arguments))
+
+
+@needs_mcp
+def test_a_url_at_which_no_server_answers_says_so(url: str) -> None:
+    with pytest.raises(ToolOutage, match=r"/elsewhere does not work: .*Not Found"):
+        mcp_tools(url=url.replace("/mcp", "/elsewhere"))
+    with pytest.raises(ToolOutage, match="does not work: ConnectError"):
+        mcp_tools(url="http://127.0.0.1:9/mcp")
 
 
 @needs_mcp
