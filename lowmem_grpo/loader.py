@@ -35,7 +35,7 @@ class FastLanguageModel:
         load_in_4bit: bool | None = None, fast_inference: bool | str = False, gpu_memory_utilization: float = 0.5,
         revision: str | None = None, token: str | None = None, device: str | None = None,
         kv_cache_bytes: int | None = None, max_num_seqs: int | None = None, enforce_eager: bool | None = None,
-        offload_embedding: bool = False, sampling_weights: str | None = None,
+        block_size: int | None = None, offload_embedding: bool = False, sampling_weights: str | None = None,
         load_in_16bit: bool = False, device_map: Any = None, cache_dir: str | None = None,
         local_files_only: bool = False, **options: Any,
     ) -> tuple[Any, Any]:
@@ -52,11 +52,13 @@ class FastLanguageModel:
         "transformers", True for vLLM if a checked version is installed, or False for transformers.
         `model.engine_choice` says which one it is and why. vLLM takes `gpu_memory_utilization` of the card, or
         `kv_cache_bytes` for its key-value cache. It decodes up to `max_num_seqs` sequences together (None: what a run
-        samples at once, as far as the cache has room), and `enforce_eager=True` turns CUDA graphs off. The transformers
-        engine reserves no memory and ignores these four. `sampling_weights="16bit"` lets vLLM dequantize 4-bit weights
-        once for each phase of sampling. That is faster when many sequences are decoded together, and takes 2 bytes a
-        weight until training begins; "4bit" never does it. None does it on a card if the key-value cache of the
-        sequences that are decoded together still fits beside the weights, and never on the CPU.
+        samples at once, as far as the cache has room), and `enforce_eager=True` turns CUDA graphs off. Its cache keeps
+        whole blocks of `block_size` tokens from one turn to the next (None: vLLM's own, and 32 on the CPU for a
+        `max_seq_length` of at most 2,048). The transformers engine reserves no memory and ignores these five.
+        `sampling_weights="16bit"` lets vLLM dequantize 4-bit weights once for each phase of sampling. That is faster
+        when many sequences are decoded together, and takes 2 bytes a weight until training begins; "4bit" never does
+        it. None does it on a card if the key-value cache of the sequences that are decoded together still fits beside
+        the weights, and never on the CPU.
 
         `offload_embedding` keeps an input embedding that is not tied to the head in host memory, and looks tokens up
         there. vLLM needs it on the device.
@@ -75,7 +77,8 @@ class FastLanguageModel:
         if offload_embedding and fast_inference not in (False, TRANSFORMERS):
             raise ValueError(f"offload_embedding=True and fast_inference={fast_inference!r}: vLLM looks the embedding "
                              'up on the device. Leave one of them out, or sample with fast_inference="transformers"')
-        settings = EngineSettings(gpu_memory_utilization, kv_cache_bytes, max_num_seqs, enforce_eager, sampling_weights)
+        settings = EngineSettings(gpu_memory_utilization, kv_cache_bytes, max_num_seqs, enforce_eager, block_size,
+                                  sampling_weights)
         settings.check_for(fast_inference)
         named = named_device(device, device_map)
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}

@@ -20,6 +20,7 @@ class EngineSettings:
     kv_cache_bytes: int | None = None  # of the key-value cache, instead of gpu_memory_utilization
     max_num_seqs: int | None = None  # sequences that are decoded together; None: what a run samples at once
     enforce_eager: bool | None = None  # True: no CUDA graphs. None: graphs on a card
+    block_size: int | None = None  # tokens of a block of the cache. None: vLLM's own; 32 for short contexts on the CPU
     sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: where there is room
 
     def __post_init__(self) -> None:
@@ -28,6 +29,7 @@ class EngineSettings:
             "kv_cache_bytes": (self.kv_cache_bytes is None or is_count(self.kv_cache_bytes), "a positive int, or None"),
             "max_num_seqs": (self.max_num_seqs is None or is_count(self.max_num_seqs), "a positive int, or None"),
             "enforce_eager": (self.enforce_eager in (True, False, None), "True, False or None"),
+            "block_size": (self.block_size is None or is_count(self.block_size), "a positive int, or None"),
             "sampling_weights": (self.sampling_weights in (FOUR, SIXTEEN, None), f'"{FOUR}", "{SIXTEEN}" or None'),
         }
         for name, (allowed, rule) in checks.items():

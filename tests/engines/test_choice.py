@@ -139,7 +139,7 @@ def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(
     ("kv_cache_bytes", 2.5e9, "a positive int"), ("max_num_seqs", 0, "a positive int, or None"),
     ("max_num_seqs", True, "a positive int, or None"), ("max_num_seqs", "8", "a positive int, or None"),
     ("enforce_eager", "yes", "True, False or None"), ("sampling_weights", "8bit", '"4bit", "16bit" or None'),
-    ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
+    ("block_size", 0, "a positive int, or None"), ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
 ])
 def test_an_engine_setting_of_the_wrong_kind_is_refused_by_name(
     name: str, value: Any, rule: str, tmp_path: Path

@@ -31,7 +31,7 @@ NEEDS_VLLM = [
     pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason="needs vLLM, which is not installed"),
 ]
 CONTEXT = 512
-LONG = [number % 500 + 3 for number in range(300)]  # two blocks of vLLM's cache, and part of a third
+LONG = [number % 500 + 3 for number in range(300)]  # whole blocks of vLLM's cache, and part of one
 SAME = 1e-5  # mean |difference| of log-probabilities in float32
 OTHER = 1e-3  # what an adapter that moved changes, at least
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

@@ -10,7 +10,7 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.units import size_text
 
 CPU_KV_BYTES = 1 << 30  # of the key-value cache on the CPU, where no card's memory sets the size
-BLOCK = 128  # tokens in a block of the cache, at most; vLLM never uses one of the blocks
+BLOCK = 128  # tokens in a block of the cache, at most, unless the user gave more; vLLM never uses one of the blocks
 
 
 class Capacity:
@@ -18,17 +18,17 @@ class Capacity:
 
     `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
     room. `kv_bytes` sizes the cache; None takes what `utilization` of the card leaves. One sequence of `max_seq_length`
-    tokens always fits.
+    tokens always fits. `block` are the tokens of a block of the cache, where the user gave them.
     """
 
     def __init__(
         self, policy: Policy, max_seq_length: int, kv_bytes: int | None, utilization: float, max_num_seqs: int | None,
-        sampled: int | None, bound: RolloutBound | None,
+        sampled: int | None, bound: RolloutBound | None, block: int | None = None,
     ) -> None:
         self.max_seq_length, self.kv_given = max_seq_length, kv_bytes is not None
         self.kv_budget = default_kv_bytes(policy, utilization) if kv_bytes is None else kv_bytes
-        self.given_seqs, self.sampled = max_num_seqs, sampled
-        self.least_cache = least_kv_bytes(policy, max_seq_length)
+        self.given_seqs, self.sampled, self.block = max_num_seqs, sampled, block
+        self.least_cache = least_kv_bytes(policy, max_seq_length, max(BLOCK, block or 0))
         self.bound = bound or RunMemory().rollout
 
     @property
@@ -91,10 +91,10 @@ def kv_bytes_of(policy: Policy, tokens: int) -> int:
     return 2 * config.num_hidden_layers * heads * size * policy.head.weight.dtype.itemsize * tokens
 
 
-def least_kv_bytes(policy: Policy, max_seq_length: int) -> int:
+def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK) -> int:
     """Bytes of the smallest cache: that of one sequence of the longest length."""
-    blocks = -(-max_seq_length // BLOCK) + 1
-    return kv_bytes_of(policy, blocks * BLOCK)
+    blocks = -(-max_seq_length // block) + 1
+    return kv_bytes_of(policy, blocks * block)
 
 
 def default_kv_bytes(policy: Policy, utilization: float) -> int:

@@ -45,10 +45,12 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None,
         max_num_seqs: int | None = None, enforce_eager: bool | None = None, rollout_copy: bool = False,
         sampling_weights: str | None = None, bound: RolloutBound | None = None, sampled: int | None = None,
+        block_size: int | None = None,
     ) -> None:
         """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
         `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
-        room. A call may ask for more at any time: the rest waits.
+        room. A call may ask for more at any time: the rest waits. `block_size` is that of the cache, in tokens; None
+        takes vLLM's own, and 32 for contexts of at most 2,048 tokens on the CPU.
 
         `enforce_eager=None` decodes with CUDA graphs on a card, and without them elsewhere. With `rollout_copy` the
         engine samples with a copy of the adapter as it was at the last `on_policy_update`, so that training can go on
@@ -66,7 +68,7 @@ class VLLMEngine:
         self.eager = not self.on_card if enforce_eager is None else enforce_eager
         self.vllm = import_plugin()
         self.capacity = Capacity(policy, max_seq_length, kv_cache_bytes, gpu_memory_utilization, max_num_seqs, sampled,
-                                 bound)
+                                 bound, block_size)
         self.sampling_weights, self.capacity.kv_budget = vllm_pool.choose_for_engine(
             sampling_weights, policy, self.capacity, self.eager)
         self.capacity.check(policy)

@@ -12,6 +12,8 @@ from lowmem_grpo.memory.cards import prefill_tokens
 from lowmem_grpo.models.policy import Policy
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # no compilation; decoding replays CUDA graphs
+BLOCK_ON_CPU = 32  # tokens of a block of the cache, the fewest that vLLM's attention for CPUs takes; its default is 128
+SHORT = 2048  # tokens of a context up to which these are used: at 1,000 tokens attention is a tenth slower with them
 PREFILL_TOKENS = 4096  # read in one pass on the CPU, at least
 RESIZABLE_ROPE = {"default", "llama3"}  # kinds whose angles do not depend on the length of the table
 
@@ -53,6 +55,7 @@ def llm_options(
         "enforce_eager": eager, "compilation_config": None if eager else GRAPHS, "enable_sleep_mode": sleeps,
         "enable_prefix_caching": True, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
         "disable_log_stats": True, **memory_share(policy, cache), **prefill(policy, max_seq_length, sequences),
+        **block_size(policy, max_seq_length, capacity.block),
     }
 
 
@@ -62,6 +65,14 @@ def memory_share(policy: Policy, budget: int) -> dict[str, float]:
     if policy.device.type != "cuda":
         return {}
     return {"gpu_memory_utilization": budget / torch.cuda.mem_get_info(policy.device)[1]}
+
+
+def block_size(policy: Policy, max_seq_length: int, given: int | None) -> dict[str, int]:
+    """Tokens of a block of the cache, vLLM's own unless they are `given`. A turn takes whole blocks of its history from
+    the cache and computes the rest again, so they are small on the CPU too, where contexts are short."""
+    if given is None and (policy.device.type == "cuda" or max_seq_length > SHORT):
+        return {}
+    return {"block_size": BLOCK_ON_CPU if given is None else given}
 
 
 def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, Any]:

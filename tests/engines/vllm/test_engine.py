@@ -51,7 +51,7 @@ def test_stale_prefixes_are_dropped_when_the_policy_version_changes(
     engine.on_policy_update(1)
     fresh = engine.generate([LONG], params)
     assert distance(policy, [LONG], fresh) < SAME
-    assert cached == [0, 256, 256, 0]
+    assert cached == [0, 288, 288, 0]
 
 
 def test_the_base_model_is_sampled_inside_its_block_only_and_its_prefixes_are_kept_apart(

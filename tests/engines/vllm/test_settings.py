@@ -13,6 +13,17 @@ from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.rows import engine_workspace
 
 
+@pytest.mark.parametrize(("device", "context", "given", "told"), [
+    ("cpu", 2048, None, {"block_size": 32}), ("cpu", 2049, None, {}), ("cpu", 2048, 64, {"block_size": 64}),
+    ("cpu", 2049, 64, {"block_size": 64}), ("cuda:0", 512, None, {}), ("cuda:0", 512, 32, {"block_size": 32}),
+])
+def test_blocks_of_the_cache_are_small_for_short_contexts_on_the_cpu_too(
+    device: str, context: int, given: int | None, told: dict[str, int]
+) -> None:
+    place = SimpleNamespace(device=torch.device(device))
+    assert vllm_settings.block_size(place, context, given) == told  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("gib", "sequences", "tokens"), [
     (15, 64, 2048), (16, 64, 2048), (22.5, 64, 4096), (24, 64, 4096), (32, 64, 8192), (141, 64, 8192), (15, 3000, 3000),
 ])

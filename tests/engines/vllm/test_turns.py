@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from failing import Failing
 from talks import Talk
-from vllm_models import LONG, NEEDS_VLLM, OTHER, SAME, distance, dying, states
+from transformers import PreTrainedTokenizerBase
+from vllm_models import CONTEXT, KV_BYTES, LONG, NEEDS_VLLM, OTHER, SAME, distance, dying, states
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS
 from lowmem_grpo.memory.bounds import RunMemory
@@ -16,7 +18,7 @@ from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM
 ENDLESS = SamplingParams(ignore_eos=True)
-BLOCK = 128  # of the CPU build's cache
+BLOCK = 32  # of our cache on the CPU
 
 
 def talk(prompts: list[list[int]], **options: Any) -> Talk:
@@ -38,7 +40,7 @@ def test_what_a_turn_repeats_of_the_last_one_is_taken_from_the_cache(engine: VLL
     for key, rollouts in played.drawn.items():
         asked = [request.ids for request in played.asked if request.key == key]
         assert [rollout.cached_tokens for rollout in rollouts] == [
-            0 if key == 0 else BLOCK, (len(asked[1]) - 31) // BLOCK * BLOCK
+            0 if key == 0 else 199 // BLOCK * BLOCK, (len(asked[1]) - 31) // BLOCK * BLOCK
         ]
         assert distance(policy, asked[1:], [rollouts[1:]]) < SAME
     again = Talk([LONG])
@@ -46,6 +48,20 @@ def test_what_a_turn_repeats_of_the_last_one_is_taken_from_the_cache(engine: VLL
     engine.converse(again, ENDLESS)
     assert again.drawn[0][0].cached_tokens == 0, "old keys and values are not used"
     assert {rollout.policy_version for rollout in again.drawn[0]} == {1}
+
+
+def test_the_users_block_size_is_what_the_cache_keeps_of_a_turn(
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, alone: None
+) -> None:
+    engine = VLLMEngine(policy, tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES, block_size=256)
+    try:
+        played = Talk([LONG], turns=2, max_tokens=lambda key, turn: 60)
+        engine.converse(played, ENDLESS)
+        assert [rollout.cached_tokens for rollout in played.drawn[0]] == [0, 256]
+    finally:
+        engine.close()
+    with pytest.raises(ValueError, match="needs"):  # one whole block is never used
+        VLLMEngine(policy, tokenizer, CONTEXT, kv_cache_bytes=least_kv_bytes(policy, CONTEXT), block_size=256)
 
 
 def test_an_engine_that_dies_is_replaced_and_goes_on_with_the_turns_that_were_not_given(
