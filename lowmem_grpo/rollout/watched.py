@@ -1,12 +1,14 @@
 """Episodes that somebody follows or plays: engines that tell what is said, and one whose turns a person types."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, Request
+from lowmem_grpo.rollout.other_side import base_model
 from lowmem_grpo.runs.trajectory import content_text, speaker
 from lowmem_grpo.types import Message, Rollout
 
@@ -39,14 +41,32 @@ class Person:
 class Watched:
     """An engine whose episodes are told while they are played."""
 
-    def __init__(self, engine: Any, tell: Tell, who: str = "") -> None:
-        """`who` says the engine's turns; without a name they are not told, because the person has seen them."""
+    def __init__(self, engine: Any, tell: Tell, who: str = "", base: Callable[[], Any] | None = None) -> None:
+        """`who` says the engine's turns; without a name they are not told, because the person has seen them. `base`
+        gives the engine of what an environment asks the base model; None: the same engine."""
         self.engine, self.tell, self.who = engine, tell, who
+        self.base = base or (lambda: engine)
+        self.asked: Any = None  # the engine that speaks for the base model now
         self.name, self.slots = engine.name, getattr(engine, "slots", None)
 
     def converse(self, conversation: Any, params: SamplingParams) -> None:
-        """`Engine.converse`, with somebody who listens. The conversation is a `Batch` of episodes."""
-        self.engine.converse(Overheard(conversation, self), params)
+        """`Engine.converse`, with somebody who listens. The conversation is a `Batch` of episodes. What the base model
+        says is for the environment only."""
+        if self.asked is not None:
+            self.asked.converse(conversation, params)
+        else:
+            self.engine.converse(Overheard(conversation, self), params)
+
+    @contextmanager
+    def base_model(self) -> Iterator[None]:
+        """Inside, the base model speaks."""
+        engine = self.base()
+        with base_model(engine):
+            self.asked = engine
+            try:
+                yield
+            finally:
+                self.asked = None
 
 
 class Overheard:

@@ -62,7 +62,8 @@ class Play:
         """One episode, told turn by turn, and whether it was a success. With `ask` a person plays it, who writes a call
         of a tool as Python: `name(key=value)`."""
         player = self.player(model, params, settings or {}, typed_calls if ask else None)
-        engine = Watched(Person(model.loaded.tokenizer, ask), tell) if ask else Watched(model.engine(), tell, "model")
+        engine = Watched(Person(model.loaded.tokenizer, ask), tell, base=model.engine) if ask \
+            else Watched(model.engine(), tell, "model")
         prompt = Prompt(row, [], "")
         with adapter_for(model.inner, as_request(adapter)):
             ((rollout,),) = player.play(engine, [prompt], params)

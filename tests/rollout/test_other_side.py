@@ -1,6 +1,5 @@
 """What an environment asks the base model: who is asked what, in which rounds, and that nothing of it is trained."""
 
-import re
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 from lowmem_grpo.environments import AskBase
 from lowmem_grpo.environments.episode import Bounds
 from lowmem_grpo.environments.kit import EpisodeEncoder, Kits
-from lowmem_grpo.environments.protocol import Factories
+from lowmem_grpo.environments.protocol import EnvironmentFailedError, Factories
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.rollout.metrics import episode_metrics
+from lowmem_grpo.rollout.watched import Person, Watched
 from lowmem_grpo.types import Rollout
 
 ROW = {"prompt": [{"role": "user", "content": ""}]}
@@ -187,15 +187,26 @@ class Wrong(Asks):
     ({"then": lambda said: said}, "returned .*expected is .observation, reward, done"),
     ({"then": lambda said: 1 / 0}, "AskBase.then raised ZeroDivisionError"),
 ])
-def test_a_question_that_cannot_be_asked_is_the_environments_failure(
-    options: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    [group] = played(type("Wrong", (Wrong,), {"options": options}), Echo())
-    assert {one.ending for one in group} == {"environment_error"}
-    assert re.search(message, caplog.text)
+def test_a_question_that_cannot_be_asked_is_the_environments_failure(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvironmentFailedError, match=message):
+        played(type("Wrong", (Wrong,), {"options": options}), Echo())
 
 
 def test_an_engine_that_cannot_sample_the_base_model_is_refused_by_name() -> None:
     engine = ScriptedEngine(lambda prompt: "hello")
     with pytest.raises(TypeError, match="the engine transformers has neither base_model"):
         played(Asks, engine)
+
+
+@pytest.mark.parametrize("person", [False, True])
+def test_an_episode_that_is_watched_or_played_by_a_person_can_ask_the_base_model(person: bool) -> None:
+    engine, told = Echo(), list[tuple[str, str]]()
+    replies = iter(["turn one", "turn two"])
+    watched = Watched(Person(engine.tokenizer, lambda: next(replies)), lambda *said: told.append(said), "you",
+                      lambda: engine) if person else Watched(engine, lambda *said: told.append(said), "model")
+    [[one]] = played(Asks, watched, n=1)
+    said = [turn.text for turn in one.turns]
+    assert said == (["turn one", "turn two"] if person else ["turn 0", "turn 2"])
+    assert [text for who, text in told if who in ("you", "model")] == said, "what the base model says is not told"
+    assert one.turns[0].replies == [{"role": "user", "content": f"so heard {said[0]}"}]
+    assert {side for side, _, _ in engine.rounds} == ({"base"} if person else {"base", "policy"})

@@ -5,8 +5,8 @@ The other side is the base model, which is told the thing and answers each quest
 
 import random
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from lowmem_grpo.environments.observations import AskBase
 
@@ -36,14 +36,14 @@ class World:
 
     things: tuple[str, ...]
     turns: int
-    truths: Mapping[str, str] = field(default_factory=dict)  # as TABLE, where all that can be asked is known
+    known: bool = False  # whether TABLE says all that can be asked, so that scripted players can play
 
     def __post_init__(self) -> None:
         if self.turns < 1:
             raise ValueError(f"turns is {self.turns}; it must be at least 1")
 
 
-WORLDS = {"small": World(tuple(TABLE), 6, TABLE), "large": World(THINGS, 20)}
+WORLDS = {"small": World(tuple(TABLE), 6, known=True), "large": World(THINGS, 20)}
 
 
 class TwentyQuestions:
@@ -156,8 +156,8 @@ def halving(game: TwentyQuestions, rng: random.Random) -> str:
 PLAYERS = {"blind": blind, "asks anything": asks_anything, "halving": halving}
 
 
-def answered_truly() -> TwentyQuestions:
-    """The game of the small world with an opponent who is always right, for scripted players."""
-    game = TwentyQuestions()
+def answered_truly(world: World = WORLDS["small"]) -> TwentyQuestions:
+    """The game with an opponent who is always right, for scripted players who know the small world."""
+    game = TwentyQuestions(world)
     game.opponent = truthful
     return game

@@ -42,12 +42,12 @@ class Trained:
     seconds: float
 
 
-def make_tokenizer(texts: Iterable[str], vocab_size: int, digits_apart: bool = True) -> PreTrainedTokenizerFast:
-    """Byte-level BPE learned from texts, with ChatML turns, and each digit a token unless `digits_apart` is False. It
-    can encode any text."""
+def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE learned from texts, with single digits and ChatML turns. It can encode any text."""
     tokenizer = Tokenizer(models.BPE())
-    pieces: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits_apart else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*pieces, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[PAD, START, END],

@@ -2,11 +2,11 @@
 
     python -m lowmem_grpo.recipes.tiny.talks_model --out DIR
 
-It is trained from scratch on three kinds of demonstrations: random possible moves on boards of 2048; players of
-`twenty_questions` who ask at random and mostly guess without having listened; and the other side of that game, which is
-told a thing and answers rightly whether something is true of it. GRPO improves the players; the base model, which stays
-as it is, is who answers them. The files (1.8 MB of weights in bfloat16, a byte-level tokenizer with a chat template, a
-model card) ship in `lowmem_grpo/assets/tiny-talks`.
+It is trained from scratch on demonstrations: random possible moves on boards of 2048; players of `twenty_questions` who
+ask at random and mostly guess without having listened; the other side of that game, which is told a thing and answers
+rightly whether something is true of it; and lists of all that is true of a thing. GRPO improves the players; the base
+model, which stays as it is, is who answers them. The files (1.7 MB of weights in bfloat16, a byte-level tokenizer with
+a chat template, a model card) ship in `lowmem_grpo/assets/tiny-talks`.
 """
 
 import random
@@ -79,25 +79,33 @@ def answering_talk(rng: random.Random) -> Talk:
             {"role": "assistant", "content": truth(thing, question)}]
 
 
+def describing_talk(rng: random.Random) -> Talk:
+    """All that is true of a thing: six facts at once, of which an answer needs one."""
+    thing = rng.choice(list(TABLE))
+    known = rng.sample(PROPERTIES, len(PROPERTIES))
+    return [{"role": "user", "content": f"You think of: {thing}. Tell all of it."},
+            {"role": "assistant", "content": "\n".join(f"{name} {truth(thing, question_of(name))}" for name in known)}]
+
+
 def demonstrations(seed: int) -> Iterator[Source]:
     """Endless sources, one kind after the other."""
     rng = random.Random(seed)
     while True:
-        for talk in (board_talk, asking_talk, answering_talk):
+        for talk in (board_talk, describing_talk, asking_talk, answering_talk):
             yield lambda talk=talk: (talk(rng), None)  # type: ignore[misc]
 
 
 def learned_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A tokenizer that is learned from demonstrations; a number is one token."""
+    """A tokenizer that is learned from demonstrations."""
     talks = [source()[0] for source, _ in zip(demonstrations(seed), range(3000), strict=False)]
     texts = [f"{message['role']}\n{message['content']}\nsystem\n" for talk in talks for message in talk]
-    return make_tokenizer(texts, SHAPE["vocab_size"], digits_apart=False)
+    return make_tokenizer(texts, SHAPE["vocab_size"])
 
 
 @click.command(help=__doc__)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the model.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--steps", default=3000, show_default=True)
+@click.option("--steps", default=2400, show_default=True)
 @click.option("--batch", default=32, show_default=True)
 def main(out: Path, seed: int, steps: int, batch: int) -> None:
     """Make the tokenizer and the model, train, write the model card."""

@@ -1,0 +1,129 @@
+"""2048 keeps its rules, pays what it promises, shows the last board only; known players do as is known."""
+
+import random
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.environments import Anew
+from lowmem_grpo.recipes.game2048 import Game2048Options
+from lowmem_grpo.recipes.games.game2048 import (
+    MOVES,
+    PLAYERS,
+    SIZES,
+    Board,
+    Game2048,
+    Size,
+    joined,
+    largest,
+    move_in,
+    possible,
+    random_move,
+    slid,
+    worth,
+)
+from lowmem_grpo.recipes.games.playing import baselines, play
+
+FULL: Board = ((2, 4, 2), (4, 2, 4), (2, 4, 2))
+
+
+@pytest.mark.parametrize(("row", "after"), [
+    ((0, 2, 2), (4, 0, 0)), ((2, 2, 2), (4, 2, 0)), ((2, 2, 4), (4, 4, 0)), ((4, 2, 2), (4, 4, 0)),
+    ((2, 0, 2, 4), (4, 4, 0, 0)), ((2, 2, 2, 2), (4, 4, 0, 0)), ((0, 0, 0), (0, 0, 0)), ((8, 4, 2), (8, 4, 2)),
+])
+def test_equal_neighbours_become_one_and_each_tile_only_once(row: tuple[int, ...], after: tuple[int, ...]) -> None:
+    assert joined(row) == after
+
+
+def test_a_move_slides_every_row_or_column_towards_its_side() -> None:
+    board: Board = ((2, 0, 2), (0, 4, 0), (2, 0, 0))
+    assert slid(board, "left") == ((4, 0, 0), (4, 0, 0), (2, 0, 0))
+    assert slid(board, "right") == ((0, 0, 4), (0, 0, 4), (0, 0, 2))
+    assert slid(board, "up") == ((4, 4, 2), (0, 0, 0), (0, 0, 0))
+    assert slid(board, "down") == ((0, 0, 0), (0, 0, 0), (4, 4, 2))
+
+
+def test_only_moves_that_change_the_board_are_possible() -> None:
+    assert possible(FULL) == []
+    assert possible(((2, 2, 4), (8, 4, 2), (2, 8, 4))) == ["left", "right"]
+
+
+@pytest.mark.parametrize(("reply", "move"), [
+    ("left", "left"), ("I move Up.", "up"), ("down, down", "down"), ("left or right", ""), ("upwards", ""), ("", ""),
+])
+def test_only_one_direction_is_a_move(reply: str, move: str) -> None:
+    assert move_in(reply) == move
+
+
+def test_every_game_follows_its_rules_and_pays_by_its_last_board() -> None:
+    outcomes = set()
+    for seed in range(60):
+        game, rng, total, turns, done = Game2048(Size(3, 32, 25)), random.Random(seed), 0.0, 0, False
+        assert game.reset(seed=seed).startswith("2048: reach 32. Reply with a move.\n")
+        while not done:
+            before, move = game.board, random_move(game, rng)
+            said, reward, done = game.step(move)
+            assert isinstance(said, Anew) and said.observation == game.shown()
+            new = [(old, tile) for row, after in zip(slid(before, move), game.board, strict=True)
+                   for old, tile in zip(row, after, strict=True) if old != tile]
+            assert new == [] if game.won else len(new) == 1 and new[0][0] == 0 and new[0][1] in (2, 4)
+            total, turns = total + reward, turns + 1
+        assert total == pytest.approx(2.0 if game.won else worth(game.board, 32))
+        assert game.won == (largest(game.board) == 32) and (game.won or turns == 25 or not possible(game.board))
+        outcomes.add(game.won)
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("reply", ["", "upwards", "left right", "9" * 5000, "\x00"])
+def test_a_reply_that_is_no_move_loses_all_that_was_earned(reply: str) -> None:
+    game = Game2048()
+    game.reset(seed=1)
+    _, first, _ = game.step(possible(game.board)[0])
+    said, reward, done = game.step(reply)
+    assert done and first + reward == pytest.approx(-1.0)
+    assert said.observation == f"That is no possible move.\n{game.shown()}"
+
+
+def test_a_move_that_changes_nothing_loses() -> None:
+    game = Game2048()
+    game.reset(seed=1)
+    impossible = [move for move in MOVES if move not in possible(game.board)]
+    game.board = ((2, 0, 0), (4, 0, 0), (2, 0, 0)) if not impossible else game.board
+    assert game.step(impossible[0] if impossible else "left")[1:] == (-1.0, True)
+
+
+def test_what_is_shown_is_all_of_the_state_that_a_player_needs() -> None:
+    game = Game2048()
+    game.reset(seed=3)
+    game.board = ((2, 0, 64), (0, 4, 0), (0, 0, 0))
+    assert game.shown() == \
+        "2048: reach 64. Reply with a move.\n2 . 64\n. 4 .\n. . .\nPossible: left down right up"
+
+
+def test_a_seed_repeats_its_game_and_a_row_may_name_the_board() -> None:
+    assert [play(Game2048(), random_move, {"seed": 5})] * 2 == [play(Game2048(), random_move, {"seed": 5})] * 2
+    game = Game2048()
+    game.reset(seed=1, side=4)
+    assert game.size == SIZES[4] and len(game.board) == 4
+
+
+@pytest.mark.parametrize(("size", "expected"), [  # shares in percent, measured elsewhere too
+    (SIZES[3], {"random": 9.5, "corner": 42, "greedy": 22.5}),
+])
+def test_known_players_do_as_well_as_is_known(size: Size, expected: dict[str, float]) -> None:
+    found = baselines(Game2048(size), PLAYERS, [{"seed": seed} for seed in range(700)])
+    assert {name: share * 100 for name, share in found.items()} == pytest.approx(expected, abs=6)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"side": 5}, "side is 5; it must be 3 or 4"), ({"goal": 50}, "goal is 50; it must be 8, 16, 32"),
+    ({"moves": 0}, "moves is 0; it must be at least 1"),
+])
+def test_a_board_that_cannot_be_played_on_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Game2048Options(**options)
+
+
+def test_the_embedded_model_plays_on_a_smaller_board_than_others() -> None:
+    assert (Game2048Options().size(tiny=True), Game2048Options().size(tiny=False)) == (SIZES[3], SIZES[4])
+    assert Game2048Options(side=4, goal=512).size(tiny=True) == Size(4, 512, 250)
