@@ -9,11 +9,9 @@ played once more, with the same seeds; the second time its rollout stays out of 
 import logging
 import math
 import random
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -28,16 +26,14 @@ from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import ToolOutage
 from lowmem_grpo.environments.workers import Job, LaterLoop, Workers
 from lowmem_grpo.rollout.other_side import OtherSide
+from lowmem_grpo.rollout.outages import Failure, Outages, say_too_long
 from lowmem_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)
 
 TRIES = 2  # of an episode that an environment fails
-OUTAGE = 3  # batches in a row without an episode that did not fail, after one that had such; before it, one is enough
 BESIDE = 1.5  # episodes that are played at a time, for each sequence that an engine decodes at a time
-PACKAGE = str(Path(__file__).parents[1])
 CLOSING = 5.0  # seconds for environments to close where a batch breaks off
-SAID = 3  # failures of a batch that the log names
 
 
 class Episodes:
@@ -47,16 +43,14 @@ class Episodes:
         """`stopping` says whether the run is to end soon: then a failed episode is not played again."""
         self.kits, self.bounds, self.loop, self.stopping = kits, bounds, LaterLoop(), stopping
         self.waited = 0.0  # seconds of the last batch in which there was nothing to decode
-        self.worked = False  # whether an episode has not failed
-        self.outages = 0  # batches in a row in which all episodes failed
-        self.shown: set[str] = set()  # tracebacks in the log
+        self.outages = Outages()
 
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
         """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got.
 
-        EnvironmentFailedError where all episodes fail: of the first batch, or of OUTAGE batches in a row."""
+        EnvironmentFailedError where all episodes fail: of the first batch, or of three batches in a row."""
         slots = getattr(engine, "slots", None)  # a caller's own engine may not say
         live = None if slots is None else math.ceil(BESIDE * slots)
         batch = Batch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
@@ -65,20 +59,10 @@ class Episodes:
         finally:
             batch.close()
         self.waited = batch.workers.waited
-        batch.say()
-        self.refuse_outage(batch)
-        return batch.result()
-
-    def refuse_outage(self, batch: "Batch") -> None:
-        """EnvironmentFailedError where an environment seems to be broken: training would go on with nothing."""
-        failed = all(rollout.failed for group in batch.result() for rollout in group)
-        self.worked, self.outages = self.worked or not failed, self.outages + 1 if failed else 0
-        if self.outages >= (OUTAGE if self.worked else 1):
-            in_a_row = f" in {self.outages} batches in a row" if self.worked else ""
-            raise EnvironmentFailedError(
-                f"all {len(batch.ended)} episodes failed{in_a_row}, so there is nothing to train on: "
-                f"{batch.troubles[-1]}. Mend the environment, then begin again or go on"
-            ) from batch.errors[-1]
+        result = batch.result()
+        say_too_long(batch.too_long, self.bounds.context)
+        self.outages.settle([rollout for group in result for rollout in group], batch.failures)
+        return result
 
 
 class Batch:
@@ -101,8 +85,7 @@ class Batch:
         self.other = OtherSide(self.heard, self.collect_all)
         self.ended: dict[int, Episode] = {}
         self.results: dict[int, list[Rollout]] = {}
-        self.troubles: list[str] = []
-        self.errors: list[BaseException] = []  # of these
+        self.failures: list[Failure] = []
         self.too_long: list[int] = []  # tokens of first prompts that do not fit
         self.waiting = deque(range(len(prompts) * params.n))
         self.most = most or len(self.waiting)
@@ -244,8 +227,7 @@ class Batch:
     def fail(self, episode: Episode, error: BaseException) -> None:
         """An environment failed or took too long: once more from the start, or out of the step."""
         episode.trouble = f"{error} (group {episode.key // self.n})"
-        self.troubles.append(episode.trouble)
-        self.errors.append(error)
+        self.failures.append((episode.trouble, error))
         self.workers.submit(-1, episode.close, self.owner.bounds.call_seconds)
         if self.tries[episode.key] < TRIES and not self.owner.stopping():
             self.start(episode.key)
@@ -288,25 +270,3 @@ class Batch:
         while self.workers.running:
             self.workers.collect(wait=True)
         self.workers.close()
-
-    def say(self) -> None:
-        """Tell what failed."""
-        for trouble, error in zip(self.troubles[:SAID], self.errors, strict=False):
-            lines = where_it_failed(error)
-            logger.warning("an environment failed: %s%s", trouble, "" if lines in self.owner.shown else lines)
-            self.owner.shown.add(lines)
-        if self.too_long:
-            logger.warning("what reset returned did not fit in %d episodes: the first prompt has %d tokens, and the "
-                           "context has room for %d. Return less, or load the model with a larger max_seq_length",
-                           len(self.too_long), max(self.too_long), self.owner.bounds.context)
-        if len(self.troubles) > SAID:
-            logger.warning("environments failed %d times in this batch", len(self.troubles))
-
-
-def where_it_failed(error: BaseException) -> str:
-    """The user's own lines of the error behind this one, for the log; empty where there are none."""
-    if error.__cause__ is None:
-        return ""
-    told = traceback.TracebackException.from_exception(error.__cause__)
-    told.stack = traceback.StackSummary.from_list([one for one in told.stack if not one.filename.startswith(PACKAGE)])
-    return "\n" + "".join(told.format(chain=False)).rstrip() if told.stack else ""
