@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from bench.agents.section import agents_table
 from bench.common.rows import newest, read_rows
 from bench.common.tables import markdown, number
 from bench.common.targets import judged, section
@@ -100,7 +101,7 @@ def place(row: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "demo": demo_table, "step_time": step_table, "kernels": kernel_table, "rollout": rollout_table,
     "memory": memory_table, "longest_context": longest_table, "loop": loop_table,
-    "card_learning": card_learning_table, "notebooks": notebooks_table,
+    "card_learning": card_learning_table, "notebooks": notebooks_table, "agents": agents_table,
 }
 
 
