@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny-games", 256, 16, 32, {
-        "max_steps": 48, "learning_rate": 3.5e-3, "max_completion_length": 160, "max_turn_tokens": 4,
+        "max_steps": 64, "learning_rate": 3.5e-3, "max_completion_length": 160, "max_turn_tokens": 4,
         "per_device_train_batch_size": 96, "gradient_accumulation_steps": 4, "num_generations": 8,
         "turn_discount": 1.0, "max_grad_norm": 1.0, "save_steps": 16,
     }),
