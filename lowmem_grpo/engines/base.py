@@ -56,7 +56,9 @@ class Engine(Protocol):
 
         Errors and memory are handled as in `generate`: turns that were lost with an engine are decoded again, since a
         turn depends on nothing but its request. An error raised by the conversation ends the call. What was computed of
-        a prompt that continues the last turn of its key is not computed again, where memory allows.
+        a prompt that continues the last turn of its key is not computed again, where memory allows. A conversation with
+        a true attribute `goes_on` may be taken up by the next one: its keys stand for the same episodes and the same
+        weights there, so what was computed may be kept until the policy changes or the engine sleeps.
         """
         ...
 

@@ -47,7 +47,7 @@ class TransformersEngine:
         self.kv_bytes = 0
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
-        self.kept = KeptRows()  # of the turns of a call
+        self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
 
     @property
     def slots(self) -> int | None:
@@ -55,8 +55,10 @@ class TransformersEngine:
 
     def on_policy_update(self, policy_version: int) -> None:
         self.policy_version = policy_version
+        self.forget()
 
     def sleep(self) -> None:
+        self.forget()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -64,7 +66,13 @@ class TransformersEngine:
         """Nothing to do: each call makes its own cache."""
 
     def close(self) -> None:
-        """Nothing to free: the weights are the trainer's, and each call frees its cache."""
+        """Free what was kept; the weights are the trainer's."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was computed for turns that may go on."""
+        self.kept.rows.clear()
+        self.widest = 0
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
@@ -72,6 +80,7 @@ class TransformersEngine:
         if not prompts:
             return []
         finished = FinishedPrompts(len(prompts), on_group)
+        self.forget()
         most = params.max_tokens
         budgets = [budget_of(prompt, most, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
         self.kv_bytes = 0
@@ -82,13 +91,18 @@ class TransformersEngine:
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         """Turns of episodes in rounds, as `Engine.converse` says. Without a bound on the rows that memory has room for,
         as many are kept for their next turns as were decoded together at most."""
-        self.kv_bytes, widest = 0, 0
+        self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
+        if not goes_on:
+            self.forget()  # another's keys
         try:
             while requests := conversation.take(busy=False):
-                widest = max(widest, len(requests))
-                self.round(requests, params, conversation, self.bound.under(None) or 2 * widest)
-        finally:
-            self.kept.rows.clear()
+                self.widest = max(self.widest, len(requests))
+                self.round(requests, params, conversation, self.bound.under(None) or 2 * self.widest)
+        except BaseException:
+            self.forget()
+            raise
+        if not goes_on:
+            self.forget()
 
     def round(self, requests: list[Request], params: SamplingParams, conversation: Conversation, room: int) -> None:
         """Decode some turns together, with at most `room` rows in memory."""

@@ -26,6 +26,7 @@ from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.call import LIVE, Call
+from lowmem_grpo.service.keys import Keys
 from lowmem_grpo.service.sitting import Sitting
 from lowmem_grpo.service.waiting import Asked, DeskClosedError, Job, Waiting
 from lowmem_grpo.types import Rollout, Turn
@@ -55,7 +56,7 @@ class Desk:
         self.engine, self.given = engine, engine is not None
         self.policy_version = 0
         self.context: int = model.loaded.max_seq_length
-        self.waiting, self.numbers = Waiting(), itertools.count()
+        self.waiting, self.numbers, self.keys = Waiting(), itertools.count(), Keys()
         self.thread = threading.Thread(target=self.work, name="lowmem_grpo desk", daemon=True)
         self.thread.start()
         atexit.register(self.close, AT_EXIT)
@@ -141,7 +142,7 @@ class Desk:
 
     def serve(self, call: Call) -> None:
         """One conversation with the engine, for calls like this one. Its error is told to the calls that were in it."""
-        sitting = Sitting(self.waiting, call.flavour)
+        sitting = Sitting(self.waiting, call.flavour, self.keys)
         try:
             engine = self.awake()
             sitting.meet(engine)

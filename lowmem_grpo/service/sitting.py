@@ -1,11 +1,11 @@
 """`Sitting`: the calls of one flavour, as an engine sees them."""
 
-import itertools
 import logging
 import time
 
 from lowmem_grpo.engines.base import Engine, Request
 from lowmem_grpo.service.call import LIVE, Call
+from lowmem_grpo.service.keys import Keys
 from lowmem_grpo.service.waiting import Asked, Waiting
 from lowmem_grpo.types import Rollout, Turn
 
@@ -15,10 +15,11 @@ logger = logging.getLogger(__name__)
 class Sitting:
     """A `Conversation` of an engine. It ends where anything else waits, once the calls in the engine are finished."""
 
-    def __init__(self, waiting: Waiting, flavour: tuple[object, ...]) -> None:
-        self.waiting, self.flavour = waiting, flavour
+    goes_on = True  # in a later sitting
+
+    def __init__(self, waiting: Waiting, flavour: tuple[object, ...], keys: Keys) -> None:
+        self.waiting, self.flavour, self.keys, self.number = waiting, flavour, keys, keys.new()
         self.open: dict[int, Asked] = {}
-        self.own = itertools.count(-1, -1)  # keys of calls that have none
         self.engine: Engine | None = None
         self.begun = False
         self.back, self.since = 0, time.monotonic()  # callers that were served since the engine took calls, and when
@@ -73,7 +74,9 @@ class Sitting:
     def enter(self, asked: Asked) -> Request:
         """A call as the engine takes it; of each key one at a time."""
         call = asked.call
-        key = next(self.own) if call.key is None or call.key in self.open else call.key
+        key = self.keys.of(call, self.number)
+        if key in self.open:
+            key = self.keys.new()
         self.open[key] = asked
         return Request(key, call.ids, call.params.max_tokens, asked.seed)
 
