@@ -42,7 +42,8 @@ class Desk:
 
     One conversation with the engine stays open while calls of one flavour (adapter, temperature ...) come, so that it
     keeps what it computed. Where anything else waits, no new calls enter, those in the engine are finished, and the
-    line that was served last waits behind the others.
+    line that was served last waits behind the others. What was computed with the live adapter and with the base model
+    stays meanwhile, until the engine sleeps.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Rounds of turns in the transformers engine: keys and values of the last turn are used again, and nothing changes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +112,39 @@ def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(engine: Tra
     same(late, played(engine), to=1e-6)
     assert [got for _, got in late.takes] == [4, 3, 3, 4, 1, 1, 0]
     assert late.drawn[0][1].cached_tokens > 20
+
+
+@pytest.mark.parametrize(("between", "known"), [
+    (lambda engine: None, True), (lambda engine: engine.sleep(), False),
+    (lambda engine: engine.on_policy_update(0), False),
+    (lambda engine: engine.generate([[7, 8]], replace(SAMPLED, max_tokens=1, n=1)), False),
+    (lambda engine: played(engine), False), (lambda engine: broken_off(engine), False),
+], ids=["nothing", "sleep", "update", "generate", "another", "error"])
+def test_a_conversation_that_goes_on_finds_what_was_kept_unless_weights_or_keys_may_be_others(
+    engine: TransformersEngine, between: Callable[[TransformersEngine], None], known: bool
+) -> None:
+    first = talk(turns=1)
+    first.goes_on = True
+    engine.converse(first, SAMPLED)
+    between(engine)
+    following = [request.ids + first.drawn[request.key][0].completion_ids + [50] for request in first.asked]
+    more, whole = Talk(following, turns=1), Talk(following, turns=1)
+    more.goes_on = True
+    engine.converse(more, SAMPLED)
+    assert [bool(more.drawn[key][0].cached_tokens) for key in range(4)] == [known] * 4
+    engine.converse(whole, SAMPLED)
+    same(more, whole, to=1e-6)
+
+
+def broken_off(engine: TransformersEngine) -> None:
+    """A conversation that goes on, and fails."""
+    def fail(key: int, rollout: Any) -> None:
+        raise OSError("no more")
+
+    bad = Talk([[3, 4]], on_give=fail)
+    bad.goes_on = True
+    with pytest.raises(OSError, match="no more"):
+        engine.converse(bad, SAMPLED)
 
 
 def test_a_rewritten_history_goes_on_from_what_is_the_same(engine: TransformersEngine) -> None:

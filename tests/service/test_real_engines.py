@@ -102,6 +102,18 @@ def test_the_live_adapter_a_saved_one_and_the_base_model_take_turns(room: Room) 
     assert close_to(turns["live"], room.recomputed(turns["saved@3"]))
 
 
+def test_conversations_with_two_models_by_turns_go_on_from_what_was_computed_with_each(room: Room) -> None:
+    said: dict[str, list[Any]] = {"live": [GUESS], "base": [GUESS]}
+    turns: list[tuple[str, Turn]] = []
+    for name in ["live", "base"] * 3:
+        reply = room.ask(*said[name], model=name)
+        said[name] += [reply.choices[0].message, HIGHER]
+        turns.append((name, room.turn(reply)))
+    assert all(close_to(turn, room.recomputed(turn, base=name == "base")) for name, turn in turns)
+    if room.desk.engine is not None and room.desk.engine.name == "transformers":
+        assert all(turn.cached_tokens > 0 for _, turn in turns[2:])
+
+
 def test_likely_tokens_are_the_models_own(room: Room) -> None:
     for name in ("live", "base"):
         reply = room.ask(GUESS, model=name, logprobs=True, top_logprobs=4)

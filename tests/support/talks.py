@@ -20,6 +20,7 @@ class Talk:
     drawn: dict[int, list[Rollout]] = field(default_factory=dict)  # of each key
     asked: list[Request] = field(default_factory=list)
     given: list[int] = field(default_factory=list)  # keys, in order
+    goes_on: bool = False
     takes: list[tuple[bool, int]] = field(default_factory=list)  # whether the engine was busy, and how many it got
 
     def __post_init__(self) -> None:
