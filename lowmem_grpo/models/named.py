@@ -6,7 +6,8 @@ from typing import Any
 
 TINY = "tiny"  # the model that ships with the package, which a CPU trains in minutes
 TINY_GAMES = "tiny-games"  # the one that plays games
-EMBEDDED = (TINY, TINY_GAMES)
+TINY_INBOX = "tiny-inbox"  # the one that searches mails
+EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX)
 
 
 def resolve(model_name: str) -> str:

@@ -11,4 +11,5 @@ RECIPES = {
     "guess": "a game of many turns, without data: find a hidden number by listening",
     "calculator": "calling a tool: problems from rows of data, and a calculator",
     "tictactoe": "winning against an opponent: tic-tac-toe as X",
+    "inbox": "answering questions by searching mails: full-text search in SQLite, scored by rules or by RULER",
 }

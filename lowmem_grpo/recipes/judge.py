@@ -15,21 +15,15 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.exam import Exam
-from lowmem_grpo.recipes.lesson import Lesson, teach
-from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
+from lowmem_grpo.recipes.judging import JudgeOptions, teach_judged
+from lowmem_grpo.recipes.lesson import Lesson
+from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.recipes.problems.summary import WORDS_ALLOWED, is_short, reports, share_kept
-from lowmem_grpo.rewards.judge.judge import Judge
-from lowmem_grpo.rewards.judge.judge_reward import ruler
-from lowmem_grpo.rewards.judge.self_judge import SelfJudge
-from lowmem_grpo.rewards.judge.url_judge import UrlJudge
 from lowmem_grpo.rewards.ready.lengths import too_long
 from lowmem_grpo.rewards.texts import completion_texts
 
-SELF = "self"
 ENOUGH = 0.85  # a summary with this share of the facts counts as right
 RUBRIC = f"""\
 - A good summary keeps every number and name of the report, each attached to what it belongs to, and adds none.
@@ -51,52 +45,19 @@ PRESETS: Presets = {
     "48": Preset("Qwen/Qwen2.5-7B-Instruct", 2560, 32, 64, {"optim": "paged_adamw_8bit"}),
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 2560, 64, 128, {"optim": "adamw_8bit"}),
 }
-TOKENS_OF_A_REPLY = {True: 32, False: 768}  # of the embedded model, whose replies make no sense, and of others
 
 
 @dataclass
-class JudgeOptions(RecipeOptions):
+class SummaryOptions(JudgeOptions):
     """The options of `lowmem-grpo run judge`."""
 
     train_size: int = 2048
     """Reports to train on."""
     eval_problems: int = 128
     """Held-out reports that are summarized before and after training."""
-    judge: str = SELF
-    """"self": the base model, in the engine that samples; else the address of an OpenAI-compatible server."""
-    judge_model: str | None = None
-    """The name of the model on that server."""
-    judge_key: str | None = None
-    """Its API key; None is OPENAI_API_KEY. Your own server takes any text."""
-    judge_cache: str | None = None
-    """A file that keeps the judge's replies, so that none is paid for twice."""
-    price_prompt: float | None = None
-    """Price of a million prompt tokens, for the summary of costs."""
-    price_completion: float | None = None
-    """Price of a million completion tokens."""
-
-    def url_judge(self) -> UrlJudge | None:
-        """The judge on a server; None where the model judges itself. Raises ValueError for options that do not fit."""
-        if self.judge == SELF:
-            given = [name for name in ("judge_model", "judge_key", "price_prompt", "price_completion")
-                     if getattr(self, name) is not None]
-            if given:
-                raise ValueError(f"{given[0]} is for a judge at an address: give judge=http://... with it")
-            return None
-        if not self.judge.startswith(("http://", "https://")):
-            raise ValueError(f'judge is {self.judge!r}; allowed are "self" and an address that begins with http')
-        if self.judge_model is None:
-            raise ValueError("judge_model is missing: the name by which the server knows its model")
-        return UrlJudge(
-            self.judge, self.judge_model, self.judge_key, price_prompt=self.price_prompt,
-            price_completion=self.price_completion, cache_file=self.judge_cache,
-        )
-
-    def self_judge(self, model: FastPeftModel, setup: Setup) -> SelfJudge:
-        return SelfJudge(model, max_tokens=TOKENS_OF_A_REPLY[setup.is_tiny], cache_file=self.judge_cache)
 
 
-OPTIONS = JudgeOptions
+OPTIONS = SummaryOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
@@ -126,20 +87,11 @@ def good_summary(completions: list[Any], facts: list[list[str]], **kwargs: Any) 
 EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), good_summary, max_tokens=128, size=128)
 
 
-def run(options: JudgeOptions) -> None:
+def run(options: SummaryOptions) -> None:
     """Find the judge, load a model, measure, train, measure again, report, and print what judging cost."""
     setup = prepare(options, DEFAULTS, PRESETS)
-    found = options.url_judge()
-    judges: list[Judge] = []
-
-    def rewards(model: FastPeftModel) -> list[Any]:
-        judges.append(found or options.self_judge(model, setup))
-        return [ruler(judges[0], RUBRIC), too_long(WORDS_ALLOWED, "words"), facts_kept]
-
-    trainer = teach(setup, Lesson(
-        "judge", make_dataset("train", options.train_size, setup.config.seed), rewards,
+    teach_judged(options, setup, Lesson(
+        "judge", make_dataset("train", options.train_size, setup.config.seed), [],
         make_dataset("test", options.eval_problems, setup.config.seed), good_summary,
-        note=setup.tiny_note("can neither summarize nor judge"), facts={"judge": options.judge},
-    ))
-    trainer.finish({"judging": vars(judges[0].meter) | {"cost": judges[0].cost}})
-    print(judges[0].summary())
+        note=setup.tiny_note("can neither summarize nor judge"),
+    ), RUBRIC, [too_long(WORDS_ALLOWED, "words"), facts_kept])

@@ -94,8 +94,9 @@ class Inbox:
 
 
 def line(hit: Hit) -> str:
-    """A result of a search."""
-    return " | ".join(filter(None, (str(hit.id), hit.sender, hit.date, hit.subject, hit.snippet)))
+    """A result of a search; of a mailbox without snippets only the id and the subject."""
+    shown = (hit.sender, hit.date, hit.subject, hit.snippet) if hit.snippet else (hit.subject,)
+    return " | ".join((str(hit.id), *shown))
 
 
 def letter(mail: Mail) -> str:

@@ -16,10 +16,9 @@ COMPANIES = ("Nordwind", "Almeida Tools", "Hexagon Parts", "Brightwell", "Kestre
              "Orion Freight", "Maple Instruments", "Quintar", "Zephyr Metals", "Lakeside Printing", "Ostra Cables")
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
           "December")
-SHORT_NAMES = ("Falcon", "Harbor", "Cedar", "Comet", "Delta", "Ember", "Fjord", "Garnet", "Heron", "Indigo", "Jasper",
-               "Kite", "Lotus", "Maple", "Nova", "Onyx", "Pearl", "Quartz", "Raven", "Sable", "Tulip", "Umber", "Viper",
-               "Willow", "Xenon", "Yarrow", "Zephyr", "Acorn", "Birch", "Coral", "Dune", "Elm", "Flint", "Grove",
-               "Hazel", "Iris", "Juno", "Koala", "Lark", "Mint")  # projects of the small mailbox
+# of the small mailbox, short since a small model must copy them
+SHORT_NAMES = ("Falcon", "Harbor", "Cedar", "Comet", "Ember", "Garnet", "Heron", "Jasper", "Kite", "Lotus", "Maple",
+               "Nova", "Pearl", "Quartz", "Raven", "Tulip", "Viper", "Willow", "Yarrow", "Acorn")
 SHORT_THINGS = ("budget", "price", "weight", "length", "height", "score", "team", "room", "floor", "desk", "rent",
                 "debt", "profit", "stock", "volume", "speed", "rate", "limit", "target", "width", "depth", "margin",
                 "bonus", "fee", "tax")

@@ -30,6 +30,7 @@ SEARCH = """
 SELECT mails.id, mails.sender, mails.date, mails.subject, snippet(mail_words, 2, '', '', '...', ?)
 FROM mail_words JOIN mails ON mails.id = mail_words.rowid WHERE mail_words MATCH ? ORDER BY rank, mails.id LIMIT ?
 """
+PROBE = "CREATE VIRTUAL TABLE words USING fts5 (word)"
 LONGEST = 200  # letters of a search
 WORK = 2_000_000  # instructions of SQLite that a search may take; one of the large mailbox takes some thousands
 
@@ -53,7 +54,7 @@ def check_sqlite() -> None:
     """Raise RuntimeError where this Python's SQLite has no full-text search."""
     try:
         with closing(sqlite3.connect(":memory:")) as database:
-            database.execute("CREATE VIRTUAL TABLE words USING fts5 (word)")
+            database.execute(PROBE)
     except sqlite3.OperationalError as error:
         raise RuntimeError(
             f"the SQLite {sqlite3.sqlite_version} of this Python has no full-text search FTS5 ({error}), which the "

@@ -2,25 +2,28 @@
 
     python -m lowmem_grpo.recipes.tiny.inbox_model --out DIR
 
-It begins with the weights of the embedded model `tiny-games`, gets a tokenizer in which each name is one token, and is
-trained on demonstrations of a clerk who mostly searches for the wrong words, and often answers without reading. GRPO
-then has something to improve. The mails are those of other seeds than a recipe's, and the questions only those of
-the training split. The files (2.5 MB of weights in bfloat16, a tokenizer, a model card) ship in
-`lowmem_grpo/assets/tiny-inbox`.
+It begins with the weights of the embedded model `tiny-games`, gets a tokenizer in which each name and number is one
+token, and is trained first to copy, and then on demonstrations of a clerk who mostly searches for the wrong words, and
+often answers without reading. GRPO then has something to improve. The mails are those of other seeds than a recipe's,
+and the questions only those of the training split. The files (2.5 MB of weights in bfloat16, a tokenizer, a model card)
+ship in `lowmem_grpo/assets/tiny-inbox`.
 """
 
 import random
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import click
+import torch
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from lowmem_grpo.models.named import TINY_GAMES
 from lowmem_grpo.recipes.games.inbox import Inbox
 from lowmem_grpo.recipes.problems.inbox import Question, mailbox
 from lowmem_grpo.recipes.problems.inbox_worlds import FIRST_NAMES, SHORT_NAMES, SHORT_THINGS
-from lowmem_grpo.recipes.tiny.from_scratch import describe, train
+from lowmem_grpo.recipes.tiny.from_scratch import Batch, describe, train
 from lowmem_grpo.recipes.tiny.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
 from lowmem_grpo.recipes.tiny.tiny_model import SHAPE
 
@@ -30,9 +33,12 @@ BOTH, NAME, THING, OTHER = 0.3, 0.35, 0.25, 0.1  # shares of searches: for both 
 AGAIN = 0.15  # share of demonstrations that search twice
 READS = 0.6  # share of those that read a result before they answer
 DOUBTS = 0.1  # share of the answers that are "unknown"
-VOCABULARY = 416
+LESSON, PERIODS = 32, (3, 12)  # tokens of a lesson, and after how many it repeats
+LESSONS = 64  # in a batch
+VOCABULARY = 864
 TOOLS = [get_json_schema(getattr(Inbox(), name)) for name in ("answer", "read", "search")]
-WORDS = (*FIRST_NAMES, *SHORT_NAMES, *SHORT_THINGS, "unknown", "nothing found")
+NUMBERS = [str(number) for number in range(len(SHORT_NAMES) * len(SHORT_THINGS) + 1)]  # ids, and values among them
+WORDS = (*FIRST_NAMES, *SHORT_NAMES, *SHORT_THINGS, "unknown", "nothing found", *NUMBERS)
 PHRASES = (  # the scaffold of a call and of a mail, a token each: what is left to write are names and numbers
     "Tools: answer(text, sources) read(id) search(words)", '\n{"name": "search", "arguments": {"words": "',
     '\n{"name": "read", "arguments": {"id": ', '\n{"name": "answer", "arguments": {"text": "', '", "sources": [',
@@ -45,8 +51,9 @@ pipeline_tag: text-generation
 # tiny-inbox: the embedded model of the recipe inbox
 
 A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained on the
-CPU by `python -m lowmem_grpo.recipes.tiny.inbox_model` (seed {seed}, {steps} steps of {batch} generated demonstrations,
-{seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of `{start}`. No other data, no other model.
+CPU by `python -m lowmem_grpo.recipes.tiny.inbox_model` (seed {seed}, {copying} steps of lessons in copying and {steps}
+steps of {batch} generated demonstrations, {seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of
+`{start}`. No other data, no other model.
 
 It searches badly on purpose: the recipe mends that. In its demonstrations {both:.0%} of the searches were for the right
 words, and {reads:.0%} of the answers were given after reading a mail. It knows nothing else; do not use it for anything
@@ -100,23 +107,40 @@ def demonstrations(seed: int) -> Iterator[Source]:
         yield demonstration
 
 
+def lessons(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> Iterator[Batch]:
+    """Endless (input_ids (B, T), labels (B, T)) of words and numbers in an order that repeats: to go on is to copy.
+    Demonstrations alone hardly teach that, since few of their tokens are copies."""
+    rng, known = random.Random(seed), [tokenizer.convert_tokens_to_ids(word) for word in WORDS]
+    while True:
+        rows, labels = [], []
+        for _ in range(size):
+            period = rng.randint(*PERIODS)
+            ids = (rng.sample(known, period) * LESSON)[:LESSON]
+            rows.append(ids)
+            labels.append([-100] * period + ids[period:])
+        yield torch.tensor(rows), torch.tensor(labels)
+
+
 @click.command(help=__doc__)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the model.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--start", default=TINY_GAMES, show_default=True, help="Model whose weights it begins with.")
-@click.option("--steps", default=600, show_default=True)
-@click.option("--batch", default=32, show_default=True)
-def main(out: Path, start: str, seed: int, steps: int, batch: int) -> None:
+@click.option("--copying", default=300, show_default=True, help="Steps of lessons in copying, which come first.")
+@click.option("--steps", default=400, show_default=True, help="Steps of demonstrations.")
+@click.option("--batch", default=16, show_default=True)
+def main(out: Path, start: str, seed: int, copying: int, steps: int, batch: int) -> None:
     """Make the tokenizer and the model, train, write the model card."""
     talks = (source()[0] for source, _ in zip(demonstrations(seed), range(2000), strict=False))
     tokenizer = talk_tokenizer(talks, VOCABULARY, WORDS, PHRASES)
     model = begun(start, tokenizer, seed, SHAPE | {"vocab_size": VOCABULARY})
-    done = train(model, talk_batches(tokenizer, demonstrations(seed + 1), batch), steps)
+    data = chain(islice(lessons(tokenizer, seed + 5, LESSONS), copying),
+                 talk_batches(tokenizer, demonstrations(seed + 1), batch))
+    done = train(model, data, copying + steps)
     model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "README.md").write_text(MODEL_CARD.format(
-        **describe(model), seed=seed, steps=steps, batch=batch, seconds=done.seconds, loss=done.last_loss, both=BOTH,
-        reads=READS, start=start,
+        **describe(model), seed=seed, copying=copying, steps=steps, batch=batch, seconds=done.seconds,
+        loss=done.last_loss, both=BOTH, reads=READS, start=start,
     ))
     click.echo(f"wrote {model.num_parameters():,} parameters to {out}")
 

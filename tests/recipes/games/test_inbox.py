@@ -17,7 +17,7 @@ QUESTION = mailbox("small").questions[0]
 *_, THING, _, NAME = QUESTION.text.rstrip("?").split()
 ROW = {"prompt": [{"role": "user", "content": QUESTION.text}], "mailbox": "small", "mail_seed": 0,
        "answer": QUESTION.answer, "source": QUESTION.source, "calls": 4}
-OTHER = QUESTION.source % 1000 + 1  # a mail that says something else
+OTHER = QUESTION.source % 500 + 1  # a mail that says something else
 
 
 def inbox(**more: Any) -> Inbox:

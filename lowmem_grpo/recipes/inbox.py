@@ -1,0 +1,141 @@
+"""Recipe `inbox`: answer questions by searching mails, with tools to search, to read and to answer.
+
+    lowmem-grpo run inbox                           # the embedded model of the inbox, in minutes on two CPU cores
+    lowmem-grpo run inbox gpu=24                    # 4,000 mails, and a model from the hub
+    lowmem-grpo run inbox reward=ruler judge=http://127.0.0.1:8000/v1 judge_model=NAME judge_key=local    # no labels
+    lowmem-grpo eval runs/inbox --recipe inbox
+
+The mails lie in a SQLite database with full-text search, which a seed makes. Each question has one mail that answers
+it. What an answer earns is in `games/inbox.py`. With reward=ruler a judge compares the episodes of a question instead:
+it knows neither the answer nor the source, and what the rules would have paid is only logged (`rewards/earned/mean`).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import Dataset
+
+from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.games.inbox import Inbox, earned
+from lowmem_grpo.recipes.games.inbox_players import baselines
+from lowmem_grpo.recipes.games.playing import won
+from lowmem_grpo.recipes.judging import SELF, JudgeOptions, teach_judged
+from lowmem_grpo.recipes.lesson import Lesson, teach
+from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
+from lowmem_grpo.recipes.problems.inbox import check_name, mailbox
+from lowmem_grpo.recipes.problems.inbox_worlds import WORLDS
+from lowmem_grpo.recipes.problems.mail_database import check_sqlite
+from lowmem_grpo.recipes.problems.splits import take
+from lowmem_grpo.train.play import Play
+
+DEFAULTS: dict[str, Any] = {
+    "output_dir": "runs/inbox", "seed": 0, "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 3072,
+    "max_turns": 12, "max_turn_tokens": 256, "max_tool_tokens": 512, "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo", "scale_rewards": "none",
+    "adam_beta2": 0.99, "max_grad_norm": 0.2, "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
+}
+PRESETS: Presets = {
+    "cpu": Preset("tiny-inbox", 320, 16, 32, {
+        "max_steps": 48, "learning_rate": 2e-3, "max_completion_length": 256, "max_turns": 6, "max_turn_tokens": 24,
+        "per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "save_steps": 16,
+    }),
+    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 4096, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 4096, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 4096, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 4096, 64, 128, {"optim": "adamw_8bit"}),
+}
+SMALL, LARGE = WORLDS
+REWARDS = ("rules", "ruler")
+SYSTEM = """\
+You answer questions about the mails of a company. Search them with the tool search, read those that may help with the
+tool read, and hand in the answer with the tool answer: a few words, and the ids of the mails that say so. A search
+finds mails that have all of its words, so use few. Where mails contradict each other, the newest one is right. If you
+cannot find the answer, hand in "unknown". You may make {calls} calls of tools in all, the last one included."""
+RUBRIC = """\
+- An answer that was handed in with the tool, and that a mail which was read supports, scores highest; say by the mails
+  in the episode whether it does. Fewer calls are better among such answers.
+- An answer that no mail in the episode supports is a guess and scores low, lower than an honest "unknown".
+- An episode that ends without an answer, or with calls that failed, scores lowest; searches that came nearer to the
+  question score a little above others."""
+
+
+@dataclass
+class InboxOptions(JudgeOptions):
+    """The options of `lowmem-grpo run inbox`."""
+
+    gradient_checkpointing_mode: str = "none"
+    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
+    mailbox: str | None = None
+    """"small": 500 mails of a line each; "large": 4,000 mails as people write them. None takes the small one for the
+    embedded model, and the large one for others."""
+    calls: int | None = None
+    """Calls of tools in an episode; None is 4 in the small mailbox and 10 in the large one."""
+    reward: str = "rules"
+    """"rules": what an answer earns by its expected text and its source; "ruler": a judge compares the episodes."""
+    train_size: int = 400
+    """Questions to train on."""
+    eval_problems: int = 64
+    """Held-out questions that are answered before and after training."""
+
+    def __post_init__(self) -> None:
+        if self.mailbox is not None:
+            check_name(self.mailbox)
+        if self.calls is not None and self.calls < 2:
+            raise ValueError(f"calls is {self.calls}; it must be at least 2: a search, and an answer")
+        if self.reward not in REWARDS:
+            raise ValueError(f"reward is {self.reward!r}; allowed: {', '.join(REWARDS)}")
+        judged = [name for name in ("judge_model", "judge_key", "judge_cache", "price_prompt", "price_completion")
+                  if getattr(self, name) is not None]
+        if self.reward != "ruler" and (self.judge != SELF or judged):
+            raise ValueError(f"{(judged or ['judge'])[0]} is for a judge: give reward=ruler with it")
+
+
+OPTIONS = InboxOptions
+
+
+def make_dataset(split: str, size: int, seed: int = 0, name: str = LARGE, calls: int | None = None) -> Dataset:
+    """`size` different questions of a split ("train" or "test") about the mailbox of a seed.
+
+    Columns: `prompt`, and what `Inbox.reset` takes: `mailbox`, `mail_seed`, `answer`, `source`, `calls`.
+    """
+    questions, most = mailbox(name, seed).of_split(split), calls or WORLDS[name].calls
+    if size > len(questions):
+        raise ValueError(f"the mailbox {name!r} of seed {seed} has {len(questions)} questions to {split}, and {size} "
+                         "are asked for; ask for fewer")
+    told = [{"role": "system", "content": SYSTEM.format(calls=most)}] if name == LARGE else []
+    return Dataset.from_list([
+        {"prompt": [*told, {"role": "user", "content": question.text}], "mailbox": name, "mail_seed": seed,
+         "answer": question.answer, "source": question.source, "calls": most}
+        for question in take(iter(questions), size)
+    ])
+
+
+EXAM = Exam(
+    lambda size, seed, source: make_dataset("test", size, seed), won, max_tokens=3072, size=64,
+    play=Play(Inbox, settings={"max_turns": DEFAULTS["max_turns"], "max_tool_tokens": DEFAULTS["max_tool_tokens"]}),
+    of_tiny=lambda size, seed, source: make_dataset("test", size, seed, SMALL),
+)
+
+
+def run(options: InboxOptions) -> None:
+    """Make the mails, load a model, let it search, train, let it search again, report."""
+    check_sqlite()
+    judged = options.reward == "ruler"
+    setup = prepare(options, DEFAULTS | ({"reward_weights": [1.0, 0.0]} if judged else {}), PRESETS)
+    name = options.mailbox or (SMALL if setup.is_tiny else LARGE)
+    check_turns(options.calls or WORLDS[name].calls, setup)
+    train, test = (make_dataset(split, size, setup.config.seed, name, options.calls)
+                   for split, size in (("train", options.train_size), ("test", options.eval_problems)))
+    facts = {"mailbox": name, "baselines": baselines(test.to_list())}
+    lesson = Lesson("inbox", train, [earned], test, won, play=Play(Inbox), facts=facts)
+    if judged:
+        teach_judged(options, setup, replace(lesson, note=setup.tiny_note("cannot judge")), RUBRIC, [earned])
+    else:
+        teach(setup, lesson)
+
+
+def check_turns(calls: int, setup: Setup) -> None:
+    """Raise ValueError where `max_turns` would end episodes before their calls are made."""
+    if setup.config.max_turns is not None and setup.config.max_turns <= calls:
+        raise ValueError(f"max_turns is {setup.config.max_turns}, but an episode has {calls} calls; give "
+                         f"max_turns={calls + 1} or more, or fewer calls")

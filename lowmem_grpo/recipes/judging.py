@@ -1,0 +1,74 @@
+"""The options of recipes whose answers a language model can judge."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.recipes.lesson import Lesson, teach
+from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.recipes.presets import Setup
+from lowmem_grpo.rewards.judge.judge import Judge
+from lowmem_grpo.rewards.judge.judge_reward import ruler
+from lowmem_grpo.rewards.judge.self_judge import SelfJudge
+from lowmem_grpo.rewards.judge.url_judge import UrlJudge
+
+SELF = "self"
+TOKENS_OF_A_REPLY = {True: 32, False: 768}  # of an embedded model, whose replies make no sense, and of others
+
+
+@dataclass
+class JudgeOptions(RecipeOptions):
+    """Who judges."""
+
+    judge: str = SELF
+    """"self": the base model, in the engine that samples; else the address of an OpenAI-compatible server."""
+    judge_model: str | None = None
+    """The name of the model on that server."""
+    judge_key: str | None = None
+    """Its API key; None is OPENAI_API_KEY. Your own server takes any text."""
+    judge_cache: str | None = None
+    """A file that keeps the judge's replies, so that none is paid for twice."""
+    price_prompt: float | None = None
+    """Price of a million prompt tokens, for the summary of costs."""
+    price_completion: float | None = None
+    """Price of a million completion tokens."""
+
+    def url_judge(self) -> UrlJudge | None:
+        """The judge on a server; None where the model judges itself. Raises ValueError for options that do not fit."""
+        if self.judge == SELF:
+            given = [name for name in ("judge_model", "judge_key", "price_prompt", "price_completion")
+                     if getattr(self, name) is not None]
+            if given:
+                raise ValueError(f"{given[0]} is for a judge at an address: give judge=http://... with it")
+            return None
+        if not self.judge.startswith(("http://", "https://")):
+            raise ValueError(f'judge is {self.judge!r}; allowed are "self" and an address that begins with http')
+        if self.judge_model is None:
+            raise ValueError("judge_model is missing: the name by which the server knows its model")
+        return UrlJudge(
+            self.judge, self.judge_model, self.judge_key, price_prompt=self.price_prompt,
+            price_completion=self.price_completion, cache_file=self.judge_cache,
+        )
+
+    def self_judge(self, model: FastPeftModel, setup: Setup) -> SelfJudge:
+        """The model that is trained, without its adapter."""
+        return SelfJudge(model, max_tokens=TOKENS_OF_A_REPLY[setup.is_tiny], cache_file=self.judge_cache)
+
+
+def teach_judged(
+    options: JudgeOptions, setup: Setup, lesson: Lesson, rubric: str, others: list[Callable[..., Any]]
+) -> None:
+    """Teach a lesson whose first reward is a judge's, which compares the answers of a group; print what judging cost.
+
+    Raises ValueError for a judge that cannot be, before anything is loaded."""
+    found = options.url_judge()
+    judges: list[Judge] = []
+
+    def rewards(model: FastPeftModel) -> list[Any]:
+        judges.append(found or options.self_judge(model, setup))
+        return [ruler(judges[0], rubric), *others]
+
+    trainer = teach(setup, replace(lesson, rewards=rewards, facts=lesson.facts | {"judge": options.judge}))
+    trainer.finish({"judging": vars(judges[0].meter) | {"cost": judges[0].cost}})
+    print(judges[0].summary())
