@@ -16,7 +16,7 @@ from typing import Any
 from datasets import Dataset
 
 from lowmem_grpo.recipes.exam import Exam
-from lowmem_grpo.recipes.games.inbox import Inbox, earned
+from lowmem_grpo.recipes.games.inbox import UNKNOWN, WRONG, Inbox, earned
 from lowmem_grpo.recipes.games.inbox_players import baselines
 from lowmem_grpo.recipes.games.playing import won
 from lowmem_grpo.recipes.judging import SELF, JudgeOptions, teach_judged
@@ -45,6 +45,7 @@ PRESETS: Presets = {
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 4096, 64, 128, {"optim": "adamw_8bit"}),
 }
 SMALL, LARGE = WORLDS
+DOUBT = {SMALL: WRONG, LARGE: UNKNOWN}  # what "unknown" earns; see docs/recipes/inbox.md on the small one
 REWARDS = ("rules", "ruler")
 SYSTEM = """\
 You answer questions about the mails of a company. Search them with the tool search, read those that may help with the
@@ -96,7 +97,7 @@ OPTIONS = InboxOptions
 def make_dataset(split: str, size: int, seed: int = 0, name: str = LARGE, calls: int | None = None) -> Dataset:
     """`size` different questions of a split ("train" or "test") about the mailbox of a seed.
 
-    Columns: `prompt`, and what `Inbox.reset` takes: `mailbox`, `mail_seed`, `answer`, `source`, `calls`.
+    Columns: `prompt`, and what `Inbox.reset` takes: `mailbox`, `mail_seed`, `answer`, `source`, `calls` and `unknown`.
     """
     questions, most = mailbox(name, seed).of_split(split), calls or WORLDS[name].calls
     if size > len(questions):
@@ -105,7 +106,7 @@ def make_dataset(split: str, size: int, seed: int = 0, name: str = LARGE, calls:
     told = [{"role": "system", "content": SYSTEM.format(calls=most)}] if name == LARGE else []
     return Dataset.from_list([
         {"prompt": [*told, {"role": "user", "content": question.text}], "mailbox": name, "mail_seed": seed,
-         "answer": question.answer, "source": question.source, "calls": most}
+         "answer": question.answer, "source": question.source, "calls": most, "unknown": DOUBT[name]}
         for question in take(iter(questions), size)
     ])
 

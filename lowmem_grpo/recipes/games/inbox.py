@@ -9,7 +9,7 @@ from lowmem_grpo.recipes.problems.inbox_worlds import FIRST_NAMES, LAST_NAMES, W
 from lowmem_grpo.recipes.problems.mail_database import Hit, database_of
 
 NO_ANSWER, WRONG, UNKNOWN, RIGHT = -2.0, -1.0, 0.0, 1.0  # what an episode earns at least
-FOUND, READ, CITED, SAVED = 0.1, 0.1, 0.2, 0.5  # what it earns beside that; SAVED for all calls, in a right answer only
+FOUND, READ, CITED, SAVED = 0.2, 0.2, 0.2, 0.3  # what it earns beside that; SAVED for all calls, in a right answer only
 MOST_SOURCES = 3  # an answer that names more names none
 NOT_KNOWN = re.compile(r"(?i)(unknown|not known|.*\b(don.?t|do not|cannot|can.?t) (know|find|tell)\b.*)")
 PEOPLE = frozenset(name.casefold() for name in (*FIRST_NAMES, *LAST_NAMES))
@@ -19,12 +19,13 @@ class Inbox:
     """An environment whose public methods are the policy's tools. A row has the answer and the source of a question."""
 
     def reset(self, mailbox: str, mail_seed: int, answer: str, source: int, calls: int | None = None,
-              **row: object) -> None:
-        """Open the mailbox of a row. `calls` are those of tools that may be made; None takes the mailbox's own."""
+              unknown: float = UNKNOWN, **row: object) -> None:
+        """Open the mailbox of a row. `calls` are those of tools that may be made; None takes the mailbox's own.
+        `unknown` is what the answer "unknown" earns at least."""
         check_name(mailbox)
         self.world = WORLDS[mailbox]
         self._database = database_of(mailbox, mail_seed)
-        self.expected, self.source = answer, source
+        self.expected, self.source, self.unknown = answer, source, unknown
         self.most = self.left = self.world.calls if calls is None else calls
         self.given: str | None = None  # the answer of the policy
         self.seen: set[int] = set()  # mails that a search found
@@ -90,7 +91,7 @@ class Inbox:
             return NO_ANSWER + self.progress
         if self.right:
             return RIGHT + self.progress + SAVED * max(self.left, 0) / self.most
-        return (UNKNOWN if NOT_KNOWN.fullmatch(self.given.strip().rstrip(".")) else WRONG) + self.progress
+        return (self.unknown if NOT_KNOWN.fullmatch(self.given.strip().rstrip(".")) else WRONG) + self.progress
 
 
 def line(hit: Hit) -> str:

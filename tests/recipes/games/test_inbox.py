@@ -46,19 +46,19 @@ SEARCH, READ = ("search", f"{THING} {NAME}"), ("read", QUESTION.source)
 
 @pytest.mark.parametrize(("calls", "pay"), [
     ([], -2.0),
-    ([SEARCH], -1.9),
-    ([SEARCH, READ], -1.8),
+    ([SEARCH], -1.8),
+    ([SEARCH, READ], -1.6),
     ([("answer", BAD, [])], -1.0),
-    ([SEARCH, ("answer", BAD, [])], -0.9),
-    ([SEARCH, READ, ("answer", BAD, [QUESTION.source])], -0.6),
-    ([SEARCH, READ, ("answer", BAD, [OTHER])], -0.8),
+    ([SEARCH, ("answer", BAD, [])], -0.8),
+    ([SEARCH, READ, ("answer", BAD, [QUESTION.source])], -0.4),
+    ([SEARCH, READ, ("answer", BAD, [OTHER])], -0.6),
     ([("answer", "unknown", [])], 0.0),
-    ([SEARCH, READ, ("answer", "I don't know.", [QUESTION.source])], 0.4),
-    ([("answer", GOOD, [])], 1.375),
-    ([SEARCH, READ, ("answer", GOOD, [QUESTION.source])], 1.525),
-    ([SEARCH, READ, ("answer", GOOD, [QUESTION.source, OTHER])], 1.525),
-    ([SEARCH, READ, ("answer", GOOD, [QUESTION.source, 1, 2, 3, 4])], 1.325),
-    ([SEARCH, READ, READ, ("answer", GOOD, [QUESTION.source])], 1.4),
+    ([SEARCH, READ, ("answer", "I don't know.", [QUESTION.source])], 0.6),
+    ([("answer", GOOD, [])], 1.225),
+    ([SEARCH, READ, ("answer", GOOD, [QUESTION.source])], 1.675),
+    ([SEARCH, READ, ("answer", GOOD, [QUESTION.source, OTHER])], 1.675),
+    ([SEARCH, READ, ("answer", GOOD, [QUESTION.source, 1, 2, 3, 4])], 1.475),
+    ([SEARCH, READ, READ, ("answer", GOOD, [QUESTION.source])], 1.6),
 ])
 def test_an_episode_earns_what_its_band_says(calls: list[Any], pay: float) -> None:
     made = inbox()
@@ -114,13 +114,13 @@ def test_an_answer_ends_the_episode_without_another_turn() -> None:
     says = in_turns(call("search", words=SEARCH[1]), call("read", id=QUESTION.source),
                     call("answer", text=GOOD, sources=[QUESTION.source]))
     [[one]] = played(says, [ROW], Inbox, n=1)
-    assert one.ending == "done" and len(one.turns) == 3 and one.environment.earned == pytest.approx(1.525)
+    assert one.ending == "done" and len(one.turns) == 3 and one.environment.earned == pytest.approx(1.675)
     assert [turn.failures for turn in one.turns] == [0, 0, 0]
 
 
 def test_an_episode_ends_with_its_calls() -> None:
     [[one]] = played(lambda prompt: call("search", words="Falcon"), [ROW], Inbox, n=1)
-    assert one.ending == "done" and len(one.turns) == 4 and one.environment.earned == -2.0 + 0.1 * (NAME == "Falcon")
+    assert one.ending == "done" and len(one.turns) == 4 and one.environment.earned == -2.0 + 0.2 * (NAME == "Falcon")
 
 
 @pytest.mark.parametrize(("broken", "told"), [
@@ -151,7 +151,7 @@ def test_the_keyword_player_answers_every_question_and_a_random_one_hardly_any(n
     assert found["keywords"] == 1.0 and found["random"] < 0.1 and baselines(rows) == found
     for row in rows[:20]:
         played_well = asked(PLAYERS["keywords"], row)
-        assert played_well.sources == [row["source"]] and played_well.left >= 0 and played_well.earned > 1.4
+        assert played_well.sources == [row["source"]] and played_well.left >= 0 and played_well.earned > 1.5
 
 
 def test_a_question_that_nobody_generated_is_refused() -> None:
