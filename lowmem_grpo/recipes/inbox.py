@@ -45,7 +45,7 @@ PRESETS: Presets = {
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 4096, 64, 128, {"optim": "adamw_8bit"}),
 }
 SMALL, LARGE = WORLDS
-DOUBT = {SMALL: WRONG, LARGE: UNKNOWN}  # what "unknown" earns; see docs/recipes/inbox.md on the small one
+DOUBT = {SMALL: WRONG, LARGE: UNKNOWN}  # what "unknown" earns: a bad model would say only that
 REWARDS = ("rules", "ruler")
 SYSTEM = """\
 You answer questions about the mails of a company. Search them with the tool search, read those that may help with the

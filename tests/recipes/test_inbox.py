@@ -45,7 +45,12 @@ def test_a_row_has_what_the_inbox_takes_and_the_splits_share_no_question(name: s
     rows = {split: make_dataset(split, 50, 1, name).to_list() for split in ("train", "test")}
     asked = {split: {row["prompt"][-1]["content"] for row in given} for split, given in rows.items()}
     assert len(asked["train"]) == len(asked["test"]) == 50 and not asked["train"] & asked["test"]
-    assert all(set(row) == {"prompt", "mailbox", "mail_seed", "answer", "source", "calls", "unknown"} for row in rows["train"])
+    columns = {"prompt", "mailbox", "mail_seed", "answer", "source", "calls", "unknown"}
+    assert all(set(row) == columns for row in rows["train"])
+    doubted = Inbox()
+    doubted.reset(**rows["test"][0])
+    doubted.answer("unknown", [])
+    assert doubted.earned == (0.0 if name == "large" else -1.0)
     for row in rows["test"]:
         inbox = Inbox()
         inbox.reset(**row)
