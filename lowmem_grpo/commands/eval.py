@@ -206,7 +206,8 @@ def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str,
         raise ValueError(f"the recipe {chosen['recipe']!r} makes its own problems; leave --dataset out, or --recipe")
     size = chosen["limit"] or exam.size
     rows = rows_of(exam.problems_of(subject.model)(size, chosen["seed"], chosen["dataset"]), size)
-    return rows, [exam.right, *functions], chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens, exam.play
+    longest = chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens_of(subject.model)
+    return rows, [exam.right, *functions], longest, exam.play
 
 
 def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any, Any]:

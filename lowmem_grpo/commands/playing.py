@@ -38,7 +38,7 @@ def play(
     if you == "against":
         played = against(played, recipe)
     name = model or base_of(adapter) or preset_of(recipe).model
-    params = replace(params, max_tokens=longest or exam.max_tokens)
+    params = replace(params, max_tokens=longest or exam.max_tokens_of(name))
     seed = random.getrandbits(30) if params.seed is None else params.seed
     row = task(exam, name, seed)
     loaded, request = load(name, adapter, load_in_4bit, max(CONTEXT, 2 * params.max_tokens))

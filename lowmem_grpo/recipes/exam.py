@@ -26,10 +26,16 @@ class Exam:
     """How an episode is played, where an answer takes several turns."""
     of_tiny: Callable[[int, int, str | None], Any] | None = None
     """The problems for an embedded model, where it is trained on others."""
+    tiny_max_tokens: int | None = None
+    """`max_tokens` of an embedded model, where it is less."""
 
     def problems_of(self, model: str) -> Callable[[int, int, str | None], Any]:
         """The problems for a model, given its name."""
         return self.of_tiny if self.of_tiny is not None and model in EMBEDDED else self.problems
+
+    def max_tokens_of(self, model: str) -> int:
+        """Tokens of an answer of a model, given its name."""
+        return self.tiny_max_tokens if self.tiny_max_tokens is not None and model in EMBEDDED else self.max_tokens
 
 
 def find_exam(recipe: str) -> Exam:

@@ -114,7 +114,7 @@ def make_dataset(split: str, size: int, seed: int = 0, name: str = LARGE, calls:
 EXAM = Exam(
     lambda size, seed, source: make_dataset("test", size, seed), won, max_tokens=3072, size=64,
     play=Play(Inbox, settings={"max_turns": DEFAULTS["max_turns"], "max_tool_tokens": DEFAULTS["max_tool_tokens"]}),
-    of_tiny=lambda size, seed, source: make_dataset("test", size, seed, SMALL),
+    of_tiny=lambda size, seed, source: make_dataset("test", size, seed, SMALL), tiny_max_tokens=256,
 )
 
 
