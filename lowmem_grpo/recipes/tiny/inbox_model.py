@@ -110,7 +110,8 @@ def demonstrations(seed: int) -> Iterator[Source]:
 def lessons(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> Iterator[Batch]:
     """Endless (input_ids (B, T), labels (B, T)) of words and numbers in an order that repeats: to go on is to copy.
     Demonstrations alone hardly teach that, since few of their tokens are copies."""
-    rng, known = random.Random(seed), [tokenizer.convert_tokens_to_ids(word) for word in WORDS]
+    vocabulary = tokenizer.get_vocab()
+    rng, known = random.Random(seed), [vocabulary[word] for word in WORDS]
     while True:
         rows, labels = [], []
         for _ in range(size):
