@@ -65,6 +65,21 @@ PROMISED = {
          "finished: False", "not exported: .*never finished .*--unfinished", "from the checkpoint-2 of a run"],
         samples=1,
     ),
+    "your_first_agent": Shows(
+        [{"Reward", "Groups with signal"}],
+        ["what it uses: tiny-games .no card here: the CPU", "you: 16\nenvironment: .'higher: 17 to 32'",
+         "'unreadable', -1.0", "user: Guess my number", r"model: \d+", r"\d turns, found: ", r"before: found \d+% of 128 numbers", "10 steps",
+         r"model: \d+", r"after: found \d+% of 128 numbers", r"turn 1: '\d+' -> \['", "3 steps with a tool",
+         "tool calculate: 252", "calls: 1 right: "],
+    ),
+    "bring_your_agent": Shows(
+        [{"Reward", "Groups with signal"}],
+        ["what it uses: tiny-games .no card here: the CPU", "model guesser at step 0",
+         r"step 1: mean reward -?[\d.]+ of 64", r"step 3: mean reward -?[\d.]+ of 64", "user: Guess my number",
+         r"assistant: \d+", "reward: ", "step 4 was trained on 16 trajectories of a client over HTTP",
+         r"scores \[0\.\d+, ", "judge few turns: 4 calls .*, 0 failed", "step 5 was trained on judged", "checkpoint-5",
+         "metrics.jsonl", "report.html"],
+    ),
 }
 
 
