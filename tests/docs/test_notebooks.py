@@ -68,7 +68,8 @@ PROMISED = {
     "your_first_agent": Shows(
         [{"Reward", "Groups with signal"}],
         ["what it uses: tiny-games .no card here: the CPU", "you: 16\nenvironment: .'higher: 17 to 32'",
-         "'unreadable', -1.0", "user: Guess my number", r"model: \d+", r"\d turns, found: ", r"before: found \d+% of 128 numbers", "10 steps",
+         "'unreadable', -1.0", "user: Guess my number", r"model: \d+", r"\d turns, found: ",
+         r"before: found \d+% of 128 numbers", "10 steps",
          r"model: \d+", r"after: found \d+% of 128 numbers", r"turn 1: '\d+' -> \['", "3 steps with a tool",
          "tool calculate: 252", "calls: 1 right: "],
     ),
