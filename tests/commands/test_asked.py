@@ -31,7 +31,7 @@ WRONG = {  # command line: words of the refusal
     "run gsm8k dataset=nobody/nothing": "no dataset 'nobody/nothing': it is not in the cache",
     "eval tiny --dataset nobody/nothing --reward number_match": "no dataset 'nobody/nothing': it is not in the cache",
     "run code seconds=soon": "seconds='soon': Input should be a valid number",
-    "generate": "Missing argument 'PROMPT'",
+    "generate": "give a PROMPT to answer",
     "generate hi --model ../nowhere": "no model '../nowhere': there is no such folder",
     "generate hi --adapter /no/such": "/no/such is not a folder",
     "generate hi --temperature -1": "temperature is -1.0; it must be 0 or above",
