@@ -130,7 +130,7 @@ def test_a_report_is_remade_from_the_records(tmp_path: Path) -> None:
     (["generate", "hi", "--max-tokens", "0"], 1, "max_tokens is 0; it must be a whole number, at least 1"),
     (["generate", "hi", "--temperature", "warm"], 2, "'warm' is not a valid float"),
     (["generate", "x" * 4000], 1, "leaves no room in a context of 2048"),
-    (["generate"], 2, "Missing argument 'PROMPT'"),
+    (["generate"], 2, "give a PROMPT to answer"),
     (["report", "nowhere"], 2, "'nowhere' does not exist"), (["report", "."], 1, "expected the folder of a run"),
     (["run", "arithmetic", "max_stepz=1"], 2, "did you mean max_steps"),
     (["run", "arithmetic", "num_generations=1"], 1, "num_generations is 1"),

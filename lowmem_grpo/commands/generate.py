@@ -21,7 +21,7 @@ MAX_TOKENS = 256
 @click.option("--adapter", type=click.Path(path_type=Path), help="Folder of a saved adapter, a run or a checkpoint.")
 @click.option("-n", "--samples", default=1, show_default=True, help="Number of answers.")
 @click.option("--temperature", default=1.0, show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer, or longest episode.  [default: "
+@click.option("--max-tokens", type=int, help="Longest answer, or longest episode.  [default: "
               f"{MAX_TOKENS}, or that of the recipe]")
 @click.option("--seed", type=int, default=None)
 @click.option("--load-in-4bit", is_flag=True)
@@ -41,7 +41,8 @@ def generate(
         from lowmem_grpo.recipes.recipe_file import unknown_recipe
 
         longest = sampling.pop("max_tokens")
-        params = SamplingParams(n=sampling.pop("samples"), max_tokens=longest or MAX_TOKENS, **sampling)
+        params = SamplingParams(n=sampling.pop("samples"), max_tokens=MAX_TOKENS if longest is None else longest,
+                                **sampling)
         if recipe and (problem := unknown_recipe(recipe)):
             raise ValueError(problem)
         check_model(model)
