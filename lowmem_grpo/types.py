@@ -34,7 +34,6 @@ class Turn:
     text: str = ""  # decoded, special tokens left out
     policy_version: int = 0
     cached_tokens: int = 0  # of the prompt, which the engine did not compute again
-    exact: bool = True  # False: drawn at another temperature than the run's, or from a part of the vocabulary
     message: Message = field(default_factory=dict)  # the assistant's, with the tool calls that were read from it
     replies: list[Message] = field(default_factory=list)  # of tools and of the environment, before the next turn
     reward: float | None = None  # that the environment paid for this turn
@@ -42,6 +41,7 @@ class Turn:
     calls: int = 0  # of tools
     failures: int = 0  # calls that could not be read, or failed
     seconds: float = 0.0  # that its tools and its environment took
+    exact: bool = True  # False: drawn at another temperature than the run's, or from a part of the vocabulary
 
 
 @dataclass(frozen=True)

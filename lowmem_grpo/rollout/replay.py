@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 FLOATS, INTEGERS, FLAGS = "d", "i", "b"  # of 8, 4 and 1 bytes: every value comes back as it was
 KINDS = (INTEGERS, INTEGERS, FLOATS)  # of a turn's prompt, completion and log-probabilities
 OF_TURN = ("finish_reason", "text", "policy_version", "cached_tokens", "message", "replies", "reward", "state", "calls",
-           "failures", "seconds")
+           "failures", "seconds", "exact")
 
 
 class ReplayBuffer:
@@ -159,7 +159,7 @@ def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
     splits = [[one.start, None if one.prompt_ids is None else pack(INTEGERS, one.prompt_ids)] for one in rollout.splits]
     trained = None if rollout.trained is None else pack(FLAGS, rollout.trained)
     return {"trained": trained, "splits": splits, "turns": turns, "ending": rollout.ending,
-            "opening": rollout.opening}
+            "opening": rollout.opening, "asked": rollout.asked, "unread": rollout.unread}
 
 
 def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any]) -> None:
@@ -170,11 +170,12 @@ def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any
     rollout.trained = None if trained is None else [bool(flag) for flag in unpack(FLAGS, trained)]
     rollout.splits = [Split(start, None if ids is None else unpack(INTEGERS, ids)) for start, ids in saved["splits"]]
     rollout.ending, rollout.opening, before = saved["ending"], saved["opening"], 0
+    rollout.asked, rollout.unread = saved.get("asked", 0), saved.get("unread", 0)  # of older checkpoints: none
     for turn in saved["turns"]:
         numbers: Any = numbers_of_turn(rollout, prompt_ids, before, turn["tokens"])
         if turn["numbers"] is not None:
             numbers = [unpack(kind, text) for kind, text in zip(KINDS, turn["numbers"], strict=True)]
-        rollout.turns.append(Turn(*numbers, **{name: turn[name] for name in OF_TURN}))
+        rollout.turns.append(Turn(*numbers, **{name: turn[name] for name in OF_TURN if name in turn}))
         before += turn["tokens"]
 
 
