@@ -1,12 +1,10 @@
 """2048 keeps its rules, pays what it promises, shows the last board only; known players do as is known."""
 
 import random
-from typing import Any
 
 import pytest
 
 from lowmem_grpo.environments import Anew
-from lowmem_grpo.recipes.game2048 import Game2048Options
 from lowmem_grpo.recipes.games.game2048 import (
     MOVES,
     PLAYERS,
@@ -113,17 +111,3 @@ def test_a_seed_repeats_its_game_and_a_row_may_name_the_board() -> None:
 def test_known_players_do_as_well_as_is_known(size: Size, expected: dict[str, float]) -> None:
     found = baselines(Game2048(size), PLAYERS, [{"seed": seed} for seed in range(700)])
     assert {name: share * 100 for name, share in found.items()} == pytest.approx(expected, abs=6)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"side": 5}, "side is 5; it must be 3 or 4"), ({"goal": 50}, "goal is 50; it must be 8, 16, 32"),
-    ({"moves": 0}, "moves is 0; it must be at least 1"),
-])
-def test_a_board_that_cannot_be_played_on_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Game2048Options(**options)
-
-
-def test_the_embedded_model_plays_on_a_smaller_board_than_others() -> None:
-    assert (Game2048Options().size(tiny=True), Game2048Options().size(tiny=False)) == (SIZES[3], SIZES[4])
-    assert Game2048Options(side=4, goal=512).size(tiny=True) == Size(4, 512, 250)

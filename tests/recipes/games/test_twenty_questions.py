@@ -14,7 +14,6 @@ from lowmem_grpo.recipes.games.twenty_questions import (
     THINGS,
     WORLDS,
     TwentyQuestions,
-    World,
     about,
     answered_truly,
     guess_in,
@@ -24,7 +23,6 @@ from lowmem_grpo.recipes.games.twenty_questions import (
     truthful,
     yes_or_no,
 )
-from lowmem_grpo.recipes.twenty_questions import TwentyQuestionsOptions
 
 
 def game_of(thing: str) -> TwentyQuestions:
@@ -135,18 +133,3 @@ def test_a_player_asks_within_the_rules() -> None:
             reply = player(game, rng)
             assert guess_in(reply) in TABLE or reply in map(question_of, PROPERTIES)
             game.step(reply)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"world": "tiny"}, "world is 'tiny'; it must be small or large"),
-    ({"turns": 0}, "turns is 0; it must be at least 1"),
-])
-def test_a_game_that_cannot_be_played_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TwentyQuestionsOptions(**options)
-
-
-def test_the_embedded_model_plays_in_a_smaller_world_than_others() -> None:
-    assert (TwentyQuestionsOptions().chosen(tiny=True), TwentyQuestionsOptions().chosen(tiny=False)) == \
-        (WORLDS["small"], WORLDS["large"])
-    assert TwentyQuestionsOptions(turns=4).chosen(tiny=True) == World(tuple(TABLE), 4, known=True)
