@@ -31,7 +31,7 @@ FIELDS: dict[tuple[str, str], list[str]] = {
         "model", "quantization", "load_format", "dtype", "model_impl", "max_model_len", "max_num_seqs",
         "kv_cache_memory_bytes", "enforce_eager", "compilation_config", "enable_sleep_mode", "enable_prefix_caching",
         "logprobs_mode", "generation_config", "disable_log_stats", "gpu_memory_utilization", "enable_chunked_prefill",
-        "max_num_batched_tokens",
+        "max_num_batched_tokens", "block_size",
     ],
     ("vllm.sampling_params", "SamplingParams"): [
         "n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos",
@@ -68,7 +68,7 @@ def test_settings_and_results_have_the_fields_that_are_used(module: str, owner: 
 
 def test_every_option_of_llm_is_in_the_table_above() -> None:
     card = SimpleNamespace(head=SimpleNamespace(weight=torch.empty(0)), device=torch.device("cpu"))
-    used = llm_options(card, 512, "name", SimpleNamespace(cache=1 << 20, seqs=8), False, True)  # type: ignore[arg-type]
+    used = llm_options(card, 512, "name", SimpleNamespace(cache=1 << 20, seqs=8, block=None), False, True)  # type: ignore[arg-type]
     (settings,) = settings_of(SamplingParams(), [5], [0], [2], dict)
     table = {owner: set(names) for (_, owner), names in FIELDS.items()}
     assert set(used) | {"model", "gpu_memory_utilization"} == table["EngineArgs"]
