@@ -34,6 +34,7 @@ YIELDED: ContextVar[list[Trajectory] | None] = ContextVar("lowmem_grpo_yielded",
 
 @contextmanager
 def set_to(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Inside, the variable has this value; afterwards it is as before."""
     token = variable.set(value)
     try:
         yield

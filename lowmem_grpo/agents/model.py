@@ -263,6 +263,7 @@ def groups_of(given: Any) -> list[TrajectoryGroup]:
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, where `new` wins; mappings that both have are merged in the same way."""
     both = {name: merge(old[name], value) for name, value in new.items()
             if isinstance(value, Mapping) and isinstance(old.get(name), Mapping)}
     return {**old, **new, **both}

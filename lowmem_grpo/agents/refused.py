@@ -58,4 +58,5 @@ def refuse(owner: str, name: str, names: dict[str, str]) -> None:
 
 
 def refused(owner: str, name: str, fix: str) -> NoReturn:
+    """Raise UnsupportedError for a name of ART that is not here, with what to do."""
     raise UnsupportedError(f"{owner} has no {name}. {fix}")

@@ -86,6 +86,7 @@ async def ruler_score_group(
 
 
 def rewarded(trajectory: Trajectory, score: TrajectoryScore) -> Trajectory:
+    """A copy with the judge's score as its reward; the former one is kept in `metrics`."""
     metrics = {**trajectory.metrics, "independent_reward": trajectory.reward, "ruler_score": score.score}
     logs = [*trajectory.logs, f"RULER: {score.explanation}"]
     return trajectory.model_copy(update={"reward": score.score, "metrics": metrics, "logs": logs})
@@ -144,4 +145,5 @@ def tools_of(trajectories: Sequence[Trajectory]) -> str:
 
 
 def told(tools: list[dict[str, Any]] | None) -> str:
+    """The tools as the judge reads them; empty where there are none."""
     return "\n".join([TOOLS, *map(as_line, tools)]) if tools else ""

@@ -140,6 +140,7 @@ def possible(board: Board) -> list[str]:
 
 
 def largest(board: Board) -> int:
+    """The largest tile."""
     return max(max(row) for row in board)
 
 
