@@ -7,13 +7,14 @@
 a session of its own. Each message has a word that no other request has. `lost` counts calls without a reply; `mixed`
 replies and prompts with another request's word, or without their own; `inexact` turns whose trained tokens or
 log-probabilities are not those that the engine drew, by a record made in the engine. `memory_ratio` is the resident
-memory in the last quarter of the calls over that in the first, median over median.
+memory in the last quarter of the calls over that in the first, median over median; one conversation of each client goes
+before, in which caches and threads are made, and is checked like the others but not among the calls.
 """
 
-import itertools
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from bench.agents.engines import WORD, Echo, Recorded, mark
 from bench.common import options, tables
 from bench.common.rows import append_row, machine
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.agents.serve import AgentEndpoint
+from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.trajectories import Trajectory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.from_turns import rollout_of
@@ -77,16 +78,23 @@ def flood(engine: str, clients: int, calls: int, turns: int, tokens: int = 24) -
     record = Recorded(Echo(tokenizer) if engine == "echo" else model.engine(Policy(model.inner), tokenizer))
     desk = Desk(model, tokenizer, engine=record)  # type: ignore[arg-type]
     chat = Chat(desk, tokenizer, lambda: {"agent": LIVE}, max_turn_tokens=tokens if engine == "model" else None)
-    found, numbers, client = Flood(), itertools.count(), openai.OpenAI(base_url="http://127.0.0.1:1", api_key="-")
+    found, client = Flood(), openai.OpenAI(base_url="http://127.0.0.1:1", api_key="-")
     with AgentEndpoint(chat, owned=[desk.close]) as endpoint, ThreadPoolExecutor(clients) as pool:
-        def work() -> None:
-            while (number := next(numbers)) * turns < calls:
+        def work(numbers: Iterator[int]) -> None:
+            for number in numbers:
                 converse(endpoint, client, number, turns, found, record, engine == "echo")
 
-        start = time.perf_counter()
-        for worker in [pool.submit(work) for _ in range(clients)]:
-            worker.result()
-        wall = time.perf_counter() - start
+        def rush(first: int, last: int) -> float:
+            numbers, start = iter(range(first, last)), time.perf_counter()
+            for worker in [pool.submit(work, numbers) for _ in range(clients)]:
+                worker.result()
+            return time.perf_counter() - start
+
+        talks = -(-calls // turns)
+        rush(talks, talks + clients)  # every place of the engine has been used, and every thread has run
+        found.seconds.clear()
+        found.memory.clear()
+        wall = rush(0, talks)
     left = sum(record.drawn.values())
     return {
         "engine": engine, "clients": clients, "calls": len(found.seconds), "turns": turns, "lost": found.lost,

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections import Counter
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,16 @@ import nbformat
 from IPython.core.interactiveshell import InteractiveShell
 
 from bench.agents.rules import rewritten
+from bench.common.long_copy import long_copy
 
-TINY = files("lowmem_grpo") / "assets" / "tiny-games"
 STAND_INS = Path(__file__).parent / "stand_ins"
-CONTEXT = 32768  # tokens; programs ask for more than the tiny model's own 2,048
 
 
 def main(examples: str, file: str, folder: str) -> None:
     """Run a program or notebook of the folder of examples in a copy of its own, and say how far it came."""
     home = Path(folder) / "examples"
     shutil.copytree(Path(examples) / Path(file).parent, home / Path(file).parent, dirs_exist_ok=True)
-    model = small_model(Path(folder) / "tiny")
+    model = long_copy("tiny-games", Path(folder) / "tiny")
     program = home / file
     counts: Counter[str] = Counter()
     if program.suffix == ".py":
@@ -48,14 +46,6 @@ def main(examples: str, file: str, folder: str) -> None:
     found |= {"seconds": round(time.perf_counter() - began, 1), "changes": dict(counts), **trained(program.parent)}
     sys.stdout.flush()
     print("\n" + json.dumps(found))
-
-
-def small_model(folder: Path) -> str:
-    """A copy of the model in the package that takes long conversations."""
-    shutil.copytree(str(TINY), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-    return str(folder)
 
 
 def ran_script(program: Path) -> dict[str, Any]:

@@ -5,10 +5,8 @@ What came of it is the last line that is printed.
 
 import json
 import os
-import shutil
 import sys
 import time
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,16 @@ import nbformat
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
+from bench.common.long_copy import long_copy
 from bench.notebooks.rules import rewritten
 from lowmem_grpo.train.loop import Trainer
-
-TINY = files("lowmem_grpo") / "assets" / "tiny"
-CONTEXT = 32768  # tokens; notebooks ask for more than the tiny model's own 2,048
 
 
 def main(notebook: str, folder: str) -> None:
     """Run the cells in `folder` until one fails, and say how far it came."""
     cells = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     os.chdir(folder)
-    texts, counts = rewritten(cells, small_model(Path(folder) / "tiny"), torch.cuda.is_available())
+    texts, counts = rewritten(cells, long_copy("tiny", Path(folder) / "tiny"), torch.cuda.is_available())
     script = "\n\n".join(f"# %% [{at}]\n{text}" for at, text in enumerate(texts))
     Path("notebook.py").write_text(script, encoding="utf-8")  # for whoever looks for what was changed
     began = time.perf_counter()
@@ -35,14 +31,6 @@ def main(notebook: str, folder: str) -> None:
     found |= {"cells": len(texts), "seconds": round(time.perf_counter() - began, 1), "changes": dict(counts)}
     sys.stdout.flush()
     print("\n" + json.dumps(found))
-
-
-def small_model(folder: Path) -> str:
-    """A copy of the model in the package that takes long sequences. transformers' own loaders take its path, too."""
-    shutil.copytree(str(TINY), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-    return str(folder)
 
 
 def run(texts: list[str]) -> dict[str, Any]:

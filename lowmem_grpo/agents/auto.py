@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import Any
 from uuid import uuid4
 
-from lowmem_grpo.agents.serve import RolloutSession
+from lowmem_grpo.agents.endpoint import RolloutSession
 from lowmem_grpo.agents.trajectories import Trajectory
 from lowmem_grpo.service.limits import Limits
 from lowmem_grpo.service.rollouts import RECORDER, SESSION

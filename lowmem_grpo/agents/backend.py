@@ -6,11 +6,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.judges import DeskJudge
 from lowmem_grpo.agents.local_run import LocalRun, line_of
 from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.refused import OF_BACKEND, refuse
-from lowmem_grpo.agents.serve import AgentEndpoint
 from lowmem_grpo.agents.train_config import TrainConfig
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
 from lowmem_grpo.runs.checkpoint import list_checkpoints
@@ -170,8 +170,7 @@ class LocalBackend:
 
     def judge(self, model: Any, **options: Any) -> DeskJudge:
         """The base model of a run as a judge, with the options of `rewards.SelfJudge`."""
-        desk = self.run(model).desk
-        return DeskJudge(desk, desk.model, **options)
+        return self.run(model).judge(**options)
 
     def inference_name(self, model: Any, step: int | None = None) -> str:
         """What to ask for: the policy as it is, or as it was at a step."""

@@ -2,13 +2,11 @@
 
 import asyncio
 import copy
-import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
 
 from lowmem_grpo.agents.progress import described
 from lowmem_grpo.rewards.judge.hidden import is_address
@@ -27,7 +25,7 @@ OF_THE_JUDGE = {"num_retries": "retries", "max_retries": "retries", "timeout": "
 KEPT = 32  # judges by name, with what each has judged
 
 made: OrderedDict[str, Judge] = OrderedDict()
-TRAINED: WeakValueDictionary[int, Any] = WeakValueDictionary()  # models that are registered for training
+OPEN: list[Any] = []  # the runs that are open: each has a `name` and a `judge()`
 
 
 def judge_of(named: Any, params: Mapping[str, Any] | None) -> Judge:
@@ -55,12 +53,11 @@ def judge_of(named: Any, params: Mapping[str, Any] | None) -> Judge:
 
 def judge_of_run() -> Judge:
     """The base model of the one model that is in training. ValueError if there is none, or more than one."""
-    gc.collect()  # models of a program's past
-    names = [model.name for model in TRAINED.values()]
-    if len(names) != 1:
-        raise ValueError(f"the judge 'self' is the base model of the model in training, and there are {len(names)} "
-                         f"({', '.join(names) or 'register one first'}): give judge_model=model.judge()")
-    judge: Judge = next(iter(TRAINED.values())).judge()
+    if len(OPEN) != 1:
+        names = ", ".join(run.name for run in OPEN) or "register one first"
+        raise ValueError(f"the judge 'self' is the base model of the model in training, and there are {len(OPEN)} "
+                         f"({names}): give judge_model=model.judge()")
+    judge: Judge = OPEN[0].judge()
     return judge
 
 

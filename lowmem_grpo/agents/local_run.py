@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeVar
 
+from lowmem_grpo.agents.judges import OPEN, DeskJudge
 from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.sampled import Sampled, means
 from lowmem_grpo.agents.train_config import settings_of
@@ -39,6 +40,7 @@ class LocalRun:
         self.training = False
         self.closed = False
         self.endpoints: list[Any] = []
+        self.judges: dict[str, DeskJudge] = {}
 
     # Begin and end
 
@@ -56,6 +58,7 @@ class LocalRun:
             self.desk.close()
             raise
         atexit.register(self.at_exit)
+        OPEN.append(self)
         self.chat = Chat(self.desk, adapted.loaded.tokenizer, self.names,
                          template_kwargs=self.trainer.args.chat_template_kwargs)
 
@@ -72,6 +75,7 @@ class LocalRun:
         """End the run; what is going on is finished first. With an error, it has failed."""
         if not self.closed:
             self.closed = True
+            OPEN.remove(self)
             atexit.unregister(self.at_exit)
             for endpoint in self.endpoints:
                 await asyncio.to_thread(endpoint.close)
@@ -121,6 +125,13 @@ class LocalRun:
     def client(self) -> Client:
         """A client in the shape of openai's."""
         return Client(self.chat)
+
+    def judge(self, **options: Any) -> DeskJudge:
+        """The base model as a judge; the same one for the same options."""
+        key = repr(sorted(options.items()))
+        if key not in self.judges:
+            self.judges[key] = DeskJudge(self.desk, self.desk.model, **options)
+        return self.judges[key]
 
     # Training
 

@@ -9,7 +9,6 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from lowmem_grpo.agents.dev import InternalModelConfig
-from lowmem_grpo.agents.judges import TRAINED
 from lowmem_grpo.agents.progress import described
 from lowmem_grpo.agents.refused import OF_MODEL, refuse
 from lowmem_grpo.agents.trajectories import Metrics, Trajectory, TrajectoryGroup
@@ -176,7 +175,6 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     _internal_config: InternalModelConfig | None = PrivateAttr(None)
     _endpoint: Any = PrivateAttr(None)
-    _judges: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def __init__(self, *, _internal_config: InternalModelConfig | None = None, **fields: Any) -> None:
         super().__init__(**fields)
@@ -188,17 +186,12 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             raise ValueError("_openai_client_config does nothing: there is no server of its own beside the trainer. "
                              "Give options of the address to model.serve()")
         await super().register(backend)
-        TRAINED[id(self)] = self
 
     def judge(self, **options: Any) -> Judge:
         """Its base model as a judge, with the adapter off, asked through the engine of the run: for
         `ruler_score_group(group, model.judge())`. Options are those of `rewards.SelfJudge`. The same options give the
         same judge, with what it has judged."""
-        key = repr(sorted(options.items()))
-        if key not in self._judges:
-            self._judges[key] = self.backend().judge(self, **options)
-        found: Judge = self._judges[key]
-        return found
+        return self.backend().judge(self, **options)
 
     def openai_client(self) -> Any:
         """A client in the shape of `openai.AsyncOpenAI` in this process. Its choices name the turns that they are."""

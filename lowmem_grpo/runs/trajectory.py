@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from lowmem_grpo.types import Message, Rollout, Turn  # which needs torch: a report is written without it
 
 ENDINGS = {  # why an episode ends, in words
-    "done": "the environment said that it is over",
+    "done": "the environment, or the code that plays, said that it is over",
     "answer": "a turn without a call of a tool",
     "max_turns": "no more turns are allowed",
     "max_tokens": "no room for another turn in max_completion_length",

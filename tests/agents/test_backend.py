@@ -18,6 +18,7 @@ from agent_runs import agent, backend, groups
 
 from bench.attacks.small_run import differences
 from lowmem_grpo import agents as art
+from lowmem_grpo.agents.judges import judge_of
 from lowmem_grpo.runs.lock import RunInUseError
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.unsloth_names import UnsupportedError
@@ -203,6 +204,18 @@ def test_wrong_calls_are_refused_before_anything_is_done(
     with pytest.raises(error, match=match):
         loop.run_until_complete(awaited())
     assert loop.run_until_complete(model.get_step()) == before
+
+
+def test_the_judge_self_is_the_base_model_of_the_run_that_is_open_and_of_no_other(
+    model: Any, loop: asyncio.AbstractEventLoop, tmp_path: Path
+) -> None:
+    assert judge_of("self", None) is model.judge() and model.judge() is not model.judge(max_tokens=64)
+    other, trainer = agent(), backend(tmp_path)
+    loop.run_until_complete(other.register(trainer))
+    with pytest.raises(ValueError, match=r"there are 2 \(agent, agent\): give judge_model=model\.judge\(\)"):
+        judge_of("self", None)
+    loop.run_until_complete(trainer.close())
+    assert judge_of("self", None) is model.judge(), "a run that is closed judges nothing"
 
 
 def test_the_same_model_again_changes_nothing(model: Any, loop: asyncio.AbstractEventLoop) -> None:

@@ -12,7 +12,6 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, ValidationError
 
 from lowmem_grpo import agents as art
-from lowmem_grpo.agents.judges import judge_of
 from lowmem_grpo.agents.rewards import ruler_score_group
 from lowmem_grpo.unsloth_names import UnsupportedError
 
@@ -127,18 +126,12 @@ def test_the_base_model_judges_a_group_between_the_turns_of_others(
         groups = [art.TrajectoryGroup(rollout(model, question) for question in pair) for pair in ("ab", "cd")]
         return await art.gather_trajectory_groups(groups, after_each=lambda group: ruler_score_group(group, judge))
 
-    for judge in (model.judge(), "self"):
+    judge = model.judge()
+    for _ in range(2):
         groups = asyncio.run(main(judge))
         assert [[one.reward for one in group] for group in groups] == [[0.25, 1], [0.25, 1]]
     assert set(backend.adapters) == {None}, "the adapter was off for it"
-    assert judge_of("self", None) is model.judge() and model.judge().meter.calls == 2, "the second time from the cache"
-
-
-def test_the_judge_self_needs_one_model_in_training(model: art.TrainableModel[Any], backend: ScriptedBackend) -> None:
-    other = model_of()
-    asyncio.run(other.register(backend))
-    with pytest.raises(ValueError, match=r"there are 2 \(agent, agent\): give judge_model=model\.judge\(\)"):
-        judge_of("self", None)
+    assert judge.meter.calls == 2, "the second time from the cache"
 
 
 def test_a_program_keeps_its_state_in_the_folder_of_its_run(model: art.TrainableModel[Any], tmp_path: Path) -> None:

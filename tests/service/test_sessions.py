@@ -11,7 +11,7 @@ import openai
 import pytest
 from scripted_chat import Gated, ScriptedChat, client_of, until
 
-from lowmem_grpo.agents.serve import AgentEndpoint
+from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.trajectories import History
 from lowmem_grpo.service.limits import Limits
 

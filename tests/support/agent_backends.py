@@ -7,8 +7,8 @@ from typing import Any
 
 from desks import chat_over, scripted_desk
 
+from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.judges import DeskJudge
-from lowmem_grpo.agents.serve import AgentEndpoint
 from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.client import Client
 
