@@ -10,9 +10,11 @@ from openai.types.chat.chat_completion import Choice
 
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents.endpoint import AgentEndpoint
+from lowmem_grpo.agents.sampled import Sampled
 from lowmem_grpo.recipes.games.calculator import Sum, calculate, sums
 from lowmem_grpo.recipes.problems.arithmetic import last_integer
 from lowmem_grpo.recipes.problems.splits import take
+from lowmem_grpo.types import Rollout
 
 WHY = "LangGraph is not installed: pip install langgraph langchain-openai"
 graphs = pytest.importorskip("langgraph.graph", reason=WHY)
@@ -49,9 +51,15 @@ async def rollout(name: str, endpoint: AgentEndpoint, problem: Sum, streaming: b
     return session.trajectory(reward=float(right), metrics={"calls": sum(one.type == "tool" for one in said)})
 
 
-def told(trajectory: art.Trajectory) -> list[list[int]]:
-    """The ids of each reply, as the endpoint told them to the client."""
-    return [one.token_ids for one in trajectory.messages_and_choices if isinstance(one, Choice)]  # type: ignore[attr-defined]
+def told(trajectory: art.Trajectory) -> list[int]:
+    """The ids of all replies, as the endpoint told them to the client."""
+    said = [one.token_ids for one in trajectory.messages_and_choices if isinstance(one, Choice)]  # type: ignore[attr-defined]
+    return [token for ids in said for token in ids]
+
+
+def own(rollout: Rollout) -> list[int]:
+    """The ids that are trained."""
+    return [token for token, trained in zip(rollout.completion_ids, rollout.trained or [], strict=True) if trained]
 
 
 @pytest.mark.slow
@@ -67,14 +75,16 @@ def test_a_langgraph_agent_is_trained_a_step_on_the_tokens_that_it_was_answered_
                 groups = await art.gather_trajectory_groups(
                     art.TrajectoryGroup(rollout(model.name, endpoint, problem, bool(member % 2))
                                         for member in range(MEMBERS)) for problem in take(sums("train", 3), 2))
+                trained = Sampled(backend.run(model).chat.histories, [model.name]).groups(groups)
                 done = await backend.train(model, groups, learning_rate=1e-3)
             everyone = [one for group in groups for one in group]
             assert len(everyone) == 2 * MEMBERS and len({one.reward for one in everyone}) == 2
             assert any(one.metrics["calls"] for one in everyone)
             assert all(len(one.histories) == 1 and one.tools is not None for one in everyone)
             assert done.step == 1 and done.metrics["trajectories/unexplained"] == 0
-            sampled = sum(len(ids) for one in everyone for ids in told(one))
-            assert done.metrics["tokens"] == sampled, done.metrics
+            drawn = [one for group in trained for one in group.rollouts]
+            for trajectory, one in zip(everyone, drawn, strict=True):
+                assert own(one) == told(trajectory) and not one.splits
             assert any(not torch.equal(adapter[name], one) for name, one in before.items())
 
     asyncio.run(main())
