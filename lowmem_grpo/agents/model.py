@@ -206,8 +206,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     def serve(self, **options: Any) -> Any:
         """Open an address on this machine for clients in other processes and frameworks. A second call without options
-        returns the one that is open. `inference_base_url` and `inference_api_key` are set."""
-        if self._endpoint is None or options:
+        returns the one that is open, if it still is. `inference_base_url` and `inference_api_key` are set."""
+        if options or self._endpoint is None or self._endpoint.closed:
             self._endpoint = self.backend().serve(self, **options)
             self.inference_base_url, self.inference_api_key = self._endpoint.base_url, self._endpoint.api_key
         return self._endpoint
