@@ -9,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.memory.families import FAMILIES, FUSED, FUSED_GATE_UP, Family, decoder
+
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights that share a scale, scales that share one of theirs
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's values, those of the scales, and their offset
-FUSED = ("phi3",)  # model types that hold q, k, v in one matrix, and gate and up in another
-WITH_BIAS = ("qwen2",)  # on q, k, v, whatever the config says
-WITH_QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
+PLAIN = decoder("a plain decoder", "")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 VARIANT = re.compile(r"-(instruct|base|it|chat|unsloth|bnb|4bit|bf16)$")
@@ -68,13 +68,20 @@ class ModelShape:
         if any((fields.get(name) or 1) > 1 for name in EXPERTS):
             raise ValueError(f"{fields.get('model_type')} has several experts; plans are made for dense models only")
         heads, kind = fields["num_attention_heads"], str(fields.get("model_type", ""))
+        bias = family_named(kind).attention.bias
         return cls(
             fields["hidden_size"], fields["intermediate_size"], fields["num_hidden_layers"], heads,
             fields.get("num_key_value_heads") or heads, fields.get("head_dim") or fields["hidden_size"] // heads,
             fields["vocab_size"], bool(fields.get("tie_word_embeddings", False)),
-            fields.get("max_position_embeddings"), kind, kind in WITH_BIAS or bool(fields.get("attention_bias")),
+            fields.get("max_position_embeddings"), kind,
+            bool(fields.get("attention_bias")) if bias is None else bias,
             fields.get("sliding_window") if fields.get("use_sliding_window", True) else None,
         )
+
+    @property
+    def family(self) -> Family:
+        """The row of its family."""
+        return family_named(self.model_type)
 
     @property
     def queries(self) -> int:
@@ -89,15 +96,16 @@ class ModelShape:
     def linears(self) -> Iterator[Linear]:
         """The weights of one layer that are quantized and take LoRA."""
         bias = self.attention_bias
-        if self.model_type in FUSED:
+        if self.family.attention.inner == FUSED:
             yield Linear("qkv_proj", self.queries + 2 * self.keys, self.hidden, bias)
-            yield Linear("o_proj", self.hidden, self.queries)
-            yield Linear("gate_up_proj", 2 * self.inner, self.hidden)
         else:
             yield Linear("q_proj", self.queries, self.hidden, bias)
             yield Linear("k_proj", self.keys, self.hidden, bias)
             yield Linear("v_proj", self.keys, self.hidden, bias)
-            yield Linear("o_proj", self.hidden, self.queries)
+        yield Linear("o_proj", self.hidden, self.queries)
+        if self.family.mlp.inner == FUSED_GATE_UP:
+            yield Linear("gate_up_proj", 2 * self.inner, self.hidden)
+        else:
             yield Linear("gate_proj", self.inner, self.hidden)
             yield Linear("up_proj", self.inner, self.hidden)
         yield Linear("down_proj", self.hidden, self.inner)
@@ -112,17 +120,15 @@ class ModelShape:
         linears = sum(one.nf4_bytes if nf4 else 2 * one.weights for one in self.linears())
         linears += self.offset_bytes() if nf4 else 0
         biases = 2 * sum(one.rows for one in self.linears() if one.bias)
-        norms = 2 * 2 * self.hidden + (2 * 2 * self.head_size if self.model_type in WITH_QK_NORM else 0)
+        norms = 2 * self.family.norms * self.hidden + (2 * 2 * self.head_size if self.family.attention.norm else 0)
         return self.layers * (linears + biases + norms) + 2 * self.hidden + 2 * 4 * (self.head_size // 2)
 
     def groups(self) -> list[list[Linear]]:
         """The linears of a layer that the loader lays side by side in NF4, one dequantization for each group."""
-        linears = list(self.linears())
-        if self.model_type in FUSED:
-            return [[one] for one in linears]
-        q, k, v, out, gate, up, down = linears
-        found: list[list[Linear]] = []
-        for group in ([q, k, v], [out], [gate, up], [down]):
+        linears = {one.name: one for one in self.linears()}
+        form, found = self.family, list[list[Linear]]()
+        for names in (form.attention.inner, ("o_proj",), form.mlp.inner, ("down_proj",)):
+            group = [linears[name] for name in names]
             whole = all(one.weights % (BLOCK * NESTED_BLOCK) == 0 for one in group[:-1])
             found += [group] if whole else [[one] for one in group]
         return found
@@ -145,6 +151,11 @@ class ModelShape:
     def kv_bytes(self, tokens: int) -> int:
         """Of keys and values of one sequence in 16 bits."""
         return 2 * 2 * self.layers * self.keys * tokens
+
+
+def family_named(model_type: str) -> Family:
+    """The row of a family; where there is none, that of a plain decoder."""
+    return FAMILIES.get(model_type, PLAIN)
 
 
 def named_shapes() -> list[str]:

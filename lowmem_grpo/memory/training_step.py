@@ -8,7 +8,8 @@ of a plan's rows. The sizes are those of the code that runs (`offload`, `lean_mo
 
 from dataclasses import dataclass
 
-from lowmem_grpo.memory.model_shape import FUSED, WITH_QK_NORM, ModelShape
+from lowmem_grpo.memory.families import FUSED
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.token_rows import mask_numbers
 
 WORD = 2  # bytes of a number in 16 bits
@@ -91,9 +92,9 @@ class StepShape:
         kept = self.hidden + self.laid + (self.queries if self.area else 0)
         if mask_numbers(self.model.window, self.tokens):  # the output of blocks of queries, and put together
             kept += WORD * self.model.queries * (self.area or self.tokens)
-        if self.model.model_type in WITH_QK_NORM:
+        if self.model.family.attention.norm:
             kept += self.queries + self.keys + 4 * self.tokens * (self.model.heads + self.model.kv_heads)
-        if self.model.model_type in FUSED and not self.area:
+        if self.model.family.attention.inner == FUSED and not self.area:
             kept += 2 * self.queries + self.keys  # v holds all of q, k, v; the output is copied
         return kept
 
@@ -130,7 +131,7 @@ class StepShape:
     def attention_forward(self) -> Moment:
         """Attention as its layer is recomputed: q, k and v as the layer made them, beside what is laid side by side."""
         packed = self.queries + 2 * self.keys if self.area else 0
-        if self.model.model_type in FUSED and self.area:
+        if self.model.family.attention.inner == FUSED and self.area:
             packed += self.queries + self.keys  # turned copies of q and k
         others = (self.layers_kept() - self.saved()) if not self.checkpointing else 0
         kept = others + self.attention_saved() + packed + 2 * self.hidden  # what it is added to, and its projection

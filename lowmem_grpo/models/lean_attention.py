@@ -10,12 +10,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lowmem_grpo.kernels.rope import rope
+from lowmem_grpo.memory.families import Attention
 from lowmem_grpo.models.lora_layers import JoinedWeights, one_node
-
-APART = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")  # known families with separate q, k, v and gate, up
-# transformers' class: the children that make q, k and v
-ATTENTIONS = {f"{family}Attention": ("q_proj", "k_proj", "v_proj") for family in APART} | {
-    "Phi3Attention": ("qkv_proj",)}
 
 
 class LeanAttention(nn.Module):
@@ -28,14 +24,14 @@ class LeanAttention(nn.Module):
     scaling: float
     attention_dropout: float
 
-    def __init__(self, attention: nn.Module, inner: tuple[str, ...]) -> None:
+    def __init__(self, attention: nn.Module, form: Attention) -> None:
         super().__init__()
         for name, child in attention.named_children():
             self.add_module(name, child)
         for name, value in vars(attention).items():
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
-        self.inner, self.weights = inner, JoinedWeights()
+        self.form, self.weights = form, JoinedWeights()
         self.train(attention.training)
 
     def forward(
@@ -65,7 +61,7 @@ class LeanAttention(nn.Module):
 
     def heads(self, x: Tensor) -> list[Tensor]:
         """q (B, T, H, K), k and v (B, T, H_kv, K) of x (B, T, D)."""
-        layers = [self.get_submodule(name) for name in self.inner]
+        layers = [self.get_submodule(name) for name in self.form.inner]
         parts = one_node(x, layers, self.weights)
         if len(parts) == 1:
             queries = self.config.num_attention_heads * self.head_dim

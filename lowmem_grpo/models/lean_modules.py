@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp
 from lowmem_grpo.kernels.rms_norm import rms_norm
-from lowmem_grpo.models.lean_attention import APART, ATTENTIONS, LeanAttention
+from lowmem_grpo.memory.families import FAMILIES
+from lowmem_grpo.models.lean_attention import LeanAttention
 from lowmem_grpo.models.lora_layers import JoinedWeights, active_lora, base_of, computes
 
 MLP_TILE = 4096  # tokens of a tile: large enough to fill a card's matrix units
-# transformers' class: the children that hold gate and up
-MLPS = {f"{family}MLP": ("gate_proj", "up_proj") for family in APART} | {"Phi3MLP": ("gate_up_proj",)}
-# transformers' class: the name of its epsilon, and what is added to its weight
-NORMS = {f"{family}RMSNorm": ("variance_epsilon", 0.0) for family in (*APART, "Phi3")} | {"Gemma3RMSNorm": ("eps", 1.0)}
+# by transformers' class
+MLPS = {row.mlp.kind: row.mlp for row in FAMILIES.values() if row.mlp.lean}
+NORMS = {row.norm.kind: row.norm for row in FAMILIES.values() if row.norm.lean}
+ATTENTIONS = {row.attention.kind: row.attention for row in FAMILIES.values() if row.attention.lean}
 NAMES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' to ours
 
 
@@ -88,10 +89,10 @@ def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Mo
     if not type(module).__module__.startswith("transformers."):
         return None
     if kind in NORMS:
-        eps, offset = NORMS[kind]
-        return LeanRMSNorm(module.weight, getattr(module, eps), offset)
+        norm = NORMS[kind]
+        return LeanRMSNorm(module.weight, getattr(module, norm.eps), norm.offset)
     if kind in ATTENTIONS:
         return LeanAttention(module, ATTENTIONS[kind])
     if kind in MLPS and activation is not None:
-        return LeanMLP(module, MLPS[kind], activation, tile_rows)
+        return LeanMLP(module, MLPS[kind].inner, activation, tile_rows)
     return None

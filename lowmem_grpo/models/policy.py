@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.memory.families import trained
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.packed_attention import PackedLayout
 from lowmem_grpo.offload.activations import drops, enable_checkpointing
@@ -18,8 +19,7 @@ from lowmem_grpo.offload.embedding import HostEmbedding
 from lowmem_grpo.types import MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # we take the first that a config has
-KNOWN = ("Take a model with plain attention in all layers: Llama, Qwen2, Qwen2.5, Qwen3, Mistral, Gemma 3 (text), "
-         "Phi-3, Phi-4")
+KNOWN = f"Take a model with plain attention in all layers: {trained()}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""The model families that were checked here: what their layers are, and which of our modules take their places.
+
+`FAMILIES` has one row for each, under transformers' `model_type` of the text config. Everything that the code asks of a
+family is answered here. A model of a family without a row trains on transformers' own layers, if they can be packed.
+docs/families.md is made of this table, and tests/models/test_families.py tries each row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SPLIT, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
+GATE_UP, FUSED_GATE_UP = ("gate_proj", "up_proj"), ("gate_up_proj",)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root-mean-square norm: x / rms(x) * (offset + weight)."""
+
+    kind: str  # transformers' class
+    eps: str = "variance_epsilon"  # the attribute that holds its epsilon
+    offset: float = 0.0
+    lean: bool = True  # whether ours takes its place
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(act(gate) * up)."""
+
+    kind: str
+    inner: tuple[str, ...] = GATE_UP  # the children that make gate and up
+    lean: bool = True
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of every layer."""
+
+    kind: str
+    inner: tuple[str, ...] = SPLIT  # the children that make q, k and v
+    norm: Literal["", "heads"] = ""  # whether q and k have norms of their own, each head by itself
+    position: Literal["half"] = "half"  # how RoPE pairs the numbers of a head
+    window: Literal["", "config", "layers"] = ""  # whether all layers, or those that the config names, have a window
+    bias: bool | None = None  # on q, k and v; None: as the config's `attention_bias` says
+    lean: bool = True
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row."""
+
+    name: str  # as people call it
+    attention: Attention
+    mlp: MLP
+    norm: Norm
+    norms: int = 2  # of the hidden size, in a layer
+    vllm: str | None = None  # the class of vLLM's own that computes it with the trainer's tensors; None: it has none
+    refused: str = ""  # why the family cannot be trained, and what to take
+
+
+def decoder(name: str, prefix: str, **others: Any) -> Family:
+    """A family whose classes have one prefix, and no more differences than are given."""
+    parts: dict[str, Any] = {"attention": Attention(f"{prefix}Attention"), "mlp": MLP(f"{prefix}MLP"), "norm": Norm(f"{prefix}RMSNorm")}
+    return Family(name, **(parts | {"vllm": f"{prefix}ForCausalLM"} | others))
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": decoder("Llama", "Llama"),
+    "mistral": decoder("Mistral", "Mistral", attention=Attention("MistralAttention", window="config")),
+    "qwen2": decoder("Qwen2, Qwen2.5", "Qwen2", attention=Attention("Qwen2Attention", window="layers", bias=True)),
+    "qwen3": decoder("Qwen3", "Qwen3", attention=Attention("Qwen3Attention", norm="heads", window="layers")),
+    "gemma3_text": decoder(
+        "Gemma 3 (text)", "Gemma3", norms=4, norm=Norm("Gemma3RMSNorm", "eps", 1.0),
+        attention=Attention("Gemma3Attention", norm="heads", window="layers"),
+    ),
+    "phi3": decoder(
+        "Phi-3, Phi-4", "Phi3", mlp=MLP("Phi3MLP", FUSED_GATE_UP),
+        attention=Attention("Phi3Attention", FUSED, window="config"),
+    ),
+}
+
+
+def model_type_of(config: Any) -> str:
+    """The `model_type` of the text part of a config, or of a config.json's fields; "" where it has none."""
+    if isinstance(config, Mapping):
+        return str((config.get("text_config") or config).get("model_type", ""))
+    return str(config.get_text_config().model_type)
+
+
+def family_of(config: Any) -> Family | None:
+    """The row of a model's config, or of a config.json's fields; None for a family without one."""
+    return FAMILIES.get(model_type_of(config))
+
+
+def trained() -> str:
+    """The names of the families that train, as one list."""
+    return ", ".join(one.name for one in FAMILIES.values() if not one.refused)
