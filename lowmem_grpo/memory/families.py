@@ -60,8 +60,9 @@ class Family:
 
 def decoder(name: str, prefix: str, **others: Any) -> Family:
     """A family whose classes have one prefix, and no more differences than are given."""
-    parts: dict[str, Any] = {"attention": Attention(f"{prefix}Attention"), "mlp": MLP(f"{prefix}MLP"), "norm": Norm(f"{prefix}RMSNorm")}
-    return Family(name, **(parts | {"vllm": f"{prefix}ForCausalLM"} | others))
+    parts: dict[str, Any] = {"attention": Attention(f"{prefix}Attention"), "mlp": MLP(f"{prefix}MLP"),
+                             "norm": Norm(f"{prefix}RMSNorm"), "vllm": f"{prefix}ForCausalLM"}
+    return Family(name, **(parts | others))
 
 
 FAMILIES: dict[str, Family] = {
