@@ -5,7 +5,8 @@
 
 h, y (N, D), weight (D,), rstd (N,) float32; without residual h is x. Two orders of rounding, as in transformers:
 offset 0 rounds n to the dtype of x before the product (LlamaRMSNorm, and Mistral, Qwen2, Qwen3, Phi3), any other
-offset rounds only the product (Gemma3RMSNorm: offset 1). Kept for backward: h, weight and rstd.
+offset, or `round_once`, rounds only the product (Gemma3RMSNorm: offset 1; Olmo2RMSNorm, Gemma4RMSNorm: `round_once`).
+Kept for backward: h, weight and rstd.
 
 Over 300 lines, so that formula, reference, kernels, op and checks can be read together.
 """
@@ -27,11 +28,12 @@ PARTIAL_SUMS = 512  # rows, at most, of the first stage of grad_weight
 
 
 def rms_norm_ref(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, offset: float = 0.0
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, offset: float = 0.0,
+    round_once: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y (..., D), or with `residual` the pair (y, residual + x), in plain torch."""
     h = x if residual is None else residual + x
-    y = scaled(normalized(h, eps)[0], weight, h.dtype, offset)
+    y = scaled(normalized(h, eps)[0], weight, h.dtype, offset, round_once)
     return y if residual is None else (y, h)
 
 
@@ -42,9 +44,9 @@ def normalized(h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return wide * rstd, rstd
 
 
-def scaled(n: Tensor, weight: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
+def scaled(n: Tensor, weight: Tensor, dtype: torch.dtype, offset: float, round_once: bool) -> Tensor:
     """n * (offset + weight), rounded in the order of the module that has this offset."""
-    return (n * (offset + weight.to(n.dtype))).to(dtype) if offset else weight * n.to(dtype)
+    return (n * (offset + weight.to(n.dtype))).to(dtype) if offset or round_once else weight * n.to(dtype)
 
 
 def launch_rule(columns: int) -> Launch:
@@ -154,9 +156,11 @@ def rms_norm_bwd_kernel(
         tl.store(partial_ptr + columns, tl.sum(partial, 0), mask=columns < D)
 
 
-def new_results(x: Tensor, weight: Tensor, residual: Tensor | None, offset: float) -> tuple[Tensor, Tensor, Tensor]:
+def new_results(
+    x: Tensor, weight: Tensor, residual: Tensor | None, offset: float, round_once: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised y (N, D), residual + x (N, D) or empty, and rstd (N,); a float32 weight makes a float32 y."""
-    dtype = x.dtype if offset else torch.promote_types(x.dtype, weight.dtype)
+    dtype = x.dtype if offset or round_once else torch.promote_types(x.dtype, weight.dtype)
     rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(0 if residual is None else x.shape), rstd
 
@@ -167,17 +171,17 @@ def adjacent(rows: Tensor) -> Tensor:
 
 
 def rms_norm_fwd_triton(
-    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, round_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the forward kernel on rows (N, D) of any strides."""
-    y, total, rstd = new_results(x, weight, residual, offset)
+    y, total, rstd = new_results(x, weight, residual, offset, round_once)
     rows, columns = x.shape
     launch = launch_rule(columns)
     x, weight = adjacent(x), weight.contiguous()
     other = x if residual is None else adjacent(residual)
     rms_norm_fwd_kernel[(-(-rows // launch.constexprs["BLOCK_N"]),)](
         x, other, weight, y, total, rstd, rows, columns, x.stride(0), other.stride(0), eps, float(offset),
-        HAS_RESIDUAL=residual is not None, CAST_FIRST=not offset, **launch.options,
+        HAS_RESIDUAL=residual is not None, CAST_FIRST=not (offset or round_once), **launch.options,
     )
     return y, total, rstd
 
@@ -203,13 +207,13 @@ def rms_norm_bwd_triton(
 
 
 def rms_norm_fwd_cpu(
-    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, round_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (N, D), residual + x (N, D; empty without residual), rstd (N,)."""
-    y, total, rstd = new_results(x, weight, residual, offset)
+    y, total, rstd = new_results(x, weight, residual, offset, round_once)
     h = x if residual is None else torch.add(residual, x, out=total)
     n, wide_rstd = normalized(h, eps)
-    return y.copy_(scaled(n, weight, x.dtype, offset)), total, rstd.copy_(wide_rstd[:, 0])
+    return y.copy_(scaled(n, weight, x.dtype, offset, round_once)), total, rstd.copy_(wide_rstd[:, 0])
 
 
 def rms_norm_bwd_cpu(
@@ -234,7 +238,7 @@ def rms_norm_bwd_fake(
 
 rms_norm_fwd = opaque(
     "rms_norm_fwd", rms_norm_fwd_cpu, rms_norm_fwd_triton,
-    fake=lambda x, weight, residual, _, offset: new_results(x, weight, residual, offset),
+    fake=lambda x, weight, residual, _, offset, round_once=False: new_results(x, weight, residual, offset, round_once),
 )
 rms_norm_bwd = opaque("rms_norm_bwd", rms_norm_bwd_cpu, rms_norm_bwd_triton, fake=rms_norm_bwd_fake)
 
@@ -244,9 +248,9 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float
+        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, round_once: bool
     ) -> tuple[Tensor, Tensor | None]:
-        y, total, rstd = rms_norm_fwd(x, weight, residual, eps, offset)
+        y, total, rstd = rms_norm_fwd(x, weight, residual, eps, offset, round_once)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         ctx.offset, ctx.has_residual = offset, residual is not None
         ctx.set_materialize_grads(False)
@@ -257,25 +261,27 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor | None, ...]:
         h, weight, rstd = ctx.saved_tensors
         if grad is None:  # y was not used
-            return grad_sum, None, grad_sum, None, None
+            return grad_sum, None, grad_sum, None, None, None
         needs_weight = ctx.needs_input_grad[1]
         grad_h, grad_weight = rms_norm_bwd(grad, grad_sum, h, weight, rstd, ctx.offset, needs_weight)
-        return grad_h, grad_weight if needs_weight else None, grad_h if ctx.has_residual else None, None, None
+        return grad_h, grad_weight if needs_weight else None, grad_h if ctx.has_residual else None, None, None, None
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, offset: float = 0.0
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, offset: float = 0.0,
+    round_once: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """x / rms(x) * (offset + weight) over the last dimension; with `residual` the pair (y, residual + x).
 
     x and residual (..., D), D at most 65,536, share shape and dtype; weight (D,). With `residual` its sum with x is
-    normalised. y has x's dtype, but as in transformers a float32 weight with offset 0 makes a float32 y.
+    normalised. y has x's dtype, but as in transformers a float32 weight with offset 0 makes a float32 y. With offset 0,
+    `round_once` rounds the product only, to x's dtype; without it, x / rms(x) is rounded before.
     """
     check_arguments(x, weight, residual)
     if x.numel() == 0 or (x.device.type == "cpu" and not torch.is_grad_enabled()):
-        return rms_norm_ref(x, weight, eps, residual=residual, offset=offset)
+        return rms_norm_ref(x, weight, eps, residual=residual, offset=offset, round_once=round_once)
     residual_rows = None if residual is None else residual.reshape(-1, x.shape[-1])
-    y, total = RMSNormFunction.apply(x.reshape(-1, x.shape[-1]), weight, residual_rows, eps, offset)
+    y, total = RMSNormFunction.apply(x.reshape(-1, x.shape[-1]), weight, residual_rows, eps, offset, round_once)
     return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
 
 

@@ -20,6 +20,7 @@ class Norm:
     kind: str  # transformers' class
     eps: str = "variance_epsilon"  # the attribute that holds its epsilon
     offset: float = 0.0
+    round_once: bool = False  # with offset 0: the product is rounded, x / rms(x) is not
     lean: bool = True  # whether ours takes its place
 
 
@@ -38,8 +39,10 @@ class Attention:
 
     kind: str
     inner: tuple[str, ...] = SPLIT  # the children that make q, k and v
-    norm: Literal["", "heads"] = ""  # whether q and k have norms of their own, each head by itself
-    position: Literal["half"] = "half"  # how RoPE pairs the numbers of a head
+    norm: Literal["", "heads", "whole"] = ""  # of q and k: none, each head by itself, or all heads together
+    position: Literal["half", "pairs"] = "half"  # RoPE turns x[i] with x[i + R / 2], or x[2 i] with x[2 i + 1]
+    turns: str = ""  # the attribute that says whether RoPE is in a layer; "": it is in all
+    stretched: bool = False  # queries far from the start grow, as the config's `llama_4_scaling_beta` says
     window: Literal["", "config", "layers"] = ""  # whether all layers, or those that the config names, have a window
     bias: bool | None = None  # on q, k and v; None: as the config's `attention_bias` says
     lean: bool = True
@@ -77,6 +80,25 @@ FAMILIES: dict[str, Family] = {
     "phi3": decoder(
         "Phi-3, Phi-4", "Phi3", mlp=MLP("Phi3MLP", FUSED_GATE_UP),
         attention=Attention("Phi3Attention", FUSED, window="config"),
+    ),
+    "smollm3": decoder(
+        "SmolLM3", "SmolLM3", vllm=None, attention=Attention("SmolLM3Attention", turns="use_rope", window="layers")),
+    "olmo2": decoder(
+        "OLMo 2", "Olmo2", vllm=None, norm=Norm("Olmo2RMSNorm", round_once=True),
+        attention=Attention("Olmo2Attention", norm="whole"),
+    ),
+    "olmo3": decoder(
+        "OLMo 3", "Olmo3", vllm=None, norm=Norm("Olmo3RMSNorm", round_once=True),
+        attention=Attention("Olmo3Attention", norm="whole", window="layers"),
+    ),
+    "granite": decoder("Granite 3, 4 (dense)", "Granite"),
+    "glm4": decoder("GLM-4", "Glm4", norms=4, mlp=MLP("Glm4MLP", FUSED_GATE_UP),
+                    attention=Attention("Glm4Attention", position="pairs")),
+    "ministral3": decoder("Ministral 3", "Ministral3", attention=Attention(
+        "Ministral3Attention", stretched=True, window="config")),
+    "gemma4_text": decoder(
+        "Gemma 4 (text)", "Gemma4", norms=4, norm=Norm("Gemma4RMSNorm", "eps", round_once=True),
+        mlp=MLP("Gemma4TextMLP"), attention=Attention("Gemma4TextAttention", norm="heads", window="layers", lean=False),
     ),
 }
 

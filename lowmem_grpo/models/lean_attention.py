@@ -6,6 +6,7 @@ in transformers' registry that the model's config names.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -42,8 +43,10 @@ class LeanAttention(nn.Module):
         assert position_embeddings is not None
         cos, sin = position_embeddings
         q, k, v = self.heads(hidden_states)
-        q, k = self.normed("q_norm", q), self.normed("k_norm", k)
-        q, k = rope(q, k, cos.detach(), sin.detach(), heads_first=False)
+        if not self.form.turns or getattr(self, self.form.turns):
+            q, k = TURNS[self.form.position](q, k, cos.detach(), sin.detach())
+        if self.form.stretched:
+            q = q * self.stretch(kwargs["position_ids"]).to(q.dtype)
         query, key, value = (heads.transpose(1, 2) for heads in (q, k, v))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -67,12 +70,41 @@ class LeanAttention(nn.Module):
             queries = self.config.num_attention_heads * self.head_dim
             keys = queries // self.num_key_value_groups
             parts = parts[0].split((queries, keys, keys), -1)
-        return [part.view(*x.shape[:-1], -1, self.head_dim) for part in parts]
+        q, k, v = parts
+        if self.form.norm == "whole":
+            q, k = self.get_submodule("q_norm")(q), self.get_submodule("k_norm")(k)
+        q, k, v = (part.view(*x.shape[:-1], -1, self.head_dim) for part in (q, k, v))
+        if self.form.norm == "heads":
+            q, k = self.get_submodule("q_norm")(q), self.get_submodule("k_norm")(k)
+        return [q, k, v]
 
-    def normed(self, name: str, heads: Tensor) -> Tensor:
-        """q or k after its norm, in families that have one."""
-        norm: Any = getattr(self, name, None)
-        return heads if norm is None else norm(heads)
+    def stretch(self, position_ids: Tensor) -> Tensor:
+        """(B, T, 1, 1) float32, by which queries grow: 1 + beta log(1 + floor(position / original context))."""
+        settings = self.config.rope_parameters
+        steps = torch.floor(position_ids / settings["original_max_position_embeddings"])
+        grown: Tensor = 1 + settings["llama_4_scaling_beta"] * torch.log(1 + steps)
+        return grown[:, :, None, None]
+
+
+def turn_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """RoPE of (B, T, H, K) in one launch."""
+    return rope(q, k, cos, sin, heads_first=False)
+
+
+def turn_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """RoPE of (B, T, H, K) that turns neighbours; cos and sin (B, T, R) hold the angles twice. Backward keeps those."""
+    half = cos.shape[-1] // 2
+    c, s = cos[:, :, None, :half], sin[:, :, None, :half]
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+        pairs = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
+        return torch.cat((pairs, x[..., 2 * half :]), -1)
+
+    return turned(q), turned(k)
+
+
+TURNS = {"half": turn_halves, "pairs": turn_pairs}
 
 
 def attention_function(config: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp
 from lowmem_grpo.kernels.rms_norm import rms_norm
-from lowmem_grpo.memory.families import FAMILIES
+from lowmem_grpo.memory.families import FAMILIES, Norm
 from lowmem_grpo.models.lean_attention import LeanAttention
 from lowmem_grpo.models.lora_layers import JoinedWeights, active_lora, base_of, computes
 
@@ -58,13 +58,13 @@ class LeanMLP(nn.Module):
 class LeanRMSNorm(nn.Module):
     """x / rms(x) * (offset + weight), with the weight of transformers' module. Only its input is kept for backward."""
 
-    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, form: Norm) -> None:
         super().__init__()
-        self.weight, self.eps, self.offset = weight, eps, offset
+        self.weight, self.eps, self.form = weight, eps, form
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
-        y = rms_norm(x, self.weight, self.eps, offset=self.offset)
+        y = rms_norm(x, self.weight, self.eps, offset=self.form.offset, round_once=self.form.round_once)
         assert isinstance(y, Tensor)
         return y
 
@@ -88,9 +88,8 @@ def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Mo
     kind = type(module).__name__
     if not type(module).__module__.startswith("transformers."):
         return None
-    if kind in NORMS:
-        norm = NORMS[kind]
-        return LeanRMSNorm(module.weight, getattr(module, norm.eps), norm.offset)
+    if kind in NORMS and hasattr(module, "weight"):  # Gemma 4 has some without
+        return LeanRMSNorm(module.weight, getattr(module, NORMS[kind].eps), NORMS[kind])
     if kind in ATTENTIONS:
         return LeanAttention(module, ATTENTIONS[kind])
     if kind in MLPS and activation is not None:

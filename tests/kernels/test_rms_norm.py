@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -24,7 +25,8 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}  #
 DTYPES = list(ROUNDING)
 FORMS = [(residual, offset) for residual in (False, True) for offset in (0.0, 1.0)]
 SHAPES = [(1, 7), (63, 65), (500, 33), (2, 3, 5, 128)]
-FAMILIES = [LlamaRMSNorm, MistralRMSNorm, Qwen3RMSNorm, Phi3RMSNorm, Gemma3RMSNorm]
+FAMILIES = [LlamaRMSNorm, MistralRMSNorm, Qwen3RMSNorm, Phi3RMSNorm, Gemma3RMSNorm, Olmo2RMSNorm]
+OPTIONS: dict[Any, dict[str, Any]] = {Gemma3RMSNorm: {"offset": 1.0}, Olmo2RMSNorm: {"round_once": True}}
 
 
 def problem(
@@ -118,11 +120,11 @@ def test_the_kernels_read_rows_by_their_strides(residual: bool) -> None:
             assert torch.equal(values, expected[name]), name
 
 
-def families_norm(family: Any, columns: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, float]:
-    """A module with random weights, and the offset that makes rms_norm its equal."""
+def families_norm(family: Any, columns: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
+    """A module with random weights, and the options that make rms_norm its equal."""
     norm = family(columns, eps=EPS).to(device, dtype)
     torch.nn.init.normal_(norm.weight)
-    return norm, 1.0 if family is Gemma3RMSNorm else 0.0
+    return norm, OPTIONS.get(family, {})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,16 +132,16 @@ def families_norm(family: Any, columns: int, dtype: torch.dtype, device: str = "
 @pytest.mark.parametrize("shape", [(2, 7, 96), (2, 7, 4, 16)])  # hidden states; heads of queries or keys
 def test_results_are_those_of_transformers(dtype: torch.dtype, family: Any, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    norm, offset = families_norm(family, shape[-1], dtype)
+    norm, options = families_norm(family, shape[-1], dtype)
     x = torch.randn(shape, dtype=dtype)
-    assert torch.equal(rms_norm(x, norm.weight, EPS, offset=offset), norm(x))
+    assert torch.equal(rms_norm(x, norm.weight, EPS, **options), norm(x))
 
 
-@pytest.mark.parametrize("family", [LlamaRMSNorm, Gemma3RMSNorm])
+@pytest.mark.parametrize("family", [LlamaRMSNorm, Gemma3RMSNorm, Olmo2RMSNorm])
 def test_a_float32_weight_gives_the_dtype_that_transformers_gives(family: Any) -> None:
-    norm, offset = families_norm(family, 33, torch.float32)
+    norm, options = families_norm(family, 33, torch.float32)
     x = torch.randn(5, 33, dtype=torch.bfloat16, requires_grad=True)
-    ours, theirs = rms_norm(x, norm.weight, EPS, offset=offset), norm(x)
+    ours, theirs = rms_norm(x, norm.weight, EPS, **options), norm(x)
     assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     gradients = [torch.autograd.grad(y.sum(), (x, norm.weight)) for y in (ours, theirs)]
     for mine, other in zip(*gradients, strict=True):
@@ -150,9 +152,10 @@ def test_a_float32_weight_gives_the_dtype_that_transformers_gives(family: Any) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernel_rounds_in_the_order_of_transformers(family: Any, device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    norm, offset = families_norm(family, 128, dtype, device)
+    norm, options = families_norm(family, 128, dtype, device)
     x = torch.randn(200, 128, device=device).to(dtype)
-    same = module.rms_norm_fwd_triton(x, norm.weight.detach(), None, EPS, offset)[0] == norm(x)
+    order = {"offset": 0.0} | options
+    same = module.rms_norm_fwd_triton(x, norm.weight.detach(), None, EPS, **order)[0] == norm(x)
     # of the rest rstd differs in its last bit; the other order agrees on 70 to 80 %
     assert same.double().mean() > (0.995 if device == "cpu" else 0.99)
 

@@ -1,0 +1,143 @@
+"""Every family of the table trains and samples as transformers computes it: packed, prompts shared, on our modules."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import GROUPS, SHAPES, TRAINED, batch_of, learned, learned_alone, loaded, plain_twin, saved_family
+from late_copies import LateCopies
+from transformers import AutoModelForCausalLM
+
+from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.memory import token_rows
+from lowmem_grpo.memory.families import FAMILIES
+from lowmem_grpo.models.lean_attention import LeanAttention
+from lowmem_grpo.models.lean_modules import LeanMLP, LeanRMSNorm
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.types import RolloutGroup
+
+NEAR = 1e-5  # of log-probabilities, and of gradients as a part of the largest of their tensor
+SAMPLED = 1e-4
+each_family = pytest.mark.parametrize("kind", TRAINED)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Where the model of a family lies; it is made once."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = saved_family(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return folder
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["side by side", "prompts once"])
+@each_family
+def test_packed_logprobs_and_every_gradient_are_those_of_plain_transformers(
+    kind: str, once: bool, folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if once:
+        monkeypatch.setattr(token_rows, "PAIRS_A_CALL", -(10**9))
+    model, _ = loaded(folders(kind))
+    batch = batch_of(GROUPS)
+    ours, our_grads = learned(Policy(model), batch)
+    theirs, grads = learned_alone(plain_twin(model, folders(kind)), batch)
+    assert (ours - theirs).abs().max() <= NEAR
+    assert our_grads.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert grad.any(), name
+        assert (our_grads[name] - grad).abs().max() <= NEAR * grad.abs().max(), name
+
+
+@each_family
+def test_our_engine_samples_with_the_trainers_logprobs(kind: str, folders: Any) -> None:
+    model, tokenizer = loaded(folders(kind))
+    policy = Policy(model)
+    prompts = [[5, 6, 7, 8], [9], list(range(20, 45))]
+    groups = TransformersEngine(policy, tokenizer, 128).generate(
+        prompts, SamplingParams(n=3, max_tokens=30, seed=1, ignore_eos=True))
+    (batch,) = pack([RolloutGroup({}, *pair) for pair in zip(prompts, groups, strict=True)])
+    with torch.no_grad():
+        trained, _ = policy.logprobs(batch, 1.0)
+    assert (trained - batch.at_trained(batch.rollout_logprobs)).abs().max() <= SAMPLED
+
+
+@each_family
+def test_checkpointed_layers_on_the_host_give_the_same_gradients(kind: str, folders: Any) -> None:
+    batch = batch_of(GROUPS)
+    logprobs, expected = learned(Policy(loaded(folders(kind))[0]), batch)
+    model, _ = loaded(folders(kind), checkpointing="offload")
+    copies = LateCopies()
+    with ActivationOffload(model.train(), copies, min_bytes=1):
+        ours, grads = learned(Policy(model), batch)
+    assert copies.started > model.config.num_hidden_layers
+    assert (ours - logprobs).abs().max() <= NEAR
+    for name, grad in expected.items():
+        assert (grads[name] - grad).abs().max() <= NEAR * grad.abs().max(), name
+
+
+@each_family
+def test_our_modules_are_where_the_table_says_and_only_there(kind: str, folders: Any) -> None:
+    row, (model, _) = FAMILIES[kind], loaded(folders(kind))
+    layer = model.get_decoder().layers[-1]
+    assert isinstance(layer.self_attn, LeanAttention) is row.attention.lean
+    assert isinstance(layer.mlp, LeanMLP) is row.mlp.lean
+    norms = [one for one in layer.children() if type(one).__name__.endswith("Norm")]
+    assert len(norms) == row.norms + bool(getattr(model.config, "hidden_size_per_layer_input", 0))
+    assert all(isinstance(one, LeanRMSNorm) is row.norm.lean for one in norms)
+    left = {type(module).__name__ for module in model.modules()}
+    assert not left & {part.kind for part in (row.attention, row.mlp) if part.lean}
+
+
+@each_family
+def test_lora_is_on_every_projection_of_the_table_or_on_those_of_attention_only(kind: str, folders: Any) -> None:
+    row = FAMILIES[kind]
+    attention, mlp = {*row.attention.inner, "o_proj"}, {*row.mlp.inner, "down_proj"}
+    for only, wanted in ((False, attention | mlp), (True, attention)):
+        model, _ = FastLanguageModel.from_pretrained(str(folders(kind)), max_seq_length=64, load_in_4bit=False)
+        model = FastLanguageModel.get_peft_model(model, r=2, finetune_mlp_modules=not only)
+        adapted = [path for path, module in model.named_modules() if hasattr(module, "lora_A")]
+        assert {path.rpartition(".")[2] for path in adapted} == wanted
+        owners = [path for path, _ in model.named_modules() if path.endswith((".self_attn", ".mlp"))]
+        assert len(adapted) == sum(hasattr(model.get_submodule(owner), name) and getattr(
+            model.get_submodule(owner), name) is not None for owner in owners for name in wanted)
+
+
+@each_family
+def test_a_saved_adapter_and_a_merged_model_compute_what_was_trained(
+    kind: str, folders: Any, tmp_path: Path
+) -> None:
+    model, tokenizer = loaded(folders(kind))
+    batch = batch_of(GROUPS)
+    expected, _ = learned(Policy(model), batch)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "adapter"), max_seq_length=64)
+    assert torch.equal(learned(Policy(again), batch)[0], expected)
+    model.save_pretrained_merged(str(tmp_path / "merged"), tokenizer)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    exact = plain_twin(model, folders(kind)).merge_and_unload().state_dict()
+    assert merged.keys() == exact.keys()
+    for name, tensor in exact.items():  # rounded once, to 16 bits
+        torch.testing.assert_close(merged[name], tensor, rtol=2**-8, atol=1e-6, msg=name)
+
+
+@each_family
+def test_in_4_bits_packed_logprobs_are_those_of_each_sequence_alone(kind: str, folders: Any) -> None:
+    model, _ = loaded(folders(kind), load_in_4bit=True)
+    batch = batch_of(GROUPS)
+    ours, grads = learned(Policy(model), batch)
+    theirs, expected = learned_alone(model, batch)
+    assert (ours - theirs).abs().max() <= NEAR
+    assert all((grads[name] - grad).abs().max() <= 10 * NEAR * grad.abs().max() for name, grad in expected.items())
+
+
+def test_every_family_that_trains_has_a_small_model() -> None:
+    assert list(SHAPES) == TRAINED

@@ -1,0 +1,137 @@
+"""A small random model of every family in the table, the same one as transformers computes it, and what both learn."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from small_models import SHAPE, TINY, scatter
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.memory.families import FAMILIES
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+
+WINDOW = 8  # tokens: completions are longer
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+# what differs from `SHAPE`, so that every form of the family is there
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": WINDOW, "layer_types": LAYER_TYPES,
+                    "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "phi3": {"sliding_window": WINDOW},
+    "smollm3": {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": LAYER_TYPES,
+                "no_rope_layers": [1, 0]},
+    "olmo2": {},
+    "olmo3": {"sliding_window": WINDOW, "layer_types": LAYER_TYPES},
+    "granite": {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+                "logits_scaling": 2.0},
+    "glm4": {"head_dim": 16, "attention_bias": True, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "ministral3": {"head_dim": 16, "sliding_window": WINDOW, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1}},
+    "gemma4_text": {
+        "num_hidden_layers": 4, "layer_types": LAYER_TYPES * 2, "sliding_window": WINDOW, "head_dim": 8,
+        "global_head_dim": 16, "num_kv_shared_layers": 2, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 384, "use_double_wide_mlp": True,
+        "final_logit_softcapping": 5.0},
+}
+TRAINED = [kind for kind, row in FAMILIES.items() if not row.refused]
+GROUPS = [(9, [5, 12, 1, 14]), (6, [13]), (1, [7, 3])]  # (prompt, completions), in tokens
+
+
+def family_model(model_type: str, **changes: Any) -> PreTrainedModel:
+    """A seeded random model of a family in float32; norms, biases and scales are random too."""
+    torch.manual_seed(0)
+    shape = SHAPE | {"initializer_range": 0.1} | SHAPES[model_type] | changes
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape)).eval()
+    with torch.no_grad():
+        for one in [*model.parameters(), *model.buffers()]:
+            if one.ndim == 1 and one.is_floating_point() and one.numel() != SHAPE["vocab_size"]:
+                one.add_(torch.randn_like(one) * 0.1)
+    return model
+
+
+def saved_family(model_type: str, folder: Path, **changes: Any) -> Path:
+    """A folder with the family's model and the embedded tokenizer, as the hub would have it."""
+    family_model(model_type, **changes).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+def loaded(folder: Path, checkpointing: bool | str = False, **options: Any) -> tuple[Any, Any]:
+    """(model, tokenizer) as a user gets them, with an adapter that matters."""
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(folder), max_seq_length=128, **({"load_in_4bit": False} | options))
+    adapted = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=checkpointing, mlp_tile=8
+                                               if checkpointing else None)
+    return scatter(adapted, 0.1, of="lora_"), tokenizer
+
+
+def plain_twin(ours: Any, folder: Path) -> peft.PeftModel:
+    """transformers' own model under PEFT's own layers, with the same weights and adapter."""
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    config = copy.deepcopy(ours.peft_config["default"])
+    twin = peft.get_peft_model(base, peft.LoraConfig(
+        r=config.r, lora_alpha=config.lora_alpha, target_modules=config.target_modules, task_type="CAUSAL_LM"))
+    adapter = {name: value for name, value in ours.state_dict().items() if "lora_" in name}
+    assert adapter and not twin.load_state_dict(adapter, strict=False).unexpected_keys
+    return twin
+
+
+def batch_of(groups: list[tuple[int, list[int]]]) -> MicroBatch:
+    """Random completions of random prompts, in one micro-batch."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 380, (count,), generator=generator).tolist()
+
+    (batch,) = pack([
+        RolloutGroup({}, ids(prompt), [Rollout(ids(n), [0.0] * n, "stop") for n in completions])
+        for prompt, completions in groups])
+    return batch
+
+
+def learned(policy: Policy, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities of the trained tokens, and the gradient of every LoRA tensor."""
+    policy.model.zero_grad()
+    logprobs, _ = policy.logprobs(batch, 1.0)
+    (logprobs * weights(len(logprobs))).sum().backward()
+    return logprobs.detach(), gradients(policy.model)
+
+
+def learned_alone(twin: peft.PeftModel, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same by transformers, one sequence at a time."""
+    twin.zero_grad()
+    dtype = next(twin.parameters()).dtype
+    found = torch.zeros(len(batch.input_ids), dtype=dtype)
+    lengths = batch.cu_seqlens.diff().tolist()
+    for row, length in zip(batch.sources.view(len(lengths), -1), lengths, strict=True):
+        places = row[:length]
+        ids, targets = batch.input_ids[places], batch.targets[places]
+        values = twin(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        own = values.gather(-1, targets[:, None])[:, 0]
+        mine = batch.loss_mask[places]
+        found = found.index_put((places[mine],), own[mine])
+    logprobs = found[batch.trained]
+    (logprobs * weights(len(logprobs))).sum().backward()
+    return logprobs.detach(), gradients(twin)
+
+
+def weights(count: int) -> Tensor:
+    """(N,): another one for each token."""
+    return torch.linspace(-1, 1, count)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Of every LoRA tensor, by its name."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
