@@ -31,6 +31,17 @@ def test_sixteen_jobs_of_four_threads_come_back_with_their_results(workers: Work
     assert workers.threads == 4
 
 
+def test_who_waits_collects_those_too_that_end_just_behind_the_first(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.environments.workers.TOGETHER", 10.0)
+    for key in range(4):
+        workers.submit(key, lambda job, key=key: time.sleep(0.02 * key), 5)  # type: ignore[misc]
+    began = time.monotonic()
+    assert {job.key for job in workers.collect(wait=True)} == set(range(4)) and time.monotonic() - began < 5
+    assert not workers.running, "and nobody waits for more than there are"
+
+
 def test_a_call_that_hangs_is_late_and_its_thread_is_replaced(workers: Workers) -> None:
     release = threading.Event()
     for key in range(4):
