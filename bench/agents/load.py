@@ -7,8 +7,8 @@
 a session of its own. Each message has a word that no other request has. `lost` counts calls without a reply; `mixed`
 replies and prompts with another request's word, or without their own; `inexact` turns whose trained tokens or
 log-probabilities are not those that the engine drew, by a record made in the engine. `memory_ratio` is the resident
-memory in the last quarter of the calls over that in the first, median over median; one conversation of each client goes
-before, in which caches and threads are made, and is checked like the others but not among the calls.
+memory in the last quarter of the calls over that in the first, median over median; four conversations of each client
+go before, which fill the caches. They are checked like the others, and are not among the calls.
 """
 
 import secrets
@@ -44,6 +44,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "agents_load.jsonl"
 STATM = Path("/proc/self/statm")
 PAGE = 4096  # bytes
 TARGET = 1.05  # of memory
+WARM = 4  # conversations of each client before: the engine keeps rows of twice as many conversations as go on at once
 console = Console(width=120)
 
 
@@ -91,7 +92,7 @@ def flood(engine: str, clients: int, calls: int, turns: int, tokens: int = 24) -
             return time.perf_counter() - start
 
         talks = -(-calls // turns)
-        rush(talks, talks + clients)  # every place of the engine has been used, and every thread has run
+        rush(talks, talks + WARM * clients)
         found.seconds.clear()
         found.memory.clear()
         wall = rush(0, talks)
