@@ -54,8 +54,9 @@ class DrawnTurns(Drawn):
         self.kept.trim(self.room - len(rows))
         held = {row: kept.shared(self.prompts[row]) for row, kept in found.items()}
         new = {row: len(self.prompts[row]) - shared for row, shared in held.items() if shared}
+        exactly = any(kept.cache.whole_only for kept in found.values())
         continued = [Continued(together, [self.prompts[row] for row in together], [found[row] for row in together],
-                               new[together[0]]) for together in fed_together(new)]
+                               new[together[0]]) for together in fed_together(new, exactly)]
         for row in rows:
             self.cached[row] = 0
         for more in continued:

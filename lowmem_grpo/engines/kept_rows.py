@@ -3,6 +3,9 @@
 A turn's next prompt begins with the tokens of the turn, so only what came after them has to be computed. Rows that are
 continued together are fed equally many tokens, as each row has to be one piece in the cache (a sliding window counts
 places). A row with fewer new tokens computes some of its last ones again, in places that would be padding otherwise.
+
+The states of gated delta nets are those after all tokens that are held, and cannot be cut: where a prompt goes on from
+an earlier token, all of it is computed again, and only rows with equally many new tokens are continued together.
 """
 
 from dataclasses import dataclass, field
@@ -24,6 +27,8 @@ class Kept:
     def shared(self, ids: list[int]) -> int:
         """How many tokens at the beginning of a prompt are held; its last one is always left to be fed."""
         most = min(len(self.ids), len(ids) - 1)
+        if self.cache.whole_only:
+            return most if self.ids == ids[:most] else 0
         if self.ids[:most] == ids[:most]:
             return most
         return next(place for place in range(most) if self.ids[place] != ids[place])
@@ -80,14 +85,15 @@ class KeptRows:
         return sum(cache.nbytes for cache in {id(kept.cache): kept.cache for kept in self.rows.values()}.values())
 
 
-def fed_together(new: dict[int, int]) -> list[list[int]]:
-    """Rows in lists, each of which is fed as many tokens as its first row has `new` ones (row to tokens)."""
+def fed_together(new: dict[int, int], exactly: bool = False) -> list[list[int]]:
+    """Rows in lists, each of which is fed as many tokens as its first row has `new` ones (row to tokens); exactly: no
+    row computes any again."""
     lists: list[list[int]] = []
     again = total = 0
     for row in sorted(new, key=lambda row: -new[row]):
         again += new[lists[-1][0]] - new[row] if lists else 0
         total += new[row]
-        if not lists or again > max(TWICE * total, FEW):
+        if not lists or again > (0 if exactly else max(TWICE * total, FEW)):
             lists.append([])
             again, total = 0, new[row]
         lists[-1].append(row)

@@ -1,5 +1,7 @@
-"""A key-value cache that grows in place, built from the public cache classes of transformers."""
+"""A cache of what rows have seen, built from the public cache classes of transformers: keys and values, which grow in
+place, and the states of gated delta nets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 
 class GrowingLayer(DynamicLayer):
@@ -26,6 +28,27 @@ class GrowingLayer(DynamicLayer):
         layer.storage = storage
         layer.view(length)
         return layer
+
+    @classmethod
+    def right_aligned(cls, layers: Sequence["GrowingLayer"], pieces: Sequence["Piece"], width: int,
+                      room: int) -> "GrowingLayer":
+        """The pieces of these layers, one of each, as `right_aligned` says."""
+        rows, like = [piece.count for piece in pieces], layers[0].storage
+        storage = like.new_zeros(2, sum(rows), like.shape[2], width + room, like.shape[4])
+        for layer, piece, place in zip(layers, pieces, accumulate(rows), strict=True):
+            kept = layer.storage[:, piece.rows, :, piece.start : piece.end]
+            storage[:, place - piece.count : place, :, width - piece.end + piece.start : width] = kept
+        return cls.holding(storage, width)
+
+    def copied(self, rows: Tensor) -> "GrowingLayer":
+        """Some of the rows (R,), without room to grow."""
+        length = self.get_seq_length()
+        return self.holding(self.storage[:, :, :, :length].index_select(1, rows), length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage held."""
+        return self.storage.untyped_storage().nbytes()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -60,33 +83,105 @@ class GrowingLayer(DynamicLayer):
         self.view(length)
 
 
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """What a gated delta net knows of B rows: the last inputs (B, C, W - 1) of its convolution, and the state
+    (B, H, K, V) of its rule. It is that after the last real token, and cannot be cut at an earlier one."""
+
+    @classmethod
+    def holding(cls, conv: Tensor, state: Tensor) -> "StateLayer":
+        """A layer with these states."""
+        layer = cls()
+        layer.conv_states[0], layer.recurrent_states[0], layer.has_previous_state[0] = conv, state, True
+        return layer
+
+    @classmethod
+    def right_aligned(cls, layers: Sequence["StateLayer"], pieces: Sequence["Piece"], width: int,
+                      room: int) -> "StateLayer":
+        """The rows of the pieces, which are whole."""
+        both = [[state[piece.rows] for state in layer.states] for layer, piece in zip(layers, pieces, strict=True)]
+        return cls.holding(*(torch.cat(parts) for parts in zip(*both, strict=True)))
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Of the convolution, and of the rule."""
+        return [one for one in (self.conv_states[0], self.recurrent_states[0]) if one is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage held."""
+        return sum(one.untyped_storage().nbytes() for one in self.states)
+
+    def copied(self, rows: Tensor) -> "StateLayer":
+        """Some of the rows (R,)."""
+        return self.holding(*(one.index_select(0, rows) for one in self.states))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.conv_states[0], self.recurrent_states[0] = (one.index_select(0, indices) for one in self.states)
+
+    def lazy_initialization(self, *states: Any, **named: Any) -> None:
+        """Nothing to make before the first update."""
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 4, real: Tensor | None = None
+    ) -> Tensor:
+        """Put in new inputs (B, C, T), `real` (B, T) or all of them; returns all that are known, (B, C, W - 1 + T)."""
+        before = self.conv_states[0]
+        if before is None:
+            before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size - 1)
+        whole = torch.cat([before, conv_states], -1)
+        self.conv_states[0] = unless_done(whole[..., 1 - conv_kernel_size :], before, real)
+        self.has_previous_state[0] = True
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, real: Tensor | None = None
+    ) -> Tensor:
+        """Put in the states after new tokens, `real` (B, T) or all of them."""
+        before = self.recurrent_states[0]
+        after = recurrent_states if before is None else unless_done(recurrent_states, before, real)
+        self.recurrent_states[0] = after
+        return after
+
+
+def unless_done(after: Tensor, before: Tensor, real: Tensor | None) -> Tensor:
+    """States (B, ...) after new tokens; of rows without a real one those before. Rows end at the right edge."""
+    if real is None:
+        return after.clone()  # no view of what was put in
+    return torch.where(real[:, -1].view(-1, *[1] * (after.dim() - 1)), after, before)
+
+
 class GrowingCache(Cache):
-    """A cache of `GrowingLayer`s, one for each decoder layer, made at first use."""
+    """A cache of `GrowingLayer`s and `StateLayer`s, one for each decoder layer, made at first use."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=GrowingLayer)
 
     @classmethod
-    def holding(cls, storages: list[Tensor], length: int) -> "GrowingCache":
-        """A cache whose layers are in these storages."""
+    def holding(cls, layers: list[Any]) -> "GrowingCache":
+        """A cache of these layers."""
         cache = cls()
-        cache.layers = [GrowingLayer.holding(storage, length) for storage in storages]
+        cache.layers = layers
         return cache
-
-    @property
-    def storages(self) -> list[Tensor]:
-        """(2, B, H_kv, capacity, K) of each layer."""
-        return [layer.storage for layer in self.layers if isinstance(layer, GrowingLayer)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage held."""
-        return sum(storage.untyped_storage().nbytes() for storage in self.storages)
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def whole_only(self) -> bool:
+        """Whether rows can only go on from their last token, as a state holds all tokens before it in one."""
+        return any(isinstance(layer, StateLayer) for layer in self.layers)
 
     def copied(self, rows: Tensor) -> "GrowingCache":
         """A cache of some of the rows (R,), without room to grow."""
-        length = self.get_seq_length()
-        return self.holding([storage[:, :, :, :length].index_select(1, rows) for storage in self.storages], length)
+        return self.holding([layer.copied(rows) for layer in self.layers])
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        if layer_idx == len(self.layers):
+            self.layers.append(StateLayer())
+        whole: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return whole
 
 
 @dataclass(frozen=True)
@@ -98,19 +193,17 @@ class Piece:
     start: int
     end: int
 
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return int(self.rows.stop - self.rows.start)
+
 
 def right_aligned(pieces: list[Piece], width: int, room: int = 0) -> GrowingCache:
     """A cache of `width` places and `room` for more, with the rows of all pieces in order; each ends at the right edge.
     Places before a row are zero: a weight of 0 in attention would not hide a NaN there."""
-    rows = [piece.rows.stop - piece.rows.start for piece in pieces]
-    storages = []
-    for layer, like in enumerate(pieces[0].cache.storages):
-        storage = like.new_zeros(2, sum(rows), like.shape[2], width + room, like.shape[4])
-        for count, piece, place in zip(rows, pieces, accumulate(rows), strict=True):
-            kept = piece.cache.storages[layer][:, piece.rows, :, piece.start : piece.end]
-            storage[:, place - count : place, :, width - piece.end + piece.start : width] = kept
-        storages.append(storage)
-    return GrowingCache.holding(storages, width)
+    columns: Any = zip(*(piece.cache.layers for piece in pieces), strict=True)
+    return GrowingCache.holding([layers[0].right_aligned(layers, pieces, width, room) for layers in columns])
 
 
 def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -234,7 +234,7 @@ class TransformersEngine:
             before = state.real[:, None].expand(-1, width, -1)
             mask = torch.cat([before, causal & true[:, None, :] | itself], dim=2)[:, None]
             positions = (state.positions[:, None] + true.long().cumsum(-1)).clamp(min=0)
-            logits = self.forward(ids, positions, mask, state.cache)
+            logits = self.forward(ids, positions, mask, true, state.cache)
             state.real = torch.cat([state.real, true], dim=1)
             state.positions = state.positions + true.sum(-1)
         return logits
@@ -244,14 +244,16 @@ class TransformersEngine:
         state.positions = state.positions + 1
         state.real = torch.cat([state.real, state.alive[:, None]], dim=1)
         state.real[:, -1] = True
-        return self.forward(state.tokens[:, None], state.positions[:, None], state.real[:, None, None, :], state.cache)
+        alive = state.alive[:, None]  # rows that are done are decoded on, but what is kept of them must not change
+        return self.forward(state.tokens[:, None], state.positions[:, None], state.real[:, None, None, :], alive,
+                            state.cache)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor, cache: GrowingCache) -> Tensor:
-        """fp32 logits (B, V) after the last of input_ids (B, Q); mask (B, 1, Q, L)."""
+    def forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, cache: GrowingCache) -> Tensor:
+        """fp32 logits (B, V) after the last of input_ids (B, Q), which are `real` (B, Q); mask (B, 1, Q, L)."""
         with self.policy.autocast():
             out = self.policy.backbone(
                 input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=cache,
-                use_cache=True, cached=True,
+                use_cache=True, cached=True, real=real,
             )
         head = self.policy.head
         logits = matmul_fp32(out.last_hidden_state[:, -1].to(head.weight.dtype), head.weight.T)

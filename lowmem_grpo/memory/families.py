@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 SPLIT, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
+DELTA_IN, DELTA_OUT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"  # of a gated delta net
 GATE_UP, FUSED_GATE_UP = ("gate_proj", "up_proj"), ("gate_up_proj",)
 
 
@@ -58,6 +59,8 @@ class Family:
     norm: Norm
     norms: int = 2  # of the hidden size, in a layer
     vllm: str | None = None  # the class of vLLM's own that computes it with the trainer's tensors; None: it has none
+    delta_net: str = ""  # transformers' class of the layers that have a gated delta net in place of attention
+    only_bfloat16: bool = False  # float16 overflows, so that a loss would be NaN
     refused: str = ""  # why the family cannot be trained, and what to take
 
 
@@ -99,6 +102,11 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": decoder(
         "Gemma 4 (text)", "Gemma4", norms=4, norm=Norm("Gemma4RMSNorm", "eps", round_once=True),
         mlp=MLP("Gemma4TextMLP"), attention=Attention("Gemma4TextAttention", norm="heads", window="layers", lean=False),
+    ),
+    "qwen3_5_text": decoder(
+        "Qwen3.5, Qwen3.6 (dense, text)", "Qwen3_5", norm=Norm("Qwen3_5RMSNorm", "eps", 1.0), vllm=None,
+        attention=Attention("Qwen3_5Attention", norm="heads", lean=False), delta_net="Qwen3_5GatedDeltaNet",
+        only_bfloat16=True,
     ),
 }
 

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.packed_attention import PackedLayout, packed_attention, window_mask
 
 NAME = "lowmem_grpo"
@@ -79,8 +80,9 @@ def cached_attention(
 
 def uses_registry(model: Any) -> bool:
     """Whether a transformers model takes its attention from the registry. Every model sets this flag, despite the
-    underscore: checked on transformers 5.17 to 5.19, and a test fails if it goes away."""
-    return bool(getattr(model, "_supports_attention_backend", False))
+    underscore: checked on transformers 5.17 to 5.19, and a test fails if it goes away. Families in our table do so
+    whatever the flag says (it is not set for Qwen3.5)."""
+    return family_of(model.config) is not None or bool(getattr(model, "_supports_attention_backend", False))
 
 
 AttentionInterface.register(NAME, attention)

@@ -1,4 +1,4 @@
-"""Weights of q, k, v (and of gate, up) that lie side by side in memory, so that one product serves in place of several.
+"""Weights on one input (q, k, v; gate, up; a delta net's), side by side in memory: one product in place of several.
 
 `fuse_weights` lays each group out in one buffer and makes the model's parameters views of it. Each parameter keeps its
 name, shape and values, and a saved model is the same checkpoint. It copies one group at a time, so it needs extra
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from lowmem_grpo.kernels.lora import FrozenWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, check_adjacent
+from lowmem_grpo.memory.families import DELTA_IN
 from lowmem_grpo.offload.activations import storage_id
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), DELTA_IN)
 
 
 def fuse_weights(model: nn.Module) -> list[str]:

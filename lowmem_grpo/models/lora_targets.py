@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, family_of
+
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # a part of the path of every linear layer of attention
 Targets = list[str] | str | None
@@ -59,7 +61,7 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope) -> list
 
     ValueError for names that the model does not have, and where nothing is left to train.
     """
-    chosen = check_targets(model, targets or ALL_LINEAR)
+    chosen = check_targets(model, targets) if targets else usual_targets(model)
     if scope.whole and model.config.get_text_config() is model.config:
         return chosen
     paths = [path for path in decoder_linears(model, scope) if chosen == "all-linear" or path.endswith(
@@ -79,16 +81,26 @@ def decoder_linears(model: Any, scope: Scope) -> list[str]:
             if isinstance(module, nn.Linear) and name.startswith(starts) and scope.takes(name)]
 
 
+def usual_targets(model: PreTrainedModel) -> list[str] | str:
+    """The names of all linear layers of the decoder; "all-linear" for a family with other names, or with fused ones."""
+    family = family_of(model.config)
+    names = [*ALL_LINEAR, *((*DELTA_IN, DELTA_OUT) if family is not None and family.delta_net else ())]
+    return names if names_of(model).issuperset(names) else "all-linear"
+
+
+def names_of(model: PreTrainedModel) -> set[str]:
+    """The last parts of the paths of all modules."""
+    return {name.rpartition(".")[2] for name, _ in model.named_modules()}
+
+
 def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:
     """The names, if they exist in the model and the frozen head is not among them."""
     if isinstance(targets, str):
         if targets != "all-linear":
             raise ValueError(f'target_modules is {targets!r}; allowed are a list of names and "all-linear"')
         return targets
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    names = names_of(model)
     missing = sorted(target for target in targets if target.rpartition(".")[2] not in names)
-    if targets is ALL_LINEAR and missing:  # a family with other names, or with fused projections
-        return "all-linear"
     if missing:
         raise ValueError(f"target_modules names {missing}, which this model does not have")
     for frozen in ("lm_head", "embed_tokens"):

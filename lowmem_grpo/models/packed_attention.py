@@ -33,8 +33,9 @@ class PackedLayout:
     num_sequences: int
     width: int
     once: bool  # each prompt is computed once
-    calls: int = 0  # of attention with this layout: after a forward pass, the number of layers
+    calls: int = 0  # of attention or delta nets with this layout: after a forward pass, the number of layers
     masks: Masks = field(default_factory=dict)  # of windows, for all layers
+    stages: Any = None  # of gated delta nets (`delta_net.Stages`), for all layers
 
     @classmethod
     def of(cls, batch: MicroBatch) -> "PackedLayout":

@@ -13,13 +13,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.memory.families import trained
 from lowmem_grpo.models import attention
+from lowmem_grpo.models.delta_net import use_delta_nets
+from lowmem_grpo.models.dtypes import check_dtype
 from lowmem_grpo.models.packed_attention import PackedLayout
 from lowmem_grpo.offload.activations import drops, enable_checkpointing
 from lowmem_grpo.offload.embedding import HostEmbedding
 from lowmem_grpo.types import MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # we take the first that a config has
-KNOWN = f"Take a model with plain attention in all layers: {trained()}"
+KNOWN = f"Take a model of a family that can be packed: {trained()}"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Policy:
         if not attention.uses_registry(base):
             raise ValueError(f"{type(base).__name__} does not take its attention from transformers' registry, so "
                              f"packed sequences would see each other. {KNOWN}")
+        check_dtype(base.config, base.get_input_embeddings().weight.dtype, autocast_dtype)
+        use_delta_nets(base)
         if base.config.get_text_config()._attn_implementation != attention.NAME:
             base.set_attn_implementation(attention.NAME)
         self.backbone = getattr(base, base.base_model_prefix)

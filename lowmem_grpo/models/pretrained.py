@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models import attention
+from lowmem_grpo.models.dtypes import check_dtype
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
@@ -35,6 +36,7 @@ class Pretrained:
     def load(self, dtype: torch.dtype, device: str, load_in_4bit: bool) -> tuple[PreTrainedModel, Any]:
         """The frozen model on its device, and its tokenizer. A checkpoint in 4 bit stays as it is."""
         with self.naming_the_model(), freed_memory_returned():
+            check_dtype(self.config(), dtype)
             stored_in_4bit = self.is_stored_in_4bit()
             tokenizer = self.tokenizer()
             quantize = load_in_4bit and not stored_in_4bit  # passing None would overrule the checkpoint's own config

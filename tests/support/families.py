@@ -6,7 +6,7 @@ from typing import Any
 
 import peft
 import torch
-from small_models import SHAPE, TINY, scatter
+from small_models import HYBRIDS, SHAPE, TINY, scatter
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -44,6 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "global_head_dim": 16, "num_kv_shared_layers": 2, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 384, "use_double_wide_mlp": True,
         "final_logit_softcapping": 5.0},
+    "qwen3_5_text": HYBRIDS["Qwen3_5"],
 }
 TRAINED = [kind for kind, row in FAMILIES.items() if not row.refused]
 GROUPS = [(9, [5, 12, 1, 14]), (6, [13]), (1, [7, 3])]  # (prompt, completions), in tokens

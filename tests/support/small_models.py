@@ -22,16 +22,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
                "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
     "Phi3": {"num_key_value_heads": 4, "sliding_window": 8},
 }
+HYBRIDS: dict[str, dict[str, Any]] = {  # with gated delta nets; three of these layers come before one of attention
+    "Qwen3_5": {
+        "num_hidden_layers": 4, "head_dim": 16, "initializer_range": 0.05, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+                            "mrope_section": [1, 1, 0], "mrope_interleaved": True}},
+}
 Model = TypeVar("Model", bound=torch.nn.Module)
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def random_model(family: str) -> transformers.PreTrainedModel:
     """A seeded random model of one family, in float32."""
     torch.manual_seed(0)
-    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, config_name)(**(SHAPE | FAMILIES[family]))
+    config_name = f"{family}TextConfig" if family in ("Gemma3", *HYBRIDS) else f"{family}Config"
+    config = getattr(transformers, config_name)(**(SHAPE | (FAMILIES | HYBRIDS)[family]))
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 
@@ -43,6 +51,8 @@ def load_model(family: str) -> transformers.PreTrainedModel:
 def with_adapter(model: transformers.PreTrainedModel, lora_dropout: float = 0.0) -> peft.PeftModel:
     """`model` with LoRA on every linear layer but the head, both factors random, so that the adapter matters."""
     targets = FUSED if model.config.model_type == "phi3" else SPLIT
+    if model.config.model_type == "qwen3_5_text":
+        targets = [*SPLIT, *DELTA]
     config = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=lora_dropout, task_type="CAUSAL_LM")
     return scatter(peft.get_peft_model(model, config))
 

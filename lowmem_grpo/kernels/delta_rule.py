@@ -1,0 +1,235 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) over packed runs, with initial and final states.
+
+    k = key / |key|,  q = query / |query| / sqrt(K)                                (|x| = sqrt(sum x^2 + 1e-6))
+    S_t = exp(g_t) S_{t-1} + k_t (x) beta_t (v_t - exp(g_t) S_{t-1}^T k_t),        o_t = S_t^T q_t
+
+query, key (T, H_k, K), v and o (T, H, V), g and beta (T, H) float32, S (K, V) of each head and run; H is a multiple of
+H_k, and neighbouring heads share a query and a key. g <= 0.
+
+Chunks of C tokens. Write b_i = sum_{t <= i} g_t within a chunk and S for the state before it. What each token adds to
+the state, u_i = beta_i (v_i - ...), depends on the earlier ones of its chunk through a triangular system, which is
+solved for all chunks at once:
+
+    (1 + A) u = beta v - beta exp(b) k^T S,   A_ij = beta_i exp(b_i - b_j) k_i . k_j  for j < i
+    o_i = exp(b_i) S^T q_i + sum_{j <= i} exp(b_i - b_j) (q_i . k_j) u_j
+    S' = exp(b_C) S + sum_j exp(b_C - b_j) k_j (x) u_j
+
+b_i - b_j is the sum of g between j and i, and never a difference: under strong decay b grows and its difference would
+lose the digits that matter. All is computed in float32 (float64 for inputs of that dtype). Kept for backward are the
+inputs; heads are independent, so both passes take a few heads at a time and need scratch memory for these.
+"""
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels import field_kernels
+from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels.runs import CHUNK, Runs
+
+NORM_EPSILON = 1e-6
+AGREEMENT = 0.02  # of the norm; rounding to 16 bits takes about 0.005
+SCRATCH = 2**24  # numbers (T, heads, K) that are computed at a time
+
+logger = logging.getLogger(__name__)
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # query, key, value, g, beta, initial
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: Runs, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(T, H, V) in the dtype of value, and the runs' final states (S, H, K, V) in float32; initial None is zeros."""
+    check(query, key, value, g, beta, runs, initial)
+    if initial is None:
+        initial = g.new_zeros(len(runs.lengths), value.shape[1], key.shape[2], value.shape[2])
+    if not runs.tokens:
+        return value, initial
+    if field_kernels.serve(value) and field_kernels_agree(value.device, value.dtype):
+        return field_kernels.delta_rule(query, key, value, g, beta, runs, initial)
+    return DeltaRuleFunction.apply(query, key, value, g, beta, initial, runs)
+
+
+def delta_rule_ref(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: Runs, initial: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, token by token as the formula says, by autograd's own backward."""
+    results, finals, start = [], [], 0
+    for length, state in zip(runs.lengths, initial, strict=True):
+        state = state[None]
+        for token in range(start, start + length):
+            now = slice(token, token + 1)
+            result, state = delta_step(query[now], key[now], value[now], g[now], beta[now], state)
+            results.append(result)
+        finals.append(state)
+        start += length
+    return torch.cat(results) if results else value, torch.cat(finals)
+
+
+@cache
+def field_kernels_agree(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the field's kernels give what the rule token by token gives, with all gradients; tried once on each card.
+    Where they do not, one line says so, and plain torch computes."""
+    runs, found = Runs((70, 3, 0, 60), device), []
+    with torch.enable_grad():
+        given = example(runs, device, dtype)
+        query, key, value, g, beta, initial = given
+        for rule in (field_kernels.delta_rule, delta_rule_ref):
+            result, final = rule(query, key, value, g, beta, runs, initial)
+            grads = torch.autograd.grad(result.float().sin().sum() + final.cos().sum(), given)
+            found.append([one.detach().float() for one in (result, final, *grads)])
+    worst = max(float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True))
+    if not worst < AGREEMENT:
+        logger.warning("%s and the gated delta rule differ by %.3f of its size: plain torch computes it. Install "
+                       "another version of it, or none", field_kernels.said(value), worst)
+    return worst < AGREEMENT
+
+
+def example(runs: Runs, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Random inputs of 2 key heads and 4 value heads."""
+    draw, count = torch.Generator().manual_seed(0), runs.tokens
+    made = [torch.randn(count, heads, 64, generator=draw) for heads in (2, 2, 4)]
+    made += [-torch.rand(count, 4, generator=draw), torch.rand(count, 4, generator=draw),
+             torch.randn(len(runs.lengths), 4, 64, 64, generator=draw)]
+    kinds = [dtype] * 3 + [torch.float32] * 3
+    return [one.to(device, kind).requires_grad_() for one, kind in zip(made, kinds, strict=True)]
+
+
+def delta_step(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each of B rows: query, key (B, H_k, K), value (B, H, V), g, beta (B, H), state (B, H, K, V); returns
+    (B, H, V) and the next states."""
+    groups, dtype = value.shape[1] // key.shape[1], state.dtype
+    query, key = (normed(one.to(dtype)).repeat_interleave(groups, 1) for one in (query, key))
+    state = state * g.to(dtype).exp()[..., None, None]
+    told = (state * key[..., None]).sum(-2)
+    added = beta.to(dtype)[..., None] * (value.to(dtype) - told)
+    state = state + key[..., None] * added[..., None, :]
+    result = (state * query[..., None]).sum(-2) * query.shape[-1] ** -0.5
+    return result.to(value.dtype), state
+
+
+def normed(x: Tensor) -> Tensor:
+    """x / |x| along the last axis."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON)
+
+
+class DeltaRuleFunction(torch.autograd.Function):
+    """The chunked form; only the inputs are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial: Tensor, runs: Runs
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(query, key, value, g, beta, initial)
+        ctx.runs = runs
+        parts = (query, key, value, g, beta, initial)
+        result, final = torch.empty_like(value), torch.empty_like(initial)
+        for some, heads in tiles(parts):
+            result[:, heads], final[:, heads] = without_autocast(some, runs)
+        return result, final
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_result: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+        parts: Parts = ctx.saved_tensors
+        grads = tuple(torch.empty_like(one) for one in parts)
+        for (some, heads), (room, _) in zip(tiles(parts), tiles(grads), strict=True):
+            wanted: Any = tuple(one.detach().requires_grad_() for one in some)
+            with torch.enable_grad():
+                result, final = without_autocast(wanted, ctx.runs)
+            found = torch.autograd.grad((result, final), wanted, (grad_result[:, heads], grad_final[:, heads]))
+            for place, grad in zip(room, found, strict=True):
+                place.copy_(grad)
+        return (*grads, None)
+
+
+def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[Parts, slice]]:
+    """Views of the inputs with some of the heads, and which heads of (T, H, V) these are."""
+    query, key, value, g, beta, initial = parts
+    groups = value.shape[1] // key.shape[1]
+    at_once = max(1, SCRATCH // (max(1, len(key)) * groups * max(key.shape[2], value.shape[2])))
+    for start in range(0, key.shape[1], at_once):
+        few = slice(start, start + at_once)
+        heads = slice(start * groups, min(start + at_once, key.shape[1]) * groups)
+        yield (query[:, few], key[:, few], value[:, heads], g[:, heads], beta[:, heads], initial[:, heads]), heads
+
+
+def without_autocast(parts: Parts, runs: Runs) -> tuple[Tensor, Tensor]:
+    """`chunked` in float32, whatever mixed precision says about matrix products."""
+    with torch.autocast(parts[0].device.type, enabled=False):
+        return chunked(parts, runs)
+
+
+def chunked(parts: Parts, runs: Runs) -> tuple[Tensor, Tensor]:
+    """The rule chunk by chunk; what does not need the state is computed for all chunks at once."""
+    query, key, value, g, beta, initial = parts
+    chunks, dtype, groups = runs.chunks, initial.dtype, value.shape[1] // key.shape[1]
+
+    def laid(x: Tensor, repeats: int = 1) -> Tensor:
+        """x (T, H, ...) as (N, H, C, ...), 0 where a chunk has no token."""
+        rows = x.index_select(0, chunks.sources).unflatten(0, (-1, CHUNK))
+        rows = torch.where(chunks.real.view(*chunks.real.shape, *[1] * (x.dim() - 1)), rows, 0).to(dtype)
+        return rows.transpose(1, 2).repeat_interleave(repeats, 1)
+
+    q, k, v, step, rate = laid(query, groups), laid(key, groups), laid(value), laid(g), laid(beta)[..., None]
+    q, k = normed(q) * q.shape[-1] ** -0.5, normed(k)
+    between = sums_between(step)
+    decay = between.exp()
+    since_start = step.cumsum(-1).exp()[..., None]
+    until_end = decay[..., -1, :, None]
+    system = rate * (k @ k.mT) * decay  # only what lies below the diagonal is read
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat([rate * v, rate * since_start * k], -1), upper=False, unitriangular=True
+    )
+    added, read = solved.split((v.shape[-1], k.shape[-1]), -1)
+    laid_results, final = scan(
+        added, read, q * since_start, (q @ k.mT) * decay, k * until_end, since_start[..., -1:, :],
+        initial.index_select(0, chunks.order), chunks.counts,
+    )
+    result = laid_results.transpose(1, 2).flatten(0, 1).index_select(0, chunks.places)
+    return result.to(value.dtype), final.index_select(0, chunks.back)
+
+
+def sums_between(step: Tensor) -> Tensor:
+    """(..., C, C): the sum of step (..., C) over j < t <= i, and -inf for j > i."""
+    width = step.shape[-1]
+    below = torch.ones(width, width, dtype=torch.bool, device=step.device).tril(-1)
+    sums = torch.where(below, step[..., None], 0).cumsum(-2)
+    return sums.masked_fill(below.mT, -torch.inf)
+
+
+def scan(
+    added: Tensor, read: Tensor, q: Tensor, scores: Tensor, k: Tensor, decay: Tensor, state: Tensor,
+    counts: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    """Results (N, H, C, V) of the chunks, step by step, and the states (S, H, K, V) after each run's last chunk."""
+    results, finals = [], []
+    steps = zip(*(one.split(counts) for one in (added, read, q, scores, k, decay)), strict=True)
+    for new, reads, asks, pairs, keys, whole in steps:
+        finals.append(state[len(new) :])
+        state = state[: len(new)]
+        new = new - reads @ state
+        results.append(asks @ state + pairs @ new)
+        state = whole * state + keys.mT @ new
+    return torch.cat(results), torch.cat([state, *reversed(finals)])
+
+
+def check(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: Runs, initial: Tensor | None
+) -> None:
+    """ValueError where shapes do not fit."""
+    tokens, heads, size = key.shape if key.dim() == 3 else (-1, 1, -1)
+    if query.shape != key.shape or value.dim() != 3 or len(value) != tokens or value.shape[1] % heads:
+        raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not go "
+                         "together; expected (T, H_k, K) twice and (T, H, V) with H a multiple of H_k")
+    if tokens != runs.tokens or any(one.shape != value.shape[:2] for one in (g, beta)):
+        raise ValueError(f"g is {tuple(g.shape)} and beta {tuple(beta.shape)} for a value {tuple(value.shape)} and "
+                         f"runs of {runs.tokens} tokens; expected (T, H)")
+    expected = (len(runs.lengths), value.shape[1], size, value.shape[2])
+    if initial is not None and initial.shape != expected:
+        raise ValueError(f"initial is {tuple(initial.shape)}; expected {expected}: runs, H, K, V")

@@ -1,0 +1,68 @@
+"""Runs of neighbouring tokens, packed without padding, that each begin from a state of their own: where they lie, and
+how they are cut into chunks of equal width.
+
+A chunk's tokens are computed together and chunks of one run one after the other, so step j takes chunk j of all runs
+that have one. Chunks lie step by step, and within a step the longest runs come first: the runs that go on are then
+always the first ones.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+CHUNK = 64  # tokens
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """N chunks of C tokens, in the order in which they are computed."""
+
+    sources: Tensor  # (N * C,) int64, the packed token; right of a run's end any token
+    real: Tensor  # (N, C) bool, no filler
+    places: Tensor  # (T,) int64, of each packed token, index into N * C
+    counts: tuple[int, ...]  # of each step, how many runs have a chunk in it
+    order: Tensor  # (S,) int64, the runs, the longest first
+    back: Tensor  # (S,) int64, the place of each run in `order`
+
+
+@dataclass(eq=False)
+class Runs:
+    """S runs of `lengths` tokens, one after the other; a length may be 0."""
+
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def filled(self) -> "Runs":
+        """The runs that have tokens."""
+        return Runs(tuple(length for length in self.lengths if length), self.device)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """(S + 1,) int64, summed lengths."""
+        return torch.tensor([0, *self.lengths]).cumsum(0).to(self.device)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """The chunks of all runs."""
+        numbers = [-(-length // CHUNK) for length in self.lengths]
+        order = sorted(range(len(numbers)), key=lambda run: -numbers[run])
+        counts = [sum(number > step for number in numbers) for step in range(max(numbers, default=0))]
+        bounds = torch.tensor([0, *self.lengths]).cumsum(0)
+        run = torch.tensor([order[place] for count in counts for place in range(count)], dtype=torch.long)
+        step = torch.tensor([step for step, count in enumerate(counts) for _ in range(count)], dtype=torch.long)
+        starts = (bounds[run] + CHUNK * step)[:, None]
+        token = starts + torch.arange(CHUNK)
+        real = token < bounds[run + 1][:, None]
+        places = torch.empty(self.tokens, dtype=torch.long)
+        places[token[real]] = real.flatten().nonzero()[:, 0]
+        sources = torch.where(real, token, starts).flatten()
+        runs = torch.tensor(order, dtype=torch.long).to(self.device)
+        return Chunks(sources.to(self.device), real.to(self.device), places.to(self.device), tuple(counts), runs,
+                      runs.argsort())

@@ -1,0 +1,210 @@
+"""Gated delta-net layers of hybrid models: on packed sequences, on a growing cache, and on plain rows.
+
+Our module takes the place of transformers' own and has the same children, parameters and attributes. It computes
+
+    packed   one row of T tokens. Each prompt is run once from a state of zeros, and each of its completions from the
+             prompt's last state, so that the gradients of all completions flow into it.
+    cached   rows that go on from the states in a cache. `real` says which tokens are no padding: padding, and rows that
+             are done, change no state.
+    other    rows from a state of zeros, with or without a mask of padding.
+
+States are that of the delta rule (kernels/delta_rule.py) and the last inputs of the convolution before it.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowmem_grpo.kernels import field_kernels
+from lowmem_grpo.kernels.causal_conv import causal_conv
+from lowmem_grpo.kernels.delta_rule import delta_rule, delta_step
+from lowmem_grpo.kernels.runs import Runs
+from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
+from lowmem_grpo.models.lora_layers import JoinedWeights, one_node
+from lowmem_grpo.models.packed_attention import PackedLayout
+
+logger = logging.getLogger(__name__)
+KINDS = {row.delta_net for row in FAMILIES.values() if row.delta_net}  # transformers' classes
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the rule takes of T packed tokens: the convolution's input, decay and rate."""
+
+    mixed: Tensor  # (T, C) query, key and value
+    g: Tensor  # (T, H) float32
+    beta: Tensor  # (T, H) float32
+
+    def at(self, tokens: Tensor | slice) -> "Given":
+        """Those of some tokens."""
+        return Given(self.mixed[tokens], self.g[tokens], self.beta[tokens])
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Packed tokens in two stages: prompts, which begin from zeros, and completions, which go on from a prompt."""
+
+    prompts: Runs
+    completions: Runs
+    counts: tuple[int, ...]  # completions of each prompt
+    order: Tensor | None  # (T,) int64, the packed tokens by stage; None where they lie so
+    back: Tensor | None
+
+    @classmethod
+    def of(cls, layout: PackedLayout, device: torch.device) -> "Stages":
+        lengths = [length for prompt in layout.prompts for length in prompt]
+        tokens = torch.arange(sum(lengths)).split(lengths)
+        first = [place for place, one in enumerate(stage_of(layout.prompts)) if one == 0]
+        later = [place for place, one in enumerate(stage_of(layout.prompts)) if one]
+        order = torch.cat([tokens[place] for place in (*first, *later)])
+        same = torch.equal(order, torch.arange(len(order)))
+        return cls(
+            Runs(tuple(lengths[place] for place in first), device),
+            Runs(tuple(lengths[place] for place in later), device),
+            tuple(len(prompt) - 1 for prompt in layout.prompts),
+            None if same else order.to(device), None if same else order.argsort().to(device),
+        )
+
+
+def stage_of(prompts: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Of each packed piece: 0 for a prompt, 1 for a completion."""
+    return [int(place > 0) for prompt in prompts for place in range(len(prompt))]
+
+
+class DeltaNet(nn.Module):
+    """A gated delta net with the children, parameters and attributes of `net`, one of transformers' modules."""
+
+    layer_idx: int
+    head_k_dim: int
+    head_v_dim: int
+    key_dim: int
+    value_dim: int
+    A_log: Tensor
+    dt_bias: Tensor
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        for name, child in net.named_children():
+            self.add_module(name, child)
+        for name, parameter in net.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, value in vars(net).items():
+            if not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+        self.weights = JoinedWeights()
+        self.train(net.training)
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
+        packed: PackedLayout | None = None, real: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D); real, or attention_mask, (B, T): which tokens are no padding, left of all others."""
+        rows, count, _ = hidden_states.shape
+        mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
+        a, b, log, bias = wide(a, b, self.A_log, self.dt_bias)
+        g = -log.exp() * F.softplus(a + bias)
+        given = Given(mixed.flatten(0, 1), g.flatten(0, 1), b.sigmoid().flatten(0, 1))
+        if packed is not None:
+            packed.calls += 1
+            result = self.packed(given, packed)
+        else:
+            real = attention_mask.bool() if real is None and attention_mask is not None else real
+            result = self.rows(given, rows, cache_params, None if real is None else real[:, -count:])
+        z = z.reshape(-1, self.head_v_dim)
+        normed = self.get_submodule("norm")(result.reshape(-1, self.head_v_dim), z)
+        output: Tensor = self.get_submodule(DELTA_OUT)(normed.view(rows, count, self.value_dim))
+        return output
+
+    def packed(self, given: Given, layout: PackedLayout) -> Tensor:
+        """(T, H, V) of a packed micro-batch."""
+        if layout.stages is None:
+            layout.stages = Stages.of(layout, given.g.device)
+        stages: Stages = layout.stages
+        if stages.order is not None:
+            given = given.at(stages.order)
+        count = stages.prompts.tokens
+        prompts, *states = self.run(given.at(slice(0, count)), stages.prompts)
+        shared = [repeated(state, stages.counts) for state in states]
+        completions, *_ = self.run(given.at(slice(count, None)), stages.completions, *shared)
+        result = torch.cat([prompts, completions])
+        return result if stages.back is None else result.index_select(0, stages.back)
+
+    def rows(self, given: Given, rows: int, cache: Any, real: Tensor | None) -> Tensor:
+        """(B T, H, V) of rows, which go on from the cache's states if there is a cache, and leave theirs in it."""
+        count = len(given.g) // rows
+        before = self.states(cache) if cache is not None and cache.has_previous_state(self.layer_idx, 0) else None
+        if real is not None:
+            shown = real.reshape(-1, 1)
+            given = Given(torch.where(shown, given.mixed, 0), torch.where(shown, given.g, 0),
+                          torch.where(shown, given.beta, 0))
+        runs = Runs((count,) * rows, given.g.device)
+        result, _, state = self.run(given, runs, *(before or (None, None)))
+        if cache is not None:
+            cache.update_conv_state(given.mixed.unflatten(0, (rows, count)).mT, self.layer_idx, real=real,
+                                    conv_kernel_size=self.conv_width)
+            cache.update_recurrent_state(state, self.layer_idx, real=real)
+        return result
+
+    def states(self, cache: Any) -> tuple[Tensor, Tensor]:
+        """The last inputs (B, W - 1, C) of the convolution, and the states (B, H, K, V) of the rule, in a cache."""
+        layer = cache.layers[self.layer_idx]
+        return layer.conv_states[0][..., 1 - self.conv_width :].mT, layer.recurrent_states[0]
+
+    def run(
+        self, given: Given, runs: Runs, conv: Tensor | None = None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(T, H, V) of packed runs, and their final states, of the convolution and of the rule."""
+        mixed, conv = causal_conv(given.mixed, self.conv_weight, runs, conv)
+        query, key, value = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
+        heads = query.unflatten(-1, (-1, self.head_k_dim)), key.unflatten(-1, (-1, self.head_k_dim))
+        value = value.unflatten(-1, (-1, self.head_v_dim))
+        if state is not None and len(given.g) == len(runs.lengths) == sum(runs.lengths) and not grads(state, value):
+            result, state = delta_step(*heads, value, given.g, given.beta, state)
+        else:
+            result, state = delta_rule(*heads, value, given.g, given.beta, runs, state)
+        return result, conv, state
+
+    @property
+    def conv_weight(self) -> Tensor:
+        """(C, W) of the convolution."""
+        weight: Tensor = self.get_submodule("conv1d").weight  # type: ignore[assignment]
+        return weight[:, 0]
+
+    @property
+    def conv_width(self) -> int:
+        """W."""
+        return self.conv_weight.shape[1]
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in float32, or in float64 if they are that."""
+    return [one.to(torch.promote_types(one.dtype, torch.float32)) for one in tensors]
+
+
+def grads(*tensors: Tensor) -> bool:
+    """Whether autograd follows any of them."""
+    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+
+
+def repeated(states: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """(P, ...) as one row for each completion; the gradients of a prompt's completions are summed in one order."""
+    rows = zip(states.split(1), counts, strict=True)
+    return torch.cat([row.expand(count, *row.shape[1:]) for row, count in rows])
+
+
+def use_delta_nets(model: nn.Module) -> list[str]:
+    """Put our modules in place of transformers' gated delta nets; returns the paths of those that were replaced."""
+    replaced = []
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ in KINDS and type(module).__module__.startswith("transformers."):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, DeltaNet(module))
+            replaced.append(path)
+    if replaced:
+        first: Any = model.get_submodule(replaced[0])
+        logger.info("%d gated delta-net layers compute with %s", len(replaced), field_kernels.said(first.conv_weight))
+    return replaced

@@ -1,0 +1,208 @@
+"""Gated delta-net layers in packed micro-batches: each sequence computes what it computes alone, whatever is shared."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from late_copies import LateCopies
+from small_models import DELTA, SPLIT, TINY, random_model, scatter, with_adapter
+from torch import Tensor
+from transformers import AutoTokenizer, DynamicCache
+
+from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.models import delta_net
+from lowmem_grpo.models.delta_net import DeltaNet
+from lowmem_grpo.models.lean_modules import make_lean
+from lowmem_grpo.models.lora_targets import Scope, lora_targets
+from lowmem_grpo.models.packing import collate
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.offload.activations import ActivationOffload, enable_checkpointing
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+
+GROUPS = {  # (prompt, completions) of each group; a prompt's last token belongs to its completions
+    "one group": [(70, [5, 66, 1, 12])], "a prompt of one token": [(1, [3, 70])],
+    "several": [(66, [5, 3]), (1, [4]), (2, [1, 2]), (9, [40]), (3, [65, 64])],
+}
+BOUND = 1e-5
+
+
+def batch_of(groups: list[tuple[int, list[int]]]) -> MicroBatch:
+    draw = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 380, (count,), generator=draw).tolist()
+
+    pairs = []
+    for prompt, completions in groups:
+        group = RolloutGroup({"prompt": ""}, ids(prompt), [])
+        pairs += [(group, Rollout(ids(length), [0.0] * length, "stop")) for length in completions]
+    return collate(pairs)
+
+
+def sequences(batch: MicroBatch) -> list[tuple[Tensor, int]]:
+    """The token ids of each sequence, its last one among them, and of how many the completion is."""
+    rows = batch.sources.view(-1, batch.max_seqlen)
+    lengths = batch.cu_seqlens.diff().tolist()
+    return [(torch.cat([batch.input_ids[row[:length]], batch.targets[row[length - 1 : length]]]),
+             len(rollout.completion_ids)) for row, length, rollout in zip(rows, lengths, batch.rollouts, strict=True)]
+
+
+def alone(model: Any, batch: MicroBatch) -> Tensor:
+    """(N,) log-probabilities by transformers' own model, one sequence at a time."""
+    found = []
+    for ids, count in sequences(batch):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, -count - 1 : -1].log_softmax(-1)
+        found.append(logits.gather(-1, ids[-count:, None])[:, 0])
+    return torch.cat(found)
+
+
+def gradients(model: Any, logprobs: Tensor) -> dict[str, Tensor]:
+    """Of every LoRA weight, for a loss that weighs every token differently."""
+    named = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    loss = (logprobs * torch.linspace(-1, 1, len(logprobs))).sum()
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def assert_same(policy: Policy, batch: MicroBatch, plain: peft.PeftModel, exact: peft.PeftModel) -> None:
+    """Log-probabilities and gradients, these relative to their norm, within the bound of the exact ones, and of
+    transformers' as far as these are exact themselves."""
+    packed, theirs, truth = policy.logprobs(batch, 1.0)[0], alone(plain, batch), alone(exact, batch)
+    assert (packed - theirs).abs().max() <= BOUND
+    ours, of_plain, exact_ones = gradients(policy.model, packed), gradients(plain, theirs), gradients(exact, truth)
+    assert ours.keys() == of_plain.keys() == exact_ones.keys()
+    for name, expected in exact_ones.items():
+        assert expected.norm() > 0, name
+        assert (ours[name] - expected).norm() <= BOUND * expected.norm(), name
+        own_error = (of_plain[name] - expected).norm()
+        assert (ours[name] - of_plain[name]).norm() <= BOUND * expected.norm() + own_error, name
+
+
+@pytest.fixture(scope="module")
+def plain() -> peft.PeftModel:
+    """Transformers' own modules, under PEFT."""
+    return with_adapter(random_model("Qwen3_5"))
+
+
+@pytest.fixture(scope="module")
+def exact() -> Any:
+    """The same in float64, which transformers' own delta net does not compute in: on ours, sequence by sequence."""
+    return Policy(with_adapter(random_model("Qwen3_5")).double()).model
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("name", GROUPS)
+def test_packed_sequences_that_share_prompts_learn_what_each_alone_does(
+    name: str, lean: bool, plain: peft.PeftModel, exact: peft.PeftModel
+) -> None:
+    batch, policy = batch_of(GROUPS[name]), Policy(with_adapter(random_model("Qwen3_5")))
+    if lean:
+        make_lean(policy.base, None)
+    assert_same(policy, batch, plain, exact)
+
+
+@pytest.mark.parametrize("broken", ["no border", "nothing shared", "no gradient to the prompt"])
+def test_a_state_that_is_wrong_at_a_border_is_seen_by_these_bounds(
+    broken: str, plain: peft.PeftModel, exact: peft.PeftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = delta_net.repeated
+    others: dict[str, Any] = {
+        "no border": lambda states, counts: real(states.roll(1, 0), counts),
+        "nothing shared": lambda states, counts: torch.zeros_like(real(states, counts)),
+        "no gradient to the prompt": lambda states, counts: real(states.detach(), counts),
+    }
+    monkeypatch.setattr(delta_net, "repeated", others[broken])
+    batch, policy = batch_of(GROUPS["several"]), Policy(with_adapter(random_model("Qwen3_5")))
+    worst = (policy.logprobs(batch, 1.0)[0] - alone(plain, batch)).abs().max()
+    assert worst <= BOUND if broken == "no gradient to the prompt" else worst > 100 * BOUND
+    with pytest.raises(AssertionError):
+        assert_same(policy, batch, plain, exact)
+
+
+def test_checkpointed_layers_with_inputs_on_the_host_learn_the_same() -> None:
+    batch, policy = batch_of(GROUPS["several"]), Policy(with_adapter(random_model("Qwen3_5")))
+    logprobs, _ = policy.logprobs(batch, 1.0)
+    expected = gradients(policy.model, logprobs)
+    enable_checkpointing(policy.base, "offload")
+    policy.model.train()
+    offload = ActivationOffload(policy.model, LateCopies(), min_bytes=256, page_bytes=512)
+    with offload:
+        again, _ = policy.logprobs(batch, 1.0)
+        assert offload.host_bytes > 0
+        found = gradients(policy.model, again)
+    assert torch.equal(again, logprobs)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def test_a_model_in_4_bits_packs_as_each_sequence_alone(tmp_path: Path) -> None:
+    random_model("Qwen3_5").save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
+    bare, _ = FastLanguageModel.from_pretrained(str(tmp_path), max_seq_length=256, load_in_4bit=True)
+    model = scatter(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False))
+    batch = batch_of(GROUPS["several"])
+    theirs = alone(model, batch)
+    expected = gradients(model, theirs)
+    assert {name.split(".")[-4] for name in expected} == {*SPLIT, *DELTA}  # LoRA on every projection
+    policy = Policy(model)
+    net = policy.backbone.layers[0].linear_attn
+    assert isinstance(net, DeltaNet) and all(hasattr(net.get_submodule(name).weight, "quant_state") for name in DELTA)
+    ours, _ = policy.logprobs(batch, 1.0)
+    assert (ours - theirs).abs().max() < 1e-4  # of two forms of the product with dequantized weights
+    found = gradients(model, ours)
+    assert all((found[name] - one).norm() < 1e-3 * one.norm() for name, one in expected.items())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_plain_rows_with_padding_are_as_by_transformers(side: str, plain: peft.PeftModel) -> None:
+    model = Policy(with_adapter(random_model("Qwen3_5"))).model
+    ids = torch.randint(3, 380, (3, 80), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([80, 7, 66])[:, None]
+    places = torch.arange(80)
+    mask = (places >= 80 - lengths if side == "left" else places < lengths).long()
+    with torch.no_grad():
+        ours, theirs = (one(input_ids=ids, attention_mask=mask).logits[mask.bool()] for one in (model, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+def test_our_module_goes_on_from_a_cache_of_transformers(plain: peft.PeftModel) -> None:
+    model = Policy(with_adapter(random_model("Qwen3_5"))).model
+    ids = torch.randint(3, 380, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, cache = plain(input_ids=ids).logits, DynamicCache(config=plain.config)
+        parts = [model(input_ids=part, past_key_values=cache, use_cache=True).logits
+                 for part in ids.split([2, 20, 1, 1, 6], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_layers_that_are_not_ours_are_refused_before_they_mix_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_net, "KINDS", set())
+    policy = Policy(random_model("Qwen3_5"))
+    with pytest.raises(ValueError, match="in 1 of its 4 layers; in the others, packed sequences would see each other"):
+        policy.hidden(batch_of(GROUPS["one group"]))
+
+
+@pytest.mark.parametrize(("dtype", "mixed"), [(torch.float16, None), (torch.float32, torch.float16)])
+def test_float16_is_refused_by_name_with_what_to_take(dtype: torch.dtype, mixed: torch.dtype | None) -> None:
+    with pytest.raises(ValueError, match=r"Qwen3\.5.* overflows in float16.*Take bfloat16"):
+        Policy(random_model("Qwen3_5").to(dtype), mixed)
+
+
+def test_float16_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    random_model("Qwen3_5").config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="overflows in float16"):
+        FastLanguageModel.from_pretrained(str(tmp_path), dtype="float16")
+
+
+def test_mixed_precision_in_bfloat16_comes_near_float32() -> None:
+    batch, model = batch_of(GROUPS["several"]), with_adapter(random_model("Qwen3_5"))
+    exact, mixed = (Policy(model, dtype).logprobs(batch, 1.0)[0].detach() for dtype in (None, torch.bfloat16))
+    assert 0 < (mixed - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_lora_goes_on_every_projection_by_default_and_by_kind() -> None:
+    model = random_model("Qwen3_5")
+    assert set(lora_targets(model, None, Scope())) == {*SPLIT, *DELTA}
+    paths = lora_targets(model, None, Scope(finetune_mlp_modules=False))
+    assert {path.rpartition(".")[2] for path in paths} == {*SPLIT[:4], *DELTA}
+    assert lora_targets(model, ["q_proj"], Scope()) == ["q_proj"]
