@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 import card
 import pytest
-from small_models import FAMILIES, TINY, load_model, with_adapter
+from small_models import FAMILIES, HYBRIDS, TINY, load_model, with_adapter
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lowmem_grpo.models.policy import Policy
@@ -50,7 +50,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(TINY)
 
 
-@pytest.fixture(scope="session", params=["tiny", *FAMILIES])
+@pytest.fixture(scope="session", params=["tiny", *FAMILIES, *HYBRIDS])
 def policy(request: pytest.FixtureRequest) -> Policy:
     """A policy of every family, one after the other."""
     return Policy(with_adapter(load_model(request.param)))

@@ -153,6 +153,8 @@ def unless_done(after: Tensor, before: Tensor, real: Tensor | None) -> Tensor:
 class GrowingCache(Cache):
     """A cache of `GrowingLayer`s and `StateLayer`s, one for each decoder layer, made at first use."""
 
+    layers: list[Any]
+
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=GrowingLayer)
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.kept_rows import Kept, KeptRows, fed_together
-from lowmem_grpo.engines.kv_cache import GrowingCache, Piece, right_aligned
+from lowmem_grpo.engines.kv_cache import GrowingCache, GrowingLayer, Piece, StateLayer, right_aligned
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.models.policy import Policy
@@ -23,7 +23,7 @@ SAMPLED = SamplingParams(temperature=1.3)
 PROMPTS = [[5 + number % 90 for number in range(40)], [9] * 7, [100], [9] * 7]
 
 
-@pytest.fixture(scope="module", params=["tiny", "Mistral", "Gemma3"])  # the last two with sliding windows
+@pytest.fixture(scope="module", params=["tiny", "Mistral", "Gemma3", "Qwen3_5"])  # windows; delta nets
 def engine(request: pytest.FixtureRequest) -> TransformersEngine:
     model = with_adapter(load_model(request.param)).double()
     return TransformersEngine(Policy(model), AutoTokenizer.from_pretrained(TINY), max_seq_length=256)
@@ -158,7 +158,9 @@ def test_a_rewritten_history_goes_on_from_what_is_the_same(engine: TransformersE
     engine.kept.most = 0
     engine.converse(whole, SAMPLED)
     same(found, whole, to=1e-6)
-    assert found.drawn[0][1].cached_tokens >= 30 and whole.drawn[0][1].cached_tokens == 0
+    holds_states = engine.policy.base.config.model_type == "qwen3_5_text"  # which cannot be cut at an earlier token
+    assert found.drawn[0][1].cached_tokens in (range(1) if holds_states else range(30, 90))
+    assert whole.drawn[0][1].cached_tokens == 0
 
 
 @pytest.mark.parametrize("calls", [(0,), (3,), (14,), (17, 18), (14, 22)], ids=str)
@@ -258,6 +260,7 @@ def test_rows_with_more_new_tokens_are_fed_apart_where_that_saves_work() -> None
     assert sorted(row for rows in lists for row in rows) == sorted(many)
     assert sum(len(rows) * many[rows[0]] for rows in lists) <= 1.1 * sum(many.values()) + 16 * len(lists)
     assert len(lists) < 15
+    assert fed_together({3: 5, 1: 5, 2: 4}, exactly=True) == [[3, 1], [2]]
 
 
 def test_a_kept_row_knows_how_much_of_a_prompt_it_holds() -> None:
@@ -268,8 +271,18 @@ def test_a_kept_row_knows_how_much_of_a_prompt_it_holds() -> None:
 
 def test_pieces_are_right_aligned_behind_zeros() -> None:
     numbers = torch.arange(2 * 3 * 1 * 5 * 1).view(2, 3, 1, 5, 1).float()
-    cache = GrowingCache.holding([numbers], 5)
+    cache = GrowingCache.holding([GrowingLayer.holding(numbers, 5)])
     found = right_aligned([Piece(cache, slice(2, 3), 1, 3), Piece(cache, slice(0, 2), 0, 4)], 4, room=2)
-    assert found.get_seq_length() == 4 and found.storages[0].shape[3] == 6
+    assert found.get_seq_length() == 4 and found.layers[0].storage.shape[3] == 6
     keys = found.layers[0].keys[:, 0, :, 0]
     assert keys.tolist() == [[0, 0, 11, 12], [0, 1, 2, 3], [5, 6, 7, 8]]
+
+
+def test_a_state_goes_on_from_its_last_token_only() -> None:
+    layers = [StateLayer.holding(torch.arange(3.0).view(3, 1, 1), torch.arange(3.0).view(3, 1, 1, 1))]
+    cache = GrowingCache.holding(layers)
+    kept = Kept([1, 2, 3, 4], cache, row=2, end=9)
+    assert [kept.shared(ids) for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 9], [7, 8])] == [4, 0, 0, 0]
+    found = right_aligned([kept.piece(4), Piece(cache, slice(0, 1), 0, 7)], 7)
+    assert [one.flatten().tolist() for one in found.layers[0].states] == [[2, 0], [2, 0]]
+    assert found.nbytes == 2 * 2 * 4

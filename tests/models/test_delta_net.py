@@ -206,3 +206,9 @@ def test_lora_goes_on_every_projection_by_default_and_by_kind() -> None:
     paths = lora_targets(model, None, Scope(finetune_mlp_modules=False))
     assert {path.rpartition(".")[2] for path in paths} == {*SPLIT[:4], *DELTA}
     assert lora_targets(model, ["q_proj"], Scope()) == ["q_proj"]
+
+
+def test_vllm_is_refused_with_the_engine_that_samples(tokenizer: Any) -> None:
+    vllm = pytest.importorskip("lowmem_grpo.engines.vllm.engine")
+    with pytest.raises(ValueError, match=r'cannot borrow yet\. Sample with fast_inference="transformers"'):
+        vllm.VLLMEngine(Policy(random_model("Qwen3_5")), tokenizer, 64)

@@ -13,7 +13,7 @@ from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory import token_rows
-from lowmem_grpo.memory.families import FAMILIES
+from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
 from lowmem_grpo.models.lean_attention import LeanAttention
 from lowmem_grpo.models.lean_modules import LeanMLP, LeanRMSNorm
 from lowmem_grpo.models.packing import pack
@@ -101,12 +101,13 @@ def test_our_modules_are_where_the_table_says_and_only_there(kind: str, folders:
 def test_lora_is_on_every_projection_of_the_table_or_on_those_of_attention_only(kind: str, folders: Any) -> None:
     row = FAMILIES[kind]
     attention, mlp = {*row.attention.inner, "o_proj"}, {*row.mlp.inner, "down_proj"}
+    attention |= {*DELTA_IN, DELTA_OUT} if row.delta_net else set()
     for only, wanted in ((False, attention | mlp), (True, attention)):
         model, _ = FastLanguageModel.from_pretrained(str(folders(kind)), max_seq_length=64, load_in_4bit=False)
         model = FastLanguageModel.get_peft_model(model, r=2, finetune_mlp_modules=not only)
         adapted = [path for path, module in model.named_modules() if hasattr(module, "lora_A")]
         assert {path.rpartition(".")[2] for path in adapted} == wanted
-        owners = [path for path, _ in model.named_modules() if path.endswith((".self_attn", ".mlp"))]
+        owners = [path for path, _ in model.named_modules() if path.endswith(("_attn", ".mlp"))]
         assert len(adapted) == sum(hasattr(model.get_submodule(owner), name) and getattr(
             model.get_submodule(owner), name) is not None for owner in owners for name in wanted)
 

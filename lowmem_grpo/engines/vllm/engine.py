@@ -21,6 +21,7 @@ from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
+from lowmem_grpo.engines.vllm.lent_layers import check_family
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter, copy_to_publish
 from lowmem_grpo.engines.vllm.process_state import undisturbed
 from lowmem_grpo.engines.vllm.requests import Prompts, Sampling
@@ -62,6 +63,7 @@ class VLLMEngine:
         have room for such a cache.
         """
         check_alone()
+        check_family(policy.base.config)
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
         self.on_card = self.sleeps = vllm_settings.on_card(policy)
         free(policy.device)

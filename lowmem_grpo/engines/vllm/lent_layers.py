@@ -19,6 +19,7 @@ from lowmem_grpo.kernels.lora import FrozenWeight, LoRA, frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, project
 from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.fused_weights import joined, joined_weights
 from lowmem_grpo.models.lora_layers import base_of
 
@@ -30,6 +31,13 @@ OTHER_ENGINE = 'Sample with fast_inference="transformers"'
 
 class BorrowError(ValueError):
     """The trainer's model does not map onto the engine's, or no longer does."""
+
+
+def check_family(config: Any) -> None:
+    """BorrowError for a family that vLLM does not compute with the trainer's tensors."""
+    family = family_of(config)
+    if family is not None and family.delta_net:
+        raise BorrowError(f"{family.name} has gated delta nets, which vLLM cannot borrow yet. {OTHER_ENGINE}")
 
 
 class Product:
