@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_grpo.engines.vllm.lent_layers import Product
 from lowmem_grpo.kernels import nf4_decode
-from lowmem_grpo.kernels.lora import FrozenWeight, LoRA
+from lowmem_grpo.kernels.frozen import FrozenWeight
+from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 
 HIDDEN, QUERIES, KEYS, INNER, RANK, ROWS = 2048, 2048, 256, 11008, 16, 8

@@ -1,11 +1,11 @@
-"""Linear layers with LoRA on one input (q, k, v; gate, up): frozen weights, plain or 4-bit, as one autograd node.
+"""Linear layers with LoRA on one input (q, k, v; gate, up): frozen weights, plain, NF4 or FP8, as one autograd node.
 
     y_i = x W_i^T + scale_i (x A_i^T) B_i^T
     dx = sum_i (dy_i W_i + scale_i (dy_i B_i) A_i);  dA_i = scale_i (dy_i B_i)^T x;  dB_i = scale_i dy_i^T (x A_i^T)
 
 (Hu et al., arXiv 2106.09685, equation 3.) All the A_i are applied by one product with x, and again in the backward
-pass, so that x is all that is kept. x (N, in), W_i (out_i, in), A_i (r_i, in), B_i (out_i, r_i). 4-bit weights that lie
-one after the other in memory may be given as one `NF4Weight`, which is then dequantized as a whole.
+pass, so that x is all that is kept. x (N, in), W_i (out_i, in), A_i (r_i, in), B_i (out_i, r_i). Quantized weights that
+lie one after the other in memory may be given as one, which is then dequantized as a whole.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels.frozen import FrozenWeight, project, project_back, project_back_each, project_each
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.nf4_linear import project, project_back, project_back_each, project_each
-
-FrozenWeight = Tensor | NF4Weight
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
@@ -35,9 +33,9 @@ def lora_linear(
 ) -> tuple[Tensor, ...]:
     """The outputs (..., out_i) of several linear layers on the same x (..., in), which is kept once for all of them.
 
-    A weight is a tensor (out, in) of the dtype of x, an `NF4Weight` or bitsandbytes' Params4bit; it takes no gradient,
-    and neither does a bias (out,). An `NF4Weight` of several adjacent matrices stands for as many layers. A layer
-    without LoRA has None in `loras`. Raises ValueError where shapes or dtypes do not fit.
+    A weight is a tensor (out, in) of the dtype of x, an `NF4Weight`, an `FP8Weight` or bitsandbytes' Params4bit; it
+    takes no gradient, and neither does a bias (out,). A quantized weight of several adjacent matrices stands for as
+    many layers. A layer without LoRA has None in `loras`. Raises ValueError where shapes or dtypes do not fit.
     """
     frozen = [frozen_weight(weight) for weight in weights]
     given = [None] * len(loras) if biases is None else list(biases)
@@ -80,7 +78,7 @@ def forward_linears(
     for weight in weights:
         count = matrices(weight)
         given = [None] * count if biases is None else list(biases[len(outputs) : len(outputs) + count])
-        if count > 1 and isinstance(weight, NF4Weight):
+        if count > 1 and not isinstance(weight, Tensor):
             outputs += project_each(x, weight, given)
         else:
             outputs.append(project(x, weight, given[0]))
@@ -114,21 +112,23 @@ def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -
         if total is not None and isinstance(weight, Tensor):
             total.addmm_(given[0], weight)
             continue
-        several = len(some) > 1 and isinstance(weight, NF4Weight)
-        share = project_back_each(some, weight) if several else project_back(given[0], weight)  # type: ignore[arg-type]
+        if len(some) > 1 and not isinstance(weight, Tensor):
+            share = project_back_each(some, weight)
+        else:
+            share = project_back(given[0], weight)
         total = share if total is None else total.add_(share)
     return total
 
 
 def matrices(weight: FrozenWeight) -> int:
     """Of how many layers the weight is."""
-    return len(weight.out_features) if isinstance(weight, NF4Weight) else 1
+    return 1 if isinstance(weight, Tensor) else len(weight.out_features)
 
 
 def shapes_of(weights: Sequence[FrozenWeight]) -> Iterator[tuple[tuple[int, int], torch.dtype]]:
     """(out_i, in) and dtype of each layer's weight."""
     for weight in weights:
-        rows = weight.out_features if isinstance(weight, NF4Weight) else weight.shape[:1]
+        rows = weight.shape[:1] if isinstance(weight, Tensor) else weight.out_features
         yield from (((size, weight.shape[1]), weight.dtype) for size in rows)
 
 

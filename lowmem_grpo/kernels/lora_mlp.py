@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.lora import (
-    FrozenWeight,
     as_given,
     back_to_x,
     backward_linears,
@@ -59,11 +59,11 @@ def lora_mlp(
 ) -> Tensor:
     """y (..., out) for x (..., in).
 
-    gate, up (F, in) and down (out, F): tensors of the dtype of x, `NF4Weight` or bitsandbytes' Params4bit, frozen. With
-    `up=None` gate is one matrix (2 F, in), gate's rows first, as in Phi-3, with one LoRA; or an `NF4Weight` of two
-    adjacent matrices, gate and up, each with its own LoRA. activation: "silu", "gelu_tanh" or "gelu". With `tile_rows`
-    (at least 1; out = in) rows are computed in tiles of as many, and gate and up are made again in the backward pass.
-    Without it their buffers are used up by one backward pass: a second one raises RuntimeError.
+    gate, up (F, in) and down (out, F): tensors of the dtype of x, `NF4Weight`, `FP8Weight` or bitsandbytes' Params4bit,
+    frozen. With `up=None` gate is one matrix (2 F, in), gate's rows first, as in Phi-3, with one LoRA; or a quantized
+    weight of two adjacent matrices, gate and up, each with its own LoRA. activation: "silu", "gelu_tanh" or "gelu".
+    With `tile_rows` (at least 1; out = in) rows are computed in tiles of as many, and gate and up are made again in the
+    backward pass. Without it their buffers are used up by one backward pass: a second one raises RuntimeError.
     """
     inner = [frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
     both = len(list(shapes_of(inner))) == 1

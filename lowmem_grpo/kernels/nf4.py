@@ -94,6 +94,21 @@ class NF4Weight:
         """The numbers that go with `tensors`."""
         return self.shape[1], self.blocksize, self.nested_blocksize, self.first_block
 
+    @property
+    def row_unit(self) -> int:
+        """The smallest number of rows that ends where a block ends."""
+        return aligned_rows(self)
+
+    @property
+    def column_unit(self) -> int:
+        """The smallest number of columns that can be dequantized apart: all of them where blocks span rows."""
+        return self.blocksize if self.shape[1] % self.blocksize == 0 else max(self.shape[1], 1)
+
+    def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
+        """Dequantize into `out` (rows, width) what begins at this row and column, multiples of the units."""
+        part = self if row == 0 and out.shape[0] == self.shape[0] else self.rows(row, row + out.shape[0])
+        nf4_dequantize_op(out, *part.tensors, *part.sizes, column)
+
     def part(self, name: str) -> Tensor:
         """A tensor of this weight by name; the offset once for each nested block."""
         tensor = getattr(self, name)

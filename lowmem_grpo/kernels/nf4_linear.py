@@ -8,25 +8,22 @@ product with x, and B (out, r), whose rows of matrix s take part s of x A^T. (QL
 equations 5 and 6.) The arithmetic is in x.dtype: the weight is dequantized into it, the adapters are converted.
 
 A few rows on CUDA go through `nf4_decode`, which reads the 4-bit weight once. All other cases dequantize bands of the
-weight into one buffer of BAND_BYTES that is used again and again, and multiply into slices of the result. That includes
-rows of W that are not made of whole blocks, blocks of 32, float32, and the backward pass, for which no dequantized
-weight is kept: it needs x for dA, x A^T for dB, the adapters for dx, and keeps what these ask for.
+weight (`frozen.py`). That includes rows of W that are not made of whole blocks, blocks of 32, float32, and the backward
+pass, for which no dequantized weight is kept: it needs x for dA, x A^T for dB, the adapters for dx, and keeps what
+these ask for.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.nf4 import NF4Weight, aligned_rows, nf4_dequantize_op, nf4_dequantize_ref
+from lowmem_grpo.kernels.frozen import project, project_back
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_decode import can_decode, nf4_decode
-
-BAND_BYTES = 64 * 2**20  # of dequantized weight at a time
 
 Adapter = Tensor | Sequence[Tensor | None] | None
 
@@ -42,128 +39,6 @@ def nf4_linear_ref(
         factors = lora_b.to(x.dtype).split(weight.out_features)
         y = y + scale * torch.cat([part @ b.T for part, b in zip(inputs, factors, strict=True)], -1)
     return y if bias is None else y + bias.to(x.dtype)
-
-
-@torch.no_grad()
-def project(x: Tensor, weight: NF4Weight | Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias without autograd: x (..., in), weight (out, in) -> (..., out) in x.dtype."""
-    if isinstance(weight, Tensor) and not torch.is_autocast_enabled(x.device.type):
-        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-    rows = x.reshape(-1, x.shape[-1])
-    with torch.autocast(x.device.type, enabled=False):
-        if isinstance(weight, Tensor):
-            y = torch.nn.functional.linear(rows, weight.to(x.dtype), bias)
-        elif can_decode(rows, weight):
-            y = nf4_decode(rows, weight, bias=bias)
-        else:
-            (y,) = project_bands(rows, weight, weight.shape[:1], [bias])
-    return y.view(*x.shape[:-1], weight.shape[0])
-
-
-@torch.no_grad()
-def project_each(x: Tensor, weight: NF4Weight, biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """x W_i^T + bias_i (N, out_i) of each matrix of the weight, without autograd: x (N, in), biases of its dtype.
-
-    Each has memory of its own, so that one of them can be let go of. The weight is dequantized as a whole.
-    """
-    with torch.autocast(x.device.type, enabled=False):
-        if not can_decode(x, weight):
-            return project_bands(x, weight, weight.out_features, biases)
-        pairs = zip(biases, weight.out_features, strict=True)
-        parts = [x.new_zeros(size) if bias is None else bias for bias, size in pairs]
-        given = any(bias is not None for bias in biases)
-        return list(nf4_decode(x, weight, bias=torch.cat(parts) if given else None).split(weight.out_features, 1))
-
-
-def project_bands(
-    x: Tensor, weight: NF4Weight, features: Sequence[int], biases: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """x (N, in) -> (N, out_i) of `features`, whose sum is `out`, through bands of rows of the weight."""
-    outputs: dict[int, Tensor] = {}
-    for start, band in row_bands(weight, x):
-        for number, columns, rows in crossings(features, start, start + len(band)):
-            bias, part = biases[number], band[rows].T
-            if part.shape[1] == features[number]:  # the whole matrix
-                outputs[number] = x @ part if bias is None else torch.addmm(bias, x, part)
-                continue
-            if number not in outputs:
-                outputs[number] = x.new_empty(x.shape[0], features[number])
-            y = outputs[number][:, columns]
-            if bias is not None:
-                y.copy_(bias[columns])
-            y.addmm_(x, part, beta=int(bias is not None))
-    return [outputs[number] if number in outputs else x.new_empty(x.shape[0], 0) for number in range(len(features))]
-
-
-def crossings(features: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-    """(number of a matrix, its rows, rows of the band) for every matrix that has rows in the band start to stop."""
-    first = 0
-    for number, size in enumerate(features):
-        begin, end = max(start, first), min(stop, first + size)
-        if begin < end:
-            yield number, slice(begin - first, end - first), slice(begin - start, end - start)
-        first += size
-
-
-@torch.no_grad()
-def project_back(grad: Tensor, weight: NF4Weight | Tensor) -> Tensor:
-    """grad W without autograd: grad (..., out), weight (out, in) -> (..., in) in grad.dtype."""
-    rows = grad.reshape(-1, grad.shape[-1])
-    if isinstance(weight, Tensor):
-        with torch.autocast(grad.device.type, enabled=False):
-            x = rows @ weight.to(grad.dtype)
-    else:
-        x = project_back_each([rows], weight, weight.shape[:1])
-    return x.view(*grad.shape[:-1], weight.shape[1])
-
-
-@torch.no_grad()
-def project_back_each(
-    grads: Sequence[Tensor | None], weight: NF4Weight, features: Sequence[int] | None = None
-) -> Tensor:
-    """The sum of grad_i W_i (N, in) over the matrices of the weight, without autograd: grad_i (N, out_i), not all of
-    them None. The weight is dequantized as a whole."""
-    ends = list(accumulate(weight.out_features if features is None else features))
-    pairs = [(grad, slice(end - grad.shape[1], end)) for grad, end in zip(grads, ends, strict=True) if grad is not None]
-    like = pairs[0][0]
-    x = like.new_empty(like.shape[0], weight.shape[1])
-    with torch.autocast(like.device.type, enabled=False):
-        for start, band in column_bands(weight, like):
-            columns = x[:, start : start + band.shape[1]]
-            for number, (grad, rows) in enumerate(pairs):
-                columns.addmm_(grad, band[rows], beta=min(number, 1))
-    return x
-
-
-def row_bands(weight: NF4Weight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, those rows dequantized): bands of about equal size in one buffer, in the dtype of `like`."""
-    rows, columns = weight.shape
-    step = even_step(rows, columns * like.element_size(), aligned_rows(weight))
-    buffer = like.new_empty(min(step, rows) * columns)
-    for start in range(0, rows, step):
-        part = weight.rows(start, min(start + step, rows))
-        band = buffer[: part.shape[0] * columns].view(part.shape)
-        nf4_dequantize_op(band, *part.tensors, *part.sizes, 0)
-        yield start, band
-
-
-def column_bands(weight: NF4Weight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first column, those columns dequantized), so that no sum runs over bands; one band where blocks span rows."""
-    rows, columns = weight.shape
-    unit = weight.blocksize if columns % weight.blocksize == 0 else max(columns, 1)
-    step = even_step(columns, rows * like.element_size(), unit)
-    buffer = like.new_empty(rows * min(step, columns))
-    for start in range(0, columns, step):
-        width = min(step, columns - start)
-        band = buffer[: rows * width].view(rows, width)
-        nf4_dequantize_op(band, *weight.tensors, *weight.sizes, start)
-        yield start, band
-
-
-def even_step(count: int, size: int, unit: int) -> int:
-    """How many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, bands of equal size."""
-    bands = max(1, math.ceil(count * size / BAND_BYTES))
-    return max(1, math.ceil(count / bands / unit)) * unit
 
 
 def nf4_linear(

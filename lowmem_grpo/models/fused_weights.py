@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels.lora import FrozenWeight
+from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, check_adjacent
 from lowmem_grpo.memory.families import DELTA_IN
 from lowmem_grpo.offload.activations import storage_id

@@ -14,7 +14,8 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels.lora import FrozenWeight, frozen_weight, lora_linear
+from lowmem_grpo.kernels.frozen import FrozenWeight
+from lowmem_grpo.kernels.lora import frozen_weight, lora_linear
 from lowmem_grpo.kernels.lora_factors import LoRA
 from lowmem_grpo.models.fused_weights import joined_weights
 

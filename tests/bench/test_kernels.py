@@ -139,7 +139,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_op_is_measured_beside_its_reference(measured: list[dict[str, Any]]) -> None:
-    ops = {"linear_logprobs", "nf4_linear", "nf4_dequantize", "rms_norm", "add_rms_norm", "rope", "swiglu", "geglu"}
+    ops = {"linear_logprobs", "nf4_linear", "nf4_dequantize", "fp8_linear", "fp8_dequantize", "rms_norm",
+           "add_rms_norm", "rope", "swiglu", "geglu"}
     for provider in ("lowmem_grpo", "reference"):
         assert {row["op"] for row in measured if row["provider"] == provider} == ops
     assert {row["passes"] for row in measured} == {"fwd", "fwd+bwd"}

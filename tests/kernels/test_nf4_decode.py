@@ -11,6 +11,7 @@ from nf4_problem import ONE, ROUNDING, THREE, problem, wide
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowmem_grpo.kernels.frozen import project
 from lowmem_grpo.kernels.launch import Launch
 from lowmem_grpo.kernels.launch import capability as capability_of
 from lowmem_grpo.kernels.nf4_decode import (
@@ -23,7 +24,7 @@ from lowmem_grpo.kernels.nf4_decode import (
     nf4_decode_triton,
     variants,
 )
-from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref, project
+from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
 
 
 def in_triton(arguments: dict[str, Any], launch: Launch | None = None) -> Tensor:

@@ -1,7 +1,6 @@
 """nf4_linear: accuracy of the output and every gradient, agreement with bitsandbytes and PEFT, memory."""
 
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import bitsandbytes as bnb
@@ -27,13 +26,15 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowmem_grpo.kernels import frozen
+from lowmem_grpo.kernels.frozen import project, project_back
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
-from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref, project, project_back
+from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
 
 
 def small_bands(monkeypatch: pytest.MonkeyPatch, size: int = 10_000) -> None:
     """Makes even a small weight need many bands."""
-    monkeypatch.setattr(import_module("lowmem_grpo.kernels.nf4_linear"), "BAND_BYTES", size)  # not the function
+    monkeypatch.setattr(frozen, "BAND_BYTES", size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,11 +120,11 @@ def test_project_and_back_take_both_kinds_of_weight(dtype: torch.dtype, monkeypa
         truth = nf4_dequantize_ref(replace(weight, dtype=torch.float64))
         x, grad = torch.randn(2, 3, size[1], dtype=dtype), torch.randn(4, sum(size[0]), dtype=dtype)
         plain = nf4_dequantize(weight)
-        for frozen in (weight, plain):
-            assert_as_accurate("xW", project(x, frozen), x @ plain.T, x.double() @ truth.T, ROUNDING[dtype])
-            assert_as_accurate("gW", project_back(grad, frozen), grad @ plain, grad.double() @ truth, ROUNDING[dtype])
-            assert not project(x.requires_grad_(), frozen).requires_grad
-            assert not project_back(grad.requires_grad_(), frozen).requires_grad
+        for held in (weight, plain):
+            assert_as_accurate("xW", project(x, held), x @ plain.T, x.double() @ truth.T, ROUNDING[dtype])
+            assert_as_accurate("gW", project_back(grad, held), grad @ plain, grad.double() @ truth, ROUNDING[dtype])
+            assert not project(x.requires_grad_(), held).requires_grad
+            assert not project_back(grad.requires_grad_(), held).requires_grad
 
 
 def kept_bytes(arguments: dict[str, Any]) -> int:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_problem import in_fp8
 from nf4_problem import quantized
 from torch import Tensor
 
 import lowmem_grpo.models
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.kernels.first_order import Guard
+from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.kernels.glu import geglu, swiglu
 from lowmem_grpo.kernels.lora import lora_linear
 from lowmem_grpo.kernels.lora_factors import LoRA
@@ -120,6 +122,7 @@ MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which h
     "ranges of heads": (lambda x: parts(x * 1, [(0, 5), (2, 7)]), [(1, 2, 7, 8)]),
     "lora_linear": (lambda x, a, b: lora_linear(x, [SQUARE], [LoRA(a, b)]), ADAPTER),
     "nf4_linear": (lambda x, a, b: nf4_linear(x, quantized(33, 33, torch.float32), a, b), ADAPTER),
+    "frozen_linear": (lambda x: frozen_linear(x, in_fp8((33, 33))), [(4, 33)]),
     "lora_mlp": (lambda x, a, b: lora_mlp(x, SQUARE, SQUARE, SQUARE, up_lora=LoRA(a, b)), ADAPTER),
     "lora_mlp in tiles": (
         lambda x, a, b: lora_mlp(x, SQUARE, SQUARE, SQUARE, up_lora=LoRA(a, b), tile_rows=3), ADAPTER

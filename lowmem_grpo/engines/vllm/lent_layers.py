@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels.lora import FrozenWeight, LoRA, frozen_weight
+from lowmem_grpo.kernels.frozen import FrozenWeight, project
+from lowmem_grpo.kernels.lora import LoRA, frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.nf4_linear import nf4_linear, project
+from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.fused_weights import joined, joined_weights

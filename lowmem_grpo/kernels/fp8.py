@@ -1,0 +1,233 @@
+"""Frozen weights in FP8, 8-bit floats of the kind e4m3, and how they are dequantized and made.
+
+    weight[i, j] = value(codes[i, j]) * scales[i // h, j // w]          blocks of (h, w) weights share a scale
+
+A code has a sign, 4 bits of exponent (bias 7) and 3 of mantissa, no infinity, and NaN at 127 and 255; its largest value
+is 448 (Micikevicius et al., arXiv 2209.05433, table 1). Scales by row are blocks of (1, in), one scale for all is a
+block of (out, in), and fine-grained FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3) has blocks of (128, 128); the last
+blocks of a row and of a column may be cut. Products are taken in float32 and rounded once.
+
+Activations are never quantized: a tile of weights is decoded and multiplied in the dtype of x, so that all chips
+compute the same, and the gradient with respect to x is that of the dequantized weight. Triton has no type e4m3 below
+sm_89; here a code is decoded by moving its bits into a float16, on every chip: 7 bits of exponent and mantissa shifted
+to those of a float16 give the value / 256, subnormals included.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, capability
+from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of its values
+REFERENCE_ELEMENTS = 2**22  # that the CPU path takes at a time: its temporaries take about 8 bytes for each
+
+
+@dataclass(frozen=True, eq=False)
+class FP8Weight:
+    """A frozen (out, in) weight in FP8: several matrices on top of each other where they lie side by side in memory."""
+
+    codes: Tensor  # (out, in) uint8, contiguous: the bits of float8_e4m3fn
+    scales: Tensor  # (ceil(out / h), ceil(in / w)) float32, contiguous
+    block: tuple[int, int]  # h, w
+    dtype: torch.dtype  # that fp8_dequantize gives
+    out_features: tuple[int, ...]  # rows of each matrix; their sum is out
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> "FP8Weight":
+        """Borrows codes (out, in), uint8 or float8_e4m3fn, and their scales. ValueError where they do not fit."""
+        if codes.ndim != 2 or codes.dtype not in (torch.uint8, E4M3) or not codes.is_contiguous():
+            raise ValueError(f"expected contiguous codes (out, in) in uint8 or {E4M3}; got {tuple(codes.shape)}, "
+                             f"strides {codes.stride()}, {codes.dtype}")
+        wanted = scales_shape((codes.shape[0], codes.shape[1]), block)
+        if tuple(scales.shape) != wanted or scales.dtype != torch.float32 or not scales.is_contiguous():
+            raise ValueError(f"expected float32 scales {wanted} for {tuple(codes.shape)} codes in blocks of {block}; "
+                             f"got {tuple(scales.shape)}, {scales.dtype}")
+        return cls(codes.view(torch.uint8), scales, block, dtype, (codes.shape[0],))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What the kernels read."""
+        return self.codes, self.scales
+
+    @property
+    def row_unit(self) -> int:
+        """Rows can be dequantized from any on."""
+        return 1
+
+    @property
+    def column_unit(self) -> int:
+        """Columns can be dequantized from any on, and faster where a band begins with a block."""
+        return self.block[1] if self.block[1] < self.shape[1] else 16
+
+    def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
+        """Dequantize into `out` (rows, width) what begins at this row and column."""
+        fp8_dequantize_op(out, *self.tensors, *self.block, row, column)
+
+
+def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """(ceil(out / h), ceil(in / w))."""
+    return -(shape[0] // -max(block[0], 1)), -(shape[1] // -max(block[1], 1))
+
+
+def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) -> FP8Weight:
+    """Several weights as one, whose `codes` and `scales` are theirs on top of each other. ValueError where they differ
+    in width, blocks or dtype, or where one but the last does not end with a block."""
+    first = weights[0]
+    for number, weight in enumerate(weights):
+        want, got = ((one.shape[1], one.block, one.dtype) for one in (first, weight))
+        if want != got:
+            raise ValueError(f"weight {number} does not fit: (in, block, dtype) is {got}, and {want} in weight 0")
+        if number < len(weights) - 1 and weight.shape[0] % first.block[0]:
+            raise ValueError(f"weight {number}, {weight.shape}, does not end at a multiple of {first.block[0]} rows")
+    return FP8Weight(codes, scales, first.block, first.dtype, tuple(weight.shape[0] for weight in weights))
+
+
+@torch.no_grad()
+def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Weight:
+    """A weight (out, in) of any floating dtype in FP8: each scale makes the largest value of its block 448. `block`
+    None is a scale for each row. A few rows of blocks at a time; what is NaN stays NaN."""
+    rows, columns = weight.shape
+    block = block or (1, columns)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(scales_shape((rows, columns), block), device=weight.device)
+    height, step = block[0], max(1, REFERENCE_ELEMENTS // max(columns, 1) // block[0]) * block[0]
+    for start in range(0, rows, step):
+        values, groups = weight[start : start + step].float(), slice(start // height, (start + step - 1) // height + 1)
+        largest = block_maxima(values.abs(), block)
+        scales[groups] = torch.where(largest == 0, 1.0, largest / LARGEST)
+        values = values / spread_scales(scales[groups], block, values.shape)
+        codes[start : start + step] = values.clamp_(-LARGEST, LARGEST).to(E4M3).view(torch.uint8)
+    return FP8Weight(codes, scales, block, weight.dtype, (rows,))
+
+
+def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest value of each block of (rows, columns)."""
+    by_rows = torch.stack([part.amax(0) for part in values.split(block[0])]) if block[0] > 1 else values
+    if block[1] >= values.shape[1]:
+        return by_rows.amax(1, keepdim=True)
+    return torch.stack([part.amax(1) for part in by_rows.split(block[1], 1)], 1)
+
+
+def spread_scales(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
+    """The scale of each of (rows, columns) weights that begin with a block; a scale that all columns share once."""
+    spread = scales.repeat_interleave(block[0], 0)[: shape[0]] if block[0] > 1 else scales
+    return spread if scales.shape[1] == 1 else spread.repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def fp8_dequantize_ref(weight: FP8Weight) -> Tensor:
+    """(out, in) in weight.dtype; exact before the rounding where that is float64."""
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    scales = spread_scales(weight.scales, weight.block, weight.shape)
+    return (weight.codes.view(E4M3).to(wide) * scales.to(wide)).to(weight.dtype)
+
+
+def dequantize_launch(capability: int) -> Launch:
+    """Each thread turns 16 bytes into 16 values at a time; blocks of 128 columns are whole in a tile."""
+    return Launch({"BLOCK_R": 32, "BLOCK_C": 128}, num_warps=4, num_stages=1)
+
+
+@triton.jit
+def e4m3(code):
+    """The value of each code (uint8) in float32."""
+    magnitude = (code & 127).to(tl.uint16)
+    bits = (magnitude << 7) | ((code & 128).to(tl.uint16) << 8)
+    value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where(magnitude == 127, float("nan"), value)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "first_row", "block_rows", "scale_columns"])
+def fp8_dequantize_kernel(
+    out_ptr, codes_ptr, scales_ptr, width, columns, first_column, block_columns, rows, tiles, first_row, block_rows,
+    scale_columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, ONE_SCALE: tl.constexpr,
+):
+    # a tile of BLOCK_R rows and BLOCK_C columns of the band; ONE_SCALE: each row of a tile has one scale
+    row = (tl.program_id(0) // tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
+    begin = (tl.program_id(0) % tiles) * BLOCK_C
+    column = begin + tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    source_row, source_column = first_row + row, first_column + column
+    source = source_row.to(tl.int64)[:, None] * columns + source_column[None, :]
+    scale_row = (source_row // block_rows) * scale_columns
+    if ONE_SCALE:
+        scale = tl.load(scales_ptr + scale_row + (first_column + begin) // block_columns, mask=row < rows, other=0.0)
+        scale = scale[:, None]
+    else:
+        scale = tl.load(
+            scales_ptr + scale_row[:, None] + (source_column // block_columns)[None, :], mask=inside, other=0.0
+        )
+    values = e4m3(tl.load(codes_ptr + source, mask=inside, other=0)) * scale
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(out_ptr + place, values.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def fp8_dequantize_cpu(
+    out: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, first_row: int, first_column: int,
+) -> None:
+    """Fills out (rows, width) with the weight's rows from first_row and columns from first_column on."""
+    rows, width = out.shape
+    columns = torch.arange(first_column, first_column + width, device=codes.device) // max(block_columns, 1)
+    step = max(1, REFERENCE_ELEMENTS // max(width, 1))
+    for start in range(0, rows, step):
+        part = slice(first_row + start, first_row + min(start + step, rows))
+        groups = torch.arange(part.start, part.stop, device=codes.device) // max(block_rows, 1)
+        scale = scales[groups]
+        scale = scale if scale.shape[1] == 1 else scale[:, columns]
+        values = codes[part, first_column : first_column + width].view(E4M3)
+        wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        out[start : start + step] = values.to(wide).mul_(scale)
+
+
+def fp8_dequantize_triton(
+    out: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, first_row: int, first_column: int,
+) -> None:
+    """The same with Triton."""
+    launch = dequantize_launch(capability(out.device))
+    (rows, width), (height, wide) = out.shape, (launch.constexprs["BLOCK_R"], launch.constexprs["BLOCK_C"])
+    tiles = triton.cdiv(width, wide)
+    aligned = first_column % block_columns == 0 and block_columns % wide == 0 if width else True
+    if out.numel():
+        fp8_dequantize_kernel[(tiles * triton.cdiv(rows, height),)](
+            out, codes, scales, width, codes.shape[1], first_column, block_columns, rows, tiles, first_row, block_rows,
+            scales.shape[1], ONE_SCALE=aligned or scales.shape[1] == 1, **launch.options,
+        )
+
+
+fp8_dequantize_op = opaque("fp8_dequantize", fp8_dequantize_cpu, fp8_dequantize_triton, mutates=("out",))
+
+
+def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:
+    """The weight (out, in) in its dtype, or written to `out` (contiguous, any floating dtype) where it is given."""
+    if out is None:
+        out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.codes.device)
+    fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()
+    if not fits or out.device != weight.codes.device:
+        raise ValueError(
+            f"expected out {weight.shape}, contiguous, floating, on {weight.codes.device}; got {tuple(out.shape)}, "
+            f"strides {out.stride()}, {out.dtype} on {out.device}"
+        )
+    weight.fill(out)
+    return out
+
+
+def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """A scale for each row of a tile, and a scale for each weight."""
+    launch, value = dequantize_launch(capability), "*" + TRITON_TYPES[dtype]
+    integers = [name for name in fp8_dequantize_kernel.arg_names[3:] if not name.isupper()]
+    return [
+        Variant(
+            f"fp8_dequantize one_scale={one}", fp8_dequantize_kernel,
+            {"out_ptr": value, "codes_ptr": "*u8", "scales_ptr": "*fp32"} | dict.fromkeys(integers, "i32"), launch,
+            {"ONE_SCALE": one},
+        )
+        for one in (True, False)
+    ]

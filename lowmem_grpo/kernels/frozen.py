@@ -1,0 +1,170 @@
+"""Products with a frozen weight, without autograd: a tensor, or codes in NF4 or FP8.
+
+    y = x W^T + bias;   dx = dy W
+
+The arithmetic is in the dtype of x. Codes are dequantized into it band by band, in one buffer of BAND_BYTES that is
+used again and again, and multiplied into slices of the result, so that no dequantized weight is kept. No sum runs over
+bands: those of the product back are bands of columns.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels.fp8 import FP8Weight
+from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.nf4_decode import can_decode, nf4_decode
+
+BAND_BYTES = 64 * 2**20  # of dequantized weight at a time
+
+QuantizedWeight = NF4Weight | FP8Weight
+FrozenWeight = Tensor | QuantizedWeight
+
+
+@torch.no_grad()
+def project(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias without autograd: x (..., in), weight (out, in) -> (..., out) in x.dtype."""
+    if isinstance(weight, Tensor) and not torch.is_autocast_enabled(x.device.type):
+        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+    rows = x.reshape(-1, x.shape[-1])
+    with torch.autocast(x.device.type, enabled=False):
+        if isinstance(weight, Tensor):
+            y = torch.nn.functional.linear(rows, weight.to(x.dtype), bias)
+        elif isinstance(weight, NF4Weight) and can_decode(rows, weight):
+            y = nf4_decode(rows, weight, bias=bias)
+        else:
+            (y,) = project_bands(rows, weight, weight.shape[:1], [bias])
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.no_grad()
+def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """x W_i^T + bias_i (N, out_i) of each matrix of the weight, without autograd: x (N, in), biases of its dtype.
+
+    Each has memory of its own, so that one of them can be let go of. The weight is dequantized as a whole.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        if not isinstance(weight, NF4Weight) or not can_decode(x, weight):
+            return project_bands(x, weight, weight.out_features, biases)
+        pairs = zip(biases, weight.out_features, strict=True)
+        parts = [x.new_zeros(size) if bias is None else bias for bias, size in pairs]
+        given = any(bias is not None for bias in biases)
+        return list(nf4_decode(x, weight, bias=torch.cat(parts) if given else None).split(weight.out_features, 1))
+
+
+def project_bands(
+    x: Tensor, weight: QuantizedWeight, features: Sequence[int], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """x (N, in) -> (N, out_i) of `features`, whose sum is `out`, through bands of rows of the weight."""
+    outputs: dict[int, Tensor] = {}
+    for start, band in row_bands(weight, x):
+        for number, columns, rows in crossings(features, start, start + len(band)):
+            bias, part = biases[number], band[rows].T
+            if part.shape[1] == features[number]:  # the whole matrix
+                outputs[number] = x @ part if bias is None else torch.addmm(bias, x, part)
+                continue
+            if number not in outputs:
+                outputs[number] = x.new_empty(x.shape[0], features[number])
+            y = outputs[number][:, columns]
+            if bias is not None:
+                y.copy_(bias[columns])
+            y.addmm_(x, part, beta=int(bias is not None))
+    return [outputs[number] if number in outputs else x.new_empty(x.shape[0], 0) for number in range(len(features))]
+
+
+def crossings(features: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+    """(number of a matrix, its rows, rows of the band) for every matrix that has rows in the band start to stop."""
+    first = 0
+    for number, size in enumerate(features):
+        begin, end = max(start, first), min(stop, first + size)
+        if begin < end:
+            yield number, slice(begin - first, end - first), slice(begin - start, end - start)
+        first += size
+
+
+@torch.no_grad()
+def project_back(grad: Tensor, weight: FrozenWeight) -> Tensor:
+    """grad W without autograd: grad (..., out), weight (out, in) -> (..., in) in grad.dtype."""
+    rows = grad.reshape(-1, grad.shape[-1])
+    if isinstance(weight, Tensor):
+        with torch.autocast(grad.device.type, enabled=False):
+            x = rows @ weight.to(grad.dtype)
+    else:
+        x = project_back_each([rows], weight, weight.shape[:1])
+    return x.view(*grad.shape[:-1], weight.shape[1])
+
+
+@torch.no_grad()
+def project_back_each(
+    grads: Sequence[Tensor | None], weight: QuantizedWeight, features: Sequence[int] | None = None
+) -> Tensor:
+    """The sum of grad_i W_i (N, in) over the matrices of the weight, without autograd: grad_i (N, out_i), not all of
+    them None. The weight is dequantized as a whole."""
+    ends = list(accumulate(weight.out_features if features is None else features))
+    pairs = [(grad, slice(end - grad.shape[1], end)) for grad, end in zip(grads, ends, strict=True) if grad is not None]
+    like = pairs[0][0]
+    x = like.new_empty(like.shape[0], weight.shape[1])
+    with torch.autocast(like.device.type, enabled=False):
+        for start, band in column_bands(weight, like):
+            columns = x[:, start : start + band.shape[1]]
+            for number, (grad, rows) in enumerate(pairs):
+                columns.addmm_(grad, band[rows], beta=min(number, 1))
+    return x
+
+
+def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, those rows dequantized): bands of about equal size in one buffer, in the dtype of `like`."""
+    rows, columns = weight.shape
+    step = even_step(rows, columns * like.element_size(), weight.row_unit)
+    buffer = like.new_empty(min(step, rows) * columns)
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        band = buffer[: count * columns].view(count, columns)
+        weight.fill(band, row=start)
+        yield start, band
+
+
+def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first column, those columns dequantized), so that no sum runs over bands; one band where blocks span rows."""
+    rows, columns = weight.shape
+    step = even_step(columns, rows * like.element_size(), weight.column_unit)
+    buffer = like.new_empty(rows * min(step, columns))
+    for start in range(0, columns, step):
+        width = min(step, columns - start)
+        band = buffer[: rows * width].view(rows, width)
+        weight.fill(band, column=start)
+        yield start, band
+
+
+def even_step(count: int, size: int, unit: int) -> int:
+    """How many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, bands of equal size."""
+    bands = max(1, math.ceil(count * size / BAND_BYTES))
+    return max(1, math.ceil(count / bands / unit)) * unit
+
+
+def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias (..., out) for x (..., in) of any floating dtype, in which codes are decoded. Nothing is kept for
+    the backward pass, which decodes them again: the weight takes no gradient, a bias may."""
+    y: Tensor = FrozenLinearFunction.apply(x, weight, bias)
+    return y
+
+
+class FrozenLinearFunction(torch.autograd.Function):
+    """dx = dy W;  dbias = sum of dy over rows."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.weight = weight
+        with torch.autocast(x.device.type, enabled=False):
+            return project(x, weight, bias)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
+        return project_back(grad, ctx.weight) if needs_x else None, None, grad_bias

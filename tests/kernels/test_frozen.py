@@ -1,0 +1,155 @@
+"""Products with FP8 weights: outputs and every gradient against float64, bands, memory. (NF4: test_nf4_linear.)"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_as_accurate, in_float64
+from card import gpu
+from fp8_problem import KINDS, by_definition, in_fp8, joined
+from live_storage import LiveStorage
+from torch import Tensor
+
+from lowmem_grpo.kernels import frozen
+from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize
+from lowmem_grpo.kernels.frozen import frozen_linear, project, project_back
+from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
+from lowmem_grpo.kernels.lora_mlp import lora_mlp, lora_mlp_ref
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+ODD = [(1, 63, 130), (63, 257, 129), (500, 70, 385)]  # rows of x, out, in: no multiples of a block
+
+
+def random(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + shape[0]))
+    return values.to(device, dtype).requires_grad_()
+
+
+def pair(size_out: int, size_in: int, dtype: torch.dtype, device: str, seed: int) -> LoRA:
+    """A LoRA pair of rank 5 of which both halves matter."""
+    a, b = (random(*shape, dtype=torch.float32, seed=seed) for shape in ((5, size_in), (size_out, 5)))
+    return LoRA(*((part.detach() / 4).to(device, dtype).requires_grad_() for part in (a, b)), 0.7)
+
+
+def outcome(function: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """The output (several side by side), and the gradient of x, of a bias and of each LoRA tensor."""
+    given = {name: value for name, value in arguments.items() if torch.is_tensor(value) and value.requires_grad}
+    pairs = [lora for value in arguments.values() for lora in (value if isinstance(value, list) else [value])]
+    given |= {f"{number}.{part}": getattr(lora, part) for number, lora in enumerate(pairs) if isinstance(lora, LoRA)
+              for part in ("a", "b")}
+    y = function(**arguments)
+    y = torch.cat(y, -1) if isinstance(y, tuple) else y
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
+    return {"y": y} | dict(zip(given, torch.autograd.grad(y, list(given.values()), grad), strict=True))
+
+
+def exact(value: Any) -> Any:
+    """The same in float64, with weights dequantized."""
+    if isinstance(value, list):
+        return [exact(one) for one in value]
+    return by_definition(value) if isinstance(value, FP8Weight) else in_float64(value)
+
+
+def dequantized(value: Any) -> Any:
+    """The same with weights dequantized in their dtype."""
+    if isinstance(value, list):
+        return [dequantized(one) for one in value]
+    return fp8_dequantize(value) if isinstance(value, FP8Weight) else value
+
+
+def assert_no_worse(ours: Any, reference: Any, arguments: dict[str, Any], dtype: torch.dtype) -> None:
+    """Our errors are at most those of the same product with dequantized weights in the same dtype."""
+    found = outcome(ours, arguments)
+    plain = outcome(reference, {name: dequantized(value) for name, value in arguments.items()})
+    truth = outcome(reference, {name: exact(value) for name, value in arguments.items()})
+    for name, value in truth.items():
+        assert found[name].dtype == plain[name].dtype
+        assert_as_accurate(name, found[name], plain[name], value, ROUNDING[dtype])
+
+
+def linears_ref(x: Tensor, weights: list[Tensor], loras: list[LoRA], features: tuple[int, ...] = ()) -> Tensor:
+    whole = torch.cat(weights).split(features) if features else weights
+    return torch.cat([lora_linear_ref(x, one, lora) for one, lora in zip(whole, loras, strict=True)], -1)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", ODD)
+def test_linear_errors_are_those_of_the_dequantized_weight(
+    size: tuple[int, int, int], kind: str, dtype: torch.dtype, device: str
+) -> None:
+    rows, out, inputs = size
+    weight = in_fp8((out, inputs), kind, dtype, device)
+    x = random(rows, inputs, dtype=dtype, device=device)
+    lora = pair(out, inputs, dtype, device, 1)
+    assert_no_worse(lora_linear, linears_ref, {"x": x, "weights": [weight], "loras": [lora]}, dtype)
+    arguments = {"x": x, "weight": weight, "bias": random(out, dtype=dtype, device=device)}
+    assert_no_worse(frozen_linear, torch.nn.functional.linear, arguments, dtype)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("features", "kind"), [((128, 256, 33), "128"), ((70, 30, 33), "row")])
+@pytest.mark.parametrize("band_bytes", [None, 20_000])
+def test_adjacent_matrices_are_computed_apart(
+    features: tuple[int, ...], kind: str, dtype: torch.dtype, band_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if band_bytes:
+        monkeypatch.setattr(frozen, "BAND_BYTES", band_bytes)
+    weight = joined(features, 130, dtype, kind)
+    loras = [pair(out, 130, dtype, "cpu", out) for out in features]
+    assert_no_worse(lora_linear, lambda **given: linears_ref(**given, features=features),
+                    {"x": random(63, 130, dtype=dtype), "weights": [weight], "loras": loras}, dtype)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("kind", ["row", "128"])
+def test_mlp_errors_are_those_of_the_dequantized_weights(kind: str, dtype: torch.dtype) -> None:
+    inputs, inner = 63, 130
+    weights = {name: in_fp8(shape, kind, dtype) for name, shape in
+               {"gate": (inner, inputs), "up": (inner, inputs), "down": (inputs, inner)}.items()}
+    loras = {f"{name}_lora": pair(*weight.shape, dtype, "cpu", len(name)) for name, weight in weights.items()}
+    assert_no_worse(lora_mlp, lora_mlp_ref, {"x": random(50, inputs, dtype=dtype)} | weights | loras, dtype)
+
+
+def test_gradients_are_the_derivatives() -> None:
+    weight = replace(in_fp8((9, 11), "ragged"), dtype=torch.float64)
+    x, bias = random(4, 11, dtype=torch.float64), random(9, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x, bias: frozen_linear(x, weight, bias), (x, bias))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bands_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = in_fp8((300, 260), kind)
+    x, grad = random(9, 260, dtype=torch.float32).detach(), random(9, 300, dtype=torch.float32).detach()
+    whole = project(x, weight), project_back(grad, weight)
+    monkeypatch.setattr(frozen, "BAND_BYTES", 10_000)
+    torch.testing.assert_close((project(x, weight), project_back(grad, weight)), whole)
+
+
+def test_no_dequantized_weight_is_kept_and_only_a_band_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,048 x 1,024 weights in bfloat16 are 4 MiB; a band has 256 KiB."""
+    band = 2**18
+    monkeypatch.setattr(frozen, "BAND_BYTES", band)
+    monkeypatch.setattr("lowmem_grpo.kernels.fp8.REFERENCE_ELEMENTS", 2**14)  # temporaries of the CPU path
+    weight = in_fp8((2048, 1024), "row", torch.bfloat16)
+    x = random(3, 1024, dtype=torch.bfloat16)
+    with LiveStorage() as storage:
+        y = frozen_linear(x, weight)
+    assert storage.live == y.nbytes
+    assert storage.peak < band + 2**18 + 2 * y.nbytes
+    with LiveStorage() as storage:
+        torch.autograd.grad(y, x, torch.ones_like(y))
+    assert storage.peak < band + 2**18 + 4 * x.nbytes + y.nbytes
+
+
+def test_autocast_and_deep_inputs_change_nothing() -> None:
+    weight, x = in_fp8((33, 64)), random(2, 3, 64, dtype=torch.float32)
+    y = frozen_linear(x, weight)
+    assert y.shape == (2, 3, 33)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(frozen_linear(x, weight), y)
