@@ -16,6 +16,7 @@ from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.prompt_inputs import Encoded, encode, encoded
 from lowmem_grpo.engines.request_output import Answers, RequestOutput
 from lowmem_grpo.export.saving import Saving
+from lowmem_grpo.models.fp8_linear import form_in_fp8
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.pretrained import linears_in_4bit
 from lowmem_grpo.runs.adapter_file import check_for
@@ -149,10 +150,10 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         """PEFT's own method, and a record of the base model: an export needs to know how the weights were stored."""
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
-        held = next(linears_in_4bit(base), None)
+        held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
         dtype = base.get_input_embeddings().weight.dtype if held is None else held.weight.quant_state.dtype
         BaseRecord(
-            self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision
+            self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision, in_fp8
         ).write(Path(save_directory))
 
     def load_lora(self, path: str | Path, any_base: bool = False) -> LoraRequest:

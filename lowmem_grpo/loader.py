@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine, named_device
-from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, refuse
+from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, form_of_weights, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.later import torch
 from lowmem_grpo.models.named import TINY, find
@@ -36,14 +36,16 @@ class FastLanguageModel:
         revision: str | None = None, token: str | None = None, device: str | None = None,
         kv_cache_bytes: int | None = None, max_num_seqs: int | None = None, enforce_eager: bool | None = None,
         block_size: int | None = None, offload_embedding: bool = False, sampling_weights: str | None = None,
-        load_in_16bit: bool = False, device_map: Any = None, cache_dir: str | None = None,
-        local_files_only: bool = False, **options: Any,
+        load_in_16bit: bool = False, load_in_fp8: bool | str = False, device_map: Any = None,
+        cache_dir: str | None = None, local_files_only: bool = False, **options: Any,
     ) -> tuple[Any, Any]:
         """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer. The
         folder of a saved adapter loads its base and the adapter, ready to train and to sample.
 
         `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, one tensor at a time, on the CPU
-        too; None means True, unless `load_in_16bit`. A checkpoint that is already in 4 bit loads as it is.
+        too; None means True, unless `load_in_16bit` or `load_in_fp8`. `load_in_fp8` quantizes to 8-bit floats (e4m3) in
+        the same way: True with a scale for each row, "block" with one for each 128 x 128 weights. Products stay in 16
+        bits. A checkpoint that is already in 4 bit or in FP8 loads as it is.
         `max_seq_length` None is the model's whole context. `device_map` may name one device, as `device` does. dtype
         None means bfloat16 or float16, depending on
         the card, and float32 on the CPU.
@@ -55,10 +57,10 @@ class FastLanguageModel:
         samples at once, as far as the cache has room), and `enforce_eager=True` turns CUDA graphs off. Its cache keeps
         whole blocks of `block_size` tokens from one turn to the next (None: vLLM's own, and 32 on the CPU for a
         `max_seq_length` of at most 2,048). The transformers engine reserves no memory and ignores these five.
-        `sampling_weights="16bit"` lets vLLM dequantize 4-bit weights once for each phase of sampling. That is faster
-        when many sequences are decoded together, and takes 2 bytes a weight until training begins; "4bit" never does
-        it. None does it on a card if the key-value cache of the sequences that are decoded together still fits beside
-        the weights, and never on the CPU.
+        `sampling_weights="16bit"` lets vLLM dequantize 4-bit or FP8 weights once for each phase of sampling. That is
+        faster when many sequences are decoded together, and takes 2 bytes a weight until training begins; "4bit" never
+        does it. None does it on a card if the key-value cache of the sequences that are decoded together still fits
+        beside the weights, and never on the CPU.
 
         `offload_embedding` keeps an input embedding that is not tied to the head in host memory, and looks tokens up
         there. vLLM needs it on the device.
@@ -70,7 +72,7 @@ class FastLanguageModel:
             given = {name: value for name, value in locals().items() if name not in ("cls", "model_name", "options")}
             return with_adapter(cls, Path(model_name), given | options)
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
-        four_bit = in_4_bit(load_in_4bit, load_in_16bit)
+        form = form_of_weights(load_in_4bit, load_in_16bit, load_in_fp8)
         check_engine(fast_inference)
         if fast_inference == VLLM:
             refuse_absent()
@@ -88,21 +90,21 @@ class FastLanguageModel:
         from lowmem_grpo.fast_model import BareModel, Loaded
         from lowmem_grpo.models.dtypes import compute_dtype
         from lowmem_grpo.models.fused_weights import fuse_weights
-        from lowmem_grpo.models.pretrained import Pretrained, linears_in_4bit
+        from lowmem_grpo.models.pretrained import Pretrained, is_quantized
         from lowmem_grpo.offload.embedding import embed_on_host, is_tied
 
         device = named or ("cuda:0" if torch.cuda.is_available() else "cpu")
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         stored = Pretrained(model_name, found, where)
-        model, tokenizer = stored.load(compute_dtype(dtype), device, four_bit)
+        model, tokenizer = stored.load(compute_dtype(dtype), device, form)
         keeper.max_seq_length = context = context_of(model, max_seq_length)
-        check_four_bit(sampling_weights, next(linears_in_4bit(model), None) is not None)
+        check_four_bit(sampling_weights, is_quantized(model))
         if offload_embedding and is_tied(model):
             logger.warning("offload_embedding=True changes nothing: %s ties its input embedding to its output head, "
                            "which is needed on the device", type(model).__name__)
         elif offload_embedding:
             logger.info("input embedding on the host: %s less on the device", size_text(embed_on_host(model)))
-        if keeper.choice.name == VLLM or any(linears_in_4bit(model)):
+        if keeper.choice.name == VLLM or is_quantized(model):
             fuse_weights(model)  # so that one product serves for three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
         loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision)
@@ -205,9 +207,9 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPe
     record = base_of_adapter(folder)
     if record.model is None:
         raise AdapterError(f"the adapter in {folder} does not say its base model; load that, and then load_lora")
-    four_bit = record.load_in_4bit if given["load_in_4bit"] is None and not given["load_in_16bit"] else None
-    own = {"load_in_4bit": given["load_in_4bit"] if four_bit is None else four_bit,
-           "revision": given["revision"] or record.revision}
+    own: dict[str, Any] = {"revision": given["revision"] or record.revision}
+    if given["load_in_4bit"] is None and not given["load_in_16bit"] and not given["load_in_fp8"]:
+        own |= {"load_in_4bit": record.load_in_4bit, "load_in_fp8": record.load_in_fp8 or False}
     model, tokenizer = cls.from_pretrained(record.model, **given | own)
     settings = {name: config[name] for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform")}
     targets = config["target_modules"]
@@ -224,13 +226,6 @@ def check_options(cls: type, method: str, options: dict[str, Any], fates: dict[s
     """Raise for every option of a loader's method that asks for something that is not done here."""
     known = set(inspect.signature(getattr(cls, method)).parameters)
     refuse(options, fates, known, f"{cls.__name__}.{method}")
-
-
-def in_4_bit(load_in_4bit: bool | None, load_in_16bit: bool) -> bool:
-    """Whether to quantize; ValueError for two answers."""
-    if load_in_16bit and load_in_4bit:
-        raise ValueError("load_in_4bit=True and load_in_16bit=True contradict each other; give one of them")
-    return not load_in_16bit if load_in_4bit is None else load_in_4bit
 
 
 def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:

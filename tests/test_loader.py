@@ -148,7 +148,7 @@ def test_an_option_like_no_other_is_refused_without_a_guess() -> None:
 
 
 REFUSALS = {  # an option, and a value that asks for what is not done here
-    "load_in_8bit": True, "load_in_fp8": "block", "full_finetuning": True, "trust_remote_code": True, "qat_scheme":
+    "load_in_8bit": True, "full_finetuning": True, "trust_remote_code": True, "qat_scheme":
     "int4", "rope_scaling": {"type": "linear", "factor": 2.0}, "float8_kv_cache": True, "resize_model_vocab": 999,
     "quantization_config": {"load_in_8bit": True}, "num_labels": 2, "float32_mixed_precision": True,
     "whisper_language": "English", "whisper_task": "transcribe", "auto_config": {}.__class__, "model_types":
@@ -414,19 +414,6 @@ def test_a_checkpoint_in_4_bit_computes_in_the_dtype_that_was_asked_for(in_4_bit
         assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(("stored", "named"), [
-    ({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq"}, "awq"),
-    ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "bitsandbytes, 8 bit"),
-])
-def test_a_checkpoint_that_is_quantized_in_another_way_is_refused_by_name(
-    stored: dict[str, Any], named: str, tmp_path: Path
-) -> None:
-    config = json.loads((TINY / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
-    with pytest.raises(ValueError, match=rf"stored quantized \({named}\); allowed are checkpoints in 16 or 32 bit"):
-        FastLanguageModel.from_pretrained(str(tmp_path))
-
-
 def test_revision_and_token_reach_every_call_that_reads_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, dict[str, Any]] = {}
 
@@ -446,7 +433,8 @@ import sys
 from lowmem_grpo import FastLanguageModel
 FastLanguageModel.from_pretrained("tiny")  # imports what is imported late
 print("begin", flush=True)
-model, _ = FastLanguageModel.from_pretrained(sys.argv[1], max_seq_length=64, dtype="bfloat16")
+model, _ = FastLanguageModel.from_pretrained(sys.argv[1], max_seq_length=64, dtype="bfloat16",
+                                             load_in_fp8=sys.argv[2] == "fp8")
 print("end", sum(parameter.nbytes for parameter in model.parameters()), flush=True)
 sys.stdin.read()
 """
@@ -463,9 +451,12 @@ def own_bytes(process: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_quantizing_a_checkpoint_never_holds_its_16_bit_weights_in_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "share"), [("nf4", 0.3), ("fp8", 0.55)])
+def test_quantizing_a_checkpoint_never_holds_its_16_bit_weights_in_memory(
+    form: str, share: float, tmp_path: Path
+) -> None:
     stored, largest = save_large(tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", LOADING, str(tmp_path)], text=True, stdin=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, "-c", LOADING, str(tmp_path), form], text=True, stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | FREED_AT_ONCE)
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == "begin\n"
@@ -476,10 +467,10 @@ def test_quantizing_a_checkpoint_never_holds_its_16_bit_weights_in_memory(tmp_pa
     after = own_bytes(process.pid)
     process.communicate("", timeout=60)
     assert (said[:1], process.returncode) == (["end"], 0)
-    assert int(said[1]) < 0.3 * stored  # it is in 4 bit
+    assert int(said[1]) < share * stored
     # quantizing one matrix on the CPU makes about five copies of it in float32
     assert peak - after < 12 * largest < 0.4 * stored, f"{before:,} before, {peak:,} at the peak, {after:,} after"
-    assert after - before < 0.4 * stored
+    assert after - before < (share + 0.1) * stored
 
 
 def test_what_ships_with_the_package_stays_below_10_mib() -> None:

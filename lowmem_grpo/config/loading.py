@@ -40,7 +40,8 @@ def named(value: Any) -> Any:
     return getattr(value, "__name__", getattr(value, "value", value))
 
 
-WEIGHTS = "use load_in_4bit=True, or False for 16 bit"
+NF4, FP8, FP8_BLOCK, PLAIN = "nf4", "fp8", "fp8-block", "16bit"  # the forms in which weights are held
+WEIGHTS = "use load_in_4bit=True, load_in_fp8=True, or load_in_16bit=True"
 IMAGES = "only text is trained here"
 BOTH = {  # of from_pretrained and of get_peft_model
     **off("leave it out; weights are quantized to NF4 by load_in_4bit=True", "qat_scheme"),
@@ -48,7 +49,7 @@ BOTH = {  # of from_pretrained and of get_peft_model
 }
 FROM_PRETRAINED: dict[str, Fate] = {
     **BOTH,
-    **off(WEIGHTS, "load_in_8bit", "load_in_fp8", "quantization_config"),
+    **off(WEIGHTS, "load_in_8bit", "quantization_config"),
     **off("the base weights stay frozen here; train LoRA with get_peft_model", "full_finetuning"),
     **off("code from a model repository is never run; use an architecture that transformers ships",
           "trust_remote_code"),
@@ -91,6 +92,22 @@ GET_PEFT_MODEL: dict[str, Fate] = {
     **any_value("nothing is put aside on disk", "temporary_location"),
     **any_value("the embedding and the head stay frozen, tied or not", "ensure_weight_tying"),
 }
+
+
+def form_of_weights(load_in_4bit: bool | None, load_in_16bit: bool, load_in_fp8: bool | str | None) -> str:
+    """The form that a loader's options ask for: FP8 or 16 bits where they say so, else NF4, unless `load_in_4bit` is
+    False. ValueError for two answers."""
+    if load_in_fp8 not in (None, False, True, "block"):
+        raise ValueError(f'load_in_fp8 is {load_in_fp8!r}; it must be True (a scale for each row), "block" (one for '
+                         "128 x 128 weights) or False")
+    asked = {"load_in_4bit": load_in_4bit, "load_in_16bit": load_in_16bit, "load_in_fp8": load_in_fp8}
+    given = [f"{name}={value!r}" for name, value in asked.items() if value]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} contradict each other; give one of them")
+    if load_in_fp8:
+        return FP8 if load_in_fp8 is True else FP8_BLOCK
+    return PLAIN if load_in_16bit or load_in_4bit is False else NF4
+
 
 def refuse(options: dict[str, Any], fates: dict[str, Fate], known: set[str], call: str) -> None:
     """Raise TypeError for an option that nobody knows, and ValueError for one that asks for what is not done here."""

@@ -1,7 +1,7 @@
 """The frozen weights that are merged with an adapter. They are read one tensor at a time, by rows.
 
-`stored_weights` reads a checkpoint's safetensors files, without loading the model. A weight that a run held in 4 bit is
-first quantized as the loader does it, because the adapter was trained on the quantized values.
+`stored_weights` reads a checkpoint's safetensors files, without loading the model. A weight that a run held in 4 bit or
+in FP8 is first quantized as the loader does it, because the adapter was trained on the quantized values.
 `live_weights` reads a loaded model, in any layout of its weights.
 """
 
@@ -18,13 +18,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from lowmem_grpo.kernels.nf4 import NF4Weight, aligned_rows, nf4_dequantize
+from lowmem_grpo.config.loading import FP8_BLOCK, NF4, PLAIN
+from lowmem_grpo.kernels.fp8 import fp8_quantize
+from lowmem_grpo.kernels.frozen import QuantizedWeight
+from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.models.fp8_linear import fp8_linears
+from lowmem_grpo.models.fp8_linear import stored_weight as stored_weight_in_fp8
+from lowmem_grpo.models.fp8_loading import BLOCK, SCALES, path_of
 from lowmem_grpo.models.pretrained import nf4
+from lowmem_grpo.models.stored_form import block_of, quantization_of
 from lowmem_grpo.runs.adapter_file import PREFIX
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PARTS = ".weight."  # of a 4-bit weight: `q_proj.weight.absmax` beside `q_proj.weight`
 STATE = ".quant_state.bitsandbytes__"
+ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")  # beside FP8; not used
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
             "BOOL": torch.bool}  # safetensors' names; all others are floating point
 Rows = Callable[[int, int], Tensor]  # (start, stop) -> (stop - start, ...)
@@ -46,11 +54,12 @@ class Weight:
         return self.name.rpartition(".")[0]
 
 
-def nf4_rows(weight: NF4Weight) -> Rows:
-    """A reader of 4-bit weights, in float32."""
+def quantized_rows(weight: QuantizedWeight) -> Rows:
+    """A reader of weights in 4 bits or FP8, in float32."""
     def rows(start: int, stop: int) -> Tensor:
-        band = weight.rows(start, stop)
-        return nf4_dequantize(band, torch.empty(band.shape, device=weight.packed.device))
+        band = torch.empty(stop - start, weight.shape[1], device=weight.device)
+        weight.fill(band, row=start)
+        return band
 
     return rows
 
@@ -74,20 +83,27 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 
 def live_weights(model: Any) -> list[Weight]:
     """Every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones come once."""
-    found = []
+    found, in_fp8 = [], {id(layer.weight): layer for layer in fp8_linears(model)}
+    scales = {id(layer.weight_scale) for layer in in_fp8.values()}
     for name, tensor in (*model.named_parameters(), *saved_buffers(model)):
-        if ".lora_" not in name:
+        if ".lora_" not in name and id(tensor) not in scales:
             plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
-            found.append(live_weight(plain, tensor.detach() if not is_quantized(tensor) else tensor))
+            layer = in_fp8.get(id(tensor))
+            found.append(live_weight(plain, tensor) if layer is None else quantized_weight(plain, layer.frozen))
     return found
 
 
 def live_weight(name: str, tensor: Any) -> Weight:
     """The Weight of a parameter or buffer."""
-    if not is_quantized(tensor):
-        return Weight(name, tuple(tensor.shape), tensor.dtype, lambda: plain_rows(tensor, None, tensor.device))
-    weight = NF4Weight.from_bitsandbytes(tensor)
-    return Weight(name, weight.shape, weight.dtype, lambda: nf4_rows(weight), aligned_rows(weight))
+    if is_quantized(tensor):
+        return quantized_weight(name, NF4Weight.from_bitsandbytes(tensor))
+    plain = tensor.detach()
+    return Weight(name, tuple(plain.shape), plain.dtype, lambda: plain_rows(plain, None, plain.device))
+
+
+def quantized_weight(name: str, weight: QuantizedWeight) -> Weight:
+    """The Weight of codes and scales."""
+    return Weight(name, weight.shape, weight.dtype, lambda: quantized_rows(weight), weight.row_unit)
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -107,24 +123,35 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_weights(
-    folder: Path, config: Any, load_in_4bit: bool, dtype: torch.dtype, device: torch.device | str = "cpu"
+    folder: Path, config: Any, form: str, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> list[Weight]:
     """Every tensor of a stored model, with the values that it has when loaded in `dtype`.
 
-    With `load_in_4bit` the linear layers have the values that NF4 gives them.
+    The linear layers of a checkpoint in 16 or 32 bits have the values that this form (NF4, FP8, ...) gives them.
     """
     places = tensor_files(folder)
     whole = {name for name in places if name.partition(PARTS)[0] == name}
     in_4_bit = {name for name in whole if f"{name}.absmax" in places}
-    modules = linears_to_quantize(config, dtype) if load_in_4bit and not in_4_bit else set()
+    in_fp8 = {name: scale for name in whole if (scale := scale_of(name, places)) is not None}
+    beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(ACTIVATIONS))}
+    modules = set() if form == PLAIN or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
+    block = block_of(quantization_of(config) or {})
     found = []
-    for name in sorted(whole):
+    for name in sorted(whole - beside):
         if name in in_4_bit:
             found.append(stored_in_4bit(name, places, dtype, device))
+        elif name in in_fp8:
+            found.append(stored_in_fp8(name, places[name], (in_fp8[name], places[in_fp8[name]]), block, dtype, device))
         else:
             quantize = name.endswith(".weight") and name.rpartition(".")[0] in modules
-            found.append(stored_weight(name, places[name], quantize, dtype, device))
+            found.append(stored_weight(name, places[name], form if quantize else PLAIN, dtype, device))
     return found
+
+
+def scale_of(name: str, places: dict[str, Path]) -> str | None:
+    """The tensor with the scales of a weight that is stored in FP8; None where there is none."""
+    scales = (path_of(name) + suffix for suffix in SCALES)
+    return next((scale for scale in scales if scale in places), None) if name.endswith(".weight") else None
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -141,18 +168,20 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), folder / SINGLE)
 
 
-def stored_weight(name: str, file: Path, quantize: bool, dtype: torch.dtype, device: torch.device | str) -> Weight:
-    """A tensor that is stored in 16 or 32 bits; `quantize` says whether loading puts it in 4 bit."""
+def stored_weight(name: str, file: Path, form: str, dtype: torch.dtype, device: torch.device | str) -> Weight:
+    """A tensor that is stored in 16 or 32 bits; `form` is the one in which loading holds it."""
     part = file_slice(file, name)
     shape = shape_of(part)
-    if not quantize:
+    if form == PLAIN:
         kept = INTEGERS.get(part.get_dtype(), dtype)
         return Weight(name, shape, kept, lambda: plain_rows(file_slice(file, name), dtype, device))
 
     def read() -> Rows:
         tensor = file_slice(file, name)[:].to(device, dtype)
+        if form != NF4:
+            return quantized_rows(fp8_quantize(tensor, BLOCK if form == FP8_BLOCK else None))
         param: Any = Params4bit(tensor, requires_grad=False, quant_type="nf4", compress_statistics=True, blocksize=64)
-        return nf4_rows(NF4Weight.from_bitsandbytes(param.to(device)))
+        return quantized_rows(NF4Weight.from_bitsandbytes(param.to(device)))
 
     return Weight(name, shape, dtype, read, 64)  # 64 rows of any width end where a block ends
 
@@ -168,9 +197,23 @@ def stored_in_4bit(name: str, places: dict[str, Path], dtype: torch.dtype, devic
         stats = {f"weight.{key}": value for key, value in stats.items()}
         param = Params4bit.from_prequantized(file_slice(places[name], name)[:], stats, device=device)
         param.quant_state.dtype = dtype
-        return nf4_rows(NF4Weight.from_bitsandbytes(param))
+        return quantized_rows(NF4Weight.from_bitsandbytes(param))
 
     return Weight(name, tuple(described["shape"]), dtype, read, described["blocksize"])
+
+
+def stored_in_fp8(
+    name: str, file: Path, scale: tuple[str, Path], block: tuple[int, int] | None, dtype: torch.dtype,
+    device: torch.device | str,
+) -> Weight:
+    """A tensor that is stored in FP8, with the name and file of its scales."""
+    shape = shape_of(file_slice(file, name))
+
+    def read() -> Rows:
+        codes, scales = (file_slice(place, part)[...].to(device) for part, place in ((name, file), scale))
+        return quantized_rows(stored_weight_in_fp8(codes, scales, block or (1, shape[1]), dtype))
+
+    return Weight(name, shape, dtype, read)
 
 
 def file_slice(file: Path, name: str) -> Any:
@@ -181,7 +224,7 @@ def file_slice(file: Path, name: str) -> Any:
 
 
 def linears_to_quantize(config: Any, dtype: torch.dtype) -> set[str]:
-    """The modules that transformers puts in 4 bit when it loads such a model. An empty model is asked."""
+    """The modules that are quantized, to 4 bit or FP8, when such a model is loaded. An empty model is asked."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     AutoHfQuantizer.from_config(nf4(dtype)).preprocess_model(model, device_map=None)

@@ -76,9 +76,9 @@ def rms(left: list[Tensor], right: list[Tensor]) -> float:
     return squares.mean().sqrt().item()
 
 
-def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, load_in_4bit: bool) -> Logits:
-    """What plain PEFT computes in float32. The base is held in `dtype` or 4 bit, as in training."""
-    model, _ = base.load(dtype, device, load_in_4bit)
+def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, form: str) -> Logits:
+    """What plain PEFT computes in float32. The base is held in `dtype`, FP8 or 4 bit, as in training."""
+    model, _ = base.load(dtype, device, form)
     adapted: Any = PeftModel.from_pretrained(in_float32(model), str(adapter)).eval()
     adapted.get_base_model().set_attn_implementation("sdpa")
 
@@ -91,8 +91,8 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
 
 
 def in_float32(model: Any) -> Any:
-    """The same model, computing in float32. Weights in 4 bit stay as they are: quantizing them again
-    out of another dtype would change their values."""
+    """The same model, computing in float32. Weights in 4 bit or FP8 stay as they are: quantizing them again out of
+    another dtype would change their values."""
     compute_in(model, torch.float32)
     for parameter in model.parameters():
         if not isinstance(parameter, Params4bit) and parameter.is_floating_point():

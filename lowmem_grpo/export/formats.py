@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import GenerationConfig
 
+from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.export import gguf
 from lowmem_grpo.export.base_weights import stored_weights, tensor_files
 from lowmem_grpo.export.check import LARGEST, adapter_logits
@@ -48,6 +49,7 @@ class ExportSettings:
 
     base: str | None = None
     load_in_4bit: bool | None = None
+    load_in_fp8: bool | str | None = None
     dtype: str | None = None
     device: str | None = None
     gguf_type: str = "bf16"
@@ -111,20 +113,20 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     """Merge a saved adapter into the stored base, without loading a model. Only small ones are loaded, to compare."""
     pairs = read_pairs(adapter.folder)
     record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
-    name, four_bit = str(record.model), bool(record.load_in_4bit)
+    name, form = str(record.model), form_of_weights(record.load_in_4bit, False, record.load_in_fp8)
     done.base, computed = name, getattr(torch, str(record.dtype))
     device = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     stored = Pretrained(name, str(model_folder(resolve(name), record.revision)), {})
     with stored.naming_the_model():
         config, tokenizer = stored.config(), stored.tokenizer()
-    four_bit = stored.is_stored_in_4bit() or four_bit
+        form = stored.form(form)
     with freed_memory_returned():
-        weights = stored_weights(Path(stored.path), config, four_bit, computed, device)
+        weights = stored_weights(Path(stored.path), config, form, computed, device)
         dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
         merge = Merge(weights, pairs, dtype, config, generation, tokenizer)
         write_folder(merge, temp, done)
     if elements(weights) * 4 <= LARGEST:
-        reference = adapter_logits(stored, adapter.folder, computed, device, four_bit)
+        reference = adapter_logits(stored, adapter.folder, computed, device, form)
         compare(reference, merge, temp, device, done)
 
 
@@ -170,16 +172,18 @@ def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], do
 def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseRecord:
     """The record, with what was chosen in its place. ExportError if something that the result depends on is unknown."""
     model = settings.base or record.model
-    four_bit = record.load_in_4bit if settings.load_in_4bit is None else settings.load_in_4bit
+    chosen: Any = record if settings.load_in_4bit is None and not settings.load_in_fp8 else settings
+    four_bit, in_fp8 = False if chosen.load_in_fp8 else chosen.load_in_4bit, chosen.load_in_fp8
     if model is None:
         raise ExportError(f"the adapter in {folder} does not say which model it was trained on; name it with --base")
     if four_bit is None:
         raise ExportError(f"the adapter in {folder} does not say whether {model} was held in 4 bit while it was "
-                          "trained; say --load-in-4bit or --16bit, because the adapter only fits the weights that it "
-                          "was trained on")
+                          "trained; say --load-in-4bit, --fp8 or --16bit, because the adapter only fits the weights "
+                          "that it was trained on")
     if record.dtype not in (None, *COMPUTED):
         raise ExportError(f"{folder / BASE_FILE} says dtype {record.dtype!r}; allowed are {', '.join(COMPUTED)}")
-    return BaseRecord(model, four_bit, record.dtype or "bfloat16", None if settings.base else record.revision)
+    revision = None if settings.base else record.revision
+    return BaseRecord(model, four_bit, record.dtype or "bfloat16", revision, in_fp8)
 
 
 def generation_of(path: str) -> Any:

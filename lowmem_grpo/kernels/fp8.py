@@ -55,6 +55,10 @@ class FP8Weight:
         return self.codes.shape[0], self.codes.shape[1]
 
     @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """What the kernels read."""
         return self.codes, self.scales
@@ -133,7 +137,7 @@ def fp8_dequantize_ref(weight: FP8Weight) -> Tensor:
 
 def dequantize_launch(capability: int) -> Launch:
     """Each thread turns 16 bytes into 16 values at a time; blocks of 128 columns are whole in a tile."""
-    return Launch({"BLOCK_R": 32, "BLOCK_C": 128}, num_warps=4, num_stages=1)
+    return Launch({"BLOCK_R": 32, "BLOCK_C": 128}, num_warps=8, num_stages=1)
 
 
 @triton.jit

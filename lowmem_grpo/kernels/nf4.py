@@ -85,6 +85,10 @@ class NF4Weight:
         return replace(first, **joined, shape=(sum(features), first.shape[1]), out_features=features)
 
     @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What the kernels read."""
         return self.packed, self.absmax, self.code, self.nested_code, self.nested_absmax, self.offset

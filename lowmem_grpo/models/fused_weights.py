@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowmem_grpo.kernels.fp8 import FP8Weight, adjacent_fp8
 from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, check_adjacent
 from lowmem_grpo.memory.families import DELTA_IN
+from lowmem_grpo.models.fp8_linear import FP8Linear
 from lowmem_grpo.offload.activations import storage_id
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), DELTA_IN)
@@ -25,7 +27,10 @@ def fuse_weights(model: nn.Module) -> list[str]:
     left = []
     for path, modules in groups_of(model):
         try:
-            fuse([module.weight for module in modules])
+            if all(isinstance(module, FP8Linear) for module in modules):
+                fuse_fp8(modules)
+            else:
+                fuse([module.weight for module in modules])
         except ValueError as error:
             left.append(f"{path}: {error}")
         if modules[0].weight.is_cuda:
@@ -56,6 +61,17 @@ def fuse(params: list[Any]) -> None:
         param.data = view
 
 
+def fuse_fp8(modules: list[FP8Linear]) -> None:
+    """The same for FP8 layers: their codes in one buffer, and their scales in another."""
+    weights = [module.frozen for module in modules]
+    codes, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales"))
+    adjacent_fp8(weights, codes, scales)  # ValueError where they do not fit
+    parts = zip(codes.split([len(weight.codes) for weight in weights]),
+                scales.split([len(weight.scales) for weight in weights]), strict=True)
+    for module, (rows, theirs) in zip(modules, parts, strict=True):
+        module.weight.data, module.weight_scale = rows, theirs
+
+
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """Tensors (n_i, ...) as one (sum of n_i, ...) view of their storage; None where they do not lie side by side."""
     first = tensors[0].detach()
@@ -81,7 +97,20 @@ def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
     quantized = [weight for weight in weights if isinstance(weight, NF4Weight)]
     if len(plain) == len(weights):
         return joined(plain)
-    return joined_nf4(quantized) if len(quantized) == len(weights) else None
+    if len(quantized) == len(weights):
+        return joined_nf4(quantized)
+    return joined_fp8([weight for weight in weights if isinstance(weight, FP8Weight)], len(weights))
+
+
+def joined_fp8(weights: Sequence[FP8Weight], count: int) -> FP8Weight | None:
+    """FP8 weights that `fuse_fp8` laid out, as one; None where not all of `count` weights are."""
+    if len(weights) < count:
+        return None
+    codes, scales = joined([weight.codes for weight in weights]), joined([weight.scales for weight in weights])
+    try:
+        return None if codes is None or scales is None else adjacent_fp8(weights, codes, scales)
+    except ValueError:
+        return None
 
 
 def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.lora import frozen_weight, lora_linear
 from lowmem_grpo.kernels.lora_factors import LoRA
+from lowmem_grpo.models.fp8_linear import FP8Linear
 from lowmem_grpo.models.fused_weights import joined_weights
 
 
 def use_kernel_layers(config: LoraConfig, model: nn.Module) -> None:
-    """Let PEFT make our layers for the model's linear ones, plain and in NF4."""
+    """Let PEFT make our layers for the model's linear ones, plain, in NF4 and in FP8."""
     four_bit = {type(module) for module in model.modules() if is_nf4(module)}
-    kinds = {kind: kernel_linear_4bit() for kind in four_bit} | {nn.Linear: KernelLinear}
+    kinds = {kind: kernel_linear_4bit() for kind in four_bit} | {FP8Linear: KernelLinearFP8, nn.Linear: KernelLinear}
     # PEFT's guide to custom models describes this call, and a test fails if it goes away. We name exact types because
     # the first match counts and the layers of bitsandbytes are subclasses of nn.Linear.
     config._register_custom_module(kinds)
@@ -37,12 +38,20 @@ class OneNode:
         if args or kwargs or not computes(self, x):
             result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
             return result
-        (y,) = lora_linear(x, [self.base_layer.weight], [active_lora(self)], [self.base_layer.bias])
+        (y,) = lora_linear(x, [held_weight(self.base_layer)], [active_lora(self)], [self.base_layer.bias])
         return y
 
 
 class KernelLinear(OneNode, Linear):
     """On weights in 16 or 32 bits."""
+
+
+class KernelLinearFP8(OneNode, Linear):
+    """On weights in FP8."""
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        raise ValueError("an adapter is not merged into weights in FP8, which would round most of its update away. "
+                         'Save the merged model in 16 bits: save_pretrained_merged(folder, tokenizer, "merged_16bit")')
 
 
 @cache
@@ -54,7 +63,7 @@ def kernel_linear_4bit() -> type[nn.Module]:
 
 
 class JoinedWeights:
-    """The frozen weights of layers on one input, as the kernels take them: adjacent 4-bit weights as one.
+    """The frozen weights of layers on one input, as the kernels take them: adjacent quantized weights as one.
 
     The result is kept for as long as the layers have the same tensors.
     """
@@ -65,11 +74,11 @@ class JoinedWeights:
 
     def of(self, layers: Sequence[Any]) -> list[FrozenWeight]:
         """One for each layer, or one for all."""
-        parts = [part for layer in layers for part in parts_of(base_of(layer).weight)]
+        parts = [part for layer in layers for part in parts_of(base_of(layer))]
         if len(parts) != len(self.parts) or any(part is not old for part, old in zip(parts, self.parts, strict=True)):
-            weights = [frozen_weight(base_of(layer).weight) for layer in layers]
-            four_bit = len(weights) > 1 and not any(isinstance(weight, Tensor) for weight in weights)
-            whole = joined_weights(weights) if four_bit else None
+            weights = [held_weight(base_of(layer)) for layer in layers]
+            quantized = len(weights) > 1 and not any(isinstance(weight, Tensor) for weight in weights)
+            whole = joined_weights(weights) if quantized else None
             self.parts, self.found = parts, weights if whole is None else [whole]
         return self.found
 
@@ -77,10 +86,18 @@ class JoinedWeights:
         return JoinedWeights()  # the copy belongs to other layers
 
 
-def parts_of(weight: Any) -> tuple[Any, ...]:
-    """The objects that change when a weight is moved, replaced or quantized."""
+def parts_of(base: Any) -> tuple[Any, ...]:
+    """The objects that change when a layer's weight is moved, replaced or quantized."""
+    weight = base.weight
+    if isinstance(base, FP8Linear):
+        return weight, base.weight_scale, base.compute_dtype
     state = getattr(weight, "quant_state", None)
     return (weight,) if state is None else (weight, state, state.absmax, state.dtype)
+
+
+def held_weight(base: Any) -> FrozenWeight:
+    """The frozen weight of a linear layer, as the kernels take it."""
+    return base.frozen if isinstance(base, FP8Linear) else frozen_weight(base.weight)
 
 
 def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequence[Tensor]:
@@ -105,7 +122,10 @@ def is_nf4(module: Any) -> bool:
 def computes(layer: nn.Module, x: Tensor) -> bool:
     """Whether our kernel computes what the layer would for x: a plain linear layer, or one under a `OneNode`."""
     base = base_of(layer)
-    dtype = base.weight.quant_state.dtype if is_nf4(base) else base.weight.dtype
+    if isinstance(base, FP8Linear):
+        dtype = base.compute_dtype
+    else:
+        dtype = base.weight.quant_state.dtype if is_nf4(base) else base.weight.dtype
     if dtype != x.dtype or getattr(base, "compute_dtype", dtype) not in (None, dtype):
         return False
     if torch.is_autocast_enabled(x.device.type) or base.weight.requires_grad:

@@ -1,7 +1,7 @@
-"""A stored model: its weights in 16 bit or in 4-bit NF4, and its tokenizer.
+"""A stored model: its weights in 16 bits, in FP8 or in 4-bit NF4, and its tokenizer.
 
 transformers reads a tensor, quantizes it and frees it before the next one, so a 70B checkpoint needs memory for its
-4-bit size and one tensor, on host and device. (Files are mapped, so the system may drop their pages at any time.)
+quantized size and one tensor, on host and device. (Files are mapped, so the system may drop their pages at any time.)
 """
 
 import logging
@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
+from lowmem_grpo.config.loading import FP8, NF4, PLAIN
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.dtypes import check_dtype
+from lowmem_grpo.models.fp8_linear import fp8_linears
+from lowmem_grpo.models.fp8_loading import as_stored, to_quantize
+from lowmem_grpo.models.stored_form import stored_form
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
@@ -33,19 +38,21 @@ class Pretrained:
     path: str  # a folder, or a name on the hub
     options: dict[str, Any]  # revision and token
 
-    def load(self, dtype: torch.dtype, device: str, load_in_4bit: bool) -> tuple[PreTrainedModel, Any]:
-        """The frozen model on its device, and its tokenizer. A checkpoint in 4 bit stays as it is."""
+    def load(self, dtype: torch.dtype, device: str, form: str) -> tuple[PreTrainedModel, Any]:
+        """The frozen model on its device, its weights in this form (NF4, FP8, FP8_BLOCK or PLAIN), and its tokenizer.
+        A checkpoint that is stored in NF4 or FP8 stays as it is."""
         with self.naming_the_model(), freed_memory_returned():
-            check_dtype(self.config(), dtype)
-            stored_in_4bit = self.is_stored_in_4bit()
+            config = self.config()
+            check_dtype(config, dtype)
+            stored = stored_form(config, self.name)
             tokenizer = self.tokenizer()
-            quantize = load_in_4bit and not stored_in_4bit  # passing None would overrule the checkpoint's own config
+            how = quantization(config, stored, form, dtype)
             model = AutoModelForCausalLM.from_pretrained(
                 self.path, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME,
-                trust_remote_code=False, **self.options, **{"quantization_config": nf4(dtype)} if quantize else {},
+                trust_remote_code=False, **self.options, **how,
             )
-        if stored_in_4bit:
-            logger.info("%s is stored in 4 bit: its weights are used as they are", self.name)
+        if stored is not None:
+            say_stored(self.name, stored, form)
             compute_in(model, dtype)
         keep_layout(model)
         return model.requires_grad_(False), tokenizer
@@ -58,19 +65,10 @@ class Pretrained:
         """The model's tokenizer."""
         return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options)
 
-    def is_stored_in_4bit(self) -> bool:
-        """Whether bitsandbytes has quantized the checkpoint; ValueError for any other quantization."""
-        stored = getattr(self.config(), "quantization_config", None)
-        if stored is None:
-            return False
-        stored = stored if isinstance(stored, dict) else stored.to_dict()
-        method = stored.get("quant_method", "bitsandbytes")
-        if method == "bitsandbytes" and stored.get("load_in_4bit", stored.get("_load_in_4bit")):
-            return True
-        raise ValueError(
-            f"{self.name!r} is stored quantized ({'bitsandbytes, 8 bit' if method == 'bitsandbytes' else method}); "
-            "allowed are checkpoints in 16 or 32 bit, and in 4 bit of bitsandbytes"
-        )
+    def form(self, asked: str) -> str:
+        """The form in which the weights are held where `asked` is asked for: that of a quantized checkpoint is its own.
+        ValueError for one that is not read."""
+        return stored_form(self.config(), self.name) or asked
 
     @contextmanager
     def naming_the_model(self) -> Iterator[None]:
@@ -92,6 +90,25 @@ class Pretrained:
             raise ValueError(OWN_CODE.format(self.name)) from error
 
 
+def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of from_pretrained. For weights that stay as they are stored in NF4 there are none: None would overrule
+    the checkpoint's own config."""
+    if stored == FP8:
+        return {"config": as_stored(config, dtype)}
+    if stored == NF4 or form == PLAIN:
+        return {}
+    return {"quantization_config": nf4(dtype) if form == NF4 else to_quantize(form, dtype)}
+
+
+def say_stored(name: str, stored: str, form: str) -> None:
+    """Log that weights are used as they are stored, as a warning where they take more memory than was asked for."""
+    if stored == FP8 and form == NF4:
+        logger.warning("%s is stored in FP8: its weights are used as they are, at one byte each, and not in 4 bits. "
+                       "For 4 bits take its checkpoint in 16 bits", name)
+    else:
+        logger.info("%s is stored in %s: its weights are used as they are", name, "FP8" if stored == FP8 else "4 bit")
+
+
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
     """4-bit NF4 with double quantization, computing in `dtype`."""
     return BitsAndBytesConfig(
@@ -99,15 +116,22 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def linears_in_4bit(model: PreTrainedModel) -> Iterator[Any]:
+def linears_in_4bit(model: nn.Module) -> Iterator[Any]:
     """The layers of bitsandbytes."""
     return (module for module in model.modules() if getattr(getattr(module, "weight", None), "quant_state", None))
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether some layers hold their weights in 4 bits or FP8."""
+    return any(linears_in_4bit(model)) or any(fp8_linears(model))
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Make weights that were quantized in another dtype compute in `dtype`; the stored numbers do not change."""
     for module in linears_in_4bit(model):
         module.compute_dtype = module.weight.quant_state.dtype = dtype
+    for layer in fp8_linears(model):
+        layer.compute_dtype = dtype
 
 
 def keep_layout(model: PreTrainedModel) -> None:

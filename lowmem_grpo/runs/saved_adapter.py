@@ -92,6 +92,7 @@ class BaseRecord:
     load_in_4bit: bool | None = None
     dtype: str | None = None  # "bfloat16"
     revision: str | None = None
+    load_in_fp8: bool | str | None = None  # "block" for scales by block
 
     def write(self, folder: Path) -> None:
         """Put it beside the adapter; a folder is named by its whole path."""
@@ -109,7 +110,7 @@ def base_of_adapter(folder: Path) -> BaseRecord:
             return BaseRecord(**json.loads(own.read_text("utf-8")))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{own} cannot be read ({error}); name the base with --base, and how it was held with "
-                             "--load-in-4bit or --16bit") from error
+                             "--load-in-4bit, --fp8 or --16bit") from error
     try:
         config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text("utf-8"))
     except ValueError as error:

@@ -18,7 +18,7 @@ from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.named import find
-from lowmem_grpo.models.pretrained import keep_layout, linears_in_4bit
+from lowmem_grpo.models.pretrained import is_quantized, keep_layout
 
 CONTEXT = 2048  # tokens, where neither the model nor the run needs fewer or more
 ADVICE = ("load it with FastLanguageModel.from_pretrained and put LoRA on it with FastLanguageModel.get_peft_model, or "
@@ -102,9 +102,9 @@ class Brought:
         """A plain model of transformers, frozen, under what our loader puts around one."""
         model: Any = self.model
         stored = getattr(model.config, "quantization_config", None)
-        if stored is not None and not any(linears_in_4bit(model)):
+        if stored is not None and not is_quantized(model):
             raise ValueError(f"the model is quantized ({getattr(stored, 'quant_method', stored)}); allowed are 16 and "
-                             "32 bits, and 4 bits of bitsandbytes")
+                             "32 bits, 4 bits of bitsandbytes, and FP8 as FastLanguageModel.from_pretrained loads it")
         devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
         if len(devices) > 1:
             raise ValueError(f"the model lies on {', '.join(sorted(devices))}; load it on one device: "
@@ -112,7 +112,7 @@ class Brought:
         name = str(model.config._name_or_path)
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         keep_layout(model)
-        if any(linears_in_4bit(model)):
+        if is_quantized(model):
             fuse_weights(model)
         check_lora(self.peft_config)
         model.requires_grad_(False)

@@ -25,7 +25,7 @@ from lowmem_grpo.units import GIB
 
 def test_shards_together_are_the_model(adapter: Path, tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(TINY)
-    weights, pairs = stored_weights(TINY, config, False, torch.float32), read_pairs(adapter)
+    weights, pairs = stored_weights(TINY, config, "16bit", torch.float32), read_pairs(adapter)
     told: list[int] = []
     for folder, size in (("one", GIB), ("many", 300_000)):
         (tmp_path / folder).mkdir()

@@ -45,7 +45,7 @@ def load(folder: Path, four_bit: bool) -> BareModel:
 
 def apart(folder: Path, four_bit: bool) -> PreTrainedModel:
     """The model as it is stored, before the loader lays anything out."""
-    return Pretrained(str(folder), str(folder), {}).load(torch.float32, "cpu", four_bit)[0]
+    return Pretrained(str(folder), str(folder), {}).load(torch.float32, "cpu", "nf4" if four_bit else "16bit")[0]
 
 
 def adapt(model: BareModel) -> FastPeftModel:

@@ -35,11 +35,11 @@ DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def random_model(family: str) -> transformers.PreTrainedModel:
-    """A seeded random model of one family, in float32."""
+def random_model(family: str, **sizes: Any) -> transformers.PreTrainedModel:
+    """A seeded random model of one family, in float32, with other `sizes` where they are given."""
     torch.manual_seed(0)
     config_name = f"{family}TextConfig" if family in ("Gemma3", *HYBRIDS) else f"{family}Config"
-    config = getattr(transformers, config_name)(**(SHAPE | (FAMILIES | HYBRIDS)[family]))
+    config = getattr(transformers, config_name)(**(SHAPE | (FAMILIES | HYBRIDS)[family] | sizes))
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 

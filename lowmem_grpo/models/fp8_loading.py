@@ -1,0 +1,196 @@
+"""Loads a model into our FP8 layers, through a quantizer registered with transformers.
+
+A checkpoint in 16 bits is quantized while it is read: transformers reads a tensor, we make codes of it, and it is freed
+before the next one. Of a checkpoint in FP8, codes and scales are used as they are stored. A layer is in FP8 if its
+weight is stored so, whatever the config says; scales of activations are ignored, because these stay in 16 bits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lowmem_grpo.config.loading import FP8_BLOCK
+from lowmem_grpo.kernels.fp8 import E4M3, fp8_quantize, scales_shape
+from lowmem_grpo.models.fp8_linear import SCALE, FP8Linear, stored_weight
+from lowmem_grpo.models.stored_form import block_of, quantization_of
+
+NAME = "lowmem_grpo_fp8"  # of the quantizer
+BLOCK = (128, 128)  # of load_in_fp8="block"
+SCALES = (".weight_scale", ".weight_scale_inv")  # of compressed-tensors, and of fine-grained FP8
+PLAIN_WAY = "Take the model's checkpoint in 16 bits, and load it with load_in_fp8=True"
+
+
+@register_quantization_config(NAME)
+@dataclass
+class FP8Config(QuantizationConfigMixin):
+    """How weights are quantized, or stored: blocks that share a scale (None: rows), and the dtype of products."""
+
+    quant_method: Any = NAME
+    block: Any = None
+    compute_dtype: str = "bfloat16"
+
+
+def to_quantize(form: str, dtype: torch.dtype) -> FP8Config:
+    """For a checkpoint in 16 bits, in the form that was asked for."""
+    return FP8Config(block=BLOCK if form == FP8_BLOCK else None, compute_dtype=name_of(dtype))
+
+
+def as_stored(config: Any, dtype: torch.dtype) -> Any:
+    """The config of an FP8 checkpoint, with our quantizer in place of transformers' own."""
+    block = block_of(quantization_of(config) or {})
+    for part in (config.get_text_config(), config):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    config.quantization_config = FP8Config(block=block, compute_dtype=name_of(dtype)).to_dict()
+    return config
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@register_quantizer(NAME)
+class FP8Quantizer(HfQuantizer):
+    """What transformers asks while it loads a model."""
+
+    quantization_config: FP8Config
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        path, _, name = param_name.rpartition(".")
+        return name == "weight" and isinstance(model.get_submodule(path), FP8Linear)
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        return 1 if self.param_needs_quantization(model, param_name) else super().param_element_size(
+            model, param_name, param)
+
+    def get_quantize_ops(self) -> "Quantize":
+        return Quantize(self.quantization_config.block)
+
+    def get_weight_conversions(self) -> list[Any]:
+        stored, ours = (name.removeprefix(".") for name in (SCALES[1], SCALES[0]))
+        return [WeightRenaming(rf"{stored}$", ours)] if self.pre_quantized else []
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        """Put our layers in place of those that are stored in FP8, or are to be quantized. Memory is not taken yet."""
+        dtype, block = getattr(torch, self.quantization_config.compute_dtype), self.quantization_config.block
+        if self.pre_quantized:
+            paths, held = stored_in_fp8(model, kwargs["checkpoint_files"], block), E4M3
+        else:
+            refuse_experts(model)
+            left = self.get_modules_to_not_convert(model)
+            paths, held = {name: block for name, module in model.named_modules()
+                           if type(module) is nn.Linear and should_convert_module(name, left)}, dtype
+        for path, blocks in paths.items():
+            linear: Any = model.get_submodule(path)
+            size = blocks or (1, linear.in_features)
+            with torch.device("meta"):
+                model.set_submodule(path, FP8Linear(linear.in_features, linear.out_features, linear.bias is not None,
+                                                    size, dtype, held))
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        """Let the layers hold what was read."""
+        for path, module in model.named_modules():
+            if isinstance(module, FP8Linear) and self.pre_quantized:
+                try:
+                    module.hold(stored_weight(module.weight.detach(), module.weight_scale, module.block,
+                                              module.compute_dtype))
+                except ValueError as error:
+                    raise ValueError(f"{path} is stored in FP8, and {error}. {PLAIN_WAY}") from error
+        return model
+
+
+class Quantize(ConversionOps):
+    """A weight that was read becomes codes and scales."""
+
+    def __init__(self, block: tuple[int, int] | None) -> None:
+        self.block = None if block is None else (int(block[0]), int(block[1]))
+
+    def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, given in input_dict.items():
+            weight = fp8_quantize(given[0] if isinstance(given, list) else given, self.block)
+            found |= {name: weight.codes, f"{name.rpartition('.')[0]}.{SCALE}": weight.scales}
+        return found
+
+
+def refuse_experts(model: nn.Module) -> None:
+    """ValueError for a mixture of experts, whose experts are no linear layers and would stay in 16 bits."""
+    found = next((name for name, parameter in model.named_parameters()
+                  if parameter.ndim == 3 and "experts" in name.split(".")), None)
+    if found is not None:
+        raise ValueError(f"load_in_fp8 quantizes linear layers, and {found} is none: the experts would stay in 16 "
+                         "bits. Take a dense model")
+
+
+def stored_in_fp8(
+    model: PreTrainedModel, files: Any, block: tuple[int, int] | None
+) -> dict[str, tuple[int, int] | None]:
+    """The paths of the linear layers whose weights are stored in FP8, with their blocks (None: rows, or one scale for
+    all). ValueError for weights without scales, for scales that do not fit, and for what is no linear layer."""
+    heads = dict(headers(files))
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    own, found = model.state_dict(), {}
+    for name, (kind, shape) in heads.items():
+        if not kind.startswith("F8_") or name.endswith(SCALES):
+            continue
+        if kind != "F8_E4M3":
+            raise ValueError(f"{name} is stored in {kind}; of 8-bit floats only e4m3 is read. {PLAIN_WAY}")
+        plain, _ = rename_source_key(name, renamings, [], model.base_model_prefix, own)
+        path = plain.removesuffix(".weight")
+        linear = dict(model.named_modules()).get(path)
+        if type(linear) is not nn.Linear or linear is model.get_output_embeddings():
+            raise ValueError(f"{name} is stored in FP8, and only linear layers of the decoder may be. {PLAIN_WAY}")
+        scale = next((other for other in (path_of(name) + suffix for suffix in SCALES) if other in heads), None)
+        if scale is None:
+            raise ValueError(f"{name} is stored in FP8, and its scales ({path_of(name)}{SCALES[0]} or _inv) are "
+                             f"missing: without them the weights mean nothing. Fetch the checkpoint again. {PLAIN_WAY}")
+        found[path] = fitting_block(name, (shape[0], shape[1]), heads[scale][1], block)
+    return found
+
+
+def path_of(name: str) -> str:
+    """The module of a stored weight."""
+    return name.removesuffix(".weight")
+
+
+def fitting_block(
+    name: str, shape: tuple[int, int], scales: list[int], block: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """The blocks by which scales of this shape cover a weight: None for rows, or one for all."""
+    if scales in ([], [1], [1, 1], [shape[0]], [shape[0], 1]):
+        return None
+    if block is None or tuple(scales) != scales_shape(shape, (block[0], block[1])):
+        raise ValueError(f"{name} {shape} is stored in FP8 with scales {tuple(scales)}, which are neither one, nor one "
+                         f"for each row, nor one for each block of {block}. {PLAIN_WAY}")
+    return block[0], block[1]
+
+
+def headers(files: Any) -> Iterator[tuple[str, tuple[str, list[int]]]]:
+    """(name, (safetensors' name of the dtype, shape)) of every tensor of a checkpoint; nothing else is read."""
+    for file in files or []:
+        if Path(file).suffix != ".safetensors":
+            raise ValueError(f"{Path(file).name} holds weights in FP8, and only safetensors files are read. "
+                             f"{PLAIN_WAY}")
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                part = opened.get_slice(name)
+                yield name, (part.get_dtype(), part.get_shape())

@@ -1,0 +1,81 @@
+"""In which form a checkpoint stores its weights, by its config: in 16 or 32 bits, NF4, FP8, or one that is refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowmem_grpo.config.loading import FP8, NF4
+
+PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
+             "or load_in_fp8=True")
+LABELS = {  # transformers' name of a method, and of a format of compressed-tensors: what people call it
+    "mxfp4": "MXFP4", "gptq": "GPTQ", "awq": "AWQ", "nvfp4": "NVFP4", "mxfp8": "MXFP8", "fbgemm_fp8": "FBGEMM FP8",
+    "nvfp4-pack-quantized": "NVFP4", "mxfp4-pack-quantized": "MXFP4", "mxfp8-quantized": "MXFP8",
+    "pack-quantized": "packed integers (INT4, W4A16)", "int-quantized": "INT8", "marlin-24": "sparse INT4",
+    "modelopt": "ModelOpt", "auto-round": "AutoRound", "bitsandbytes": "bitsandbytes, 8 bits",
+}
+
+
+def stored_form(config: Any, name: str) -> str | None:
+    """NF4 or FP8 as the config of the model `name` says; None for 16 or 32 bits. ValueError for any other form."""
+    given = quantization_of(config)
+    if given is None:
+        return None
+    method = str(given.get("quant_method", "bitsandbytes"))
+    if method == "bitsandbytes" and given.get("load_in_4bit", given.get("_load_in_4bit")):
+        return NF4
+    if method == "fp8":
+        check_scale_format(given, name)
+        return FP8
+    if method == "compressed-tensors":
+        check_groups(given, name)
+        return FP8
+    raise refusal(name, LABELS.get(method, method))
+
+
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """The quantization_config of a model's config, or of its text part; None where there is none."""
+    for part in (config, config.get_text_config()):
+        found = getattr(part, "quantization_config", None)
+        if found is not None:
+            return dict(found if isinstance(found, Mapping) else found.to_dict())
+    return None
+
+
+def block_of(given: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(h, w) of the blocks that share a scale, as the config says; None for scales by row or one for all."""
+    block = given.get("weight_block_size")
+    for group in (given.get("config_groups") or {}).values():
+        weights = group["weights"]
+        size = weights.get("group_size")
+        block = weights.get("block_structure") or ([1, size] if size and size > 0 else None)
+    return None if block is None else (int(block[0]), int(block[1]))
+
+
+def check_scale_format(given: Mapping[str, Any], name: str) -> None:
+    """ValueError for 8-bit floats of another kind than e4m3."""
+    if (kind := given.get("fmt", given.get("weight_format", "e4m3"))) not in ("e4m3", "e4m3fn", "float8_e4m3fn"):
+        raise refusal(name, f"FP8 of the kind {kind}")
+
+
+def check_groups(given: Mapping[str, Any], name: str) -> None:
+    """ValueError unless every group of a compressed-tensors config has weights in FP8 with static scales, in blocks of
+    one shape."""
+    groups = list((given.get("config_groups") or {}).values())
+    kinds = [str(group.get("format") or given.get("format")) for group in groups]
+    for group, kind in zip(groups, kinds, strict=True):
+        weights = group.get("weights") or {}
+        if kind not in ("float-quantized", "naive-quantized") or weights.get("type") != "float" \
+                or weights.get("num_bits") != 8:
+            raise refusal(name, LABELS.get(kind, f"compressed-tensors, {kind}"))
+    blocks = {block_of({"config_groups": {"one": group}}) for group in groups}
+    if len(blocks) != 1 or (given.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise refusal(name, "compressed-tensors with several kinds of blocks, or sparse")
+
+
+def refusal(name: str, label: str) -> ValueError:
+    """What is stored, what is allowed, and what to use."""
+    return ValueError(
+        f"{name!r} is stored in {label}, which is not trained here. Allowed are checkpoints in 16 or 32 bits, in 4 "
+        "bits of bitsandbytes, and in FP8 (e4m3, of compressed-tensors or fine-grained): "
+        + PLAIN_ONE.format(label.partition(" ")[0])
+    )

@@ -1,0 +1,80 @@
+"""Checkpoints in FP8 as other projects write them, made of a small random model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import TINY, random_model
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_quantize
+from lowmem_grpo.models.fp8_linear import FP8Linear
+
+WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+
+
+def compressed(strategy: str, **more: Any) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors, activations quantized too (which is ignored)."""
+    group = {"targets": ["Linear"], "weights": WEIGHTS | {"strategy": strategy} | more,
+             "input_activations": WEIGHTS | {"strategy": "token", "dynamic": True}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None}
+
+
+# The quantization_config of each kind of checkpoint, the ending of its scales, their block, and how they are stored.
+KINDS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
+    "compressed-tensors by row": (compressed("channel"), "_scale", None, lambda scales: scales.bfloat16()),
+    "compressed-tensors, one scale": (compressed("tensor"), "_scale", "all", lambda scales: scales.reshape(1)),
+    "compressed-tensors by block": (compressed("block", block_structure=[16, 20]), "_scale", (16, 20), Tensor.float),
+    "compressed-tensors by group": (compressed("group", group_size=16), "_scale", (1, 16), Tensor.float),
+    "fine-grained": ({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                      "weight_block_size": [20, 16]}, "_scale_inv", (20, 16), Tensor.bfloat16),
+    "fine-grained, one scale": ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+                                "_scale_inv", "all", lambda scales: scales.reshape(())),
+}
+
+
+def save_16_bit(folder: Path, family: str = "Llama", **sizes: Any) -> Path:
+    """A random model of a family with a tokenizer, in float32."""
+    random_model(family, **sizes).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+def save_in_fp8(folder: Path, kind: str) -> dict[str, Tensor]:
+    """Write a checkpoint of this kind; returns what its tensors stand for, in float32, under their names. The first
+    o_proj stays in 16 bits."""
+    config, ending, block, as_stored = KINDS[kind]
+    save_16_bit(folder)
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name, tensor in list(tensors.items()):
+        linear = "_proj.weight" in name and not name.endswith("layers.0.self_attn.o_proj.weight")
+        values[name] = tensor
+        if not linear:
+            continue
+        weight = fp8_quantize(tensor, tuple(tensor.shape) if block == "all" else block)
+        scales = as_stored(weight.scales)
+        weight = FP8Weight.of(weight.codes, scales.float().reshape(weight.scales.shape), weight.block, torch.float32)
+        values[name] = fp8_dequantize(weight)
+        tensors |= {name: weight.codes.view(torch.float8_e4m3fn), f"{name}{ending}": scales,
+                    f"{name.removesuffix('weight')}input_scale": torch.ones(1)}
+    if kind != "fine-grained, one scale":
+        tensors = {name: tensor for name, tensor in tensors.items() if "input_scale" not in name}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    own = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(own | {"quantization_config": config}))
+    return values
+
+
+def dequantized(model: nn.Module) -> nn.Module:
+    """The model with plain layers in place of FP8 ones, which hold the same values."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, FP8Linear):
+            plain = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+            plain.weight = nn.Parameter(fp8_dequantize(module.frozen), requires_grad=False)
+            plain.bias = module.bias
+            model.set_submodule(path, plain)
+    return model
