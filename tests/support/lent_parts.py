@@ -10,6 +10,8 @@ from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, borrowed_linear
 from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.models.fp8_linear import FP8Linear
+from lowmem_grpo.models.fused_weights import fuse_fp8
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 LAYER = "model.layers.0."
@@ -53,7 +55,9 @@ def fuse_plain(modules: list[Any]) -> None:
 
 def fuse(model: Any, layer: str) -> None:
     modules: list[Any] = [model.get_base_model().get_submodule(path) for path in MODULES[layer]]
-    if hasattr(modules[0].base_layer.weight, "quant_state"):
+    if isinstance(modules[0].base_layer, FP8Linear):
+        fuse_fp8([module.base_layer for module in modules])
+    elif hasattr(modules[0].base_layer.weight, "quant_state"):
         NF4Weight.adjacent([module.base_layer.weight for module in modules])
     else:
         fuse_plain(modules)

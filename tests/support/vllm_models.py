@@ -17,14 +17,16 @@ import transformers
 from card import CPU
 from small_models import FAMILIES, SHAPE, TINY, scatter, with_adapter
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import installed
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS
+from lowmem_grpo.models.fp8_loading import to_quantize
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.pretrained import nf4
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NEEDS_VLLM = [
@@ -63,15 +65,14 @@ def saved_model(family: str, folder: Path, **changes: Any) -> Path:
 
 
 def policy_of(
-    family: str, dtype: torch.dtype, four_bit: bool, folder: Path, device: torch.device = CPU, **changes: Any
+    family: str, dtype: torch.dtype, quantized: bool | str, folder: Path, device: torch.device = CPU, **changes: Any
 ) -> Policy:
-    """A policy of a family with an adapter that does nothing yet; linear layers in NF4 with double quantization."""
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
+    """A policy of a family with an adapter that does nothing yet; linear layers in NF4 with double quantization where
+    `quantized` is True, or in a form of FP8 that it names."""
+    quantization: Any = nf4(dtype) if quantized is True else to_quantize(str(quantized), dtype)
     model = AutoModelForCausalLM.from_pretrained(
         saved_model(family, folder, **changes), dtype=dtype, device_map={"": str(device)},
-        quantization_config=quantization if four_bit else None,
+        quantization_config=quantization if quantized else None,
     ).eval()
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_grpo.kernels.frozen import FrozenWeight, project
-from lowmem_grpo.kernels.lora import LoRA, frozen_weight
+from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.fused_weights import joined, joined_weights
-from lowmem_grpo.models.lora_layers import base_of
+from lowmem_grpo.models.lora_layers import base_of, held_weight
 
 LAYERS: dict[str, "BorrowedLinear"] = {}  # where the op finds layers by name, while an engine is open
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,8 +45,8 @@ class Product:
     """Matrices that lie side by side, or a single one: x (N, in) -> (N, sum of out), with biases and LoRA.
 
     A 4-bit weight with a LoRA of one rank and scale on each matrix takes two launches a call on a card: x A^T, and one
-    kernel for all the rest. `wide` is the same weight dequantized, if there is one; it takes a product, x A^T, and one
-    product for each B.
+    kernel for all the rest. An FP8 weight is decoded into a band before each product. `wide` is the same weight
+    dequantized, if there is one; it takes a product, x A^T, and one product for each B.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.d
 
 @dataclass
 class BorrowedLinear:
-    """Linear modules of the trainer (plain or 4-bit) on one input, with the LoRA tensors that are sampled with."""
+    """Linear modules of the trainer (plain, 4-bit or FP8) on one input, with the LoRA tensors that are sampled with."""
 
     name: str  # the engine's name of the layer
     modules: dict[str, nn.Module]  # of the trainer, by their path
@@ -162,12 +162,12 @@ def weight_of(path: str, module: Any) -> FrozenWeight:
         raise BorrowError(f"{path} is a {type(base).__name__}; expected a torch.nn.Linear or one of bitsandbytes. "
                           f"{OTHER_ENGINE}")
     try:
-        found = frozen_weight(base.weight)
+        found = held_weight(base)
     except ValueError as error:
         raise BorrowError(f"{path}: {error}. {ADVICE}") from error
     if found.dtype not in DTYPES:
-        raise BorrowError(f"{path} has weights of {found.dtype}; expected one of {DTYPES} or 4 bits of bitsandbytes. "
-                          f"{OTHER_ENGINE}")
+        raise BorrowError(f"{path} has weights of {found.dtype}; expected one of {DTYPES}, 4 bits of bitsandbytes or "
+                          f"FP8. {OTHER_ENGINE}")
     return found.detach() if isinstance(found, Tensor) else found
 
 

@@ -1,6 +1,6 @@
-"""4-bit weights in 16 bits while an engine samples: dequantized once a phase, into one buffer at fixed addresses.
+"""4-bit and FP8 weights in 16 bits while an engine samples: dequantized once a phase, in one buffer at fixed addresses.
 
-A kernel that reads 4 bits repeats the arithmetic of dequantization for each token. Where memory has room while training
+A kernel that reads codes repeats the arithmetic of dequantization for each token. Where memory has room while training
 sleeps, we dequantize the weights once when sampling begins, and multiply with them plainly. The base weights never
 change, so the values are those that training computes with, to the bit. Their dtype is the engine's compute dtype: 16
 bits on a card, 32 for a float32 model.
@@ -17,9 +17,9 @@ from torch import Tensor
 from lowmem_grpo.config.engine import FOUR, SIXTEEN
 from lowmem_grpo.engines.vllm.capacity import BLOCK, kv_bytes_of
 from lowmem_grpo.engines.vllm.lent_layers import Product
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.memory.cards import DEFAULT_SHARE
 from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.planning.sampling_time import faster_in_16_bit
 from lowmem_grpo.units import size_text
@@ -45,10 +45,10 @@ class PlainRoom:
 
 
 class SamplingWeights:
-    """The dequantized weights of an engine's 4-bit products, from `fill` to `drop`."""
+    """The dequantized weights of an engine's quantized products, from `fill` to `drop`."""
 
     def __init__(self, products: Sequence[Product], dtype: torch.dtype, device: torch.device, room: Room) -> None:
-        self.pairs = [(product, product.weight) for product in products if isinstance(product.weight, NF4Weight)]
+        self.pairs = [(product, product.weight) for product in products if not isinstance(product.weight, Tensor)]
         self.dtype, self.device, self.room = dtype, device, room
         self.filled = False
 
@@ -70,12 +70,13 @@ class SamplingWeights:
             buffer, start = self.room.take(self.numbers, self.dtype, self.device), 0
             for product, weight in self.pairs:
                 size = math.prod(weight.shape)
-                product.wide = nf4_dequantize(weight, out=buffer[start : start + size].view(weight.shape))
+                product.wide = buffer[start : start + size].view(weight.shape)
+                weight.fill(product.wide)
                 start += aligned(size)
         self.filled = True
 
     def drop(self) -> None:
-        """Release the buffer, or treat its contents as lost; the 4-bit kernels serve until the next `fill`."""
+        """Release the buffer, or treat its contents as lost; the codes serve until the next `fill`."""
         for product, _ in self.pairs:
             product.wide = None
         self.filled = False
@@ -87,9 +88,10 @@ def aligned(numbers: int) -> int:
 
 
 def wide_bytes(policy: Policy) -> int:
-    """Bytes of all 4-bit weights of a model in its compute dtype; 0 where it has none."""
+    """Bytes of all 4-bit and FP8 weights of a model in its compute dtype; 0 where it has none."""
     weights = [weight for _, weight in policy.base.named_parameters() if hasattr(weight, "quant_state")]
-    return sum(aligned(math.prod(w.quant_state.shape)) for w in weights) * policy.head.weight.dtype.itemsize
+    shapes = [w.quant_state.shape for w in weights] + [layer.weight.shape for layer in fp8_linears(policy.base)]
+    return sum(aligned(math.prod(shape)) for shape in shapes) * policy.head.weight.dtype.itemsize
 
 
 def choose(
@@ -97,10 +99,11 @@ def choose(
 ) -> tuple[str, int]:
     """The form to sample with, and the bytes that are left for the key-value cache.
 
-    `kv_bytes` is the cache's size with 4-bit weights; unless the user gave it, the dequantized weights take their room
-    from it. If the user `asked` for no form, we dequantize only on a card, only where the cache of `sequences` of
-    `tokens` tokens still fits beside the weights (so that as many sequences are decoded together), and only where the
-    card's data sheet says that it decodes no slower. Raises ValueError for a model that is not in 4 bits.
+    `FOUR` is the form in which they are held, 4 bits or FP8. `kv_bytes` is the cache's size with it; unless the user
+    gave it, the dequantized weights take their room from it. If the user `asked` for no form, we dequantize only on a
+    card, only where the cache of `sequences` of `tokens` tokens still fits beside the weights (so that as many
+    sequences are decoded together), and only where the card's data sheet says that it decodes no slower. Raises
+    ValueError for a model that is not quantized.
     """
     size = wide_bytes(policy)
     check_four_bit(asked, size > 0)
@@ -114,19 +117,22 @@ def choose(
     wanted = kv_bytes_of(policy, (-(-tokens // BLOCK) + 1) * BLOCK) * sequences
     fits = size + kv_bytes <= free_share(policy.device) if kv_given else left >= wanted
     logger.info("sampling with weights in %s: dequantized they take %s, the cache of %d sequences %s",
-                "16 bits" if fits else "4 bits", size_text(size), sequences, size_text(wanted))
+                "16 bits" if fits else "the form they are held in", size_text(size), sequences, size_text(wanted))
     return (SIXTEEN, left) if fits else (FOUR, kv_bytes)
 
 
-def check_four_bit(asked: str | None, four_bit: bool) -> None:
-    """Raise ValueError where the user `asked` for a form of weights and there are no 4-bit ones."""
-    if asked is not None and not four_bit:
-        raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits, so there is nothing to "
-                         "dequantize. Leave it out, or load with load_in_4bit=True")
+def check_four_bit(asked: str | None, quantized: bool) -> None:
+    """Raise ValueError where the user `asked` for a form of weights and there are no quantized ones."""
+    if asked is not None and not quantized:
+        raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits or FP8, so there is nothing to "
+                         "dequantize. Leave it out, or load with load_in_4bit=True or load_in_fp8=True")
 
 
 def pays(policy: Policy, sequences: int, tokens: int) -> bool:
-    """Whether the card decodes no slower with dequantized weights, as far as can be estimated."""
+    """Whether the card decodes no slower with dequantized weights, as far as can be estimated. FP8 weights are
+    dequantized for each product otherwise."""
+    if any(fp8_linears(policy.base)):
+        return True
     try:
         shape = ModelShape.of(policy.base.config)
     except ValueError:  # a model that no plan can be made for

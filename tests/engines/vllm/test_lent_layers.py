@@ -35,12 +35,12 @@ from vllm_models import move_adapter, policy_of
 
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowedLinear, BorrowError, Product, borrowed_linear
 from lowmem_grpo.engines.vllm.loan import Loan, loras_of
-from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("no_layers_left")
 KINDS = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False), "nf4": (torch.float32, True),
-         "nf4 in bfloat16": (torch.bfloat16, True)}
+         "nf4 in bfloat16": (torch.bfloat16, True), "fp8": (torch.float32, "fp8"),
+         "fp8 by block in bfloat16": (torch.bfloat16, "fp8-block")}
 
 
 @pytest.fixture(params=KINDS)
@@ -189,7 +189,7 @@ def test_4_bit_weights_of_which_a_part_lies_elsewhere_are_not_taken_for_one(name
 
 def storages(product: Product) -> set[int]:
     """The storages of a product's weight."""
-    tensors = product.weight.tensors if isinstance(product.weight, NF4Weight) else (product.weight,)
+    tensors = (product.weight,) if isinstance(product.weight, Tensor) else product.weight.tensors
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
 
 

@@ -1,4 +1,4 @@
-"""vLLM computes what the trainer computes, on the trainer's own storage: every family, 16, 32 and 4 bits."""
+"""vLLM computes what the trainer computes, on the trainer's own storage: every family, 16, 32 and 4 bits, and FP8."""
 
 import gc
 from pathlib import Path
@@ -27,11 +27,13 @@ pytestmark = NEEDS_VLLM
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
 BF16, FP32 = torch.bfloat16, torch.float32
-KINDS = {"bfloat16": (BF16, False), "nf4 in bfloat16": (BF16, True), "float32": (FP32, False)}
+KINDS = {"bfloat16": (BF16, False), "nf4 in bfloat16": (BF16, True), "float32": (FP32, False),
+         "fp8 in bfloat16": (BF16, "fp8"), "fp8 by block": (FP32, "fp8-block")}
 BOUND = {BF16: 0.003, FP32: 1e-5}  # of the mean |difference| of log-probabilities
 # What a family changes is how its layers map onto vLLM's, which float32 shows best; what a kind of weight changes is
 # the same for all families but for biases (Qwen2) and other norms, windows and a soft cap (Gemma 3).
-CASES = [(family, kind) for family in ALL for kind in KINDS if kind == "float32" or family in ("Qwen2", "Gemma3")]
+CASES = [(family, kind) for family in ALL for kind in KINDS
+         if kind == "float32" or family == "Qwen2" or (family == "Gemma3" and not kind.startswith("fp8"))]
 
 
 def sample(engine: VLLMEngine, tokens: int = 64, n: int = 8) -> list[list[Rollout]]:

@@ -22,8 +22,10 @@ from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowError, Product
 from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.engines.vllm.pool import SleepingRoom
 from lowmem_grpo.engines.vllm.sampling_weights import PlainRoom, choose, wide_bytes
+from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("no_layers_left")
@@ -33,10 +35,10 @@ PARAMS = SamplingParams(n=4, max_tokens=16, seed=1, ignore_eos=True)
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 2048 bytes"
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16])
+@pytest.fixture(params=[(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, "fp8")])
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
-    """A Llama in NF4 whose q, k and v are one matrix, with an adapter that does something."""
-    policy = policy_of("Llama", request.param, True, tmp_path, hidden_size=256, num_key_value_heads=4)
+    """A Llama in NF4 or FP8 whose q, k and v are one matrix, with an adapter that does something."""
+    policy = policy_of("Llama", *request.param, tmp_path, hidden_size=256, num_key_value_heads=4)
     fuse(policy.model, next(iter(MODULES)))
     move_adapter(policy, 0.05)
     return policy
@@ -55,18 +57,25 @@ def products() -> list[Product]:
     return [product for layer in MODULES for product in LAYERS[layer].products]
 
 
+def dequantized(product: Product) -> torch.Tensor:
+    """The values of a product's codes."""
+    if isinstance(product.weight, FP8Weight):
+        return fp8_dequantize(product.weight)
+    assert isinstance(product.weight, NF4Weight)
+    return nf4_dequantize(product.weight)
+
+
 # values
 
 
-def test_every_weight_is_that_of_nf4_dequantize_bit_for_bit(policy: Policy) -> None:
+def test_every_weight_is_the_dequantized_one_bit_for_bit(policy: Policy) -> None:
     borrow(policy, PlainRoom())
     counts = {layer: len(LAYERS[layer].products) for layer in MODULES}
     assert counts == {layer: 1 if number == 0 else len(MODULES[layer]) for number, layer in enumerate(MODULES)}
     for product in products():
-        assert isinstance(product.weight, NF4Weight)
         assert product.wide is not None
         assert product.wide.dtype == policy.head.weight.dtype
-        assert torch.equal(product.wide, nf4_dequantize(product.weight))
+        assert torch.equal(product.wide, dequantized(product))
 
 
 @pytest.mark.parametrize("layer", MODULES)
@@ -162,9 +171,8 @@ def test_addresses_are_the_same_after_sleep_and_the_weights_are_made_again(
         borrowing.fill_weights()
         assert places == [product.wide.data_ptr() for product in products() if product.wide is not None]
         for product in products():
-            assert isinstance(product.weight, NF4Weight)
             assert product.wide is not None
-            assert torch.equal(product.wide, nf4_dequantize(product.weight))
+            assert torch.equal(product.wide, dequantized(product))
     (segment,) = fake.segments.values()
     assert segment.tag == "sampling_weights"  # not "weights", which sleep would copy to the host
     assert segment.handle[1] % (32 << 20) == 0  # a segment of its own: nothing of vLLM's lies behind the weights
@@ -223,7 +231,8 @@ def test_a_card_that_decodes_few_rows_slower_in_16_bits_does_so_without_being_as
     card, room = on_card(policy), 1 << 40
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(sampling_weights, "faster_in_16_bit", lambda shape, name, rows, cached: rows >= 64)
-    assert choose(None, card, room, False, 8, CONTEXT) == ("4bit", room)
+    in_fp8 = any(fp8_linears(policy.base))  # such weights are dequantized for each product otherwise
+    assert choose(None, card, room, False, 8, CONTEXT)[0] == ("16bit" if in_fp8 else "4bit")
     assert choose(None, card, room, False, 64, CONTEXT)[0] == "16bit"
     assert choose("16bit", card, room, False, 8, CONTEXT)[0] == "16bit"
 
