@@ -18,6 +18,7 @@ from lowmem_grpo.views.terminal import plain_errors, quiet
 @click.option("--base", help="Base model, if the adapter does not name it or it has moved.")
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
               help="How the base model was held in training, if the adapter does not say.")
+@click.option("--fp8", "load_in_fp8", is_flag=True, default=None, help="The same: in FP8, a scale for each row.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]),
               help="Of a merged model.  [default: that of the run, else "
               "bfloat16]")

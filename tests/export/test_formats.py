@@ -108,7 +108,7 @@ def test_an_adapter_from_elsewhere_needs_to_be_told_how_its_base_was_held(
     edit(copy, base_model_name_or_path=None)
     with pytest.raises(ExportError, match="name it with --base"):
         export(copy, "merged", tmp_path / "out")
-    with pytest.raises(ExportError, match="--load-in-4bit or --16bit"):
+    with pytest.raises(ExportError, match="--load-in-4bit, --fp8 or --16bit"):
         export(copy, "merged", tmp_path / "out", ExportSettings(base="tiny"))
     done = export_command(copy, "--out", tmp_path / "out", "--base", "tiny", "--16bit")
     assert done.exit_code == 0, done.output
