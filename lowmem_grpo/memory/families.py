@@ -46,6 +46,7 @@ class Attention:
     stretched: bool = False  # queries far from the start grow, as the config's `llama_4_scaling_beta` says
     window: Literal["", "config", "layers"] = ""  # whether all layers, or those that the config names, have a window
     bias: bool | None = None  # on q, k and v; None: as the config's `attention_bias` says
+    values_are_keys: bool = False  # layers without `v_proj` take their keys, before norm and RoPE, as values
     lean: bool = True
 
 
@@ -58,6 +59,8 @@ class Family:
     mlp: MLP
     norm: Norm
     norms: int = 2  # of the hidden size, in a layer
+    unlike_layers: bool = False  # head sizes, windows and keys differ from layer to layer: see layer_forms.py
+    buffers: tuple[str, ...] = ()  # of a layer: what a checkpoint holds beside parameters
     vllm: str | None = None  # the class of vLLM's own that computes it with the trainer's tensors; None: it has none
     delta_net: str = ""  # transformers' class of the layers that have a gated delta net in place of attention
     only_bfloat16: bool = False  # float16 overflows, so that a loss would be NaN
@@ -100,8 +103,9 @@ FAMILIES: dict[str, Family] = {
     "ministral3": decoder("Ministral 3", "Ministral3", attention=Attention(
         "Ministral3Attention", stretched=True, window="config")),
     "gemma4_text": decoder(
-        "Gemma 4 (text)", "Gemma4", norms=4, norm=Norm("Gemma4RMSNorm", "eps", round_once=True),
-        mlp=MLP("Gemma4TextMLP"), attention=Attention("Gemma4TextAttention", norm="heads", window="layers", lean=False),
+        "Gemma 4 (text)", "Gemma4", norms=4, unlike_layers=True, buffers=("layer_scalar",), mlp=MLP("Gemma4TextMLP"),
+        norm=Norm("Gemma4RMSNorm", "eps", round_once=True), attention=Attention(
+            "Gemma4TextAttention", norm="heads", window="layers", values_are_keys=True, lean=False),
     ),
     "qwen3_5_text": decoder(
         "Qwen3.5, Qwen3.6 (dense, text)", "Qwen3_5", norm=Norm("Qwen3_5RMSNorm", "eps", 1.0), vllm=None,

@@ -3,13 +3,15 @@
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.memory.families import FAMILIES, FUSED, FUSED_GATE_UP, Family, decoder
+from lowmem_grpo.memory.layer_forms import LayerForm, forms_of
 
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights that share a scale, scales that share one of theirs
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's values, those of the scales, and their offset
@@ -28,6 +30,7 @@ class Linear:
     rows: int
     columns: int
     bias: bool = False
+    lora: bool = True  # whether it is adapted where no target is named
 
     @property
     def weights(self) -> int:
@@ -42,7 +45,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """D hidden size, I inner size of the MLP, L layers, H query heads and H_kv key heads of K numbers, V vocabulary."""
+    """D hidden size, I inner size of the MLP, L layers, H query heads and H_kv key heads of K numbers, V vocabulary.
+
+    Where layers are not alike, `forms` has them all, and I, H_kv and K are those of the largest.
+    """
 
     hidden: int
     inner: int
@@ -56,6 +62,11 @@ class ModelShape:
     model_type: str = ""
     attention_bias: bool = False
     window: int | None = None  # tokens that a layer with a sliding window sees
+    own_keys: bool = True
+    own_values: bool = True
+    forms: tuple[LayerForm, ...] = ()
+    per_layer: int = 0  # P, numbers that each layer takes of a token beside its input; 0: none
+    per_layer_vocabulary: int = 0  # rows of the table of these, which is L P wide
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -68,15 +79,33 @@ class ModelShape:
         if any((fields.get(name) or 1) > 1 for name in EXPERTS):
             raise ValueError(f"{fields.get('model_type')} has several experts; plans are made for dense models only")
         heads, kind = fields["num_attention_heads"], str(fields.get("model_type", ""))
-        bias = family_named(kind).attention.bias
-        return cls(
+        row = family_named(kind)
+        bias, forms = row.attention.bias, forms_of(fields) if row.unlike_layers else ()
+        found = cls(
             fields["hidden_size"], fields["intermediate_size"], fields["num_hidden_layers"], heads,
             fields.get("num_key_value_heads") or heads, fields.get("head_dim") or fields["hidden_size"] // heads,
             fields["vocab_size"], bool(fields.get("tie_word_embeddings", False)),
             fields.get("max_position_embeddings"), kind,
             bool(fields.get("attention_bias")) if bias is None else bias,
-            fields.get("sliding_window") if fields.get("use_sliding_window", True) else None,
+            fields.get("sliding_window") if fields.get("use_sliding_window", True) else None, forms=forms,
+            per_layer=fields.get("hidden_size_per_layer_input") or 0,
+            per_layer_vocabulary=fields.get("vocab_size_per_layer_input") or 0,
         )
+        if not forms:
+            return found
+        largest = max(forms, key=lambda form: form.own_keys * form.head_size * form.kv_heads)
+        return replace(found, head_size=largest.head_size, kv_heads=largest.kv_heads,
+                       inner=max(form.inner for form in forms))
+
+    def each(self) -> Iterator[tuple[int, "ModelShape"]]:
+        """The shapes of layers that are alike, and how many layers have each."""
+        if not self.forms:
+            yield self.layers, self
+        for form, count in Counter(self.forms).items():
+            yield count, replace(
+                self, head_size=form.head_size, kv_heads=form.kv_heads, inner=form.inner, window=form.window,
+                own_keys=form.own_keys, own_values=form.own_values, forms=(),
+            )
 
     @property
     def family(self) -> Family:
@@ -100,8 +129,10 @@ class ModelShape:
             yield Linear("qkv_proj", self.queries + 2 * self.keys, self.hidden, bias)
         else:
             yield Linear("q_proj", self.queries, self.hidden, bias)
-            yield Linear("k_proj", self.keys, self.hidden, bias)
-            yield Linear("v_proj", self.keys, self.hidden, bias)
+            if self.own_keys:
+                yield Linear("k_proj", self.keys, self.hidden, bias)
+            if self.own_keys and self.own_values:
+                yield Linear("v_proj", self.keys, self.hidden, bias)
         yield Linear("o_proj", self.hidden, self.queries)
         if self.family.mlp.inner == FUSED_GATE_UP:
             yield Linear("gate_up_proj", 2 * self.inner, self.hidden)
@@ -109,27 +140,51 @@ class ModelShape:
             yield Linear("gate_proj", self.inner, self.hidden)
             yield Linear("up_proj", self.inner, self.hidden)
         yield Linear("down_proj", self.hidden, self.inner)
+        if self.per_layer:
+            yield Linear("per_layer_input_gate", self.per_layer, self.hidden, lora=False)
+            yield Linear("per_layer_projection", self.hidden, self.per_layer, lora=False)
 
     @property
     def linear_weights(self) -> int:
         """Numbers in the linear layers of all decoder layers, biases aside."""
-        return self.layers * sum(one.weights for one in self.linears())
+        return sum(count * sum(one.weights for one in shape.linears()) for count, shape in self.each())
 
     def weight_bytes(self, nf4: bool) -> int:
         """Of all layers and norms; embedding and head are apart."""
+        layers = sum(count * shape.layer_bytes(nf4) for count, shape in self.each())
+        angles = sum({shape.head_size: 2 * 4 * (shape.head_size // 2) for _, shape in self.each()}.values())
+        return layers + 2 * self.hidden + angles + self.per_layer_bytes(nf4)
+
+    def layer_bytes(self, nf4: bool) -> int:
+        """Of one layer with its norms."""
         linears = sum(one.nf4_bytes if nf4 else 2 * one.weights for one in self.linears())
         linears += self.offset_bytes() if nf4 else 0
         biases = 2 * sum(one.rows for one in self.linears() if one.bias)
-        norms = 2 * self.family.norms * self.hidden + (2 * 2 * self.head_size if self.family.attention.norm else 0)
-        return self.layers * (linears + biases + norms) + 2 * self.hidden + 2 * 4 * (self.head_size // 2)
+        return linears + biases + self.norm_bytes() + (2 * len(self.family.buffers))
+
+    def norm_bytes(self) -> int:
+        """Of a layer's norms: those of the hidden size, and those of queries and keys."""
+        hidden = 2 * (self.family.norms + bool(self.per_layer)) * self.hidden
+        if self.family.attention.norm == "whole":
+            return hidden + 2 * (self.queries + self.keys)
+        return hidden + (2 * (1 + self.own_keys) * self.head_size if self.family.attention.norm else 0)
+
+    def per_layer_bytes(self, nf4: bool) -> int:
+        """Of the table that gives each layer numbers of its own, and of what is added to them; two scales."""
+        if not self.per_layer:
+            return 0
+        width = self.layers * self.per_layer
+        projection = Linear("per_layer_model_projection", width, self.hidden)
+        table = 2 * self.per_layer_vocabulary * width
+        return table + (projection.nf4_bytes if nf4 else 2 * projection.weights) + 2 * self.per_layer + 2 * 4
 
     def groups(self) -> list[list[Linear]]:
         """The linears of a layer that the loader lays side by side in NF4, one dequantization for each group."""
         linears = {one.name: one for one in self.linears()}
-        form, found = self.family, list[list[Linear]]()
+        form, found = self.family, [[one] for name, one in linears.items() if name.startswith("per_layer")]
         for names in (form.attention.inner, ("o_proj",), form.mlp.inner, ("down_proj",)):
-            group = [linears[name] for name in names]
-            whole = all(one.weights % (BLOCK * NESTED_BLOCK) == 0 for one in group[:-1])
+            group = [linears[name] for name in names if name in linears]
+            whole = len(group) == len(names) and all(one.weights % (BLOCK * NESTED_BLOCK) == 0 for one in group[:-1])
             found += [group] if whole else [[one] for one in group]
         return found
 
@@ -146,11 +201,12 @@ class ModelShape:
 
     def lora_weights(self, rank: int) -> int:
         """Numbers of LoRA on all linears."""
-        return self.layers * rank * sum(one.rows + one.columns for one in self.linears())
+        return rank * sum(count * sum(one.rows + one.columns for one in shape.linears() if one.lora)
+                          for count, shape in self.each())
 
     def kv_bytes(self, tokens: int) -> int:
         """Of keys and values of one sequence in 16 bits."""
-        return 2 * 2 * self.layers * self.keys * tokens
+        return 2 * 2 * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
 
 
 def family_named(model_type: str) -> Family:

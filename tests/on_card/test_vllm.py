@@ -272,7 +272,7 @@ def test_no_copy_of_the_weights_is_made_and_log_probabilities_agree(
 ) -> None:
     skip_elsewhere(place)
     close_all()
-    policy = policy_of("Llama", dtype, four_bit, tmp_path, place, **REAL)
+    policy = policy_of("llama", dtype, four_bit, tmp_path, place, **REAL)
     model = sum(storages([tensor for _, tensor in held_by(policy.base)]).values())
     prompts = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
     with engine_on(policy, max_num_seqs=32) as engine:
@@ -292,7 +292,7 @@ def test_no_copy_of_the_weights_is_made_and_log_probabilities_agree(
 def test_dequantized_weights_agree_with_the_trainer_and_sleep_frees(form: str, eager: bool, tmp_path: Path) -> None:
     skip_elsewhere(CARD)
     close_all()
-    policy = policy_of("Llama", torch.bfloat16, True, tmp_path, CARD, **REAL)
+    policy = policy_of("llama", torch.bfloat16, True, tmp_path, CARD, **REAL)
     prompts = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
     with engine_on(policy, max_num_seqs=32, enforce_eager=eager, sampling_weights=form) as engine:
         assert engine.sampling_weights == form, "the engine's log says why not"

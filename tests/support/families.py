@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16, "attention_bias": True, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     "ministral3": {"head_dim": 16, "sliding_window": WINDOW, "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "original_max_position_embeddings": 8,
         "max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
         "llama_4_scaling_beta": 0.1}},
     "gemma4_text": {
@@ -59,6 +59,9 @@ def family_model(model_type: str, **changes: Any) -> PreTrainedModel:
         for one in [*model.parameters(), *model.buffers()]:
             if one.ndim == 1 and one.is_floating_point() and one.numel() != SHAPE["vocab_size"]:
                 one.add_(torch.randn_like(one) * 0.1)
+        for module in model.modules():
+            if getattr(module, "scaling", None) == 1.0:  # Gemma 4 has learnt what others have as a constant
+                module.q_norm.weight.mul_(module.head_dim**-0.5)
     return model
 
 

@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, family_of
+
 TINY = Path(__file__).parents[2] / "lowmem_grpo" / "assets" / "tiny"
 SHAPE: dict[str, Any] = {
     "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -50,11 +52,16 @@ def load_model(family: str) -> transformers.PreTrainedModel:
 
 def with_adapter(model: transformers.PreTrainedModel, lora_dropout: float = 0.0) -> peft.PeftModel:
     """`model` with LoRA on every linear layer but the head, both factors random, so that the adapter matters."""
-    targets = FUSED if model.config.model_type == "phi3" else SPLIT
-    if model.config.model_type == "qwen3_5_text":
-        targets = [*SPLIT, *DELTA]
-    config = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=lora_dropout, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=4, target_modules=projections(model), lora_dropout=lora_dropout, task_type="CAUSAL_LM")
     return scatter(peft.get_peft_model(model, config))
+
+
+def projections(model: transformers.PreTrainedModel) -> list[str]:
+    """The names of the linear layers of attention and of the MLP."""
+    row = family_of(model.config)
+    assert row is not None
+    delta = [*DELTA_IN, DELTA_OUT] if row.delta_net else []
+    return [*row.attention.inner, "o_proj", *row.mlp.inner, "down_proj", *delta]
 
 
 @torch.no_grad()

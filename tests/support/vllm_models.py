@@ -13,9 +13,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
 import numpy as np
 import pytest
 import torch
-import transformers
 from card import CPU
-from small_models import FAMILIES, SHAPE, TINY, scatter, with_adapter
+from families import family_model
+from small_models import TINY, scatter, with_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -41,8 +41,9 @@ Groups = list[list[Rollout]]
 KV_BYTES = 256 << 20
 # vLLM's attention for CPUs needs heads of a multiple of 32
 WIDER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "initializer_range": 0.02}
-HEADS: dict[str, Any] = {"Qwen3": {"head_dim": 32}, "Gemma3": {"head_dim": 32}}
-ALL = {"Qwen2": {}, **FAMILIES}
+HEADS: dict[str, dict[str, Any]] = {
+    **{kind: {"head_dim": 32} for kind in ("qwen3", "gemma3_text", "glm4", "ministral3")},
+    "gemma4_text": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32}}
 # Large enough for a hundredth of it to have a meaning: vLLM's own tables of angles do not grow with the width.
 REAL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
         "vocab_size": 8192, "tie_word_embeddings": True}
@@ -50,10 +51,7 @@ REAL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "
 
 def random_model(family: str, **changes: Any) -> PreTrainedModel:
     """A seeded random model of a family, in float32."""
-    torch.manual_seed(0)
-    shape = SHAPE | WIDER | ALL[family] | HEADS.get(family, {}) | changes
-    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(**shape)
-    return getattr(transformers, f"{family}ForCausalLM")(config)
+    return family_model(family, **(WIDER | HEADS.get(family, {}) | changes))
 
 
 def saved_model(family: str, folder: Path, **changes: Any) -> Path:

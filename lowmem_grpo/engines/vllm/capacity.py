@@ -1,11 +1,10 @@
 """How much vLLM's engine does at once: the bytes of its key-value cache, and the sequences that it decodes together."""
 
-from typing import Any
-
 import torch
 
 from lowmem_grpo.memory.bounds import RolloutBound, RunMemory, Shortage
 from lowmem_grpo.memory.cards import sequences_at_once
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.units import size_text
 
@@ -85,10 +84,7 @@ class Capacity:
 
 def kv_bytes_of(policy: Policy, tokens: int) -> int:
     """Bytes of keys and values of one sequence of `tokens` tokens, without sliding windows."""
-    config: Any = policy.base.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * policy.head.weight.dtype.itemsize * tokens
+    return ModelShape.of(policy.base.config).kv_bytes(tokens) * policy.head.weight.dtype.itemsize // 2
 
 
 def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK) -> int:

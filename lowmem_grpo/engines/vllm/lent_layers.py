@@ -103,6 +103,7 @@ class BorrowedLinear:
     modules: dict[str, nn.Module]  # of the trainer, by their path
     loras: list[LoRA | None]  # in `dtype`; all the a lie side by side, and so do the b
     dtype: torch.dtype  # that the engine computes in
+    twice: bool = False  # the last module's output stands for two parts: keys that are the values too
     products: list[Product] = field(init=False)
     held: list[Tensor] = field(init=False)  # what was borrowed: holding it keeps its addresses from being reused
 
@@ -125,7 +126,7 @@ class BorrowedLinear:
 
     @property
     def out_features(self) -> int:
-        return sum(shape[0] for shape in self.shapes)
+        return sum(shape[0] for shape in self.shapes) + (self.shapes[-1][0] if self.twice else 0)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the trainer that the products read, except adapters."""
@@ -146,6 +147,8 @@ class BorrowedLinear:
     def forward(self, x: Tensor) -> Tensor:
         """(N, in) -> (N, sum of out)."""
         outputs = [product.forward(x) for product in self.products]
+        if self.twice:
+            outputs.append(outputs[-1][:, -self.shapes[-1][0] :])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def close(self) -> None:

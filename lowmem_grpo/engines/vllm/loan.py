@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Hashable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lowmem_grpo.engines.vllm.lent_layers import ADVICE, OTHER_ENGINE, BorrowedL
 from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.memory.bounds import is_out_of_memory
+from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,9 @@ class Loan:
         self.dtype = base.get_input_embeddings().weight.dtype  # that the engine computes in
         self.adapter = adapter or active_adapter(base)
         self.copy = copy or AdapterCopy(loras_of(base, self.adapter), self.dtype, device)
+        self.row = family_of(base.config)
+        stored = () if self.row is None else self.row.buffers
+        self.buffers = [name for name, _ in base.named_buffers() if name.rpartition(".")[2] in stored]
         self.linears: dict[str, BorrowedLinear] = {}
         self.others: dict[str, Tensor] = {}  # embeddings, head and norms, by the trainer's names
 
@@ -43,10 +48,19 @@ class Loan:
     def linear(self, prefix: str, parts: dict[str, list[str]]) -> BorrowedLinear:
         """The trainer's modules behind the engine's linear layer `prefix`, whose `parts` its model class names."""
         parent, _, name = prefix.rpartition(".")
-        modules = {path: self.module(path, prefix) for path in (f"{parent}.{part}" for part in parts.get(name, [name]))}
+        names = parts.get(name, [name]) if self.lacks(prefix) else [name]  # the trainer's may be one layer as well
+        shared = self.row is not None and self.row.attention.values_are_keys
+        keys_twice = shared and names[-1:] == ["v_proj"] and self.lacks(f"{parent}.v_proj")
+        modules = {path: self.module(path, prefix)
+                   for path in (f"{parent}.{part}" for part in (names[:-1] if keys_twice else names))}
         loras = [lora_of(path, module, self.adapter) for path, module in modules.items()]
-        self.linears[prefix] = BorrowedLinear(prefix, modules, self.copy.slot(prefix, loras), self.dtype)
+        self.linears[prefix] = BorrowedLinear(prefix, modules, self.copy.slot(prefix, loras), self.dtype, keys_twice)
         return self.linears[prefix]
+
+    def lacks(self, path: str) -> bool:
+        """Whether the trainer has nothing at `path`."""
+        parent, _, name = path.rpartition(".")
+        return getattr(self.base.get_submodule(parent), name, None) is None
 
     def module(self, path: str, prefix: str) -> nn.Module:
         """The trainer's module at `path`, which the engine's `prefix` stands for."""
@@ -59,6 +73,8 @@ class Loan:
     def embedding(self, prefix: str, head: bool) -> nn.Module:
         """The trainer's input embedding, or its output head."""
         module: Any = self.base.get_output_embeddings() if head else self.base.get_input_embeddings()
+        other = None if head or not prefix or self.lacks(prefix) else self.base.get_submodule(prefix)
+        module = other if isinstance(other, nn.Embedding) else module  # a family may have a second table
         name = next(path for path, found in self.base.named_modules() if found is module)
         if hasattr(module, "base_layer") or (prefix and not head and prefix != name):
             raise BorrowError(f"the engine's {prefix} is not the trainer's plain embedding {name} "
@@ -80,7 +96,7 @@ class Loan:
     def check_complete(self) -> None:
         """Raise BorrowError if the trainer has weights that the engine does not ask for."""
         linears = tuple(f"{path}." for linear in self.linears.values() for path in linear.modules)
-        left = [name for name, _ in self.base.named_parameters()
+        left = [name for name in (*dict(self.base.named_parameters()), *self.buffers)
                 if name not in self.others and not name.startswith(linears)]
         if left:
             raise BorrowError(f"{type(self.base).__name__} has weights that the engine's model has no place for: "
@@ -188,8 +204,8 @@ def copy_to_publish(policy: Policy, adapter: str | None) -> AdapterCopy:
 
 
 def tensor_at(base: nn.Module, name: str) -> list[Tensor]:
-    """The parameter of that name, which may be tied to another; empty if there is none."""
-    try:
-        return [base.get_parameter(name)]
-    except AttributeError:
-        return []
+    """The parameter of that name, which may be tied to another, or the buffer; empty if there is none."""
+    for get in (base.get_parameter, base.get_buffer):
+        with suppress(AttributeError):
+            return [get(name)]
+    return []

@@ -162,5 +162,8 @@ class BorrowedLoader(BaseModelLoader):
                 parameter.data = parameter.data.new_empty(0)  # the borrowed module adds its own
             elif parameter.numel():
                 parameter.data = loan.parameter(name, parameter)
+        for name, buffer in model.named_buffers():
+            if name in loan.buffers:
+                buffer.data = loan.parameter(name, buffer)
         loan.check_complete()
         loan.widen()

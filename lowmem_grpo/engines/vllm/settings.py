@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 from lowmem_grpo.memory.cards import prefill_tokens
+from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.policy import Policy
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # no compilation; decoding replays CUDA graphs
@@ -29,6 +30,11 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
         original = [settings.get("original_max_position_embeddings") or 0 for settings in rope]
         # rows of vLLM's table of angles; a config with fewer than scaled rope refers to would contradict itself
         values["max_position_embeddings"] = max(max_seq_length, max(original, default=0) + 1)
+    row = family_of(config)
+    if row is not None and row.attention.stretched:  # vLLM reads it under another name
+        (given,) = rope
+        values["llama_4_scaling"] = {"beta": given["llama_4_scaling_beta"],
+                                     "original_max_position_embeddings": given["original_max_position_embeddings"]}
     type(config).from_dict(values).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

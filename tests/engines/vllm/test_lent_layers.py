@@ -105,7 +105,7 @@ def test_a_layer_casts_or_joins_nothing_when_it_is_called(policy: Policy) -> Non
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_copy_has_the_engines_dtype_and_2_bytes_a_number_of_a_16_bit_model(fused: bool, tmp_path: Path) -> None:
-    model = policy_of("Llama", torch.bfloat16, True, tmp_path, hidden_size=256, num_key_value_heads=4).model
+    model = policy_of("llama", torch.bfloat16, True, tmp_path, hidden_size=256, num_key_value_heads=4).model
     if fused:
         fuse(model, QKV)
     (room,) = borrow(model).copy.rooms
@@ -120,7 +120,7 @@ def test_the_copy_has_the_engines_dtype_and_2_bytes_a_number_of_a_16_bit_model(f
 
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_layers_with_different_ranks_scales_and_without_lora_are_right(four_bit: bool, tmp_path: Path) -> None:
-    whole = policy_of("Llama", torch.float32, four_bit, tmp_path, hidden_size=256, num_key_value_heads=4).model
+    whole = policy_of("llama", torch.float32, four_bit, tmp_path, hidden_size=256, num_key_value_heads=4).model
     fuse(whole, QKV)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"],
                              rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 3})
@@ -150,7 +150,7 @@ def test_dropout_does_not_act_while_sampling() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_adjacent_weights_take_one_product_with_the_same_result(kind: str, tmp_path: Path) -> None:
     # blocks of double quantization are 16,384 elements: the widths here make each weight end with one
-    policy = policy_of("Llama", *KINDS[kind], tmp_path, hidden_size=256, num_key_value_heads=4, intermediate_size=256)
+    policy = policy_of("llama", *KINDS[kind], tmp_path, hidden_size=256, num_key_value_heads=4, intermediate_size=256)
     move_adapter(policy, 0.05)
     for layer in (QKV, GATE_UP):
         x = inputs(policy.model, layer)
@@ -176,7 +176,7 @@ ELSEWHERE: dict[str, Callable[[Any, Any], None]] = {  # of the first state and t
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_4_bit_weights_of_which_a_part_lies_elsewhere_are_not_taken_for_one(name: str, tmp_path: Path) -> None:
-    policy = policy_of("Llama", torch.float32, True, tmp_path, hidden_size=256, num_key_value_heads=4)
+    policy = policy_of("llama", torch.float32, True, tmp_path, hidden_size=256, num_key_value_heads=4)
     fuse(policy.model, QKV)
     first, second = (linear_of(policy.model, path).base_layer.weight.quant_state for path in MODULES[QKV][:2])
     ELSEWHERE[name](first, second)

@@ -38,7 +38,7 @@ NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 2
 @pytest.fixture(params=[(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, "fp8")])
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
     """A Llama in NF4 or FP8 whose q, k and v are one matrix, with an adapter that does something."""
-    policy = policy_of("Llama", *request.param, tmp_path, hidden_size=256, num_key_value_heads=4)
+    policy = policy_of("llama", *request.param, tmp_path, hidden_size=256, num_key_value_heads=4)
     fuse(policy.model, next(iter(MODULES)))
     move_adapter(policy, 0.05)
     return policy
