@@ -39,6 +39,9 @@ def check_family(config: Any) -> None:
     family = family_of(config)
     if family is not None and family.delta_net:
         raise BorrowError(f"{family.name} has gated delta nets, which vLLM cannot borrow yet. {OTHER_ENGINE}")
+    if family is not None and family.vllm is None:
+        raise BorrowError(f"this vLLM has no {family.name} of its own, only transformers' model in its place. "
+                          f"{OTHER_ENGINE}")
 
 
 class Product:
