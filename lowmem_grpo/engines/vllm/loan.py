@@ -83,15 +83,19 @@ class Loan:
         return module
 
     def parameter(self, name: str, like: Tensor) -> Tensor:
-        """The trainer's tensor of that name, as a replacement for the engine's `like`."""
+        """The trainer's tensor of that name, as a replacement for the engine's `like`. Of a vector that the engine wants
+        in float32 (the decays of a gated delta net) it is a copy: it is frozen, and a few numbers."""
         theirs = next(iter(tensor_at(self.base, name)), None)
+        if theirs is not None and theirs.ndim == 1 and like.dtype == torch.float32:
+            self.others[name] = theirs.detach()
+            theirs = theirs.detach().float()
         expected = (tuple(like.shape), like.dtype, like.device)
         got = None if theirs is None else (tuple(theirs.shape), theirs.dtype, theirs.device)
         if theirs is None or got != expected:
             raise BorrowError(f"{type(self.base).__name__}: the engine's parameter {name} {expected} has no "
                               f"counterpart in the trainer (there: {got}). {OTHER_ENGINE}")
-        self.others[name] = theirs.detach()
-        return self.others[name]
+        self.others.setdefault(name, theirs.detach())
+        return theirs.detach()
 
     def check_complete(self) -> None:
         """Raise BorrowError if the trainer has weights that the engine does not ask for."""

@@ -59,7 +59,7 @@ def llm_options(
         "quantization": name, "load_format": name, "dtype": policy.head.weight.dtype, "model_impl": "vllm",
         "max_model_len": max_seq_length, "max_num_seqs": sequences, "kv_cache_memory_bytes": cache,
         "enforce_eager": eager, "compilation_config": None if eager else GRAPHS, "enable_sleep_mode": sleeps,
-        "enable_prefix_caching": True, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
+        "enable_prefix_caching": not has_states(policy), "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
         "disable_log_stats": True, **memory_share(policy, cache), **prefill(policy, max_seq_length, sequences),
         **block_size(policy, max_seq_length, capacity.block),
     }
@@ -71,6 +71,13 @@ def memory_share(policy: Policy, budget: int) -> dict[str, float]:
     if policy.device.type != "cuda":
         return {}
     return {"gpu_memory_utilization": budget / torch.cuda.mem_get_info(policy.device)[1]}
+
+
+def has_states(policy: Policy) -> bool:
+    """Whether the model has gated delta nets. vLLM keeps their states of a prefix only where it may cut prompts, which
+    it must not on the CPU (`prefill`); on a card this was not tried."""
+    family = family_of(policy.base.config)
+    return family is not None and bool(family.delta_net)
 
 
 def block_size(policy: Policy, max_seq_length: int, given: int | None) -> dict[str, int]:
