@@ -1,4 +1,4 @@
-"""States of gated delta nets in the transformers engine: no padding gets into them, and rows that are done keep theirs."""
+"""States of gated delta nets in our engine: no padding gets into them, and rows that are done keep theirs."""
 
 from typing import Any
 

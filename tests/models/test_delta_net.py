@@ -9,7 +9,7 @@ import torch
 from late_copies import LateCopies
 from small_models import DELTA, SPLIT, TINY, random_model, scatter, with_adapter
 from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache
+from transformers import AutoTokenizer, DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.models import delta_net
@@ -208,7 +208,28 @@ def test_lora_goes_on_every_projection_by_default_and_by_kind() -> None:
     assert lora_targets(model, ["q_proj"], Scope()) == ["q_proj"]
 
 
-def test_vllm_is_refused_with_the_engine_that_samples(tokenizer: Any) -> None:
-    vllm = pytest.importorskip("lowmem_grpo.engines.vllm.engine")
-    with pytest.raises(ValueError, match=r'cannot borrow yet\. Sample with fast_inference="transformers"'):
-        vllm.VLLMEngine(Policy(random_model("Qwen3_5")), tokenizer, 64)
+@pytest.fixture(scope="module")
+def wrapper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint as the hub has them, with images, and its model."""
+    torch.manual_seed(0)
+    text = random_model("Qwen3_5").config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+              "num_position_embeddings": 16, "patch_size": 4}
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).eval()
+    folder = tmp_path_factory.mktemp("wrapper")
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder, model
+
+
+def test_of_a_checkpoint_with_images_the_text_model_is_trained(wrapper: tuple[Path, Any]) -> None:
+    folder, whole = wrapper
+    bare, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=256, load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
+    batch = batch_of(GROUPS["several"])
+    with torch.no_grad():
+        logprobs, expected = Policy(model).logprobs(batch, 1.0)[0], alone(whole, batch)
+    assert (logprobs - expected).abs().max() <= BOUND
+    assert {name.split(".")[-4] for name, one in model.named_parameters() if one.requires_grad} == {*SPLIT, *DELTA}
+    with pytest.raises(ValueError, match="overflows in float16"):
+        FastLanguageModel.from_pretrained(str(folder), dtype="float16")

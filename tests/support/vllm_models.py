@@ -15,7 +15,7 @@ import pytest
 import torch
 from card import CPU
 from families import family_model
-from small_models import TINY, scatter, with_adapter
+from small_models import HYBRIDS, TINY, scatter, with_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -46,7 +46,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "gemma4_text": {  # few layers and small logits: it rounds more often than others, in both engines alike
         "initializer_range": 0.015, "head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32,
         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        "num_kv_shared_layers": 1}}
+        "num_kv_shared_layers": 1},
+    "qwen3_5_text": {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+                     "rope_parameters": HYBRIDS["Qwen3_5"]["rope_parameters"] | {"mrope_section": [2, 1, 1]}}}
 # Large enough for a hundredth of it to have a meaning: vLLM's own tables of angles do not grow with the width.
 REAL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
         "vocab_size": 8192, "tie_word_embeddings": True}

@@ -63,7 +63,7 @@ class VLLMEngine:
         have room for such a cache.
         """
         check_alone()
-        check_family(policy.base.config)
+        check_family(policy.base.config, policy.head.weight.dtype, policy.device)
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
         self.on_card = self.sleeps = vllm_settings.on_card(policy)
         free(policy.device)

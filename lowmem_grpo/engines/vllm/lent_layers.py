@@ -10,6 +10,7 @@ decides nothing: it always applies the same tensors, which hold the adapter's nu
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,14 +35,20 @@ class BorrowError(ValueError):
     """The trainer's model does not map onto the engine's, or no longer does."""
 
 
-def check_family(config: Any) -> None:
-    """BorrowError for a family that vLLM does not compute with the trainer's tensors."""
+def check_family(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """BorrowError for a family that vLLM has no class for, and where its class cannot compute here."""
     family = family_of(config)
-    if family is not None and family.delta_net and 0:
-        raise BorrowError(f"{family.name} has gated delta nets, which vLLM cannot borrow yet. {OTHER_ENGINE}")
     if family is not None and family.vllm is None:
         raise BorrowError(f"this vLLM has no {family.name} of its own, only transformers' model in its place. "
                           f"{OTHER_ENGINE}")
+    if family is None or not family.delta_net:
+        return
+    if find_spec("torchvision") is None:
+        raise BorrowError(f"vLLM's class for {family.name} imports torchvision, which is not installed. "
+                          f"{OTHER_ENGINE}, or install torchvision")
+    if device.type == "cpu" and dtype != torch.bfloat16:
+        raise BorrowError(f"vLLM's gated delta nets for CPUs compute in bfloat16, and {family.name} is here in "
+                          f"{str(dtype).removeprefix('torch.')}. {OTHER_ENGINE}, or load it with dtype=torch.bfloat16")
 
 
 class Product:

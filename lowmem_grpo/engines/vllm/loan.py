@@ -83,8 +83,8 @@ class Loan:
         return module
 
     def parameter(self, name: str, like: Tensor) -> Tensor:
-        """The trainer's tensor of that name, as a replacement for the engine's `like`. Of a vector that the engine wants
-        in float32 (the decays of a gated delta net) it is a copy: it is frozen, and a few numbers."""
+        """The trainer's tensor of that name, as a replacement for the engine's `like`. A vector that the engine wants
+        in float32 (decays of a gated delta net) is copied: it is frozen, and a few numbers."""
         theirs = next(iter(tensor_at(self.base, name)), None)
         if theirs is not None and theirs.ndim == 1 and like.dtype == torch.float32:
             self.others[name] = theirs.detach()

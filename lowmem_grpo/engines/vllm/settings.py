@@ -59,8 +59,9 @@ def llm_options(
         "quantization": name, "load_format": name, "dtype": policy.head.weight.dtype, "model_impl": "vllm",
         "max_model_len": max_seq_length, "max_num_seqs": sequences, "kv_cache_memory_bytes": cache,
         "enforce_eager": eager, "compilation_config": None if eager else GRAPHS, "enable_sleep_mode": sleeps,
-        "enable_prefix_caching": not has_states(policy), "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
-        "disable_log_stats": True, **memory_share(policy, cache), **prefill(policy, max_seq_length, sequences),
+        "enable_prefix_caching": not has_states(policy), "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm", "disable_log_stats": True,
+        **memory_share(policy, cache), **prefill(policy, max_seq_length, sequences),
         **block_size(policy, max_seq_length, capacity.block),
     }
 
