@@ -31,7 +31,7 @@ KINDS = {"bfloat16": (BF16, False), "nf4 in bfloat16": (BF16, True), "float32": 
          "fp8 in bfloat16": (BF16, "fp8"), "fp8 by block": (FP32, "fp8-block")}
 PLAIN = ("llama", "mistral", "qwen3", "phi3")  # which differ from Qwen2 in little that bfloat16 would show
 BOUND = {BF16: 0.003, FP32: 1e-5}  # of the mean |difference| of log-probabilities
-BORROWING = [kind for kind, row in FAMILIES.items() if row.vllm and not row.refused]
+BORROWING = [kind for kind, row in FAMILIES.items() if row.vllm and not (row.refused or row.delta_net)]
 
 
 def shows(family: str, kind: str) -> bool:
