@@ -47,6 +47,7 @@ def plan(
     """
     with plain_errors():
         from lowmem_grpo.memory.cards import MOST_SEQUENCES, device
+        from lowmem_grpo.memory.families import planned_as
         from lowmem_grpo.memory.model_shape import ModelShape
         from lowmem_grpo.memory.plan import RunSettings
         from lowmem_grpo.planning import planner
@@ -54,6 +55,7 @@ def plan(
         from lowmem_grpo.planning.workload import PROMPTS, Workload
 
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
+        said = planned_as(config, model, settings["engine"])
         asked = RunSettings(checkpointing=CHECKPOINTING[checkpointing], **settings)
         if prompts is not None and prompts < 1:
             raise ValueError(f"prompts is {prompts}; it must be at least 1")
@@ -66,11 +68,12 @@ def plan(
         time = plan_time(found, ModelShape.of(config), work)
         if as_json:
             extra = {"max_context": longest} if max_context else {}
-            click.echo(json.dumps(found.to_dict() | {"time": time.to_dict()} | extra, indent=2))
+            click.echo(json.dumps(found.to_dict() | {"time": time.to_dict(), "family": said} | extra, indent=2))
         else:
             from lowmem_grpo.views.plan_table import show
 
             show(found, longest, time=time)
+            click.echo("\n".join(f"{name}: {words}" for name, words in said.items()))
     if not found.fits:
         raise SystemExit(1)
 

@@ -64,7 +64,12 @@ class Family:
     vllm: str | None = None  # the class of vLLM's own that computes it with the trainer's tensors; None: it has none
     delta_net: str = ""  # transformers' class of the layers that have a gated delta net in place of attention
     only_bfloat16: bool = False  # float16 overflows, so that a loss would be NaN
+    turns: tuple[str, ...] = ()  # tokens that its chat template writes, each of which must be one token
     refused: str = ""  # why the family cannot be trained, and what to take
+
+
+IM, GEMMA, INST = ("<|im_start|>", "<|im_end|>"), ("<start_of_turn>", "<end_of_turn>"), ("[INST]", "[/INST]")
+TAKE = "take a model of a family that trains here (docs/families.md)"
 
 
 def decoder(name: str, prefix: str, **others: Any) -> Family:
@@ -74,21 +79,30 @@ def decoder(name: str, prefix: str, **others: Any) -> Family:
     return Family(name, **(parts | others))
 
 
+def refused(name: str, attention: str) -> Family:
+    """A family that is not trained, because of its attention."""
+    return Family(name, Attention("", lean=False), MLP("", lean=False), Norm("", lean=False), vllm=None,
+                  refused=f"its attention has {attention}, which no form of packed attention here computes; {TAKE}")
+
+
 FAMILIES: dict[str, Family] = {
-    "llama": decoder("Llama", "Llama"),
-    "mistral": decoder("Mistral", "Mistral", attention=Attention("MistralAttention", window="config")),
-    "qwen2": decoder("Qwen2, Qwen2.5", "Qwen2", attention=Attention("Qwen2Attention", window="layers", bias=True)),
-    "qwen3": decoder("Qwen3", "Qwen3", attention=Attention("Qwen3Attention", norm="heads", window="layers")),
+    "llama": decoder("Llama", "Llama", turns=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "mistral": decoder("Mistral", "Mistral", turns=INST,
+                       attention=Attention("MistralAttention", window="config")),
+    "qwen2": decoder("Qwen2, Qwen2.5", "Qwen2", turns=IM,
+                     attention=Attention("Qwen2Attention", window="layers", bias=True)),
+    "qwen3": decoder("Qwen3", "Qwen3", turns=IM, attention=Attention("Qwen3Attention", norm="heads", window="layers")),
     "gemma3_text": decoder(
-        "Gemma 3 (text)", "Gemma3", norms=4, norm=Norm("Gemma3RMSNorm", "eps", 1.0),
+        "Gemma 3 (text)", "Gemma3", norms=4, turns=GEMMA, norm=Norm("Gemma3RMSNorm", "eps", 1.0),
         attention=Attention("Gemma3Attention", norm="heads", window="layers"),
     ),
     "phi3": decoder(
-        "Phi-3, Phi-4", "Phi3", mlp=MLP("Phi3MLP", FUSED_GATE_UP),
+        "Phi-3, Phi-4", "Phi3", turns=("<|end|>", *IM), mlp=MLP("Phi3MLP", FUSED_GATE_UP),
         attention=Attention("Phi3Attention", FUSED, window="config"),
     ),
     "smollm3": decoder(
-        "SmolLM3", "SmolLM3", vllm=None, attention=Attention("SmolLM3Attention", turns="use_rope", window="layers")),
+        "SmolLM3", "SmolLM3", vllm=None, turns=IM,
+        attention=Attention("SmolLM3Attention", turns="use_rope", window="layers")),
     "olmo2": decoder(
         "OLMo 2", "Olmo2", vllm=None, norm=Norm("Olmo2RMSNorm", round_once=True),
         attention=Attention("Olmo2Attention", norm="whole"),
@@ -97,21 +111,26 @@ FAMILIES: dict[str, Family] = {
         "OLMo 3", "Olmo3", vllm=None, norm=Norm("Olmo3RMSNorm", round_once=True),
         attention=Attention("Olmo3Attention", norm="whole", window="layers"),
     ),
-    "granite": decoder("Granite 3, 4 (dense)", "Granite"),
-    "glm4": decoder("GLM-4", "Glm4", norms=4, mlp=MLP("Glm4MLP", FUSED_GATE_UP),
+    "granite": decoder("Granite 3, 4 (dense)", "Granite", turns=("<|start_of_role|>", "<|end_of_role|>")),
+    "glm4": decoder("GLM-4", "Glm4", norms=4, turns=("<|user|>", "<|assistant|>"), mlp=MLP("Glm4MLP", FUSED_GATE_UP),
                     attention=Attention("Glm4Attention", position="pairs")),
-    "ministral3": decoder("Ministral 3", "Ministral3", attention=Attention(
+    "ministral3": decoder("Ministral 3", "Ministral3", turns=INST, attention=Attention(
         "Ministral3Attention", stretched=True, window="config")),
     "gemma4_text": decoder(
-        "Gemma 4 (text)", "Gemma4", norms=4, unlike_layers=True, buffers=("layer_scalar",), mlp=MLP("Gemma4TextMLP"),
+        "Gemma 4 (text)", "Gemma4", norms=4, turns=("<|turn>", "<turn|>"), unlike_layers=True,
+        buffers=("layer_scalar",), mlp=MLP("Gemma4TextMLP"),
         norm=Norm("Gemma4RMSNorm", "eps", round_once=True), attention=Attention(
             "Gemma4TextAttention", norm="heads", window="layers", values_are_keys=True, lean=False),
     ),
     "qwen3_5_text": decoder(
         "Qwen3.5, Qwen3.6 (dense, text)", "Qwen3_5", norm=Norm("Qwen3_5RMSNorm", "eps", 1.0),
         attention=Attention("Qwen3_5Attention", norm="heads", lean=False), delta_net="Qwen3_5GatedDeltaNet",
-        only_bfloat16=True,
+        only_bfloat16=True, turns=IM,
     ),
+    "exaone4": decoder("EXAONE 4", "Exaone4", attention=Attention(
+        "Exaone4Attention", norm="heads", window="layers", lean=False)),
+    "gemma2": refused("Gemma 2", "soft-capped scores"),
+    "gpt_oss": refused("gpt-oss", "sinks"),
 }
 
 
@@ -127,6 +146,35 @@ def family_of(config: Any) -> Family | None:
     return FAMILIES.get(model_type_of(config))
 
 
-def trained() -> str:
-    """The names of the families that train, as one list."""
-    return ", ".join(one.name for one in FAMILIES.values() if not one.refused)
+def check_family(config: Any, name: str) -> str | None:
+    """What to say of a model of this config before it is loaded: one line for a family without a row, else None.
+    ValueError names a family that is refused, and the reason."""
+    row, kind = family_of(config), model_type_of(config)
+    if row is not None and row.refused:
+        raise ValueError(f"{name!r} is of the family {row.name}: {row.refused}")
+    if row is not None:
+        return None
+    return (f"{name} is of a family that was not checked here ({kind or 'without a model_type'}): it trains on "
+            "transformers' own layers, and the first pass refuses it if its sequences cannot be packed. See "
+            "docs/families.md")
+
+
+def sampled_by(row: Family) -> str:
+    """The engines that sample a family, in words."""
+    return "vLLM and transformers" if row.vllm else "transformers"
+
+
+def trained(by_vllm: bool = False) -> str:
+    """The names of the families that train, as one list; with `by_vllm`, of those that vLLM samples."""
+    return ", ".join(one.name for one in FAMILIES.values() if not one.refused and (one.vllm or not by_vllm))
+
+
+def planned_as(config: Any, name: str, engine: str) -> dict[str, str]:
+    """What a plan says of the family of a config, and of its engine; ValueError for a family that is refused."""
+    said, row = check_family(config, name), family_of(config)
+    if row is None:
+        return {"family": said or ""}
+    found = {"family": row.name, "sampled by": sampled_by(row)}
+    if engine == "vllm" and not row.vllm:
+        found["note"] = f"vLLM does not sample {row.name}: plan with --engine transformers"
+    return found

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from lowmem_grpo.config.loading import FP8, NF4, PLAIN
+from lowmem_grpo.memory.families import check_family, family_of
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.dtypes import check_dtype
@@ -26,6 +27,10 @@ OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is 
             "architecture transformers itself has")
 NO_TEXT = ("{!r} is no causal language model of text: transformers has no class of that kind for it. Only text is "
            "trained here: take a text model, such as Qwen3 instead of Qwen3-VL")
+
+NO_TURNS = ("the chat template of {!r} ({}) writes {}, and its tokenizer has no such token: turns would be cut into "
+            "pieces that the model never saw. Take the tokenizer of the same model's instruct version, or remove the "
+            "template and call get_chat_template")
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +49,11 @@ class Pretrained:
         with self.naming_the_model(), freed_memory_returned():
             config = self.config()
             check_dtype(config, dtype)
+            if said := check_family(config, self.name):
+                logger.warning("%s", said)
             stored = stored_form(config, self.name)
             tokenizer = self.tokenizer()
+            check_turns(config, tokenizer, self.name)
             how = quantization(config, stored, form, dtype)
             model = AutoModelForCausalLM.from_pretrained(
                 self.path, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME,
@@ -88,6 +96,15 @@ class Pretrained:
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError(OWN_CODE.format(self.name)) from error
+
+
+def check_turns(config: Any, tokenizer: Any, name: str) -> None:
+    """ValueError where the chat template writes tokens of the family's turns that the tokenizer lacks."""
+    row, template = family_of(config), str(getattr(tokenizer, "chat_template", None) or "")
+    known = tokenizer.get_vocab() if row is not None and template else {}
+    lacking = [token for token in (row.turns if row is not None else ()) if token in template and token not in known]
+    if row is not None and lacking:
+        raise ValueError(NO_TURNS.format(name, row.name, " and ".join(lacking)))
 
 
 def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Any look may fail. A failure becomes a finding, and the others go on.
 
 from typing import Any
 
+from lowmem_grpo.memory.families import trained
 from lowmem_grpo.preflight.machine import (
     Checkup,
     Look,
@@ -31,6 +32,8 @@ def examine(look: Look | None = None) -> Checkup:
     look_at_weights(look, torch, broken, found)
     look_at_training(look, found)
     found.used["code sandbox"] = trials.line()
+    found.used["model families"] = trained()
+    found.used["sampled by vLLM"] = trained(by_vllm=True)
     return found
 
 

@@ -145,3 +145,14 @@ def test_a_config_of_the_hub_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> 
     there = json.loads(plan("--model", "someone/some-model", "--gpu", "t4", "--json").output)
     here = json.loads(plan("--model", "qwen3-4b", "--gpu", "t4", "--json").output)
     assert there["rows"] == here["rows"]
+
+
+def test_a_plan_says_what_is_known_of_the_models_family(tmp_path: Path) -> None:
+    config, told = tmp_path / "config.json", {}
+    for kind in ("qwen2", "smollm3", "helium", "gpt_oss"):
+        config.write_text(json.dumps(named_config("qwen2.5-1.5b") | {"model_type": kind}))
+        told[kind] = plan("--model", config, "--gpu", "24GiB").output
+    assert "sampled by: vLLM and transformers" in told["qwen2"] and "note:" not in told["qwen2"]
+    assert "note: vLLM does not sample SmolLM3: plan with --engine transformers" in told["smollm3"]
+    assert "a family that was not checked here (helium)" in told["helium"]
+    assert "is of the family gpt-oss: its attention has sinks" in told["gpt_oss"] and "weights" not in told["gpt_oss"]

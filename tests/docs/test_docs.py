@@ -23,7 +23,7 @@ PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
 EXPLAIN = "explain them in docs/make_metrics.py: METRICS, and run it"
 
 
-@pytest.mark.parametrize("name", ["algorithms", "metrics"])
+@pytest.mark.parametrize("name", ["algorithms", "families", "metrics"])
 def test_a_page_is_what_its_script_makes_of_the_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     page = import_module(f"make_{name}").page()

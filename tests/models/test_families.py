@@ -1,5 +1,6 @@
 """Every family of the table trains and samples as transformers computes it: packed, prompts shared, on our modules."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from families import GROUPS, SHAPES, TRAINED, batch_of, learned, learned_alone, loaded, plain_twin, saved_family
 from late_copies import LateCopies
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.config.sampling import SamplingParams
@@ -141,4 +142,38 @@ def test_in_4_bits_packed_logprobs_are_those_of_each_sequence_alone(kind: str, f
 
 
 def test_every_family_that_trains_has_a_small_model() -> None:
-    assert list(SHAPES) == TRAINED
+    assert SHAPES.keys() == set(TRAINED)
+
+
+def test_an_unknown_family_trains_on_plain_layers_and_one_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "helium" not in FAMILIES
+    model, _ = loaded(saved_family("helium", tmp_path, head_dim=8))
+    said = [record.message for record in caplog.records if "not checked here" in record.message]
+    assert len(said) == 1 and "(helium)" in said[0] and "docs/families.md" in said[0]
+    assert not any(isinstance(module, LeanAttention | LeanMLP | LeanRMSNorm) for module in model.modules())
+    batch = batch_of(GROUPS)
+    ours, our_grads = learned(Policy(model), batch)
+    theirs, grads = learned_alone(plain_twin(model, tmp_path), batch)
+    assert (ours - theirs).abs().max() <= NEAR
+    assert all((our_grads[name] - grad).abs().max() <= NEAR * grad.abs().max() for name, grad in grads.items())
+
+
+@pytest.mark.parametrize(("kind", "words"), [("gemma2", "Gemma 2: its attention has soft-capped"),
+                                             ("gpt_oss", "gpt-oss: its attention has sinks")])
+def test_a_family_that_cannot_be_right_is_refused_before_its_weights_are_read(
+    kind: str, words: str, tmp_path: Path
+) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"is of the family {words}.*; take a model of a family that trains here"):
+        FastLanguageModel.from_pretrained(str(tmp_path), max_seq_length=64, load_in_4bit=False)
+
+
+def test_a_template_that_writes_tokens_which_the_tokenizer_lacks_is_refused_by_name(
+    folders: Any, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders("gemma4_text"), tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ '<|turn>user\\n' + messages[0].content + '<turn|>' }}")
+    with pytest.raises(ValueError, match=r"\(Gemma 4 \(text\)\) writes <\|turn> and <turn\|>, and its tokenizer"):
+        FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, load_in_4bit=False)

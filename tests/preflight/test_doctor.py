@@ -119,7 +119,8 @@ def test_json_holds_the_same_and_nothing_else() -> None:
     done = CliRunner().invoke(main, ["doctor", "--json"])
     found = json.loads(done.stdout)
     assert set(found) == {"versions", "card", "host", "used", "advice", "can_train"}
-    assert set(found["used"]) == {"engine", "kernels", "attention", "4-bit weights", "code sandbox"}
+    assert set(found["used"]) == {"engine", "kernels", "attention", "4-bit weights", "code sandbox", "model families",
+                                  "sampled by vLLM"}
     assert found["used"]["4-bit weights"] == "NF4 by bitsandbytes"
     assert found["host"]["disk_free_bytes"] > 0
 

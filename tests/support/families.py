@@ -35,6 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                 "logits_scaling": 2.0},
     "glm4": {"head_dim": 16, "attention_bias": True, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "exaone4": {"sliding_window": WINDOW, "layer_types": LAYER_TYPES},
     "ministral3": {"head_dim": 16, "sliding_window": WINDOW, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "original_max_position_embeddings": 8,
         "max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
@@ -53,7 +54,7 @@ GROUPS = [(9, [5, 12, 1, 14]), (6, [13]), (1, [7, 3])]  # (prompt, completions),
 def family_model(model_type: str, **changes: Any) -> PreTrainedModel:
     """A seeded random model of a family in float32; norms, biases and scales are random too."""
     torch.manual_seed(0)
-    shape = SHAPE | {"initializer_range": 0.1} | SHAPES[model_type] | changes
+    shape = SHAPE | {"initializer_range": 0.1} | SHAPES.get(model_type, {}) | changes
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape)).eval()
     with torch.no_grad():
         for one in [*model.parameters(), *model.buffers()]:

@@ -42,7 +42,7 @@ KV_BYTES = 256 << 20
 # vLLM's attention for CPUs needs heads of a multiple of 32
 WIDER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "initializer_range": 0.02}
 HEADS: dict[str, dict[str, Any]] = {
-    **{kind: {"head_dim": 32} for kind in ("qwen3", "gemma3_text", "glm4", "ministral3")},
+    **{kind: {"head_dim": 32} for kind in ("qwen3", "gemma3_text", "glm4", "ministral3", "exaone4")},
     "gemma4_text": {  # few layers and small logits: it rounds more often than others, in both engines alike
         "initializer_range": 0.015, "head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32,
         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
