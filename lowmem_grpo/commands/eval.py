@@ -24,6 +24,7 @@ class Candidate:
     out: Path  # where results go without --out
     note: str = ""
     revision: str | None = None  # of the base model on the hub
+    load_in_fp8: bool | str = False  # as it was in training
 
 
 @click.command(name="eval", short_help="Measure how often a model or an adapter is right.")
@@ -129,7 +130,8 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -
     if record.model is None:
         raise RunError(f"{path} does not say which model it was trained on; write eval MODEL --adapter {path}")
     held = load_in_4bit if load_in_4bit is not None else bool(record.load_in_4bit)
-    return Candidate(record.model, found.folder, held, path, found.note, record.revision)
+    in_fp8 = (load_in_4bit is None and record.load_in_fp8) or False
+    return Candidate(record.model, found.folder, held, path, found.note, record.revision, in_fp8)
 
 
 def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Candidate:
@@ -143,7 +145,8 @@ def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None) ->
     record = base_of_adapter(found.folder)
     held = load_in_4bit if load_in_4bit is not None else bool(record.load_in_4bit)
     revision = record.revision if record.model == target else None
-    return Candidate(target, found.folder, held, adapter, found.note, revision)
+    in_fp8 = (load_in_4bit is None and record.load_in_fp8) or False
+    return Candidate(target, found.folder, held, adapter, found.note, revision, in_fp8)
 
 
 def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +168,8 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": subject.model, "revision": subject.revision,
         "adapter_folder": None if subject.adapter is None else str(subject.adapter),
-        "load_in_4bit": subject.load_in_4bit, "recipe": chosen["recipe"], "dataset": chosen["dataset"],
+        "load_in_4bit": subject.load_in_4bit, "load_in_fp8": subject.load_in_fp8,
+        "recipe": chosen["recipe"], "dataset": chosen["dataset"],
         "prompts": len(rows), "samples": params.n, "temperature": params.temperature, "max_tokens": max_tokens,
         "seed": params.seed, **{name: described(answers, ks) for name, answers in found.items()},
         **({"difference": compared(found["base"], found["adapter"])} if len(found) > 1 else {}),
@@ -223,7 +227,7 @@ def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any,
 
         adapter = read_pairs(subject.adapter)  # one that is broken is refused before anything is loaded
     model, _ = FastLanguageModel.from_pretrained(
-        subject.model, max_seq_length=context, load_in_4bit=subject.load_in_4bit,
+        subject.model, max_seq_length=context, load_in_4bit=subject.load_in_4bit, load_in_fp8=subject.load_in_fp8,
         revision=subject.revision, fast_inference=engine if engine != "auto" else cuda.is_available() or "transformers",
     )
     if adapter is None or subject.adapter is None:

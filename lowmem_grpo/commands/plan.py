@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from lowmem_grpo.memory.model_shape import FP8
 from lowmem_grpo.views.terminal import plain_errors
 
 CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "false": False}
@@ -21,6 +22,7 @@ CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "fal
 @click.option("--rank", "lora_rank", default=32, show_default=True, help="Rank of LoRA on all linear layers.")
 @click.option("--gpu-memory-utilization", type=float, help="Share of the card that the run may use.")
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=True, show_default=True)
+@click.option("--fp8", "load_in_fp8", is_flag=True, help="Weights in FP8, as load_in_fp8=True, in place of 4 bits.")
 @click.option("--checkpointing", type=click.Choice(list(CHECKPOINTING)), default="offload", show_default=True,
               help="Gradient checkpointing: layer inputs on the host, on the card, or none.")
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True,
@@ -56,6 +58,9 @@ def plan(
 
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         said = planned_as(config, model, settings["engine"])
+        if not settings["load_in_fp8"] and stored_in_fp8(config):
+            click.echo(f"{model} is stored in FP8, in which its weights are held", err=True)
+            settings["load_in_fp8"] = True
         asked = RunSettings(checkpointing=CHECKPOINTING[checkpointing], **settings)
         if prompts is not None and prompts < 1:
             raise ValueError(f"prompts is {prompts}; it must be at least 1")
@@ -76,6 +81,15 @@ def plan(
             click.echo("\n".join(f"{name}: {words}" for name, words in said.items()))
     if not found.fits:
         raise SystemExit(1)
+
+
+def stored_in_fp8(config: Any) -> bool:
+    """Whether a checkpoint with this config is in FP8, which it keeps; ValueError for another form that is refused."""
+    if config.get("quantization_config") if isinstance(config, dict) else hasattr(config, "quantization_config"):
+        from lowmem_grpo.models.stored_form import stored_form
+
+        return stored_form(config, "the model") == FP8
+    return False
 
 
 def config_of(model: str) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_grpo.memory.model_shape import BITS_16, FP8, FP8_BLOCK, NF4
+
 
 @dataclass(frozen=True)
 class Fate:
@@ -40,7 +42,6 @@ def named(value: Any) -> Any:
     return getattr(value, "__name__", getattr(value, "value", value))
 
 
-NF4, FP8, FP8_BLOCK, PLAIN = "nf4", "fp8", "fp8-block", "16bit"  # the forms in which weights are held
 WEIGHTS = "use load_in_4bit=True, load_in_fp8=True, or load_in_16bit=True"
 IMAGES = "only text is trained here"
 BOTH = {  # of from_pretrained and of get_peft_model
@@ -106,7 +107,7 @@ def form_of_weights(load_in_4bit: bool | None, load_in_16bit: bool, load_in_fp8:
         raise ValueError(f"{' and '.join(given)} contradict each other; give one of them")
     if load_in_fp8:
         return FP8 if load_in_fp8 is True else FP8_BLOCK
-    return PLAIN if load_in_16bit or load_in_4bit is False else NF4
+    return BITS_16 if load_in_16bit or load_in_4bit is False else NF4
 
 
 def refuse(options: dict[str, Any], fates: dict[str, Fate], known: set[str], call: str) -> None:

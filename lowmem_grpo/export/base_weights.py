@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from lowmem_grpo.config.loading import FP8_BLOCK, NF4, PLAIN
 from lowmem_grpo.kernels.fp8 import fp8_quantize
 from lowmem_grpo.kernels.frozen import QuantizedWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.memory.model_shape import BITS_16, FP8_BLOCK, NF4
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.fp8_linear import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.fp8_loading import BLOCK, SCALES, path_of
@@ -134,7 +134,7 @@ def stored_weights(
     in_4_bit = {name for name in whole if f"{name}.absmax" in places}
     in_fp8 = {name: scale for name in whole if (scale := scale_of(name, places)) is not None}
     beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(ACTIVATIONS))}
-    modules = set() if form == PLAIN or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
+    modules = set() if form == BITS_16 or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
     block = block_of(quantization_of(config) or {})
     found = []
     for name in sorted(whole - beside):
@@ -144,7 +144,7 @@ def stored_weights(
             found.append(stored_in_fp8(name, places[name], (in_fp8[name], places[in_fp8[name]]), block, dtype, device))
         else:
             quantize = name.endswith(".weight") and name.rpartition(".")[0] in modules
-            found.append(stored_weight(name, places[name], form if quantize else PLAIN, dtype, device))
+            found.append(stored_weight(name, places[name], form if quantize else BITS_16, dtype, device))
     return found
 
 
@@ -172,7 +172,7 @@ def stored_weight(name: str, file: Path, form: str, dtype: torch.dtype, device: 
     """A tensor that is stored in 16 or 32 bits; `form` is the one in which loading holds it."""
     part = file_slice(file, name)
     shape = shape_of(part)
-    if form == PLAIN:
+    if form == BITS_16:
         kept = INTEGERS.get(part.get_dtype(), dtype)
         return Weight(name, shape, kept, lambda: plain_rows(file_slice(file, name), dtype, device))
 

@@ -25,7 +25,7 @@ from lowmem_grpo.kernels.triton_import import tl, triton
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of its values
-REFERENCE_ELEMENTS = 2**22  # that the CPU path takes at a time: its temporaries take about 8 bytes for each
+REFERENCE_ELEMENTS = 2**22  # that the CPU path takes at a time: its temporaries take about 12 bytes for each
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,9 +186,16 @@ def fp8_dequantize_cpu(
         groups = torch.arange(part.start, part.stop, device=codes.device) // max(block_rows, 1)
         scale = scales[groups]
         scale = scale if scale.shape[1] == 1 else scale[:, columns]
-        values = codes[part, first_column : first_column + width].view(E4M3)
         wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-        out[start : start + step] = values.to(wide).mul_(scale)
+        out[start : start + step] = decoded(codes[part, first_column : first_column + width], wide).mul_(scale)
+
+
+def decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value of each code (uint8) in float32 or float64: as the kernel has them, and many times faster on the CPU
+    than torch's own conversion."""
+    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)  # the sign in the upper two
+    bits.bitwise_and_(~(1 << 14)).masked_fill_((codes & 127) == 127, 0x7E00)  # NaN
+    return bits.view(torch.float16).to(dtype).mul_(256.0)
 
 
 def fp8_dequantize_triton(

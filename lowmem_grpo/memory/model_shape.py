@@ -13,6 +13,7 @@ from typing import Any
 from lowmem_grpo.memory.families import FAMILIES, FUSED, FUSED_GATE_UP, Family, decoder
 from lowmem_grpo.memory.layer_forms import LayerForm, forms_of
 
+FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # in which weights are held
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights that share a scale, scales that share one of theirs
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's values, those of the scales, and their offset
 PLAIN = decoder("a plain decoder", "")
@@ -41,6 +42,13 @@ class Linear:
         """In NF4 with double quantization."""
         blocks = -(-self.weights // BLOCK)
         return -(-self.weights // 2) + blocks + 4 * -(-blocks // NESTED_BLOCK) + TABLES
+
+    def bytes_in(self, form: str) -> int:
+        """In one of FORMS: FP8 has a scale for each row, or for each block of 128 x 128."""
+        scales = {FP8: self.rows, FP8_BLOCK: -(-self.rows // 128) * -(-self.columns // 128)}
+        if form in scales:
+            return self.weights + 4 * scales[form]
+        return self.nf4_bytes if form == NF4 else 2 * self.weights
 
 
 @dataclass(frozen=True)
@@ -149,16 +157,16 @@ class ModelShape:
         """Numbers in the linear layers of all decoder layers, biases aside."""
         return sum(count * sum(one.weights for one in shape.linears()) for count, shape in self.each())
 
-    def weight_bytes(self, nf4: bool) -> int:
-        """Of all layers and norms; embedding and head are apart."""
-        layers = sum(count * shape.layer_bytes(nf4) for count, shape in self.each())
+    def weight_bytes(self, form: str) -> int:
+        """Of all layers and norms, with linear layers in this form; embedding and head are apart."""
+        layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
         angles = sum({shape.head_size: 2 * 4 * (shape.head_size // 2) for _, shape in self.each()}.values())
-        return layers + 2 * self.hidden + angles + self.per_layer_bytes(nf4)
+        return layers + 2 * self.hidden + angles + self.per_layer_bytes(form)
 
-    def layer_bytes(self, nf4: bool) -> int:
+    def layer_bytes(self, form: str) -> int:
         """Of one layer with its norms."""
-        linears = sum(one.nf4_bytes if nf4 else 2 * one.weights for one in self.linears())
-        linears += self.offset_bytes() if nf4 else 0
+        linears = sum(one.bytes_in(form) for one in self.linears())
+        linears += self.offset_bytes() if form == NF4 else 0
         biases = 2 * sum(one.rows for one in self.linears() if one.bias)
         return linears + biases + self.norm_bytes() + (2 * len(self.family.buffers))
 
@@ -169,14 +177,14 @@ class ModelShape:
             return hidden + 2 * (self.queries + self.keys)
         return hidden + (2 * (1 + self.own_keys) * self.head_size if self.family.attention.norm else 0)
 
-    def per_layer_bytes(self, nf4: bool) -> int:
+    def per_layer_bytes(self, form: str) -> int:
         """Of the table that gives each layer numbers of its own, and of what is added to them; two scales."""
         if not self.per_layer:
             return 0
         width = self.layers * self.per_layer
         projection = Linear("per_layer_model_projection", width, self.hidden)
         table = 2 * self.per_layer_vocabulary * width
-        return table + (projection.nf4_bytes if nf4 else 2 * projection.weights) + 2 * self.per_layer + 2 * 4
+        return table + projection.bytes_in(form) + 2 * self.per_layer + 2 * 4
 
     def groups(self) -> list[list[Linear]]:
         """The linears of a layer that the loader lays side by side in NF4, one dequantization for each group."""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.cutting import Limits, cut
+from lowmem_grpo.memory.model_shape import BITS_16, FP8, NF4
 from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
 
 OPTIMIZER_BYTES = {  # of a trained number; the states that stay on the device
@@ -26,6 +27,7 @@ class RunSettings:
     num_generations: int = 8
     lora_rank: int = 32
     load_in_4bit: bool = True
+    load_in_fp8: bool = False  # in place of 4 bits
     checkpointing: bool | str = "offload"
     engine: str = "vllm"
     max_tokens: int | None = None  # of a training micro-batch
@@ -35,7 +37,7 @@ class RunSettings:
     kv_bytes: int | None = None
     host_embedding: bool | None = None
     optim: str | None = None
-    sampling_weights: str | None = None  # of a 4-bit model: "16bit" dequantizes them once for each phase of sampling
+    sampling_weights: str | None = None  # of quantized weights: "16bit" dequantizes them once a sampling phase
     sequences: int | None = None  # decoded together; None is a group
     sleeps: bool = True  # whether the engine gives its cache back while training
     completions_per_step: int | None = None  # of an optimizer step: a micro-batch never holds more; None is not known
@@ -54,9 +56,14 @@ class RunSettings:
         if self.host_embedding and self.engine == "vllm":
             raise ValueError("host_embedding is True and engine is 'vllm', which looks the embedding up on the card; "
                              "use engine='transformers', or leave it out")
-        if self.sampling_weights == "16bit" and not (self.load_in_4bit and self.engine == "vllm"):
-            raise ValueError("sampling_weights is '16bit', which vLLM does with 4-bit weights; leave it out, or set "
-                             "load_in_4bit=True and engine='vllm'")
+        if self.sampling_weights == "16bit" and (self.form == BITS_16 or self.engine != "vllm"):
+            raise ValueError("sampling_weights is '16bit', which vLLM does with 4-bit and FP8 weights; leave it out, "
+                             "or set load_in_4bit=True and engine='vllm'")
+
+    @property
+    def form(self) -> str:
+        """In which weights are held: one of model_shape.FORMS."""
+        return FP8 if self.load_in_fp8 else NF4 if self.load_in_4bit else BITS_16
 
 
 @dataclass(frozen=True)

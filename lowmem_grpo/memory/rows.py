@@ -1,7 +1,7 @@
 """The rows of a plan: every component's bytes in both phases, for complete settings."""
 
 from lowmem_grpo.memory.cards import LARGE_PREFILL, MIB, Device, prefill_tokens
-from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.model_shape import BITS_16, FP8, NF4, ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
 from lowmem_grpo.memory.training_step import (
     BAND_BYTES,
@@ -22,6 +22,7 @@ PAGED = "paged_adamw_8bit"  # its states are on the host but while they are used
 CUDA_CONTEXT = 512 * MIB  # of the driver and its libraries
 GRAPHS = 384 * MIB  # of vLLM's CUDA graphs
 RESERVE = 0.04  # of what is freed and made again: holes between blocks
+KINDS = {NF4: "NF4, double quantization", FP8: "FP8, a scale for each row", BITS_16: "16 bits"}
 WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE)
 NOTES = {
     INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
@@ -55,11 +56,11 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
 def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What is there in both phases; gradients only while training."""
     table, trained = shape.table_bytes, shape.lora_weights(settings.lora_rank)
-    weights, adapters = shape.weight_bytes(settings.load_in_4bit), ADAPTER_BYTES * trained
+    weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if shape.tied or settings.host_embedding else table
     states = 0 if settings.optim == PAGED else int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained)
     where = "the head is the same table" if shape.tied else "on the host" if settings.host_embedding else "16 bits"
-    kind = "NF4, double quantization" if settings.load_in_4bit else "16 bits"
+    kind = KINDS[settings.form]
     return [
         Row("weights", weights, weights, note=f"linears in {kind}; norms, biases"),
         Row("embedding", on_device, on_device, note=where),
@@ -89,7 +90,7 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
     sizes = [(settings.context, 0), *([(min(bound, area), area)] if area else [])]  # no place lies nowhere
     return [
         StepShape(shape, tokens, laid, settings.lora_rank, settings.checkpointing, settings.mlp_tile or 0,
-                  settings.chunk_rows or tokens, settings.load_in_4bit)
+                  settings.chunk_rows or tokens, settings.form != BITS_16)
         for tokens, laid in sizes
     ]
 

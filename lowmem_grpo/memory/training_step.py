@@ -34,7 +34,7 @@ class StepShape:
     checkpointing: bool | str
     mlp_tile: int  # R; 0 for none
     chunk_rows: int
-    nf4: bool = True
+    quantized: bool = True
 
     @property
     def hidden(self) -> int:
@@ -145,5 +145,6 @@ class StepShape:
 
     def band(self) -> int:
         """Dequantized weights of one band."""
-        largest = max(WORD * sum(one.weights for one in group) for group in self.model.groups()) if self.nf4 else 0
+        groups = self.model.groups() if self.quantized else []
+        largest = max((WORD * sum(one.weights for one in group) for group in groups), default=0)
         return largest // max(1, -(-largest // BAND_BYTES))

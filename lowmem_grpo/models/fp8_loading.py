@@ -21,8 +21,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowmem_grpo.config.loading import FP8_BLOCK
 from lowmem_grpo.kernels.fp8 import E4M3, fp8_quantize, scales_shape
+from lowmem_grpo.memory.model_shape import FP8_BLOCK
 from lowmem_grpo.models.fp8_linear import SCALE, FP8Linear, stored_weight
 from lowmem_grpo.models.stored_form import block_of, quantization_of
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from lowmem_grpo.config.loading import FP8, NF4, PLAIN
 from lowmem_grpo.memory.families import check_family, family_of
+from lowmem_grpo.memory.model_shape import BITS_16, FP8, NF4
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.dtypes import check_dtype
@@ -44,7 +44,7 @@ class Pretrained:
     options: dict[str, Any]  # revision and token
 
     def load(self, dtype: torch.dtype, device: str, form: str) -> tuple[PreTrainedModel, Any]:
-        """The frozen model on its device, its weights in this form (NF4, FP8, FP8_BLOCK or PLAIN), and its tokenizer.
+        """The frozen model on its device, its weights in this form (NF4, FP8, FP8_BLOCK or BITS_16), and its tokenizer.
         A checkpoint that is stored in NF4 or FP8 stays as it is."""
         with self.naming_the_model(), freed_memory_returned():
             config = self.config()
@@ -112,7 +112,7 @@ def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype)
     the checkpoint's own config."""
     if stored == FP8:
         return {"config": as_stored(config, dtype)}
-    if stored == NF4 or form == PLAIN:
+    if stored == NF4 or form == BITS_16:
         return {}
     return {"quantization_config": nf4(dtype) if form == NF4 else to_quantize(form, dtype)}
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lowmem_grpo.config.loading import FP8, NF4
+from lowmem_grpo.memory.model_shape import FP8, NF4
 
 PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
              "or load_in_fp8=True")
@@ -33,12 +33,14 @@ def stored_form(config: Any, name: str) -> str | None:
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """The quantization_config of a model's config, or of its text part; None where there is none."""
-    for part in (config, config.get_text_config()):
-        found = getattr(part, "quantization_config", None)
-        if found is not None:
-            return dict(found if isinstance(found, Mapping) else found.to_dict())
-    return None
+    """The quantization_config of a model's config (an object of transformers, or the fields of config.json), or of its
+    text part; None where there is none."""
+    if isinstance(config, Mapping):
+        parts = [one.get("quantization_config") for one in (config, config.get("text_config") or {})]
+    else:
+        parts = [getattr(one, "quantization_config", None) for one in (config, config.get_text_config())]
+    found = next((part for part in parts if part is not None), None)
+    return None if found is None else dict(found if isinstance(found, Mapping) else found.to_dict())
 
 
 def block_of(given: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from lowmem_grpo.memory.cards import LARGE_PREFILL
-from lowmem_grpo.memory.model_shape import Linear, ModelShape
+from lowmem_grpo.memory.model_shape import NF4, Linear, ModelShape
 from lowmem_grpo.planning.card_speeds import SPEEDS, CardSpeed, card_of
 from lowmem_grpo.planning.costs import (
     COSTS,
@@ -43,9 +43,10 @@ class Sampling:
     speed: CardSpeed
     costs: Costs
     engine: str
-    four_bit: bool  # the weights that token steps multiply with
+    quantized: bool  # the weights that token steps multiply with
     together: int  # sequences decoded at a time
     reads: int = LARGE_PREFILL  # tokens of prompts read in one pass
+    form: str = NF4  # of quantized weights; only NF4 has a kernel for few rows
 
     def steps(self, work: Workload) -> int:
         """Token steps: those of the longest completion, and more where not all are decoded at a time.
@@ -75,11 +76,11 @@ class Sampling:
     def product(self, one: Linear, rows: int) -> float:
         """Seconds of one matrix times M rows."""
         plain = product_seconds(one.weights, rows, self.speed)
-        if not self.four_bit:
+        if not self.quantized:
             return plain
-        instructions = decode_instructions(rows, self.speed)
+        instructions = decode_instructions(rows, self.speed) if self.form == NF4 else None
         if instructions is None:
-            return plain + dequantize_seconds(one, self.speed)
+            return plain + dequantize_seconds(one, self.speed, self.form)
         bound = max(
             one.nf4_bytes / self.speed.memory, 2 * rows * one.weights / block_outputs(one.rows, rows) / self.speed.l2,
             instructions * one.weights / self.speed.lanes,
@@ -101,8 +102,8 @@ class Sampling:
         weights = sum(one.weights for one in shape.linears())
         layer = product_seconds(weights, tokens / passes, speed)
         device = passes * layer + 2 * shape.queries * work.prompts * work.prompt_length**2 / speed.attention
-        again = (passes if self.four_bit else 1) if quantized else 0
-        device += again * sum(dequantize_seconds(one, speed) for one in shape.linears())
+        again = (passes if self.quantized else 1) if quantized else 0
+        device += again * sum(dequantize_seconds(one, speed, self.form) for one in shape.linears())
         eager = EAGER_LAYER_US if self.engine != "vllm" else self.costs.launches_forward * self.costs.host_us_per_launch
         return shape.layers * max(device, passes * eager * 1e-6)
 
@@ -123,9 +124,9 @@ def product_seconds(weights: float, rows: float, speed: CardSpeed) -> float:
     return max(2 * rows * weights / speed.gemm, WORD * weights / speed.memory)
 
 
-def dequantize_seconds(one: Linear, speed: CardSpeed) -> float:
-    """Of a weight from 4 bits to 16: bytes read and written."""
-    return (one.nf4_bytes + WORD * one.weights) / speed.memory
+def dequantize_seconds(one: Linear, speed: CardSpeed, form: str = NF4) -> float:
+    """Of a weight from 4 bits or FP8 to 16: bytes read and written."""
+    return (one.bytes_in(form) + WORD * one.weights) / speed.memory
 
 
 def block_outputs(outputs: int, rows: int) -> int:

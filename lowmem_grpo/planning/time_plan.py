@@ -12,7 +12,7 @@ from typing import Any
 
 from lowmem_grpo.memory.cards import MOST_SEQUENCES, prefill_tokens
 from lowmem_grpo.memory.cutting import cut
-from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.model_shape import BITS_16, FP8, NF4, ModelShape
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.planning.card_speeds import SPEEDS, CardSpeed, card_of
 from lowmem_grpo.planning.costs import COSTS, ENGINE_SECONDS, Costs, calibration
@@ -20,6 +20,7 @@ from lowmem_grpo.planning.sampling_time import Sampling
 from lowmem_grpo.planning.training_time import Training
 from lowmem_grpo.planning.workload import Workload
 
+BITS = {NF4: 4, FP8: 8}
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
 
 
@@ -74,7 +75,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs 
     training = Training(shape, plan.settings, SPEEDS[card], costs, micro_batches(plan, work, costs))
     forward, backward = training.forward(work), training.backward(work)
     seconds = {
-        "prefill": sampling.prefill(work, plan.settings.load_in_4bit), "decode": sampling.decode(work),
+        "prefill": sampling.prefill(work, plan.settings.form != BITS_16), "decode": sampling.decode(work),
         "forward": (work.iterations + work.forward_only) * forward.seconds,
         "backward": work.iterations * backward.seconds,
         "optimizer": work.updates * training.optimizer(),
@@ -84,7 +85,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs 
     }
     return TimePlan(
         work, card, calibrated(seconds, card), None, training.micro_batches,
-        min(sampling.together, work.sequences), sampling.steps(work), 4 if sampling.four_bit else 16,
+        min(sampling.together, work.sequences), sampling.steps(work), BITS[sampling.form] if sampling.quantized else 16,
         {"forward": forward.bound, "backward": backward.bound},
     )
 
@@ -108,14 +109,15 @@ def calibrated(seconds: dict[str, float], card: str) -> dict[str, float]:
 def sampling_of(plan: MemoryPlan, shape: ModelShape, speed: CardSpeed, costs: Costs, work: Workload) -> Sampling:
     """How a step is sampled under a plan."""
     settings = plan.settings
-    four_bit = settings.load_in_4bit and not samples_in_16_bit(plan)
+    quantized = settings.form != BITS_16 and not samples_in_16_bit(plan)
     rows = together(plan, shape, work)
     reads = prefill_tokens(plan.device.total, rows)
-    return Sampling(shape, settings.lora_rank, speed, costs, settings.engine, four_bit, rows, reads)
+    return Sampling(shape, settings.lora_rank, speed, costs, settings.engine, quantized, rows, reads,
+                    FP8 if settings.form == FP8 else NF4)
 
 
 def samples_in_16_bit(plan: MemoryPlan) -> bool:
-    """Whether 4-bit weights are dequantized once for a whole sampling phase."""
+    """Whether quantized weights are dequantized once for a whole sampling phase."""
     return plan.settings.sampling_weights == "16bit"
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
-from lowmem_grpo.memory.model_shape import Linear, ModelShape
+from lowmem_grpo.memory.model_shape import BITS_16, Linear, ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, RunSettings
 from lowmem_grpo.memory.rows import PAGED
 from lowmem_grpo.planning.card_speeds import CardSpeed
@@ -150,9 +150,9 @@ class Training:
 
     def dequantize(self, reads: list[tuple[Linear, int]]) -> float:
         """Seconds; none for 16-bit weights."""
-        if not self.settings.load_in_4bit:
+        if self.settings.form == BITS_16:
             return 0.0
-        return sum(times * dequantize_seconds(one, self.speed) for one, times in reads)
+        return sum(times * dequantize_seconds(one, self.speed, self.settings.form) for one, times in reads)
 
 
 def in_mlp(one: Linear) -> bool:

@@ -96,7 +96,7 @@ def run_kernel(torch: Any) -> None:
 def look_at_weights(look: Look, torch: Any, broken: set[str], found: Checkup) -> None:
     """Whether weights can be held in 4 bit: a few are quantized."""
     if torch is None or "bitsandbytes" in broken:
-        found.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load with load_in_4bit=False"
+        found.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load with load_in_fp8=True (needs none)"
         return
     device = "cuda" if found.card.get("name") else "cpu"
 
@@ -106,7 +106,7 @@ def look_at_weights(look: Look, torch: Any, broken: set[str], found: Checkup) ->
     _, why = attempt(quantize)
     found.used["4-bit weights"] = "NF4 by bitsandbytes" if why is None else f"no: {why}"
     if why is not None:
-        found.say(f"bitsandbytes cannot quantize here ({why})", "install it again, or use load_in_4bit=False")
+        found.say(f"bitsandbytes cannot quantize here ({why})", "install it again, or use load_in_fp8=True")
 
 
 def look_at_training(look: Look, found: Checkup) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lowmem_grpo import __version__
+from lowmem_grpo.models.fp8_linear import form_in_fp8
 
 
 def facts(model: Any, device: torch.device) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def facts(model: Any, device: torch.device) -> dict[str, Any]:
     dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
     return {
         "parameters": whole - trainable, "trainable_parameters": trainable,
-        "weights": "4-bit" if getattr(base, "is_loaded_in_4bit", False) else dtype,
+        "weights": "4-bit" if getattr(base, "is_loaded_in_4bit", False) else "FP8" if form_in_fp8(base) else dtype,
         "card": torch.cuda.get_device_name(device) if on_card else None,
         "card_bytes": torch.cuda.get_device_properties(device).total_memory if on_card else None,
         "processor": cpu_model(), "version": __version__, "torch": torch.__version__,

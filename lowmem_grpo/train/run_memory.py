@@ -13,6 +13,7 @@ from lowmem_grpo.memory.bounds import Bound, RunMemory
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
+from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.lean_modules import LeanMLP
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.embedding import HostEmbedding
@@ -39,7 +40,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
     return RunSettings(
         context=context, num_generations=config.completions_per_prompt,
         lora_rank=int(vars(model.peft_config[model.active_adapter])["r"]),
-        load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)),
+        load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
         checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,
         max_tokens=config.max_tokens_per_micro_batch, mlp_tile=(tiles[0] or 0) if tiles else 0,
         chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),

@@ -67,6 +67,23 @@ def test_settings_reach_the_plan() -> None:
     assert (settings["engine"], found["device"]["budget"]) == ("transformers", 40 * GIB)
 
 
+def test_fp8_weights_take_a_byte_each_and_an_fp8_checkpoint_is_planned_so(tmp_path: Path) -> None:
+    four_bit, fp8, plain = (json.loads(plan("--model", "qwen3-4b", "--gpu", "h200", *form, "--json").output)
+                            for form in ((), ("--fp8",), ("--16bit",)))
+    weights = [found["rows"][0]["train"] for found in (four_bit, fp8, plain)]
+    assert weights[1] == pytest.approx(weights[2] / 2, rel=0.002)
+    assert weights[0] == pytest.approx(weights[1] * 0.516, rel=0.01)
+    assert "FP8, a scale for each row" in fp8["rows"][0]["note"]
+    assert fp8["settings"]["sampling_weights"] == "16bit"
+    stored = named_config("qwen3-4b") | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    done = plan("--model", tmp_path, "--gpu", "h200", "--json")
+    assert "is stored in FP8" in done.stderr
+    assert json.loads(done.stdout)["rows"] == fp8["rows"]
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"quantization_config": {"quant_method": "gptq"}}))
+    assert "is stored in GPTQ" in plan("--model", tmp_path, "--gpu", "h200").output
+
+
 CASE = ("--model", "qwen2.5-3b", "--gpu", "h200", "--context", 640)
 GSM8K = ("--prompts", 8, "--prompt-length", 100, "--completion-length", 200, "--max-completion-length", 512)
 

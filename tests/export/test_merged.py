@@ -10,6 +10,7 @@ import torch
 import transformers
 from adapters import adapted, edit_record, export_command, names_beside
 from bitsandbytes.functional import dequantize_4bit
+from fp8_checkpoints import KINDS, save_16_bit, save_in_fp8
 from safetensors.torch import load_file
 from small_models import TINY, scatter
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,6 +21,8 @@ from lowmem_grpo.export.formats import export
 from lowmem_grpo.export.lora_pairs import live_pairs, read_pairs
 from lowmem_grpo.export.merge import MergeError
 from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.kernels.fp8 import fp8_dequantize
+from lowmem_grpo.models.fp8_linear import FP8Linear
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.runs.adapter_file import AdapterError
 from lowmem_grpo.unsloth_names import UnsupportedError
@@ -97,6 +100,30 @@ def test_a_base_that_is_stored_in_4_bit_is_read_as_it_is(tmp_path: Path, unequal
     live, stored = (load_file(tmp_path / name / "model.safetensors") for name in ("live", "merged"))
     assert all(torch.equal(live[name], stored[name]) for name in live)
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("held", [True, "block", *KINDS])
+def test_what_was_trained_on_fp8_weights_is_merged_with_them(held: bool | str, tmp_path: Path, unequal: None) -> None:
+    """Quantized while loading, or stored in FP8: the loaded model and the files give the same, base plus adapter."""
+    base, asked = tmp_path / "base", {} if held in KINDS else {"load_in_fp8": held}
+    save_in_fp8(base, str(held)) if held in KINDS else save_16_bit(base)
+    bare, _ = FastLanguageModel.from_pretrained(str(base), max_seq_length=64, **asked)
+    model = scatter(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False))
+    model.save_lora(tmp_path / "adapter")
+    model.save_pretrained_merged(tmp_path / "live")
+    export(tmp_path / "adapter", "merged", tmp_path / "stored")
+    live, stored = (load_file(tmp_path / name / "model.safetensors") for name in ("live", "stored"))
+    assert live.keys() == stored.keys()
+    assert not [name for name in live if "scale" in name]
+    assert all(torch.equal(live[name], stored[name]) for name in live)
+    for name, layer in model.get_base_model().named_modules():
+        if isinstance(getattr(layer, "base_layer", None), FP8Linear):
+            wanted = fp8_dequantize(layer.base_layer.frozen).double() + layer.get_delta_weight("default").double()
+            torch.testing.assert_close(live[f"{name}.weight"].double(), wanted, rtol=2**-8, atol=1e-6)
+    assert "quantization_config" not in json.loads((tmp_path / "stored" / "config.json").read_text())
+    again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "adapter"), max_seq_length=64)
+    found, wanted = (dict(one.named_parameters()) for one in (again, model))
+    assert all(torch.equal(found[name], parameter) for name, parameter in wanted.items())
 
 
 @pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])

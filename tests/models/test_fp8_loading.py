@@ -16,6 +16,7 @@ from torch import nn
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.kernels import frozen
 from lowmem_grpo.kernels.fp8 import fp8_dequantize, fp8_quantize
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.fp8_linear import FP8Linear, fp8_linears
 from lowmem_grpo.models.pretrained import Pretrained
 
@@ -145,6 +146,15 @@ def test_quantizing_while_loading_holds_the_fp8_model_and_one_tensor(tmp_path: P
     assert held < 0.55 * in_16_bits
     empty = in_16_bits  # the model that is loaded into lies on the meta device: counted, and no memory
     assert storage.peak - empty < held + 14 * largest < 0.7 * in_16_bits  # one in 16 bits, and three times in float32
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_the_planner_knows_the_weights_to_the_byte(form: str, tmp_path: Path) -> None:
+    save_16_bit(tmp_path, "Llama", hidden_size=96, intermediate_size=200)
+    model = load(tmp_path, form, torch.bfloat16)
+    tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in tables)
+    assert ModelShape.of(model.config).weight_bytes(form) == held
 
 
 def test_an_adapter_is_not_merged_into_codes() -> None:

@@ -417,5 +417,5 @@ def test_weights_are_dequantized_while_sampling_only_where_the_whole_cache_has_r
 def test_weights_that_are_not_4_bit_or_not_vllms_are_never_planned_twice(changes: dict[str, Any]) -> None:
     found = plan(named_config("qwen2.5-3b"), RunSettings(640, **changes), device("141GiB"))
     assert found.settings.sampling_weights is None
-    with pytest.raises(ValueError, match="sampling_weights is '16bit', which vLLM does with 4-bit weights"):
+    with pytest.raises(ValueError, match="sampling_weights is '16bit', which vLLM does with 4-bit and FP8 weights"):
         RunSettings(640, sampling_weights="16bit", **changes)
