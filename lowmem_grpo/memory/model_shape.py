@@ -116,6 +116,16 @@ class ModelShape:
             )
 
     @property
+    def for_all_layers(self) -> int:
+        """Numbers of a token that all layers share while a micro-batch is computed: cosines and sines of the positions,
+        those that each layer takes beside its input, and keys and values of layers that serve later ones."""
+        if not self.forms:
+            return 2 * self.head_size
+        lent = {(form.window, form.head_size * form.kv_heads) for form in self.forms if form.own_keys}
+        shared = 0 if all(form.own_keys for form in self.forms) else sum(keys for _, keys in lent)
+        return 2 * (sum({form.head_size for form in self.forms}) + shared) + self.layers * self.per_layer
+
+    @property
     def family(self) -> Family:
         """The row of its family."""
         return family_named(self.model_type)

@@ -66,7 +66,7 @@ class StepShape:
     @property
     def angles(self) -> int:
         """Bytes of what all layers share: cosines and sines (T, K) of the positions, and the mask of a window."""
-        return WORD * (2 * self.tokens * self.model.head_size + mask_numbers(self.model.window, self.tokens))
+        return WORD * (self.tokens * self.model.for_all_layers + mask_numbers(self.model.window, self.tokens))
 
     def moments(self) -> dict[str, Moment]:
         """Each moment at which a step may hold most."""
@@ -92,6 +92,8 @@ class StepShape:
         kept = self.hidden + self.laid + (self.queries if self.area else 0)
         if mask_numbers(self.model.window, self.tokens):  # the output of blocks of queries, and put together
             kept += WORD * self.model.queries * (self.area or self.tokens)
+        if self.model.per_layer:  # Gemma 4: inputs of norms after attention and MLP, and what is added to a layer
+            kept += 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer
         if self.model.family.attention.norm:
             kept += self.queries + self.keys + 4 * self.tokens * (self.model.heads + self.model.kv_heads)
         if self.model.family.attention.inner == FUSED and not self.area:

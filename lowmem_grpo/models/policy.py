@@ -1,5 +1,6 @@
 """The trained model as the loop sees it: hidden states of a micro-batch, log-probabilities, adapter on or off."""
 
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.kernels import linear_logprobs
-from lowmem_grpo.memory.families import trained
+from lowmem_grpo.memory.families import family_of, trained
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.delta_net import use_delta_nets
 from lowmem_grpo.models.dtypes import check_dtype
@@ -22,6 +23,15 @@ from lowmem_grpo.types import MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # we take the first that a config has
 KNOWN = f"Take a model of a family that can be packed: {trained()}"
+
+
+class FirstKeys(UserDict):
+    """Keys and values that layers lend to later ones, those of the forward pass only. A layer that is recomputed for
+    backward makes them again; to hold these as well would keep most of what it recomputed on the device."""
+
+    def __setitem__(self, kind: str, keys_and_values: Any) -> None:
+        if kind not in self:
+            super().__setitem__(kind, keys_and_values)
 
 
 @dataclass(frozen=True)
@@ -131,10 +141,15 @@ class Policy:
         with self.autocast(), told:
             out = self.backbone(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], attention_mask=unused_mask,
-                use_cache=False, packed=layout,
+                use_cache=False, packed=layout, **self.lent_keys(),
             )
         self.check_packed(layout.calls)
         return out.last_hidden_state[0]
+
+    def lent_keys(self) -> dict[str, Any]:
+        """What a family whose layers lend each other keys and values is given to hold them in, for one pass."""
+        row = family_of(self.base.config)
+        return {"shared_kv_states": FirstKeys()} if row is not None and row.unlike_layers else {}
 
     def check_packed(self, calls: int) -> None:
         """Raise ValueError if some layers have another kind of attention, which would mix packed sequences."""
