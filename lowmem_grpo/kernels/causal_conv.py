@@ -6,6 +6,8 @@ x, y (T, C), w (C, W), states (S, W - 1, C). A run's final state is the last W -
 among it. All runs, each with its state before it, go through one convolution.
 """
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +25,7 @@ def causal_conv(x: Tensor, weight: Tensor, runs: Runs, initial: Tensor | None = 
     if not runs.tokens:
         return x, initial
     stream = torch.cat([part for run in zip(initial, x.split(runs.lengths), strict=True) for part in run])
-    ends = torch.tensor([length + before for length in runs.lengths]).cumsum(0).tolist()
+    ends = list(accumulate(length + before for length in runs.lengths))
     wide = field_kernels.causal_conv(stream, weight) if field_kernels.serve(x) else convolved(stream, weight)
     result = torch.cat([wide[end - length : end] for end, length in zip(ends, runs.lengths, strict=True)])
     return result, torch.stack([stream[end - before : end] for end in ends])

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_grpo.kernels import field_kernels
 from lowmem_grpo.kernels.first_order import first_order
@@ -33,7 +34,7 @@ from lowmem_grpo.kernels.runs import CHUNK, Runs
 
 NORM_EPSILON = 1e-6
 AGREEMENT = 0.02  # of the norm; rounding to 16 bits takes about 0.005
-SCRATCH = 2**24  # numbers (T, heads, K) that are computed at a time
+SCRATCH = 2**22  # numbers (T, heads, K) that are computed at a time
 
 logger = logging.getLogger(__name__)
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # query, key, value, g, beta, initial
@@ -140,7 +141,7 @@ class DeltaRuleFunction(torch.autograd.Function):
         grads = tuple(torch.empty_like(one) for one in parts)
         for (some, heads), (room, _) in zip(tiles(parts), tiles(grads), strict=True):
             wanted: Any = tuple(one.detach().requires_grad_() for one in some)
-            with torch.enable_grad():
+            with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, Tensor.detach):  # they stay here
                 result, final = without_autocast(wanted, ctx.runs)
             found = torch.autograd.grad((result, final), wanted, (grad_result[:, heads], grad_final[:, heads]))
             for place, grad in zip(room, found, strict=True):
@@ -211,8 +212,9 @@ def scan(
     results, finals = [], []
     steps = zip(*(one.split(counts) for one in (added, read, q, scores, k, decay)), strict=True)
     for new, reads, asks, pairs, keys, whole in steps:
-        finals.append(state[len(new) :])
-        state = state[: len(new)]
+        if len(new) < len(state):  # otherwise the view would keep each step's states alive
+            finals.append(state[len(new) :])
+            state = state[: len(new)]
         new = new - reads @ state
         results.append(asks @ state + pairs @ new)
         state = whole * state + keys.mT @ new

@@ -8,6 +8,7 @@ always the first ones.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -54,15 +55,17 @@ class Runs:
         numbers = [-(-length // CHUNK) for length in self.lengths]
         order = sorted(range(len(numbers)), key=lambda run: -numbers[run])
         counts = [sum(number > step for number in numbers) for step in range(max(numbers, default=0))]
-        bounds = torch.tensor([0, *self.lengths]).cumsum(0)
-        run = torch.tensor([order[place] for count in counts for place in range(count)], dtype=torch.long)
-        step = torch.tensor([step for step, count in enumerate(counts) for _ in range(count)], dtype=torch.long)
-        starts = (bounds[run] + CHUNK * step)[:, None]
+        bounds = [0, *accumulate(self.lengths)]
+        cut = [(order[place], step) for step, count in enumerate(counts) for place in range(count)]
+        starts = torch.tensor([bounds[run] + CHUNK * step for run, step in cut], dtype=torch.long)[:, None]
+        ends = torch.tensor([bounds[run + 1] for run, _ in cut], dtype=torch.long)[:, None]
         token = starts + torch.arange(CHUNK)
-        real = token < bounds[run + 1][:, None]
-        places = torch.empty(self.tokens, dtype=torch.long)
-        places[token[real]] = real.flatten().nonzero()[:, 0]
+        real = token < ends
         sources = torch.where(real, token, starts).flatten()
+        number = {chunk: place for place, chunk in enumerate(cut)}
+        packed = [(number[run, step] * CHUNK, min(CHUNK, length - CHUNK * step))
+                  for run, length in enumerate(self.lengths) for step in range(numbers[run])]
+        places = torch.cat([torch.arange(place, place + count) for place, count in packed])
         runs = torch.tensor(order, dtype=torch.long).to(self.device)
         return Chunks(sources.to(self.device), real.to(self.device), places.to(self.device), tuple(counts), runs,
                       runs.argsort())

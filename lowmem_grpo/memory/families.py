@@ -47,6 +47,7 @@ class Attention:
     window: Literal["", "config", "layers"] = ""  # whether all layers, or those that the config names, have a window
     bias: bool | None = None  # on q, k and v; None: as the config's `attention_bias` says
     values_are_keys: bool = False  # layers without `v_proj` take their keys, before norm and RoPE, as values
+    gated: bool = False  # `q_proj` makes a gate of the result beside each query
     lean: bool = True
 
 
@@ -124,7 +125,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": decoder(
         "Qwen3.5, Qwen3.6 (dense, text)", "Qwen3_5", norm=Norm("Qwen3_5RMSNorm", "eps", 1.0),
-        attention=Attention("Qwen3_5Attention", norm="heads", lean=False), delta_net="Qwen3_5GatedDeltaNet",
+        attention=Attention("Qwen3_5Attention", norm="heads", gated=True, lean=False), delta_net="Qwen3_5GatedDeltaNet",
         only_bfloat16=True, turns=IM,
     ),
     "exaone4": decoder("EXAONE 4", "Exaone4", attention=Attention(

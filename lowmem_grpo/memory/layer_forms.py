@@ -19,6 +19,47 @@ class LayerForm:
     own_values: bool = True  # False: the projection of keys is that of values too
 
 
+@dataclass(frozen=True)
+class DeltaForm:
+    """The gated delta nets of a hybrid model; its other layers have attention."""
+
+    layers: int  # that have one
+    key_heads: int
+    heads: int  # H, of values
+    key_size: int
+    value_size: int
+    width: int  # W, of the convolution
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "DeltaForm":
+        """From a config's fields; without `layer_types` every `full_attention_interval`th layer has attention."""
+        total, every = fields["num_hidden_layers"], fields.get("full_attention_interval") or 4
+        kinds = fields.get("layer_types")
+        count = total - total // every if kinds is None else list(kinds).count("linear_attention")
+        return cls(count, fields["linear_num_key_heads"], fields["linear_num_value_heads"],
+                   fields["linear_key_head_dim"], fields["linear_value_head_dim"], fields["linear_conv_kernel_dim"])
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token's values."""
+        return self.heads * self.value_size
+
+    @property
+    def mixed(self) -> int:
+        """C, numbers of a token's query, key and value."""
+        return 2 * self.key_heads * self.key_size + self.values
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a layer beside its projections: convolution, norm, decays."""
+        return 2 * (self.mixed * self.width + self.value_size + 2 * self.heads)
+
+    @property
+    def state_bytes(self) -> int:
+        """What a layer knows of one sequence: the rule's state in float32, the convolution's in 16 bits."""
+        return 4 * self.heads * self.key_size * self.value_size + 2 * self.mixed * (self.width - 1)
+
+
 def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:
     """Every layer of a config with Gemma 4's fields, in order. `per_layer_config` names what differs in a layer, or in
     older files `global_head_dim` and `num_global_key_value_heads` what differs in those without a window."""

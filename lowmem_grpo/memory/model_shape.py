@@ -10,8 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.memory.families import FAMILIES, FUSED, FUSED_GATE_UP, Family, decoder
-from lowmem_grpo.memory.layer_forms import LayerForm, forms_of
+from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES, FUSED, FUSED_GATE_UP, Family, decoder
+from lowmem_grpo.memory.layer_forms import DeltaForm, LayerForm, forms_of
 
 FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # in which weights are held
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights that share a scale, scales that share one of theirs
@@ -75,6 +75,7 @@ class ModelShape:
     forms: tuple[LayerForm, ...] = ()
     per_layer: int = 0  # P, numbers that each layer takes of a token beside its input; 0: none
     per_layer_vocabulary: int = 0  # rows of the table of these, which is L P wide
+    delta: DeltaForm | None = None  # of the layers without attention, where there are such; in `each`, of these only
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -98,6 +99,7 @@ class ModelShape:
             fields.get("sliding_window") if fields.get("use_sliding_window", True) else None, forms=forms,
             per_layer=fields.get("hidden_size_per_layer_input") or 0,
             per_layer_vocabulary=fields.get("vocab_size_per_layer_input") or 0,
+            delta=DeltaForm.of(fields) if row.delta_net else None,
         )
         if not forms:
             return found
@@ -107,7 +109,10 @@ class ModelShape:
 
     def each(self) -> Iterator[tuple[int, "ModelShape"]]:
         """The shapes of layers that are alike, and how many layers have each."""
-        if not self.forms:
+        if self.delta is not None:
+            yield self.delta.layers, replace(self, own_keys=False)
+            yield self.layers - self.delta.layers, replace(self, delta=None)
+        elif not self.forms:
             yield self.layers, self
         for form, count in Counter(self.forms).items():
             yield count, replace(
@@ -143,15 +148,20 @@ class ModelShape:
     def linears(self) -> Iterator[Linear]:
         """The weights of one layer that are quantized and take LoRA."""
         bias = self.attention_bias
-        if self.family.attention.inner == FUSED:
+        if self.delta is not None:
+            sizes = (self.delta.mixed, self.delta.values, self.delta.heads, self.delta.heads)
+            yield from (Linear(name, rows, self.hidden) for name, rows in zip(DELTA_IN, sizes, strict=True))
+            yield Linear(DELTA_OUT, self.hidden, self.delta.values)
+        elif self.family.attention.inner == FUSED:
             yield Linear("qkv_proj", self.queries + 2 * self.keys, self.hidden, bias)
         else:
-            yield Linear("q_proj", self.queries, self.hidden, bias)
+            yield Linear("q_proj", self.queries * (1 + self.family.attention.gated), self.hidden, bias)
             if self.own_keys:
                 yield Linear("k_proj", self.keys, self.hidden, bias)
             if self.own_keys and self.own_values:
                 yield Linear("v_proj", self.keys, self.hidden, bias)
-        yield Linear("o_proj", self.hidden, self.queries)
+        if self.delta is None:
+            yield Linear("o_proj", self.hidden, self.queries)
         if self.family.mlp.inner == FUSED_GATE_UP:
             yield Linear("gate_up_proj", 2 * self.inner, self.hidden)
         else:
@@ -183,6 +193,8 @@ class ModelShape:
     def norm_bytes(self) -> int:
         """Of a layer's norms: those of the hidden size, and those of queries and keys."""
         hidden = 2 * (self.family.norms + bool(self.per_layer)) * self.hidden
+        if self.delta is not None:
+            return hidden + self.delta.weight_bytes
         if self.family.attention.norm == "whole":
             return hidden + 2 * (self.queries + self.keys)
         return hidden + (2 * (1 + self.own_keys) * self.head_size if self.family.attention.norm else 0)
@@ -200,7 +212,7 @@ class ModelShape:
         """The linears of a layer that the loader lays side by side in NF4, one dequantization for each group."""
         linears = {one.name: one for one in self.linears()}
         form, found = self.family, [[one] for name, one in linears.items() if name.startswith("per_layer")]
-        for names in (form.attention.inner, ("o_proj",), form.mlp.inner, ("down_proj",)):
+        for names in (DELTA_IN, (DELTA_OUT,), form.attention.inner, ("o_proj",), form.mlp.inner, ("down_proj",)):
             group = [linears[name] for name in names if name in linears]
             whole = len(group) == len(names) and all(one.weights % (BLOCK * NESTED_BLOCK) == 0 for one in group[:-1])
             found += [group] if whole else [[one] for one in group]
@@ -223,8 +235,9 @@ class ModelShape:
                           for count, shape in self.each())
 
     def kv_bytes(self, tokens: int) -> int:
-        """Of keys and values of one sequence in 16 bits."""
-        return 2 * 2 * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
+        """Of keys and values of one sequence in 16 bits, and of its states in layers without attention."""
+        keys = 2 * 2 * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
+        return keys + (self.delta.layers * self.delta.state_bytes if self.delta is not None else 0)
 
 
 def family_named(model_type: str) -> Family:

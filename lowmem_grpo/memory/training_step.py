@@ -100,10 +100,18 @@ class StepShape:
             kept += 2 * self.queries + self.keys  # v holds all of q, k, v; the output is copied
         return kept
 
+    def delta_saved(self) -> int:
+        """What a gated delta net keeps: normed input; the convolution's input, output and that after SiLU; of the gated
+        norm its input, gate and SiLU in float32, and two results."""
+        delta = self.model.delta
+        if delta is None:
+            return 0
+        return self.hidden + self.tokens * (3 * WORD * delta.mixed + (3 * 4 + 2 * WORD) * delta.values)
+
     def saved(self) -> int:
         """What a layer keeps for its backward pass beside its input."""
         mlp = 0 if self.mlp_tile else 2 * WORD * self.tokens * self.model.inner  # gate and up
-        return self.attention_saved() + 2 * self.hidden + mlp
+        return max(self.attention_saved(), self.delta_saved()) + 2 * self.hidden + mlp
 
     def layers_kept(self) -> int:
         """What is kept of all layers where nothing is recomputed, or of the one that is."""

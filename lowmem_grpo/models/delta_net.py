@@ -58,10 +58,10 @@ class Stages:
     def of(cls, layout: PackedLayout, device: torch.device) -> "Stages":
         lengths = [length for prompt in layout.prompts for length in prompt]
         tokens = torch.arange(sum(lengths)).split(lengths)
-        first = [place for place, one in enumerate(stage_of(layout.prompts)) if one == 0]
-        later = [place for place, one in enumerate(stage_of(layout.prompts)) if one]
+        stages = stage_of(layout.prompts)
+        first, later = ([place for place, one in enumerate(stages) if one == stage] for stage in (0, 1))
         order = torch.cat([tokens[place] for place in (*first, *later)])
-        same = torch.equal(order, torch.arange(len(order)))
+        same = stages == sorted(stages)
         return cls(
             Runs(tuple(lengths[place] for place in first), device),
             Runs(tuple(lengths[place] for place in later), device),

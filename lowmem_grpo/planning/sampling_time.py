@@ -90,7 +90,7 @@ class Sampling:
     def others(self, rows: int, cached: float) -> float:
         """Seconds of adapter, cache, head and sampler."""
         shape, speed = self.shape, self.speed
-        moved = WORD * shape.lora_weights(self.rank) + rows * shape.kv_bytes(1) * cached
+        moved = WORD * shape.lora_weights(self.rank) + rows * shape.kv_bytes(round(cached))
         moved += 4 * rows * shape.vocabulary * SAMPLER_PASSES
         return moved / speed.memory + product_seconds(shape.vocabulary * shape.hidden, rows, speed)
 

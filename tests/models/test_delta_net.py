@@ -233,3 +233,15 @@ def test_of_a_checkpoint_with_images_the_text_model_is_trained(wrapper: tuple[Pa
     assert {name.split(".")[-4] for name, one in model.named_parameters() if one.requires_grad} == {*SPLIT, *DELTA}
     with pytest.raises(ValueError, match="overflows in float16"):
         FastLanguageModel.from_pretrained(str(folder), dtype="float16")
+
+
+def test_what_the_rule_computes_again_in_backward_does_not_go_to_the_host() -> None:
+    batch, policy = batch_of([(300, [300])]), Policy(with_adapter(random_model("Qwen3_5")))
+    enable_checkpointing(policy.base, "offload")
+    policy.model.train()
+    offload = ActivationOffload(policy.model, LateCopies(), min_bytes=256, page_bytes=512)
+    with offload:
+        logprobs, _ = policy.logprobs(batch, 1.0)
+        after_forward = offload.host_bytes_peak
+        gradients(policy.model, logprobs)
+    assert offload.host_bytes_peak <= 1.1 * after_forward
