@@ -13,6 +13,8 @@ SPLIT, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
 DELTA_IN, DELTA_OUT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"  # of a gated delta net
 GATE_UP, FUSED_GATE_UP = ("gate_proj", "up_proj"), ("gate_up_proj",)
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configs
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -140,6 +142,13 @@ def model_type_of(config: Any) -> str:
     if isinstance(config, Mapping):
         return str((config.get("text_config") or config).get("model_type", ""))
     return str(config.get_text_config().model_type)
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a config, or a config.json's fields, describes a mixture of several experts."""
+    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    fields = fields.get("text_config") or fields
+    return any((fields.get(name) or 1) > 1 for name in EXPERTS)
 
 
 def family_of(config: Any) -> Family | None:

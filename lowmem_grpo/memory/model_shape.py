@@ -10,7 +10,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES, FUSED, FUSED_GATE_UP, Family, decoder
+from lowmem_grpo.memory.families import (
+    DELTA_IN,
+    DELTA_OUT,
+    FAMILIES,
+    FUSED,
+    FUSED_GATE_UP,
+    Family,
+    decoder,
+    has_experts,
+)
 from lowmem_grpo.memory.layer_forms import DeltaForm, LayerForm, forms_of
 
 FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # in which weights are held
@@ -18,7 +27,6 @@ BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights that share a scale, scales that sh
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's values, those of the scales, and their offset
 PLAIN = decoder("a plain decoder", "")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 VARIANT = re.compile(r"-(instruct|base|it|chat|unsloth|bnb|4bit|bf16)$")
 NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-llama-3.3-70b": "llama-3.3-70b"}
 
@@ -85,7 +93,7 @@ class ModelShape:
         missing = [name for name in NEEDED if not isinstance(fields.get(name), int)]
         if missing:
             raise ValueError(f"the config has no {', '.join(missing)}; a decoder's config.json is needed")
-        if any((fields.get(name) or 1) > 1 for name in EXPERTS):
+        if has_experts(fields):
             raise ValueError(f"{fields.get('model_type')} has several experts; plans are made for dense models only")
         heads, kind = fields["num_attention_heads"], str(fields.get("model_type", ""))
         row = family_named(kind)

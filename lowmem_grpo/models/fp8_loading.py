@@ -95,7 +95,6 @@ class FP8Quantizer(HfQuantizer):
         if self.pre_quantized:
             paths, held = stored_in_fp8(model, kwargs["checkpoint_files"], block), E4M3
         else:
-            refuse_experts(model)
             left = self.get_modules_to_not_convert(model)
             paths, held = {name: block for name, module in model.named_modules()
                            if type(module) is nn.Linear and should_convert_module(name, left)}, dtype
@@ -130,15 +129,6 @@ class Quantize(ConversionOps):
             weight = fp8_quantize(given[0] if isinstance(given, list) else given, self.block)
             found |= {name: weight.codes, f"{name.rpartition('.')[0]}.{SCALE}": weight.scales}
         return found
-
-
-def refuse_experts(model: nn.Module) -> None:
-    """ValueError for a mixture of experts, whose experts are no linear layers and would stay in 16 bits."""
-    found = next((name for name, parameter in model.named_parameters()
-                  if parameter.ndim == 3 and "experts" in name.split(".")), None)
-    if found is not None:
-        raise ValueError(f"load_in_fp8 quantizes linear layers, and {found} is none: the experts would stay in 16 "
-                         "bits. Take a dense model")
 
 
 def stored_in_fp8(

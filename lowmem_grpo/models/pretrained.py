@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from lowmem_grpo.memory.families import check_family, family_of
+from lowmem_grpo.memory.families import check_family, family_of, has_experts
 from lowmem_grpo.memory.model_shape import BITS_16, FP8, NF4
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models import attention
@@ -31,6 +31,10 @@ NO_TEXT = ("{!r} is no causal language model of text: transformers has no class 
 NO_TURNS = ("the chat template of {!r} ({}) writes {}, and its tokenizer has no such token: turns would be cut into "
             "pieces that the model never saw. Take the tokenizer of the same model's instruct version, or remove the "
             "template and call get_chat_template")
+
+EXPERTS_STAY = ("{!r} is a mixture of experts. Only linear layers are quantized, and its experts are none: they would "
+                "stay in 16 bits, which is nearly all of the model. Take a dense model; or, where memory has room for "
+                "all of it in 16 bits, load_in_4bit=False: its experts stay frozen, and LoRA goes on its attention")
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,7 @@ class Pretrained:
             if said := check_family(config, self.name):
                 logger.warning("%s", said)
             stored = stored_form(config, self.name)
+            check_experts(config, stored or form, self.name)
             tokenizer = self.tokenizer()
             check_turns(config, tokenizer, self.name)
             how = quantization(config, stored, form, dtype)
@@ -96,6 +101,12 @@ class Pretrained:
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError(OWN_CODE.format(self.name)) from error
+
+
+def check_experts(config: Any, form: str, name: str) -> None:
+    """ValueError for a mixture of experts whose other weights are quantized: its experts would stay in 16 bits."""
+    if form != BITS_16 and has_experts(config):
+        raise ValueError(EXPERTS_STAY.format(name))
 
 
 def check_turns(config: Any, tokenizer: Any, name: str) -> None:

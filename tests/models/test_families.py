@@ -170,6 +170,13 @@ def test_a_family_that_cannot_be_right_is_refused_before_its_weights_are_read(
         FastLanguageModel.from_pretrained(str(tmp_path), max_seq_length=64, load_in_4bit=False)
 
 
+@pytest.mark.parametrize("form", [{"load_in_4bit": True}, {"load_in_fp8": True}])
+def test_experts_are_not_left_in_16_bits_in_silence(form: dict[str, Any], tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3_moe", num_experts=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a mixture of experts.*stay in 16 bits.*Take a dense model"):
+        FastLanguageModel.from_pretrained(str(tmp_path), max_seq_length=64, **form)
+
+
 def test_a_template_that_writes_tokens_which_the_tokenizer_lacks_is_refused_by_name(
     folders: Any, tmp_path: Path
 ) -> None:
