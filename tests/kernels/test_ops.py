@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lowmem_grpo.models
 from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels.delta_rule import delta_rule
 from lowmem_grpo.kernels.first_order import Guard
 from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.kernels.glu import geglu, swiglu
@@ -24,6 +25,7 @@ from lowmem_grpo.kernels.lora_mlp import lora_mlp
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.kernels.rope import rope
+from lowmem_grpo.kernels.runs import Runs
 from lowmem_grpo.kernels.spread import gather, spread
 from lowmem_grpo.models.packed_attention import parts
 from lowmem_grpo.models.packing import collate
@@ -126,6 +128,10 @@ MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which h
     "lora_mlp": (lambda x, a, b: lora_mlp(x, SQUARE, SQUARE, SQUARE, up_lora=LoRA(a, b)), ADAPTER),
     "lora_mlp in tiles": (
         lambda x, a, b: lora_mlp(x, SQUARE, SQUARE, SQUARE, up_lora=LoRA(a, b), tile_rows=3), ADAPTER
+    ),
+    "delta_rule": (
+        lambda q, k, v, g, beta: delta_rule(q, k, v, -g.abs(), beta, Runs((5, 2), q.device)),
+        [(7, 2, 4), (7, 2, 4), (7, 2, 3), (7, 2), (7, 2)],
     ),
     "linear_logprobs of a frozen head": (lambda hidden: linear_logprobs(hidden, SQUARE, TARGETS[:2]), [(2, 33)]),
 }

@@ -67,7 +67,8 @@ def test_settings_and_results_have_the_fields_that_are_used(module: str, owner: 
 
 
 def test_every_option_of_llm_is_in_the_table_above() -> None:
-    card = SimpleNamespace(head=SimpleNamespace(weight=torch.empty(0)), device=torch.device("cpu"))
+    card = SimpleNamespace(head=SimpleNamespace(weight=torch.empty(0)), device=torch.device("cpu"),
+                           base=SimpleNamespace(config={"model_type": "qwen2"}))
     used = llm_options(card, 512, "name", SimpleNamespace(cache=1 << 20, seqs=8, block=None), False, True)  # type: ignore[arg-type]
     (settings,) = settings_of(SamplingParams(), [5], [0], [2], dict)
     table = {owner: set(names) for (_, owner), names in FIELDS.items()}
