@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from lowmem_grpo.memory.families import FAMILIES, Family, sampled_by
+from lowmem_grpo.memory.families import FAMILIES, TEXT_NAMES, Family, sampled_by
 
 PAGE = Path(__file__).resolve().parent / "families.md"
 HEADER = """# Model families
@@ -33,10 +33,20 @@ On a small random model of each family, with random LoRA on all linear layers of
 - A saved adapter loads again and computes the same numbers bit for bit. A merged model is what PEFT merges, rounded
   once to 16 bits.
 - Where vLLM samples the family: its build for CPUs agrees with the trainer within 1e-5 in float32, before and after the
-  adapter moves (`tests/engines/vllm/test_parity.py`). In bfloat16 the mean difference is at most 0.003; this is not
-  tried for Llama, Mistral, Qwen3 and Phi-3, which differ from Qwen2 in little that bfloat16 would show.
+  adapter moves, and in bfloat16 the mean difference is at most 0.003 (`tests/engines/vllm/test_parity.py`).
+- Of a mixture of experts, LoRA goes on attention only. Experts and router stay frozen. The values of the gates carry
+  gradient to the hidden states, and are in float32, while transformers rounds them to the model's dtype.
 
 No checkpoint of these families was downloaded for these tests.
+"""
+PARTS = """
+## Checkpoints with images or sounds
+
+Of a checkpoint of the kinds {kinds} only the text model is loaded, and one line says how
+many tensors are left out. It trains, samples and merges like any other of its family; a merged model is one of text.
+Log-probabilities and LoRA gradients are those of the whole model as transformers computes it
+(`tests/models/test_text_part.py`). Other kinds load with all their parts where transformers has a causal language model
+for them, and are refused by name where it has none.
 """
 REFUSED = """
 ## Refused by name
@@ -44,6 +54,21 @@ REFUSED = """
 | family | `model_type` | why |
 |---|---|---|"""
 ADD = """
+Of other mixtures of experts (Mixtral, Granite-MoE, Qwen2-MoE, Qwen3.5-MoE, ...) 4 bits and FP8 are refused: their
+experts would stay in 16 bits. `load_in_4bit=False` holds all of such a model in 16 bits, with transformers' experts.
+A mixture that is stored in FP8 or 4 bits is refused too: take its checkpoint in 16 bits.
+
+## Qwen3-30B-A3B on 24 GiB
+
+```
+lowmem-grpo plan --model Qwen/Qwen3-30B-A3B --gpu 3090 --engine transformers
+lowmem-grpo run gsm8k gpu=24 model=Qwen/Qwen3-30B-A3B engine=transformers
+```
+
+Its weights, embedding and head take 15.55 GiB: 29 of 30.5 billion weights are those of 48 x 128 experts, in NF4.
+Experts are quantized one after the other while the checkpoint is read, and loading needs room for those of one layer in
+16 bits beside what is quantized. No step was measured on a card yet.
+
 ## Add a family
 
 1. Read its layers in transformers: `transformers/models/NAME/modeling_NAME.py`. Attention must come from the registry
@@ -70,7 +95,8 @@ window's size in all layers, so it stays as it is; its norms and MLPs are ours.
 
 def row(kind: str, family: Family) -> str:
     """A line of the table."""
-    parts = {"attention": family.attention.lean, "MLP": family.mlp.lean, "norms": family.norm.lean}
+    parts = {"attention": family.attention.lean, "MLP": family.mlp.lean, "experts": family.experts is not None,
+             "norms": family.norm.lean}
     ours = ", ".join(name for name, lean in parts.items() if lean)
     return f"| {family.name} | `{kind}` | {sampled_by(family)} | {attention(family)} | {ours or 'none'} |"
 
@@ -85,6 +111,7 @@ def attention(family: Family) -> str:
         "layers without RoPE" if form.turns else "", "queries grow with the position" if form.stretched else "",
         "two head sizes, shared keys and values" if family.unlike_layers else "",
         "gated delta nets in most layers" if family.delta_net else "",
+        "experts in place of the MLP" if family.experts is not None else "",
     ]
     return "; ".join(one for one in said if one) or "plain"
 
@@ -93,7 +120,13 @@ def page() -> str:
     """The whole page."""
     trained = [row(kind, one) for kind, one in FAMILIES.items() if not one.refused]
     refused = [f"| {one.name} | `{kind}` | {one.refused} |" for kind, one in FAMILIES.items() if one.refused]
-    return "\n".join([HEADER, *trained]) + "\n" + CHECKED + "\n".join([REFUSED, *refused]) + "\n" + ADD
+    return "\n".join([HEADER, *trained]) + "\n" + CHECKED + parts() + "\n".join([REFUSED, *refused]) + "\n" + ADD
+
+
+def parts() -> str:
+    """What is said of checkpoints whose text model is loaded."""
+    kinds = [f"`{kind}`" for kind in TEXT_NAMES]
+    return PARTS.format(kinds=f"{', '.join(kinds[:-1])} and {kinds[-1]}")
 
 
 if __name__ == "__main__":

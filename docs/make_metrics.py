@@ -73,6 +73,9 @@ METRICS = {
     "sampling/parity/mean, sampling/parity/max, sampling/parity/k3, sampling/parity/ratio":
         "the parity check: the sampler's log-probabilities against recomputed ones, without dropout",
     "sampling/parity/later_turns": "the mean of the same over tokens of later turns than the first",
+    "sampling/routes/differing":
+        "of a mixture of experts: share of the routes that the sampler recorded which the trainer's own router would "
+        "not have taken now. They are replayed all the same",
     "off_policy/masked_share": "share of tokens that off_policy_mask_threshold leaves out",
     "clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean, clip_ratio/low_min, clip_ratio/high_max":
         "share of tokens (of sequences, at the sequence level) whose gradient was clipped; min and max over sequences",

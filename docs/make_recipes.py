@@ -12,7 +12,7 @@ import json
 import math
 import textwrap
 import tomllib
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -20,12 +20,13 @@ from typing import Any
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.memory.cards import device
-from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.memory.families import family_of
+from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import CPU, Preset, Presets
+from lowmem_grpo.recipes.presets import CPU, OTHER_MODELS, SIZES, Preset, Presets
 from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.units import GIB, MIB
 from lowmem_grpo.views.chart import smooth, window
@@ -58,6 +59,15 @@ FOOT = """
 "Before" and "after" are the shares of held-out problems that the model answers right at temperature 1, without and with
 its adapter, with 95% intervals. On a CPU, memory is the resident peak of the process, with Python and torch. On a card,
 it is the most that torch allocated."""
+OTHERS = """
+## Other models
+
+`model=` takes any model of a [family](../../docs/families.md) that trains, with the settings of the preset. These are
+planned to fit every recipe on every card; the figures are planned peaks of `gsm8k` in GiB, in 4 bits. With
+`load_in_fp8=true` weights take twice as much, and are nearer to 16 bits.
+
+| command | {sizes} |
+|---|{rule}|"""
 NO_CARD = """**No row is from a GPU yet.** The presets for cards are planned, not measured; each page gives the memory
 that the planner expects."""
 
@@ -79,7 +89,27 @@ def table() -> str:
     lines = [measured_line(row) for _, row in sorted(rows.items(), key=lambda item: order(item[0]))]
     card = [] if any(gpu for _, gpu in rows) else ["", NO_CARD]
     links = [f"- [{name}](../../docs/recipes/{name}.md): {text}" for name, text in RECIPES.items()]
-    return "\n".join([HEAD, *lines, FOOT, *card, "", "## Pages", "", *links]) + "\n"
+    return "\n".join([HEAD, *lines, FOOT, *card, *other_models(), "", "## Pages", "", *links]) + "\n"
+
+
+def other_models() -> list[str]:
+    """What newer models take with the presets of one recipe, as the planner expects."""
+    presets, defaults = module_of("gsm8k").PRESETS, module_of("gsm8k").DEFAULTS
+    lines = []
+    for model in OTHER_MODELS:
+        engine = engine_of(model)
+        added = "" if engine == "vllm" else " engine=transformers"
+        peaks = [planned(size, replace(presets[size], model=model), GRPOConfig(**(defaults | presets[size].settings)),
+                         engine)[0] for size in SIZES]
+        lines.append(f"| `run gsm8k model={model}{added}` | {' | '.join(peaks)} |")
+    sizes, rule = " | ".join(f"gpu={size}" for size in SIZES), "|".join(["---"] * len(SIZES))
+    return [OTHERS.format(sizes=sizes, rule=rule), *lines]
+
+
+def engine_of(model: str) -> str:
+    """What samples a model on a card: vLLM where it has a class for its family."""
+    row = family_of(named_config(model))
+    return "vllm" if row is not None and row.vllm else "transformers"
 
 
 def order(key: tuple[str, str]) -> tuple[str, int]:
@@ -155,14 +185,14 @@ def cards(presets: Presets, defaults: dict[str, Any]) -> list[str]:
     return lines
 
 
-def planned(size: str, preset: Preset, config: GRPOConfig) -> tuple[str, str]:
-    """Peak on the card and on the host for a run that samples with vLLM; empty for the embedded model."""
+def planned(size: str, preset: Preset, config: GRPOConfig, engine: str = "vllm") -> tuple[str, str]:
+    """Peak on the card and on the host for a run that samples with this engine; empty for the embedded model."""
     if size == CPU:
         return "", ""
     shape = preset.model.partition("/")[2].removesuffix("-Instruct").replace("-Coder", "")
     asked = RunSettings(
         preset.max_seq_length, config.num_generations, preset.lora_rank, optim=config.optim,
-        completions_per_step=config.completions_per_step,
+        completions_per_step=config.completions_per_step, engine=engine,
     )
     found = plan(named_config(shape), asked, device(f"{size}GB"), preset.model)
     return f"{found.peak / GIB:.1f} of {found.device.budget / GIB:.1f}", f"{found.host / GIB:.1f}"

@@ -12,6 +12,7 @@ from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, form_of_weights, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.later import torch
+from lowmem_grpo.models.first_look import look
 from lowmem_grpo.models.named import TINY, find
 from lowmem_grpo.units import size_text
 
@@ -85,13 +86,14 @@ class FastLanguageModel:
         named = named_device(device, device_map)
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         found = find(model_name, **where)
+        look(found, model_name, dtype)
         from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
         from lowmem_grpo.models.dtypes import compute_dtype
         from lowmem_grpo.models.fused_weights import fuse_weights
         from lowmem_grpo.models.pretrained import Pretrained, is_quantized
-        from lowmem_grpo.offload.embedding import embed_on_host, is_tied
+        from lowmem_grpo.offload.embedding import embed_on_host, movable
 
         device = named or ("cuda:0" if torch.cuda.is_available() else "cpu")
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
@@ -99,11 +101,11 @@ class FastLanguageModel:
         model, tokenizer = stored.load(compute_dtype(dtype), device, form)
         keeper.max_seq_length = context = context_of(model, max_seq_length)
         check_four_bit(sampling_weights, is_quantized(model))
-        if offload_embedding and is_tied(model):
+        if offload_embedding and not movable(model):
             logger.warning("offload_embedding=True changes nothing: %s ties its input embedding to its output head, "
                            "which is needed on the device", type(model).__name__)
         elif offload_embedding:
-            logger.info("input embedding on the host: %s less on the device", size_text(embed_on_host(model)))
+            logger.info("embeddings on the host: %s less on the device", size_text(embed_on_host(model)))
         if keeper.choice.name == VLLM or is_quantized(model):
             fuse_weights(model)  # so that one product serves for three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)

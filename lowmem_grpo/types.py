@@ -42,6 +42,7 @@ class Turn:
     failures: int = 0  # calls that could not be read, or failed
     seconds: float = 0.0  # that its tools and its environment took
     exact: bool = True  # False: drawn at another temperature than the run's, or from a part of the vocabulary
+    routes: Any = None  # `models.routes.Routes` (P + C - 1 tokens) of all that ran, where the model has experts
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (C,) under the base model; None without a KL term
     entropy: Tensor | None = None  # (C,) at the start of the update; None where the loss does not ask for it
     policy_mask: Tensor | None = None  # (C,) bool, tokens whose policy term counts; None for all
+    routes: Any = None  # as in `Turn`, of a single completion with its prompt; those of an episode are its turns'
 
     @property
     def num_trained(self) -> int:
@@ -154,6 +156,8 @@ class MicroBatch:
     host_ids: Tensor | None = None  # (T,) int64, `input_ids` as they were packed, which stay on the host
     homes: Tensor | None = None  # (N,) int64, on the host: where trained tokens lie in the rollouts' (C,) joined; None:
     # they are all of these, in order
+    routes: Tensor | None = None  # (T, layers, k) uint8 or int16, experts that the sampler chose; None: it told none
+    routed: Tensor | None = None  # (T,) bool, places that have routes; None for all
 
     def at_trained(self, values: Tensor) -> Tensor:
         """Values (T, ...) at the tokens that the policy drew, (N, ...)."""

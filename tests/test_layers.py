@@ -39,7 +39,7 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
 LIBRARIES = {  # what each folder may import beside torch and the standard library
     "kernels": {"triton"},
     "hub": {"huggingface_hub"},
-    "models": {"peft", "safetensors", "transformers"},
+    "models": {"bitsandbytes", "peft", "safetensors", "transformers"},
     "engines": {"numpy", "packaging", "transformers", "vllm"},
     "data": {"datasets", "transformers"},
     "runs": {"numpy", "peft", "safetensors"},

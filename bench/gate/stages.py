@@ -23,7 +23,7 @@ MEMORY_MODEL = ("--shape", "llama-3.1-8b", "--context", "20480")
 WHOLE = ("--stage", "+ 8-bit optimizer", "--stage", "+ host embedding")
 KERNEL_OPS = ("linear_logprobs", "nf4_linear", "nf4_dequantize", "fp8_linear", "fp8_dequantize", "rms_norm",
               "add_rms_norm", "rope", "swiglu", "geglu")
-LARGE = ("linear_logprobs", "nf4_linear")  # of these: many providers, or many shapes
+LARGE = ("linear_logprobs", "nf4_linear", "fp8_linear")  # of these: many providers, or many shapes
 
 
 @dataclass(frozen=True)

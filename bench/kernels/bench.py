@@ -28,10 +28,9 @@ from bench.common.rows import append_row, machine, percentiles, read_rows, run_n
 from bench.common.targets import judged
 from bench.common.targets import table as target_table
 from bench.gate.pretend import is_pretend
-from bench.kernels import peer_fp8 as kernel_fp8
 from bench.kernels import peer_layers as kernel_layers
 from bench.kernels import peer_logprobs as kernel_logprobs
-from bench.kernels import peer_nf4 as kernel_nf4
+from bench.kernels import peer_quantized as kernel_quantized
 from bench.kernels.goals import GOALS
 from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes
 from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider, Run, UnsupportedError
@@ -40,21 +39,22 @@ from lowmem_grpo.units import MIB
 HERE = Path(__file__).resolve().parents[1]
 RESULTS = HERE / "results" / "kernels.jsonl"
 WRONG = 0.1  # a provider with a larger error, relative to the largest value, is left out
-PROBLEMS = kernel_logprobs.PROBLEMS | kernel_nf4.PROBLEMS | kernel_fp8.PROBLEMS | kernel_layers.PROBLEMS
+PROBLEMS = kernel_logprobs.PROBLEMS | kernel_quantized.PROBLEMS | kernel_layers.PROBLEMS
 PRETENDS = torch.cuda.is_available() and is_pretend(torch.cuda.get_device_name(0))  # whose kernels compute nothing
 BOTH = (FWD, FWD_BWD)
 RATES = (("error", ".1e"), ("gbps", ".1f"), ("roofline", ".0%"), ("tflops", ".3g"), ("gemm_ratio", ".2f"))
 PACKAGES = ("lowmem-grpo", "torch", "triton")
 Sizes = dict[str, list[tuple[tuple[str, ...], dict[str, int]]]]
+DECODED: list[tuple[tuple[str, ...], dict[str, int]]] = [  # few rows of the layers below, and a training step's
+    *(((FWD,), {"M": rows, "O": outputs, "I": inputs})
+      for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) for rows in (1, 8, 32, 64)),
+    (BOTH, {"M": 4096, "O": 14336, "I": 4096}),
+]
 FULL: Sizes = {  # one transformer layer of 8 billion parameters, 16,384 tokens
     "linear_logprobs": [(BOTH, {"N": 16384, "D": 4096, "V": size}) for size in (128256, 151936)],
-    "nf4_linear": [
-        *(((FWD,), {"M": rows, "O": outputs, "I": inputs})
-          for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) for rows in (1, 8, 32, 64)),
-        (BOTH, {"M": 4096, "O": 14336, "I": 4096}),
-    ],
+    "nf4_linear": DECODED,
     "nf4_dequantize": [((FWD,), {"O": 14336, "I": 4096})],
-    "fp8_linear": [((FWD,), {"M": 32, "O": 14336, "I": 4096}), (BOTH, {"M": 4096, "O": 14336, "I": 4096})],
+    "fp8_linear": DECODED,
     "fp8_dequantize": [((FWD,), {"O": 14336, "I": 4096})],
     "rms_norm": [(BOTH, {"N": 16384, "D": 4096})], "add_rms_norm": [(BOTH, {"N": 16384, "D": 4096})],
     "rope": [(BOTH, {"T": 16384, "H": 32, "K": 8, "D": 128})],
@@ -65,7 +65,8 @@ SMALL: Sizes = {
     "nf4_linear": [((FWD,), {"M": 1, "O": 2816, "I": 1024}), ((FWD,), {"M": 32, "O": 2816, "I": 1024}),
                    ((FWD_BWD,), {"M": 512, "O": 2816, "I": 1024})],
     "nf4_dequantize": [((FWD,), {"O": 2816, "I": 1024})],
-    "fp8_linear": [((FWD,), {"M": 32, "O": 2816, "I": 1024}), ((FWD_BWD,), {"M": 512, "O": 2816, "I": 1024})],
+    "fp8_linear": [((FWD,), {"M": 1, "O": 2816, "I": 1024}), ((FWD,), {"M": 32, "O": 2816, "I": 1024}),
+                   ((FWD_BWD,), {"M": 512, "O": 2816, "I": 1024})],
     "fp8_dequantize": [((FWD,), {"O": 2816, "I": 1024})],
     "rms_norm": [((FWD_BWD,), {"N": 2048, "D": 1024})], "add_rms_norm": [((FWD_BWD,), {"N": 2048, "D": 1024})],
     "rope": [((FWD_BWD,), {"T": 2048, "H": 8, "K": 2, "D": 128})],

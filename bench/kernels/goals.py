@@ -64,6 +64,14 @@ def nf4_goals() -> list[Goal]:
     return found
 
 
+def fp8_goals() -> list[Goal]:
+    """The same in FP8, beside a dense product, which reads twice the bytes."""
+    cases = [(rows, Asked("fp8_linear", "fwd", {"M": rows, "O": outputs, "I": inputs}, "bfloat16", "cuda"))
+             for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) for rows in (1, 8, 32)]
+    return [goal for rows, case in cases
+            for goal in ([case.roofline(0.6)] if rows <= 8 else []) + [case.beside("dense")]]
+
+
 def layer_goals() -> list[Goal]:
     """Norm, rope and gated activations: the share of copy bandwidth, and Liger."""
     shapes = {
@@ -76,4 +84,4 @@ def layer_goals() -> list[Goal]:
     return [goal for case in cases for goal in (case.roofline(0.8), case.beside("liger"))]
 
 
-GOALS = logprob_goals() + nf4_goals() + layer_goals()
+GOALS = logprob_goals() + nf4_goals() + fp8_goals() + layer_goals()

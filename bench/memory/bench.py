@@ -33,7 +33,7 @@ PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned
 def planned(case: Case, budget: float | None) -> dict[str, int]:
     """What the planner predicts for the case, on a card of `budget` GiB or of 1 TiB."""
     from lowmem_grpo.memory.cards import device
-    from lowmem_grpo.memory.model_shape import named_config
+    from lowmem_grpo.memory.named_configs import named_config
     from lowmem_grpo.memory.plan import RunSettings
     from lowmem_grpo.planning.planner import plan
 
@@ -49,7 +49,7 @@ def planned(case: Case, budget: float | None) -> dict[str, int]:
 def weigh_stage(case: Case, stage: str) -> dict[str, Any]:
     """The bytes of a stage of a case, on fake tensors."""
     from bench.memory.weigh import weigh
-    from lowmem_grpo.memory.model_shape import named_config
+    from lowmem_grpo.memory.named_configs import named_config
 
     begin = time.perf_counter()
     found = weigh(named_config(case.shape), completion_lengths(case), STAGES[stage], case.rank)
@@ -60,7 +60,7 @@ def weigh_stage(case: Case, stage: str) -> dict[str, Any]:
 def measure_stage(case: Case, stage: str, gib: float | None) -> dict[str, Any]:
     """The same for real, on a card, of which `gib` may be used."""
     from bench.memory.on_card import measure
-    from lowmem_grpo.memory.model_shape import named_config
+    from lowmem_grpo.memory.named_configs import named_config
 
     return measure(named_config(case.shape), completion_lengths(case), STAGES[stage], case.rank, gib)
 

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from bench.common import options
 from bench.common.rows import append_row, machine
 from bench.loop.processes import TARGETS
-from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.models.named import resolve
 from lowmem_grpo.runs.saved_adapter import BaseRecord
 from lowmem_grpo.units import GIB

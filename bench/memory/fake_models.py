@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lowmem_grpo.models import attention
+from lowmem_grpo.models.experts import expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import GROUPS, fuse
 
 BLOCK, NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one of theirs
@@ -42,6 +43,9 @@ def quantize(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head:
             model.set_submodule(name, linear_4bit(module, dtype))
+    use_routed_blocks(model)
+    for stack in expert_stacks(model):
+        stack.weight = weight_4bit(*stack.weight.shape, dtype)
     model.is_loaded_in_4bit = model.is_quantized = True
 
 
@@ -49,6 +53,13 @@ def linear_4bit(linear: nn.Linear, dtype: torch.dtype) -> Linear4bit:
     """A 4-bit layer of the same shape on the meta device."""
     rows, columns = linear.weight.shape
     new = Linear4bit(columns, rows, bias=linear.bias is not None, compute_dtype=dtype, quant_type="nf4")
+    new.weight = weight_4bit(rows, columns, dtype)
+    new.quant_state, new.support_avx512bf16_for_cpu = new.weight.quant_state, False
+    return new
+
+
+def weight_4bit(rows: int, columns: int, dtype: torch.dtype) -> Params4bit:
+    """A 4-bit weight on the meta device."""
     blocks = -(-rows * columns // BLOCK)
     nested = QuantState(
         torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32), code=torch.empty(256, dtype=torch.float32),
@@ -59,9 +70,7 @@ def linear_4bit(linear: nn.Linear, dtype: torch.dtype) -> Linear4bit:
         BLOCK, "nf4", dtype, torch.empty((), dtype=torch.float32), nested,
     )
     packed = torch.empty(rows * columns // 2, 1, dtype=torch.uint8)
-    new.weight = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
-    new.quant_state, new.support_avx512bf16_for_cpu = state, False
-    return new
+    return Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
 
 
 def make_fake(model: nn.Module) -> None:

@@ -103,7 +103,7 @@ def show(rows: list[dict[str, Any]], planned: int) -> None:
 @options.output(RESULTS)
 def main(shape: str, device: str, gib: float, generations: int, trials: int, start: int | None, output: Path) -> None:
     """Find the longest context that fits. The exit code is 1 where none does."""
-    from lowmem_grpo.memory.model_shape import named_config
+    from lowmem_grpo.memory.named_configs import named_config
 
     common = machine() | {"run": run_now()}  # first: the commit it began with
     case = Case(shape, 0, generations)

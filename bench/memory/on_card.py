@@ -15,7 +15,7 @@ from lowmem_grpo.losses.objective import StepTotals
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.offload.embedding import embed_on_host
+from lowmem_grpo.offload.embedding import embed_on_host, movable
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.optim import make_optimizer
@@ -103,7 +103,7 @@ def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
     model.tie_weights()
     backbone = getattr(model, model.base_model_prefix)
     backbone.rotary_emb = type(backbone.rotary_emb)(config=kind).to("cuda")  # its buffers are computed
-    if features.host_embedding and not kind.tie_word_embeddings:
+    if features.host_embedding and movable(model):
         embed_on_host(model)
     model.is_loaded_in_4bit = model.is_quantized = True
     return model.requires_grad_(False)

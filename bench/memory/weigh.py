@@ -27,6 +27,7 @@ from lowmem_grpo.models.lora_targets import ALL_LINEAR
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.offload.embedding import tables
 from lowmem_grpo.offload.pages import ImmediateCopies
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
@@ -189,9 +190,11 @@ def sizes_of(model: Any, policy: Policy, features: Features) -> dict[str, int]:
 
 
 def host_table(policy: Policy, features: Features) -> int:
-    """Bytes of the input embedding where the host holds it: not where the head is the same table."""
-    table = policy.base.get_input_embeddings().weight
-    return table.nbytes if features.host_embedding and table is not policy.base.get_output_embeddings().weight else 0
+    """Bytes of the embeddings where the host holds them: not of one that the head needs."""
+    if not features.host_embedding:
+        return 0
+    weights = [table.weight for table in tables(policy.base)]
+    return sum(weight.nbytes for weight in weights if weight is not policy.base.get_output_embeddings().weight)
 
 
 def weight_count(weight: Tensor) -> int:
@@ -202,7 +205,7 @@ def weight_count(weight: Tensor) -> int:
 
 def main() -> None:
     """Print the peak of one sequence, and what was alive then."""
-    from lowmem_grpo.memory.model_shape import named_config
+    from lowmem_grpo.memory.named_configs import named_config
 
     name, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20480
     found = weigh(named_config(name), [tokens])

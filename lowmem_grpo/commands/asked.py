@@ -7,6 +7,7 @@ from typing import Any
 
 from lowmem_grpo.commands.recipe_help import file_of, named, options_of, parsed, sizes_of
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.data.kinds import KINDS, refuse_missing
 from lowmem_grpo.hub import REPO, find_dataset
 from lowmem_grpo.models.named import find
@@ -47,6 +48,7 @@ def check_recipe(name: str, arguments: Sequence[str]) -> None:
     if asked.engine != "auto":
         asked.fast_inference  # noqa: B018  (refuses an unknown engine)
     asked.checkpointing  # noqa: B018  (refuses an unknown mode)
+    form_of_weights(asked.load_in_4bit, False, asked.load_in_fp8)  # refuses both
     check_model(asked.model)
     source = getattr(asked, "dataset", None) or written.get("dataset", ("", None))[1]
     if not is_recipe_file(name) or REPO.fullmatch((source or "").partition(":")[0]):

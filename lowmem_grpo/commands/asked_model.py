@@ -16,11 +16,12 @@ def base_of(adapter: Path | None) -> str | None:
     return base_of_adapter(find_adapter(adapter, unfinished=True).folder).model
 
 
-def load(model: str, adapter: Path | None, load_in_4bit: bool, context: int) -> tuple[Any, Any]:
-    """The model, and what makes it answer with its adapter (None without one)."""
+def load(model: str, adapter: Path | None, form: dict[str, Any], context: int) -> tuple[Any, Any]:
+    """The model, and what makes it answer with its adapter (None without one). `form` has load_in_4bit and
+    load_in_fp8."""
     folder = None if adapter is None else find_adapter(adapter, unfinished=True).folder
     loaded: Any = None
-    loaded, _ = FastLanguageModel.from_pretrained(model, max_seq_length=context, load_in_4bit=load_in_4bit)
+    loaded, _ = FastLanguageModel.from_pretrained(model, max_seq_length=context, **form)
     if folder is None:
         return loaded, None
     loaded = FastLanguageModel.get_peft_model(loaded, use_gradient_checkpointing=False)

@@ -54,6 +54,7 @@ class Candidate:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
               help="How the base model is held.  [default: as in training, else 16 bit]")
+@click.option("--fp8", "load_in_fp8", is_flag=True, help="The same: in FP8, a scale for each row.")
 @click.option("--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto", show_default=True)
 @click.option("--show", type=click.IntRange(0), default=3, show_default=True,
               help="Number of prompts whose answers are shown.")
@@ -69,18 +70,20 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     check_source(chosen)
     with plain_errors():
         from lowmem_grpo.commands.asked import check_data, check_model
+        from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.rewards.by_name import refuse_unknown
 
         if chosen["recipe"] and (problem := unknown_recipe(chosen["recipe"])):
             raise ValueError(problem)
         for name in chosen["rewards"]:
             refuse_unknown(name)
+        form_of_weights(chosen["load_in_4bit"], False, chosen["load_in_fp8"])  # refuses both
         check_data(None if chosen["recipe"] else chosen["dataset"])
         if not Path(target).exists():
             check_model(target)
     quiet()
     with plain_errors():
-        subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"])
+        subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"], chosen["load_in_fp8"])
         result = run(subject, chosen)
         from lowmem_grpo.runs.records import finite, replace_text
 
@@ -118,35 +121,40 @@ def refuse_beside_recipe() -> None:
                                    "without --recipe")
 
 
-def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Candidate:
+def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
     """The model and the adapter that TARGET and --adapter mean."""
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)
     if adapter is not None or not path.exists() or (path / "config.json").is_file():
-        return named_model(target, adapter, load_in_4bit)
+        return named_model(target, adapter, load_in_4bit, load_in_fp8)
     found = find_adapter(path, unfinished=True)
     record = base_of_adapter(found.folder)
     if record.model is None:
         raise RunError(f"{path} does not say which model it was trained on; write eval MODEL --adapter {path}")
-    held = load_in_4bit if load_in_4bit is not None else bool(record.load_in_4bit)
-    in_fp8 = (load_in_4bit is None and record.load_in_fp8) or False
-    return Candidate(record.model, found.folder, held, path, found.note, record.revision, in_fp8)
+    four_bit, in_fp8 = held(load_in_4bit, load_in_fp8, record)
+    return Candidate(record.model, found.folder, four_bit, path, found.note, record.revision, in_fp8)
 
 
-def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None) -> Candidate:
+def held(load_in_4bit: bool | None, load_in_fp8: bool, record: Any) -> tuple[bool, bool | str]:
+    """(load_in_4bit, load_in_fp8): as asked, else as the record of an adapter's base says."""
+    if load_in_4bit is not None or load_in_fp8:
+        return bool(load_in_4bit), load_in_fp8
+    return bool(record.load_in_4bit), record.load_in_fp8 or False
+
+
+def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool) -> Candidate:
     """A model that was named, and the adapter on it; the revision is the record's where that is of this very model."""
     from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
 
     if adapter is None:
         place = Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
-        return Candidate(target, None, bool(load_in_4bit), place)
+        return Candidate(target, None, bool(load_in_4bit), place, load_in_fp8=load_in_fp8)
     found = find_adapter(adapter, unfinished=True)
     record = base_of_adapter(found.folder)
-    held = load_in_4bit if load_in_4bit is not None else bool(record.load_in_4bit)
+    four_bit, in_fp8 = held(load_in_4bit, load_in_fp8, record)
     revision = record.revision if record.model == target else None
-    in_fp8 = (load_in_4bit is None and record.load_in_fp8) or False
-    return Candidate(target, found.folder, held, adapter, found.note, revision, in_fp8)
+    return Candidate(target, found.folder, four_bit, adapter, found.note, revision, in_fp8)
 
 
 def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:

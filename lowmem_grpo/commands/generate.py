@@ -24,11 +24,12 @@ MAX_TOKENS = 256
 @click.option("--max-tokens", type=int, help="Longest answer, or longest episode.  [default: "
               f"{MAX_TOKENS}, or that of the recipe]")
 @click.option("--seed", type=int, default=None)
-@click.option("--load-in-4bit", is_flag=True)
+@click.option("--load-in-4bit", is_flag=True, help="Hold the base model in 4 bits.")
+@click.option("--fp8", "load_in_fp8", is_flag=True, help="Hold the base model in 8-bit floats.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer or episode.")
 def generate(
     prompt: str | None, recipe: str | None, you: str | None, model: str | None, adapter: Path | None, as_json: bool,
-    load_in_4bit: bool, **sampling: Any,
+    load_in_4bit: bool, load_in_fp8: bool, **sampling: Any,
 ) -> None:
     """Answer PROMPT as a chat message, with the base model or with a saved adapter.
 
@@ -37,6 +38,7 @@ def generate(
     check_asked(prompt, recipe, you, sampling["samples"], as_json)
     with plain_errors():
         from lowmem_grpo.commands.asked import check_folder, check_model
+        from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.recipes.recipe_file import unknown_recipe
 
@@ -47,14 +49,16 @@ def generate(
             raise ValueError(problem)
         check_model(model)
         check_folder(adapter)
+        form = {"load_in_4bit": load_in_4bit, "load_in_fp8": load_in_fp8}
+        form_of_weights(load_in_16bit=False, **form)  # refuses both
     quiet()
     with plain_errors():
         if recipe:
             from lowmem_grpo.commands.playing import play
 
-            play(recipe, you, model, adapter, load_in_4bit, params, longest, as_json)
+            play(recipe, you, model, adapter, form, params, longest, as_json)
         else:
-            answer(str(prompt), model, adapter, load_in_4bit, params, as_json)
+            answer(str(prompt), model, adapter, form, params, as_json)
 
 
 def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples: int, as_json: bool) -> None:
@@ -72,12 +76,12 @@ def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples
 
 
 def answer(
-    prompt: str, model: str | None, adapter: Path | None, load_in_4bit: bool, params: Any, as_json: bool
+    prompt: str, model: str | None, adapter: Path | None, form: dict[str, bool], params: Any, as_json: bool
 ) -> None:
     """Print the answers to a prompt."""
     from lowmem_grpo.commands.asked_model import CONTEXT, base_of, load
 
-    loaded, request = load(model or base_of(adapter) or "tiny", adapter, load_in_4bit, CONTEXT)
+    loaded, request = load(model or base_of(adapter) or "tiny", adapter, form, CONTEXT)
     (output,) = loaded.fast_generate([[{"role": "user", "content": prompt}]], params, request)
     for completion in output.outputs:
         record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}

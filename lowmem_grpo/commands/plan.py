@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.memory.model_shape import FP8
+from lowmem_grpo.memory.linear import FP8
 from lowmem_grpo.views.terminal import plain_errors
 
 CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "false": False}
@@ -94,7 +94,7 @@ def stored_in_fp8(config: Any) -> bool:
 
 def config_of(model: str) -> Any:
     """The config of a model: of a built-in shape, of a folder or file, or from the hub."""
-    from lowmem_grpo.memory.model_shape import named_config
+    from lowmem_grpo.memory.named_configs import named_config
 
     try:
         return named_config(model)

@@ -26,8 +26,8 @@ COLOURS = {"model": "cyan", "you": "green"}
 
 
 def play(
-    recipe: str, you: str | None, model: str | None, adapter: Path | None, load_in_4bit: bool, params: SamplingParams,
-    longest: int | None, as_json: bool,
+    recipe: str, you: str | None, model: str | None, adapter: Path | None, form: dict[str, bool],
+    params: SamplingParams, longest: int | None, as_json: bool,
 ) -> None:
     """Play one episode of the recipe's held-out tasks; `longest` is its most tokens, None for the recipe's."""
     exam = find_exam(recipe)
@@ -41,7 +41,7 @@ def play(
     params = replace(params, max_tokens=longest or exam.max_tokens_of(name))
     seed = random.getrandbits(30) if params.seed is None else params.seed
     row = task(exam, name, seed)
-    loaded, request = load(name, adapter, load_in_4bit, max(CONTEXT, 2 * params.max_tokens))
+    loaded, request = load(name, adapter, form, max(CONTEXT, 2 * params.max_tokens))
     tell = (lambda who, text: None) if as_json else say
     if you == "beside":
         click.echo("you play first; a call of a tool is written as name(key=value)")

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.engines.vllm.engine import VLLMEngine, living
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import (
     EngineUnavailableError,
     installed,
@@ -21,6 +21,7 @@ from lowmem_grpo.engines.vllm.installed import (
     why_unavailable,
 )
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
+from lowmem_grpo.engines.vllm.lifetime import living
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread
 from lowmem_grpo.memory.bounds import RolloutBound
 from lowmem_grpo.models.policy import Policy

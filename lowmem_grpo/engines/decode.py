@@ -19,6 +19,7 @@ class Decode:
     alive: Tensor  # (B,) bool
     real: Tensor  # (B, L) bool
     positions: Tensor  # (B,) of the last token in the cache
+    routes: Tensor | None = None  # (B, S, layers, k) of the tokens fed last, where the model has experts
 
     @classmethod
     def of(cls, rows: Tensor, cache: GrowingCache | None = None, lengths: Tensor | None = None) -> "Decode":

@@ -3,8 +3,8 @@
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import FinishedPrompts
 from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.engines.kept_rows import Continued
+from lowmem_grpo.models.routes import Routes
+from lowmem_grpo.types import Rollout
 
 Uniform = Callable[[Tensor, int], Tensor]  # rows (B,) and a step to numbers (B, 1) fp64 from [0, 1)
 
@@ -50,6 +52,8 @@ class Drawn:
     stopped: Tensor  # (R,) bool
     finished: FinishedPrompts
     unfinished: list[int]  # number of rows, for each prompt
+    prompt_routes: dict[int, Routes] = field(default_factory=dict)  # of each row, where the model has experts
+    routes: Tensor | None = None  # (R, C, layers, k) of the drawn tokens that ran; made when the first of them has
 
     @classmethod
     def nothing(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int],
@@ -76,6 +80,42 @@ class Drawn:
         """The prompts of some rows, and how many of the rows belong to each."""
         shared = [(owner, len(list(same))) for owner, same in groupby(row // self.params.n for row in rows)]
         return [self.prompts[owner] for owner, _ in shared], [count for _, count in shared]
+
+    def keep_prompts(self, rows: list[int], prompts: list[list[int]], counts: list[int], fed: Tensor | None) -> None:
+        """Keep the routes of prompts: `fed` (P, S, layers, k), which end at the right edge."""
+        if fed is None:
+            return
+        given, host = iter(rows), fed.cpu()
+        for own, prompt, count in zip(host, prompts, counts, strict=True):
+            new = dict.fromkeys(islice(given, count), Routes((own[-len(prompt) :].clone(),)))
+            self.prompt_routes = new | self.prompt_routes  # rows that are resumed keep those of their first pass
+
+    def keep_continued(self, more: Continued, fed: Tensor | None) -> None:
+        """Keep those of prompts whose first tokens were held, with their routes; of each, the last were `fed`."""
+        if fed is None:
+            return
+        rows = zip(more.rows, more.prompts, more.kept, more.held, fed.cpu(), strict=True)
+        for row, prompt, kept, held, own in rows:
+            assert kept.routes is not None, "what is held of a mixture was recorded"
+            again = Routes((*kept.routes.cut(0, held).parts, own[held - len(prompt) :].clone()))
+            self.prompt_routes[row] = kept.routes.cut(0, kept.shared(prompt)).then(again)
+
+    def keep(self, rows: Tensor, step: int, fed: Tensor | None) -> None:
+        """Keep the routes of the tokens that were drawn in a step and then fed: the last of `fed` (B, S, layers, k)."""
+        if fed is None:
+            return
+        if self.routes is None:
+            self.routes = fed.new_zeros(*self.ids.shape, *fed.shape[2:])
+        self.routes[rows, step] = fed[:, -1]
+
+    def give_routes(self, rows: list[int], rollouts: list[Rollout]) -> None:
+        """Give the rollouts of these rows theirs: of the prompt, and of all tokens but the last, which did not run."""
+        if not self.prompt_routes:
+            return
+        for row, rollout in zip(rows, rollouts, strict=True):
+            ran = len(rollout.completion_ids) - 1
+            own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()
+            rollout.routes = Routes((*self.prompt_routes[row].parts, *own))
 
     def finish(self, rows: set[int]) -> list[int]:
         """Count rows as finished; returns the prompts that have no unfinished rows left."""

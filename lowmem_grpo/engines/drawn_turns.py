@@ -78,9 +78,11 @@ class DrawnTurns(Drawn):
         cache = state.cache.copied(torch.tensor(done, device=state.rows.device)) if left else state.cache
         for index, place in enumerate(done):
             request = self.requests[rows[place]]
-            completion = self.finished.rollouts[rows[place]][0].completion_ids
+            rollout = self.finished.rollouts[rows[place]][0]
+            completion = rollout.completion_ids
             end = width - (step + 1 - len(completion))
-            self.kept.rows[request.key] = Kept(request.ids + completion[:-1], cache, index if left else place, end)
+            self.kept.rows[request.key] = Kept(request.ids + completion[:-1], cache, index if left else place, end,
+                                               rollout.routes)
         self.kept.trim(self.room - len(left))
 
     def shed(self) -> int:

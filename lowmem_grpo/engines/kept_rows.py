@@ -11,6 +11,7 @@ an earlier token, all of it is computed again, and only rows with equally many n
 from dataclasses import dataclass, field
 
 from lowmem_grpo.engines.kv_cache import GrowingCache, Piece
+from lowmem_grpo.models.routes import Routes
 
 TWICE, FEW = 0.1, 16  # tokens computed again in a pass, at most: a share of its new ones, or so many
 
@@ -23,6 +24,7 @@ class Kept:
     cache: GrowingCache
     row: int
     end: int
+    routes: Routes | None = None  # of these tokens, where the model has experts
 
     def shared(self, ids: list[int]) -> int:
         """How many tokens at the beginning of a prompt are held; its last one is always left to be fed."""

@@ -53,6 +53,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Append those of new tokens (B, H, T, K); all that are held, with them."""
         length = self.get_seq_length()
         total = length + key_states.shape[2]
         if not self.is_initialized:
@@ -78,6 +79,7 @@ class GrowingLayer(DynamicLayer):
         self.view(length)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows (R,)."""
         length = self.get_seq_length()
         self.storage = self.storage.index_select(1, indices)
         self.view(length)
@@ -116,6 +118,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return self.holding(*(one.index_select(0, rows) for one in self.states))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the states of these rows (R,)."""
         self.conv_states[0], self.recurrent_states[0] = (one.index_select(0, indices) for one in self.states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
@@ -180,6 +183,7 @@ class GrowingCache(Cache):
         return self.holding([layer.copied(rows) for layer in self.layers])
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Keep the last inputs of a layer's convolution, which makes that layer's states the first time."""
         if layer_idx == len(self.layers):
             self.layers.append(StateLayer())
         whole: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)

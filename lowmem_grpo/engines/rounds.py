@@ -72,8 +72,10 @@ def within(rollout: Rollout, most: int, params: SamplingParams, tokenizer: PreTr
         return rollout
     ids = rollout.completion_ids[:most]
     text = str(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
+    surplus = len(rollout.completion_ids) - most
+    routes = None if rollout.routes is None else rollout.routes.cut(0, len(rollout.routes) - surplus)
     return replace(rollout, completion_ids=ids, rollout_logprobs=rollout.rollout_logprobs[:most],
-                   finish_reason="length", text=cut_at_stop(text, params))
+                   finish_reason="length", text=cut_at_stop(text, params), routes=routes)
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

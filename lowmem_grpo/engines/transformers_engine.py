@@ -23,7 +23,7 @@ from lowmem_grpo.engines.decoding import budget_of, cut_at_stop, draw
 from lowmem_grpo.engines.drawn import Drawn, Part
 from lowmem_grpo.engines.drawn_turns import DrawnTurns
 from lowmem_grpo.engines.kept_rows import Continued, KeptRows
-from lowmem_grpo.engines.kv_cache import GrowingCache, left_padded, right_aligned
+from lowmem_grpo.engines.kv_cache import left_padded, right_aligned
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
@@ -132,6 +132,7 @@ class TransformersEngine:
         if logprobs.isnan().any():
             raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
         rollouts = self.rollouts(ids, logprobs, lengths, stopped, drawn.params)
+        drawn.give_routes(rows.tolist(), rollouts)
         for place, prompt in enumerate(prompts):
             drawn.finished.add(prompt, rollouts[place * n : place * n + n])
 
@@ -190,43 +191,50 @@ class TransformersEngine:
             if len(left) < COMPACT_BELOW * len(state.rows):
                 state.compact()
             logits = self.extend(state)
+            drawn.keep(state.rows, step, state.routes)
             self.kv_bytes = max(self.kv_bytes, state.cache.nbytes + drawn.kept_bytes)
 
     def begin(self, drawn: Drawn, part: Part) -> tuple[Decode, Tensor]:
         """The state before the next token of a part's rows, and the logits (B, V) of that token."""
         continued = drawn.going_on(part.rows)
         known = {row for more in continued for row in more.rows}
-        made = [self.go_on(more) for more in continued]
+        made = [self.go_on(drawn, more) for more in continued]
         if fresh := [row for row in part.rows if row not in known]:
-            made.append(self.prefill(fresh, *drawn.prompts_of(fresh)))
+            made.append(self.prefill(drawn, fresh))
         state, logits = Decode.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
         if part.start:
             logits = self.feed(state, drawn.ids[state.rows, : part.start])
+            drawn.keep(state.rows, part.start - 1, state.routes)  # the others' are known from their first pass
         return state, logits
 
-    def prefill(self, rows: list[int], prompts: list[list[int]], counts: list[int]) -> tuple[Decode, Tensor]:
-        """The state after the prompts, each repeated by its count to the B rows, and the next tokens' logits (B, V)."""
+    def prefill(self, drawn: Drawn, rows: list[int]) -> tuple[Decode, Tensor]:
+        """The state after the prompts of B rows, each of which is computed once, and the next tokens' logits (B, V)."""
+        prompts, counts = drawn.prompts_of(rows)
         input_ids, real = left_padded(prompts, self.tokenizer.pad_token_id or 0, self.policy.device)
         state = Decode.of(torch.arange(len(prompts), device=input_ids.device))
         logits = self.feed(state, input_ids, real, at_once=input_ids.shape[1])
+        drawn.keep_prompts(rows, prompts, counts, state.routes)
         owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
         state.select(torch.tensor(owners, device=input_ids.device))
         logits = logits[state.rows]
         state.rows = torch.tensor(rows, device=input_ids.device)
         return state, logits
 
-    def go_on(self, more: Continued) -> tuple[Decode, Tensor]:
+    def go_on(self, drawn: Drawn, more: Continued) -> tuple[Decode, Tensor]:
         """The same for prompts whose first tokens are held."""
         device = self.policy.device
         cache = right_aligned([kept.piece(held) for kept, held in zip(more.kept, more.held, strict=True)],
                               max(more.held), room=more.fed)
         state = Decode.of(torch.tensor(more.rows, device=device), cache, torch.tensor(more.held, device=device))
         rest = left_padded([ids[-more.fed :] for ids in more.prompts], self.tokenizer.pad_token_id or 0, device)
-        return state, self.feed(state, *rest)
+        logits = self.feed(state, *rest)
+        drawn.keep_continued(more, state.routes)
+        return state, logits
 
     def feed(self, state: Decode, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
         """Feed tokens (B, S), of which the `real` ones are no padding; returns the logits (B, V) of the next ones."""
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+        routes: list[Tensor] = []
         for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
             width = ids.shape[1]
             causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
@@ -234,9 +242,11 @@ class TransformersEngine:
             before = state.real[:, None].expand(-1, width, -1)
             mask = torch.cat([before, causal & true[:, None, :] | itself], dim=2)[:, None]
             positions = (state.positions[:, None] + true.long().cumsum(-1)).clamp(min=0)
-            logits = self.forward(ids, positions, mask, true, state.cache)
+            logits = self.forward(ids, positions, mask, true, state)
+            routes += [] if state.routes is None else [state.routes]
             state.real = torch.cat([state.real, true], dim=1)
             state.positions = state.positions + true.sum(-1)
+        state.routes = torch.cat(routes, 1) if routes else None
         return logits
 
     def extend(self, state: Decode) -> Tensor:
@@ -245,16 +255,18 @@ class TransformersEngine:
         state.real = torch.cat([state.real, state.alive[:, None]], dim=1)
         state.real[:, -1] = True
         alive = state.alive[:, None]  # rows that are done are decoded on, but what is kept of them must not change
-        return self.forward(state.tokens[:, None], state.positions[:, None], state.real[:, None, None, :], alive,
-                            state.cache)
+        return self.forward(state.tokens[:, None], state.positions[:, None], state.real[:, None, None, :], alive, state)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, cache: GrowingCache) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: Decode) -> Tensor:
         """fp32 logits (B, V) after the last of input_ids (B, Q), which are `real` (B, Q); mask (B, 1, Q, L)."""
+        recorder = self.policy.recorder()
         with self.policy.autocast():
             out = self.policy.backbone(
-                input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=cache,
+                input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=state.cache,
                 use_cache=True, cached=True, real=real,
+                **({} if recorder is None else {"routes": recorder}),
             )
+        state.routes = None if recorder is None else recorder.taken(len(input_ids))
         head = self.policy.head
         logits = matmul_fp32(out.last_hidden_state[:, -1].to(head.weight.dtype), head.weight.T)
         return LogitShape(scale=head.logit_scale, softcap=head.softcap).apply_(logits, head.bias)

@@ -144,7 +144,7 @@ class Episode:
     def take(self, drawn: Rollout) -> Callable[[Job], Answer] | None:
         """Take a turn in; returns what a worker is to do about it, or None where that was the last."""
         turn = Turn(self.ids, drawn.completion_ids, drawn.rollout_logprobs, drawn.finish_reason, drawn.text,
-                    drawn.policy_version, drawn.cached_tokens, state=self.state)
+                    drawn.policy_version, drawn.cached_tokens, state=self.state, routes=drawn.routes)
         self.turns.append(turn)
         self.add(drawn.completion_ids, drawn.rollout_logprobs, trained=True)
         reading = Reading(drawn.text)

@@ -6,8 +6,10 @@ in FP8 is first quantized as the loader does it, because the adapter was trained
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,18 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_grpo.kernels.fp8 import fp8_quantize
 from lowmem_grpo.kernels.frozen import QuantizedWeight
+from lowmem_grpo.kernels.frozen_stack import FrozenStack
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.memory.model_shape import BITS_16, FP8_BLOCK, NF4
+from lowmem_grpo.memory.families import has_experts
+from lowmem_grpo.memory.linear import BITS_16, FP8_BLOCK, NF4
+from lowmem_grpo.models.expert_loading import quantized_stack
+from lowmem_grpo.models.experts import STACKS, expert_stacks
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.fp8_linear import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.fp8_loading import BLOCK, SCALES, path_of
 from lowmem_grpo.models.pretrained import nf4
 from lowmem_grpo.models.stored_form import block_of, quantization_of
+from lowmem_grpo.models.text_part import text_name
 from lowmem_grpo.runs.adapter_file import PREFIX
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -35,6 +42,8 @@ STATE = ".quant_state.bitsandbytes__"
 ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")  # beside FP8; not used
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
             "BOOL": torch.bool}  # safetensors' names; all others are floating point
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+BLOCK_ROWS = 64  # rows of any width end where a block of NF4 ends
 Rows = Callable[[int, int], Tensor]  # (start, stop) -> (stop - start, ...)
 
 
@@ -83,14 +92,31 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 
 def live_weights(model: Any) -> list[Weight]:
     """Every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones come once."""
-    found, in_fp8 = [], {id(layer.weight): layer for layer in fp8_linears(model)}
+    found: list[Weight] = []
+    in_fp8 = {id(layer.weight): layer for layer in fp8_linears(model)}
+    stacks = {id(stack.weight): stack for stack in expert_stacks(model)}
     scales = {id(layer.weight_scale) for layer in in_fp8.values()}
     for name, tensor in (*model.named_parameters(), *saved_buffers(model)):
         if ".lora_" not in name and id(tensor) not in scales:
             plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
-            layer = in_fp8.get(id(tensor))
-            found.append(live_weight(plain, tensor) if layer is None else quantized_weight(plain, layer.frozen))
+            layer, stack = in_fp8.get(id(tensor)), stacks.get(id(tensor))
+            if stack is not None:
+                found += expert_weights(plain, stack.frozen)
+            else:
+                found.append(live_weight(plain, tensor) if layer is None else quantized_weight(plain, layer.frozen))
     return found
+
+
+def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
+    """The Weights of a stack of experts, `...mlp.experts.gate_up_proj.weight`, one for each matrix of a checkpoint."""
+    path, kind, _ = name.rsplit(".", 2)
+    for number in range(stack.experts):
+        whole = stack.expert(number)
+        size = whole.shape[0] // len(STACKS[kind])
+        for place, part in enumerate(STACKS[kind]):
+            rows, own = slice(place * size, (place + 1) * size), f"{path}.{number}.{part}.weight"
+            yield (live_weight(own, whole[rows]) if isinstance(whole, Tensor) else
+                   quantized_weight(own, whole.rows(rows.start, rows.stop)))
 
 
 def live_weight(name: str, tensor: Any) -> Weight:
@@ -123,9 +149,11 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_weights(
-    folder: Path, config: Any, form: str, dtype: torch.dtype, device: torch.device | str = "cpu"
+    folder: Path, config: Any, form: str, dtype: torch.dtype, device: torch.device | str = "cpu",
+    names: dict[str, str] | None = None,
 ) -> list[Weight]:
-    """Every tensor of a stored model, with the values that it has when loaded in `dtype`.
+    """Every tensor of a stored model, with the values that it has when loaded in `dtype`. Of a checkpoint with images
+    those of its text model, where `names` says how they are called there.
 
     The linear layers of a checkpoint in 16 or 32 bits have the values that this form (NF4, FP8, ...) gives them.
     """
@@ -135,16 +163,22 @@ def stored_weights(
     in_fp8 = {name: scale for name in whole if (scale := scale_of(name, places)) is not None}
     beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(ACTIVATIONS))}
     modules = set() if form == BITS_16 or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
-    block = block_of(quantization_of(config) or {})
+    block, experts = block_of(quantization_of(config) or {}), StoredExperts(places, dtype, device)
     found = []
     for name in sorted(whole - beside):
+        plain = text_name(name, names or {})
+        if plain is None:
+            continue
         if name in in_4_bit:
-            found.append(stored_in_4bit(name, places, dtype, device))
+            weight = stored_in_4bit(name, places, dtype, device)
         elif name in in_fp8:
-            found.append(stored_in_fp8(name, places[name], (in_fp8[name], places[in_fp8[name]]), block, dtype, device))
+            weight = stored_in_fp8(name, places[name], (in_fp8[name], places[in_fp8[name]]), block, dtype, device)
+        elif form == NF4 and has_experts(config) and (parts := EXPERT.fullmatch(name)):
+            weight = experts.weight(name, parts[1], int(parts[2]), parts[3])
         else:
-            quantize = name.endswith(".weight") and name.rpartition(".")[0] in modules
-            found.append(stored_weight(name, places[name], form if quantize else BITS_16, dtype, device))
+            quantize = plain.endswith(".weight") and plain.rpartition(".")[0] in modules
+            weight = stored_weight(name, places[name], form if quantize else BITS_16, dtype, device)
+        found.append(replace(weight, name=plain))
     return found
 
 
@@ -183,7 +217,37 @@ def stored_weight(name: str, file: Path, form: str, dtype: torch.dtype, device: 
         param: Any = Params4bit(tensor, requires_grad=False, quant_type="nf4", compress_statistics=True, blocksize=64)
         return quantized_rows(NF4Weight.from_bitsandbytes(param.to(device)))
 
-    return Weight(name, shape, dtype, read, 64)  # 64 rows of any width end where a block ends
+    return Weight(name, shape, dtype, read, BLOCK_ROWS)
+
+
+class StoredExperts:
+    """The experts of a checkpoint in 16 or 32 bits, with the values that NF4 gives them. Scales are quantized for all
+    experts of a stack at once, so whole stacks are quantized; those read last, of one layer, are held."""
+
+    def __init__(self, places: dict[str, Path], dtype: torch.dtype, device: torch.device | str) -> None:
+        self.places, self.dtype, self.device = places, dtype, device
+        self.stack = lru_cache(len(STACKS))(self.quantized)
+
+    def weight(self, name: str, path: str, number: int, part: str) -> Weight:
+        """One matrix of expert `number`, of which `path` is the module of all experts."""
+        shape = shape_of(file_slice(self.places[name], name))
+        kind = next(kind for kind, parts in STACKS.items() if part in parts)
+        start = STACKS[kind].index(part) * shape[0]
+
+        def read() -> Rows:
+            whole = self.stack(path, kind).expert(number)
+            assert isinstance(whole, NF4Weight)
+            return quantized_rows(whole.rows(start, start + shape[0]))
+
+        return Weight(name, shape, self.dtype, read, BLOCK_ROWS)
+
+    def quantized(self, path: str, kind: str) -> FrozenStack:
+        """All experts' matrices of a kind."""
+        count = sum(f"{path}.{number}.{STACKS[kind][0]}.weight" in self.places for number in range(len(self.places)))
+        names = [[f"{path}.{number}.{part}.weight" for number in range(count)] for part in STACKS[kind]]
+        tensors = [[file_slice(self.places[name], name)[:].to(self.device, self.dtype) for name in part]
+                   for part in names]
+        return FrozenStack(NF4Weight.from_bitsandbytes(quantized_stack(tensors, count)), count)
 
 
 def stored_in_4bit(name: str, places: dict[str, Path], dtype: torch.dtype, device: torch.device | str) -> Weight:

@@ -16,6 +16,8 @@ from bitsandbytes.nn import Params4bit
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lowmem_grpo.export.merge import MergeError
 from lowmem_grpo.models import attention
@@ -124,5 +126,14 @@ def check_loads(folder: Path, names: set[str]) -> None:
             config, attn_implementation=attention.NAME, trust_remote_code=False
         )
     own = {name for name, _ in model.named_parameters()}
-    if missing := sorted(own - names):
+    if missing := sorted(own - names - {loaded_name(name, model) for name in names if name not in own}):
         raise MergeError(f"{folder} holds no {missing[0]}, which a {type(model).__name__} has")
+
+
+def loaded_name(name: str, model: Any) -> str:
+    """The parameter that a stored tensor becomes a part of: an expert's, that of all experts."""
+    conversions = get_model_conversion_mapping(model)
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    own = dict(model.named_parameters())
+    return str(rename_source_key(name, renamings, converters, model.base_model_prefix, own)[0])

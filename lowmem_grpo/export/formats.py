@@ -118,10 +118,10 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     device = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     stored = Pretrained(name, str(model_folder(resolve(name), record.revision)), {})
     with stored.naming_the_model():
-        config, tokenizer = stored.config(), stored.tokenizer()
+        (config, names), tokenizer = stored.parts(), stored.tokenizer()
         form = stored.form(form)
     with freed_memory_returned():
-        weights = stored_weights(Path(stored.path), config, form, computed, device)
+        weights = stored_weights(Path(stored.path), config, form, computed, device, names)
         dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
         merge = Merge(weights, pairs, dtype, config, generation, tokenizer)
         write_folder(merge, temp, done)

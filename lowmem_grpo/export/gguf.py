@@ -1,5 +1,6 @@
 """GGUF files: llama.cpp's own converter writes them, and its package `gguf` reads them back."""
 
+import math
 import shutil
 import subprocess
 import sys
@@ -37,8 +38,9 @@ class GGUFContent:
 
     @property
     def elements(self) -> int:
-        """The number of elements in all matrices. Vectors do not count, because the converter adds some."""
-        return sum(shape[0] * shape[1] for shape in self.shapes.values() if len(shape) == 2)
+        """The number of elements in all matrices, and in stacks of them, which experts are. Vectors do not count,
+        because the converter adds some."""
+        return sum(math.prod(shape) for shape in self.shapes.values() if len(shape) > 1)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.codes import dequantized
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, capability
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
@@ -52,10 +53,12 @@ class FP8Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(out, in)."""
         return self.codes.shape[0], self.codes.shape[1]
 
     @property
     def device(self) -> torch.device:
+        """Where the codes are."""
         return self.codes.device
 
     @property
@@ -141,8 +144,10 @@ def dequantize_launch(capability: int) -> Launch:
 
 
 @triton.jit
-def e4m3(code):
-    """The value of each code (uint8) in float32."""
+def e4m3(code, NATIVE: tl.constexpr):
+    """The value of each code (uint8) in float32. NATIVE: by the card's own conversion, from sm_89 on."""
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     magnitude = (code & 127).to(tl.uint16)
     bits = (magnitude << 7) | ((code & 128).to(tl.uint16) << 8)
     value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -169,7 +174,7 @@ def fp8_dequantize_kernel(
         scale = tl.load(
             scales_ptr + scale_row[:, None] + (source_column // block_columns)[None, :], mask=inside, other=0.0
         )
-    values = e4m3(tl.load(codes_ptr + source, mask=inside, other=0)) * scale
+    values = e4m3(tl.load(codes_ptr + source, mask=inside, other=0), False) * scale
     place = row.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(out_ptr + place, values.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -218,16 +223,7 @@ fp8_dequantize_op = opaque("fp8_dequantize", fp8_dequantize_cpu, fp8_dequantize_
 
 def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:
     """The weight (out, in) in its dtype, or written to `out` (contiguous, any floating dtype) where it is given."""
-    if out is None:
-        out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.codes.device)
-    fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()
-    if not fits or out.device != weight.codes.device:
-        raise ValueError(
-            f"expected out {weight.shape}, contiguous, floating, on {weight.codes.device}; got {tuple(out.shape)}, "
-            f"strides {out.stride()}, {out.dtype} on {out.device}"
-        )
-    weight.fill(out)
-    return out
+    return dequantized(weight, out)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

@@ -16,13 +16,29 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.fp8 import FP8Weight
+from lowmem_grpo.kernels.fp8_decode import can_decode_fp8, fp8_decode
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.nf4_decode import can_decode, nf4_decode
+from lowmem_grpo.kernels.nf4_decode import can_decode_nf4, nf4_decode
 
 BAND_BYTES = 64 * 2**20  # of dequantized weight at a time
 
 QuantizedWeight = NF4Weight | FP8Weight
 FrozenWeight = Tensor | QuantizedWeight
+
+
+def can_decode(x: Tensor, weight: QuantizedWeight) -> bool:
+    """Whether x (M, K) has so few rows that a kernel multiplies them with the codes as they are."""
+    return can_decode_nf4(x, weight) if isinstance(weight, NF4Weight) else can_decode_fp8(x, weight)
+
+
+def decode(
+    x: Tensor, weight: QuantizedWeight, xa: Tensor | None = None, lora_b: Tensor | None = None,
+    scale: float | Tensor = 1.0, bias: Tensor | None = None,
+) -> Tensor:
+    """x W^T + scale * xa_s B^T + bias (M, N) where `can_decode`, without autograd (few_rows.py)."""
+    if isinstance(weight, NF4Weight):
+        return nf4_decode(x, weight, xa, lora_b, scale, bias)
+    return fp8_decode(x, weight, xa, lora_b, scale, bias)
 
 
 @torch.no_grad()
@@ -34,8 +50,8 @@ def project(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tens
     with torch.autocast(x.device.type, enabled=False):
         if isinstance(weight, Tensor):
             y = torch.nn.functional.linear(rows, weight.to(x.dtype), bias)
-        elif isinstance(weight, NF4Weight) and can_decode(rows, weight):
-            y = nf4_decode(rows, weight, bias=bias)
+        elif can_decode(rows, weight):
+            y = decode(rows, weight, bias=bias)
         else:
             (y,) = project_bands(rows, weight, weight.shape[:1], [bias])
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -48,12 +64,12 @@ def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | N
     Each has memory of its own, so that one of them can be let go of. The weight is dequantized as a whole.
     """
     with torch.autocast(x.device.type, enabled=False):
-        if not isinstance(weight, NF4Weight) or not can_decode(x, weight):
+        if not can_decode(x, weight):
             return project_bands(x, weight, weight.out_features, biases)
         pairs = zip(biases, weight.out_features, strict=True)
         parts = [x.new_zeros(size) if bias is None else bias for bias, size in pairs]
         given = any(bias is not None for bias in biases)
-        return list(nf4_decode(x, weight, bias=torch.cat(parts) if given else None).split(weight.out_features, 1))
+        return list(decode(x, weight, bias=torch.cat(parts) if given else None).split(weight.out_features, 1))
 
 
 def project_bands(

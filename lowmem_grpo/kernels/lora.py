@@ -149,6 +149,7 @@ def tensors_of(loras: Sequence[LoRA | None]) -> list[Tensor | None]:
 
 
 def scales_of(loras: Sequence[LoRA | None]) -> list[float]:
+    """The scale of each adapter; 0 where a matrix has none."""
     return [0.0 if lora is None else lora.scale for lora in loras]
 
 

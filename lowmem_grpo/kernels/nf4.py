@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.codes import dequantized
 from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, capability
-from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low
+from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_types
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_import import tl, triton
 
@@ -101,7 +102,7 @@ class NF4Weight:
     @property
     def row_unit(self) -> int:
         """The smallest number of rows that ends where a block ends."""
-        return aligned_rows(self)
+        return self.blocksize // math.gcd(self.shape[1], self.blocksize)
 
     @property
     def column_unit(self) -> int:
@@ -247,7 +248,7 @@ def nf4_dequantize_cpu(
         packed, absmax, code, (rows, columns), blocksize, out.dtype, (rows,), nested_code, nested_absmax, offset,
         nested_blocksize, first_block,
     )
-    unit = aligned_rows(weight)
+    unit = weight.row_unit
     step = max(1, REFERENCE_ELEMENTS // max(columns, 1) // unit) * unit
     for start in range(0, rows, step):
         band = nf4_dequantize_ref(weight.rows(start, min(start + step, rows)))
@@ -276,29 +277,9 @@ def nf4_dequantize_triton(
 nf4_dequantize_op = opaque("nf4_dequantize", nf4_dequantize_cpu, nf4_dequantize_triton, mutates=("out",))
 
 
-def aligned_rows(weight: NF4Weight) -> int:
-    """The smallest number of rows that ends where a block ends."""
-    return weight.blocksize // math.gcd(weight.shape[1], weight.blocksize)
-
-
 def nf4_dequantize(weight: NF4Weight, out: Tensor | None = None) -> Tensor:
     """The weight (out, in) in its dtype, or written to `out` (contiguous, any floating dtype) where it is given."""
-    if out is None:
-        out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.packed.device)
-    fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()
-    if not fits or out.device != weight.packed.device:
-        raise ValueError(
-            f"expected out {weight.shape}, contiguous, floating, on {weight.packed.device}; got {tuple(out.shape)}, "
-            f"strides {out.stride()}, {out.dtype} on {out.device}"
-        )
-    nf4_dequantize_op(out, *weight.tensors, *weight.sizes, 0)
-    return out
-
-
-def weight_types(nested: bool) -> dict[str, str]:
-    """Triton types of the pointers into a weight, of any kernel."""
-    floats = ("code_ptr", "nested_code_ptr", "nested_absmax_ptr", "offset_ptr")
-    return {"packed_ptr": "*u8", "absmax_ptr": "*u8" if nested else "*fp32"} | dict.fromkeys(floats, "*fp32")
+    return dequantized(weight, out)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.frozen import project, project_back
+from lowmem_grpo.kernels.frozen import can_decode, decode, project, project_back
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
-from lowmem_grpo.kernels.nf4_decode import can_decode, nf4_decode
 
 Adapter = Tensor | Sequence[Tensor | None] | None
 
@@ -122,7 +121,7 @@ class NF4LinearFunction(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             xa = None if lora_a is None else torch.mm(x, lora_a.T)
             if can_decode(x, weight):
-                y = nf4_decode(x, weight, xa, lora_b, scale, bias)
+                y = decode(x, weight, xa, lora_b, scale, bias)
             else:
                 y = project(x, weight, bias)
                 if xa is not None:

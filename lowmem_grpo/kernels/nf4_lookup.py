@@ -70,3 +70,9 @@ def block_scale(
         return scale + tl.load(offset_ptr + group * offset_stride, mask=mask, other=0.0)
     else:
         return tl.load(absmax_ptr + block, mask=mask, other=0.0)
+
+
+def weight_types(nested: bool) -> dict[str, str]:
+    """Triton types of the pointers into a weight, of any kernel."""
+    floats = ("code_ptr", "nested_code_ptr", "nested_absmax_ptr", "offset_ptr")
+    return {"packed_ptr": "*u8", "absmax_ptr": "*u8" if nested else "*fp32"} | dict.fromkeys(floats, "*fp32")

@@ -37,6 +37,7 @@ class Runs:
 
     @property
     def tokens(self) -> int:
+        """T, of all runs together."""
         return sum(self.lengths)
 
     @cached_property

@@ -44,12 +44,21 @@ class Attention:
     inner: tuple[str, ...] = SPLIT  # the children that make q, k and v
     norm: Literal["", "heads", "whole"] = ""  # of q and k: none, each head by itself, or all heads together
     position: Literal["half", "pairs"] = "half"  # RoPE turns x[i] with x[i + R / 2], or x[2 i] with x[2 i + 1]
+    turned: float = 1.0  # the share of a head that RoPE turns, where a config does not say it
     turns: str = ""  # the attribute that says whether RoPE is in a layer; "": it is in all
     stretched: bool = False  # queries far from the start grow, as the config's `llama_4_scaling_beta` says
     window: Literal["", "config", "layers"] = ""  # whether all layers, or those that the config names, have a window
     bias: bool | None = None  # on q, k and v; None: as the config's `attention_bias` says
     values_are_keys: bool = False  # layers without `v_proj` take their keys, before norm and RoPE, as values
     gated: bool = False  # `q_proj` makes a gate of the result beside each query
+    lean: bool = True
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A router, and gated MLPs of which each token takes some."""
+
+    kind: str  # transformers' class of router and experts together
     lean: bool = True
 
 
@@ -66,6 +75,7 @@ class Family:
     buffers: tuple[str, ...] = ()  # of a layer: what a checkpoint holds beside parameters
     vllm: str | None = None  # the class of vLLM's own that computes it with the trainer's tensors; None: it has none
     delta_net: str = ""  # transformers' class of the layers that have a gated delta net in place of attention
+    experts: Experts | None = None  # in place of the MLP, in the layers that have them
     only_bfloat16: bool = False  # float16 overflows, so that a loss would be NaN
     turns: tuple[str, ...] = ()  # tokens that its chat template writes, each of which must be one token
     refused: str = ""  # why the family cannot be trained, and what to take
@@ -116,7 +126,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": decoder("Granite 3, 4 (dense)", "Granite", turns=("<|start_of_role|>", "<|end_of_role|>")),
     "glm4": decoder("GLM-4", "Glm4", norms=4, turns=("<|user|>", "<|assistant|>"), mlp=MLP("Glm4MLP", FUSED_GATE_UP),
-                    attention=Attention("Glm4Attention", position="pairs")),
+                    attention=Attention("Glm4Attention", position="pairs", turned=0.5)),
     "ministral3": decoder("Ministral 3", "Ministral3", turns=INST, attention=Attention(
         "Ministral3Attention", stretched=True, window="config")),
     "gemma4_text": decoder(
@@ -127,14 +137,31 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": decoder(
         "Qwen3.5, Qwen3.6 (dense, text)", "Qwen3_5", norm=Norm("Qwen3_5RMSNorm", "eps", 1.0),
-        attention=Attention("Qwen3_5Attention", norm="heads", gated=True, lean=False), delta_net="Qwen3_5GatedDeltaNet",
-        only_bfloat16=True, turns=IM,
+        attention=Attention("Qwen3_5Attention", norm="heads", turned=0.25, gated=True, lean=False),
+        delta_net="Qwen3_5GatedDeltaNet", only_bfloat16=True, turns=IM,
+    ),
+    "qwen3_moe": decoder(
+        "Qwen3-MoE", "Qwen3Moe", turns=IM, experts=Experts("Qwen3MoeSparseMoeBlock"),
+        attention=Attention("Qwen3MoeAttention", norm="heads", window="config"),
     ),
     "exaone4": decoder("EXAONE 4", "Exaone4", attention=Attention(
         "Exaone4Attention", norm="heads", window="layers", lean=False)),
     "gemma2": refused("Gemma 2", "soft-capped scores"),
     "gpt_oss": refused("gpt-oss", "sinks"),
 }
+
+WHOLE, INSIDE = r"^model\.language_model\.", r"^language_model\."
+# of a checkpoint with images or sounds: the names of its text model's tensors, and those in a checkpoint of text only
+TEXT_NAMES: dict[str, dict[str, str]] = {
+    "gemma4": {WHOLE: "model."},
+    "mistral3": {INSIDE + r"model\.": "model.", INSIDE + "lm_head": "lm_head", WHOLE: "model."},
+    "qwen3_5": {WHOLE: "model."},
+}
+
+
+MULTIPLIED = ("hyperclovax",)  # families whose `logits_scaling` multiplies logits; that of others divides them
+NO_FLOAT16 = ("{} overflows in float16: the loss would be NaN. Take bfloat16 (dtype=torch.bfloat16, bf16=True), which "
+              "cards of sm_80 and later compute in, or dtype=torch.float32 with load_in_4bit=True on an older one")
 
 
 def model_type_of(config: Any) -> str:
@@ -169,6 +196,13 @@ def check_family(config: Any, name: str) -> str | None:
             "docs/families.md")
 
 
+def check_float16(config: Any) -> None:
+    """ValueError for a model that cannot compute in float16."""
+    row = family_of(config)
+    if row is not None and row.only_bfloat16:
+        raise ValueError(NO_FLOAT16.format(row.name))
+
+
 def sampled_by(row: Family) -> str:
     """The engines that sample a family, in words."""
     return "vLLM and transformers" if row.vllm else "transformers"
@@ -177,6 +211,11 @@ def sampled_by(row: Family) -> str:
 def trained(by_vllm: bool = False) -> str:
     """The names of the families that train, as one list; with `by_vllm`, of those that vLLM samples."""
     return ", ".join(one.name for one in FAMILIES.values() if not one.refused and (one.vllm or not by_vllm))
+
+
+def with_experts() -> str:
+    """The names of the families whose experts are trained in 4 bits."""
+    return ", ".join(one.name for one in FAMILIES.values() if one.experts is not None)
 
 
 def planned_as(config: Any, name: str, engine: str) -> dict[str, str]:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_grpo.memory.families import EXPERTS
+
 GLOBAL_HEAD = 512  # of Gemma 4's layers without a window, where a config.json does not say it
 
 
@@ -58,6 +60,24 @@ class DeltaForm:
     def state_bytes(self) -> int:
         """What a layer knows of one sequence: the rule's state in float32, the convolution's in 16 bits."""
         return 4 * self.heads * self.key_size * self.value_size + 2 * self.mixed * (self.width - 1)
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """The experts of a mixture; layers without them have an MLP."""
+
+    layers: int  # that have experts
+    count: int  # E
+    taken: int  # k, of which each token takes so many
+    inner: int  # I
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "ExpertForm":
+        """From a config's fields: of Qwen3-MoE, every `decoder_sparse_step`th layer but those of `mlp_only_layers`."""
+        every, without = fields.get("decoder_sparse_step") or 1, fields.get("mlp_only_layers") or ()
+        layers = [one for one in range(fields["num_hidden_layers"]) if one not in without and (one + 1) % every == 0]
+        count = next(fields[name] for name in EXPERTS if fields.get(name))  # transformers renames what a file says
+        return cls(len(layers), count, fields["num_experts_per_tok"], fields["moe_intermediate_size"])
 
 
 def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:

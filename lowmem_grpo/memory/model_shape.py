@@ -1,13 +1,8 @@
-"""The numbers of a model's config that decide its memory, and the models whose configs ship with the package."""
+"""The numbers of a model's config that decide its memory."""
 
-import difflib
-import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.memory.families import (
@@ -19,44 +14,14 @@ from lowmem_grpo.memory.families import (
     Family,
     decoder,
     has_experts,
+    with_experts,
 )
-from lowmem_grpo.memory.layer_forms import DeltaForm, LayerForm, forms_of
+from lowmem_grpo.memory.layer_forms import DeltaForm, ExpertForm, LayerForm, forms_of
+from lowmem_grpo.memory.linear import BLOCK, FP8, FP8_BLOCK, NESTED_BLOCK, NF4, Linear
 
-FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # in which weights are held
-BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights that share a scale, scales that share one of theirs
-TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's values, those of the scales, and their offset
+PAGED_BLOCK = 16  # tokens of a block of vLLM's cache on a card
 PLAIN = decoder("a plain decoder", "")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-VARIANT = re.compile(r"-(instruct|base|it|chat|unsloth|bnb|4bit|bf16)$")
-NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-llama-3.3-70b": "llama-3.3-70b"}
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A weight (out, in) of a layer."""
-
-    name: str
-    rows: int
-    columns: int
-    bias: bool = False
-    lora: bool = True  # whether it is adapted where no target is named
-
-    @property
-    def weights(self) -> int:
-        return self.rows * self.columns
-
-    @property
-    def nf4_bytes(self) -> int:
-        """In NF4 with double quantization."""
-        blocks = -(-self.weights // BLOCK)
-        return -(-self.weights // 2) + blocks + 4 * -(-blocks // NESTED_BLOCK) + TABLES
-
-    def bytes_in(self, form: str) -> int:
-        """In one of FORMS: FP8 has a scale for each row, or for each block of 128 x 128."""
-        scales = {FP8: self.rows, FP8_BLOCK: -(-self.rows // 128) * -(-self.columns // 128)}
-        if form in scales:
-            return self.weights + 4 * scales[form]
-        return self.nf4_bytes if form == NF4 else 2 * self.weights
 
 
 @dataclass(frozen=True)
@@ -83,31 +48,35 @@ class ModelShape:
     forms: tuple[LayerForm, ...] = ()
     per_layer: int = 0  # P, numbers that each layer takes of a token beside its input; 0: none
     per_layer_vocabulary: int = 0  # rows of the table of these, which is L P wide
+    turned: float = 1.0  # the share of a head that RoPE turns
+    experts: ExpertForm | None = None  # of the layers that have them in place of an MLP
     delta: DeltaForm | None = None  # of the layers without attention, where there are such; in `each`, of these only
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
-        """From a config.json's fields, or a transformers config; ValueError where they describe no dense decoder."""
+        """From a config.json's fields, or a transformers config; ValueError for what has no plan."""
         fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        tied = bool(fields.get("tie_word_embeddings", False))
         fields = fields.get("text_config") or fields
         missing = [name for name in NEEDED if not isinstance(fields.get(name), int)]
         if missing:
             raise ValueError(f"the config has no {', '.join(missing)}; a decoder's config.json is needed")
-        if has_experts(fields):
-            raise ValueError(f"{fields.get('model_type')} has several experts; plans are made for dense models only")
         heads, kind = fields["num_attention_heads"], str(fields.get("model_type", ""))
-        row = family_named(kind)
+        row, mixed = family_named(kind), has_experts(fields)
+        if mixed and row.experts is None:
+            raise ValueError(f"{kind} has several experts; of such models, plans are made for {with_experts()} only")
         bias, forms = row.attention.bias, forms_of(fields) if row.unlike_layers else ()
         found = cls(
             fields["hidden_size"], fields["intermediate_size"], fields["num_hidden_layers"], heads,
             fields.get("num_key_value_heads") or heads, fields.get("head_dim") or fields["hidden_size"] // heads,
-            fields["vocab_size"], bool(fields.get("tie_word_embeddings", False)),
+            fields["vocab_size"], tied or bool(fields.get("tie_word_embeddings", False)),
             fields.get("max_position_embeddings"), kind,
             bool(fields.get("attention_bias")) if bias is None else bias,
             fields.get("sliding_window") if fields.get("use_sliding_window", True) else None, forms=forms,
             per_layer=fields.get("hidden_size_per_layer_input") or 0,
             per_layer_vocabulary=fields.get("vocab_size_per_layer_input") or 0,
-            delta=DeltaForm.of(fields) if row.delta_net else None,
+            turned=turned_share(fields, row), delta=DeltaForm.of(fields) if row.delta_net else None,
+            experts=ExpertForm.of(fields) if mixed else None,
         )
         if not forms:
             return found
@@ -120,6 +89,10 @@ class ModelShape:
         if self.delta is not None:
             yield self.delta.layers, replace(self, own_keys=False)
             yield self.layers - self.delta.layers, replace(self, delta=None)
+        elif self.experts is not None:
+            yield self.experts.layers, self
+            if self.layers > self.experts.layers:
+                yield self.layers - self.experts.layers, replace(self, experts=None)
         elif not self.forms:
             yield self.layers, self
         for form, count in Counter(self.forms).items():
@@ -133,10 +106,15 @@ class ModelShape:
         """Numbers of a token that all layers share while a micro-batch is computed: cosines and sines of the positions,
         those that each layer takes beside its input, and keys and values of layers that serve later ones."""
         if not self.forms:
-            return 2 * self.head_size
+            return 2 * self.turned_size
         lent = {(form.window, form.head_size * form.kv_heads) for form in self.forms if form.own_keys}
         shared = 0 if all(form.own_keys for form in self.forms) else sum(keys for _, keys in lent)
         return 2 * (sum({form.head_size for form in self.forms}) + shared) + self.layers * self.per_layer
+
+    @property
+    def turned_size(self) -> int:
+        """R, numbers of a head that RoPE turns."""
+        return int(self.head_size * self.turned)
 
     @property
     def family(self) -> Family:
@@ -155,7 +133,7 @@ class ModelShape:
 
     def linears(self) -> Iterator[Linear]:
         """The weights of one layer that are quantized and take LoRA."""
-        bias = self.attention_bias
+        bias, lora = self.attention_bias, self.family.experts is None  # with experts, attention only is adapted
         if self.delta is not None:
             sizes = (self.delta.mixed, self.delta.values, self.delta.heads, self.delta.heads)
             yield from (Linear(name, rows, self.hidden) for name, rows in zip(DELTA_IN, sizes, strict=True))
@@ -170,12 +148,17 @@ class ModelShape:
                 yield Linear("v_proj", self.keys, self.hidden, bias)
         if self.delta is None:
             yield Linear("o_proj", self.hidden, self.queries)
+        if self.experts is not None:
+            many: dict[str, Any] = {"lora": False, "experts": self.experts.count, "taken": self.experts.taken}
+            yield Linear("experts.gate_up_proj", 2 * self.experts.inner, self.hidden, **many)
+            yield Linear("experts.down_proj", self.hidden, self.experts.inner, **many)
+            return
         if self.family.mlp.inner == FUSED_GATE_UP:
             yield Linear("gate_up_proj", 2 * self.inner, self.hidden)
         else:
-            yield Linear("gate_proj", self.inner, self.hidden)
-            yield Linear("up_proj", self.inner, self.hidden)
-        yield Linear("down_proj", self.hidden, self.inner)
+            yield Linear("gate_proj", self.inner, self.hidden, lora=lora)
+            yield Linear("up_proj", self.inner, self.hidden, lora=lora)
+        yield Linear("down_proj", self.hidden, self.inner, lora=lora)
         if self.per_layer:
             yield Linear("per_layer_input_gate", self.per_layer, self.hidden, lora=False)
             yield Linear("per_layer_projection", self.hidden, self.per_layer, lora=False)
@@ -185,10 +168,19 @@ class ModelShape:
         """Numbers in the linear layers of all decoder layers, biases aside."""
         return sum(count * sum(one.weights for one in shape.linears()) for count, shape in self.each())
 
+    @property
+    def sampler_weights(self) -> int:
+        """Of these, what the sampler may hold in 16 bits for a phase: all but experts."""
+        return sum(count * sum(one.weights for one in shape.linears() if one.experts == 1)
+                   for count, shape in self.each())
+
     def weight_bytes(self, form: str) -> int:
-        """Of all layers and norms, with linear layers in this form; embedding and head are apart."""
+        """Of all layers and norms, with linear layers in this form; embeddings and head are apart. ValueError for a
+        form in which experts are not held."""
+        if self.experts is not None and form in (FP8, FP8_BLOCK):
+            raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
-        angles = sum({shape.head_size: 2 * 4 * (shape.head_size // 2) for _, shape in self.each()}.values())
+        angles = sum({shape.turned_size: 2 * 4 * (shape.turned_size // 2) for _, shape in self.each()}.values())
         return layers + 2 * self.hidden + angles + self.per_layer_bytes(form)
 
     def layer_bytes(self, form: str) -> int:
@@ -199,8 +191,9 @@ class ModelShape:
         return linears + biases + self.norm_bytes() + (2 * len(self.family.buffers))
 
     def norm_bytes(self) -> int:
-        """Of a layer's norms: those of the hidden size, and those of queries and keys."""
+        """Of a layer's norms, those of the hidden size and those of queries and keys, and of its router."""
         hidden = 2 * (self.family.norms + bool(self.per_layer)) * self.hidden
+        hidden += 2 * self.experts.count * self.hidden if self.experts is not None else 0  # the router
         if self.delta is not None:
             return hidden + self.delta.weight_bytes
         if self.family.attention.norm == "whole":
@@ -208,13 +201,12 @@ class ModelShape:
         return hidden + (2 * (1 + self.own_keys) * self.head_size if self.family.attention.norm else 0)
 
     def per_layer_bytes(self, form: str) -> int:
-        """Of the table that gives each layer numbers of its own, and of what is added to them; two scales."""
+        """Of what is added to the numbers of a layer's own, and of two scales; their table is apart."""
         if not self.per_layer:
             return 0
         width = self.layers * self.per_layer
         projection = Linear("per_layer_model_projection", width, self.hidden)
-        table = 2 * self.per_layer_vocabulary * width
-        return table + projection.bytes_in(form) + 2 * self.per_layer + 2 * 4
+        return projection.bytes_in(form) + 2 * self.per_layer + 2 * 2
 
     def groups(self) -> list[list[Linear]]:
         """The linears of a layer that the loader lays side by side in NF4, one dequantization for each group."""
@@ -237,6 +229,15 @@ class ModelShape:
         """The embedding, and the head likewise, in 16 bits."""
         return 2 * self.vocabulary * self.hidden
 
+    @property
+    def per_layer_table_bytes(self) -> int:
+        """The embedding that gives each layer numbers of its own, in 16 bits."""
+        return 2 * self.per_layer_vocabulary * self.layers * self.per_layer
+
+    def host_bytes(self) -> int:
+        """Of the embeddings that can be on the host: not of one that is the head too."""
+        return self.per_layer_table_bytes + (0 if self.tied else self.table_bytes)
+
     def lora_weights(self, rank: int) -> int:
         """Numbers of LoRA on all linears."""
         return rank * sum(count * sum(one.rows + one.columns for one in shape.linears() if one.lora)
@@ -245,59 +246,38 @@ class ModelShape:
     def kv_bytes(self, tokens: int) -> int:
         """Of keys and values of one sequence in 16 bits, and of its states in layers without attention."""
         keys = 2 * 2 * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
-        return keys + (self.delta.layers * self.delta.state_bytes if self.delta is not None else 0)
+        return keys + self.states_bytes
+
+    @property
+    def states_bytes(self) -> int:
+        """What the layers without attention know of one sequence, however long it is."""
+        return 0 if self.delta is None else self.delta.layers * self.delta.state_bytes
+
+    def paged_bytes(self, tokens: int, block: int = PAGED_BLOCK, itemsize: int = 2) -> int:
+        """Of one sequence in vLLM's cache, in numbers of `itemsize` bytes. That of a hybrid model has pages of one
+        size: each holds the keys and values of a block of tokens in as many layers as have attention, or the states of
+        as many layers without it."""
+        if self.delta is None:
+            return self.kv_bytes(tokens) * itemsize // 2
+        block, attention = self.paged_block(block, itemsize), self.layers - self.delta.layers
+        pages = -(-tokens // block) + -(-self.delta.layers // attention)
+        return pages * attention * block * 2 * itemsize * self.keys
+
+    def paged_block(self, block: int, itemsize: int = 2) -> int:
+        """Tokens of a block of vLLM's cache: `block`, or the least multiple that is as large as a layer's states."""
+        if self.delta is None:
+            return block
+        return block * -(-self.delta.state_bytes // (block * 2 * itemsize * self.keys))
+
+
+def turned_share(fields: Mapping[str, Any], row: Family) -> float:
+    """The share of a head that RoPE turns. Tables of layers that are not alike are as wide as a head."""
+    if row.unlike_layers:
+        return 1.0
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    return float(rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or row.attention.turned)
 
 
 def family_named(model_type: str) -> Family:
     """The row of a family; where there is none, that of a plain decoder."""
     return FAMILIES.get(model_type, PLAIN)
-
-
-def named_shapes() -> list[str]:
-    """The names that ship with the package."""
-    return sorted(entry.name.removesuffix(".json") for entry in (files("lowmem_grpo") / "assets" / "shapes").iterdir())
-
-
-def named_config(name: str) -> dict[str, Any]:
-    """The config.json of a model by its name here or on the hub, or of a folder or file.
-
-    Case, the owner, and endings such as -Instruct do not matter. ValueError names what comes close.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir() or path.suffix == ".json":
-        return read_config(path / "config.json" if path.is_dir() else path)
-    short = shape_name(name)
-    if short is None:
-        close = difflib.get_close_matches(plain_name(name), named_shapes(), n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise ValueError(
-            f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a config.json"
-        )
-    found: dict[str, Any] = json.loads((files("lowmem_grpo") / "assets" / "shapes" / f"{short}.json").read_text())
-    return found
-
-
-def shape_name(name: str) -> str | None:
-    """The shipped shape that a name means; None where there is none."""
-    plain = plain_name(name)
-    plain = NAMESAKES.get(plain, plain)
-    return plain if plain in named_shapes() else None
-
-
-def plain_name(name: str) -> str:
-    """Lower case, without the owner and without endings that do not change the shape."""
-    plain = name.rpartition("/")[2].lower()
-    while (shorter := VARIANT.sub("", plain)) != plain:
-        plain = shorter
-    return plain
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The fields of a config.json; ValueError says why it cannot be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as a model's config.json: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object of fields; a model's config.json is needed")
-    return found

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.cutting import Limits, cut
-from lowmem_grpo.memory.model_shape import BITS_16, FP8, NF4
+from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
 from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
 
 OPTIMIZER_BYTES = {  # of a trained number; the states that stay on the device

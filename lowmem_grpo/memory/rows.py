@@ -1,12 +1,14 @@
 """The rows of a plan: every component's bytes in both phases, for complete settings."""
 
 from lowmem_grpo.memory.cards import LARGE_PREFILL, MIB, Device, prefill_tokens
-from lowmem_grpo.memory.model_shape import BITS_16, FP8, NF4, ModelShape
+from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
 from lowmem_grpo.memory.training_step import (
     BAND_BYTES,
     CARD_ONLY,
     CHUNK,
+    EXPERTS,
     HEAD,
     INPUTS,
     LAYER,
@@ -23,11 +25,12 @@ CUDA_CONTEXT = 512 * MIB  # of the driver and its libraries
 GRAPHS = 384 * MIB  # of vLLM's CUDA graphs
 RESERVE = 0.04  # of what is freed and made again: holes between blocks
 KINDS = {NF4: "NF4, double quantization", FP8: "FP8, a scale for each row", BITS_16: "16 bits"}
-WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE)
+WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE, EXPERTS)
 NOTES = {
     INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
     HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
     WORKSPACE: "fused attention's gradients, for all heads and in float32 (estimated)",
+    EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
 }
 
 
@@ -36,7 +39,8 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     fixed = fixed_rows(shape, settings)
     moments = most_of(step_shapes(shape, settings))
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
-    working = [working_row(component, name, moments) for component in WORKING]
+    working = [working_row(component, name, moments) for component in WORKING
+               if component != EXPERTS or shape.experts is not None]
     allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
     graphs = GRAPHS if settings.engine == "vllm" else 0
     engine = Row("engine workspace", engine_workspace(shape, settings, device) + graphs, graphs, card_only=True,
@@ -44,10 +48,11 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     driver = driver_rows(engine.rollout, sum(row.train for row in working))
     sampler = sampler_rows(shape, settings)
     taken = sum(row.rollout for row in (*fixed, *sampler, engine, *driver))
-    one = shape.kv_bytes(settings.context)
+    one = shape.paged_bytes(settings.context) if settings.engine == "vllm" else shape.kv_bytes(settings.context)
     kv_bytes = settings.kv_bytes or max(one, min(settings.num_generations * one, device.budget - taken))
     stays = 0 if settings.sleeps else kv_bytes
-    cache = Row(KV_CACHE, kv_bytes, stays, note="16 bits; " + ("stays" if stays else "freed") + " while training")
+    after = "stays" if stays else "freed"
+    cache = Row(KV_CACHE, kv_bytes, stays, note=f"16 bits{states(shape)}; {after} while training")
     concurrent = min(settings.num_generations, kv_bytes // one)
     rows = (*fixed, *sampler, cache, engine, *working, *host_rows(shape, settings), *driver)
     return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
@@ -57,18 +62,34 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What is there in both phases; gradients only while training."""
     table, trained = shape.table_bytes, shape.lora_weights(settings.lora_rank)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
-    on_device = 0 if shape.tied or settings.host_embedding else table
+    on_device = 0 if settings.host_embedding else shape.host_bytes()
     states = 0 if settings.optim == PAGED else int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained)
-    where = "the head is the same table" if shape.tied else "on the host" if settings.host_embedding else "16 bits"
+    where = "on the host" if settings.host_embedding and shape.host_bytes() else embedded(shape)
     kind = KINDS[settings.form]
     return [
-        Row("weights", weights, weights, note=f"linears in {kind}; norms, biases"),
+        Row("weights", weights, weights, note=f"{held(shape)} in {kind}; norms, biases"),
         Row("embedding", on_device, on_device, note=where),
         Row("head", table, table, note="16 bits"),
-        Row("adapters", adapters, adapters, note=f"LoRA of rank {settings.lora_rank} on all linears, float32"),
+        Row("adapters", adapters, adapters, note=f"LoRA of rank {settings.lora_rank} on {adapted(shape)}, float32"),
         Row("gradients", 0, adapters, note="of the adapters, float32"),
         Row("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
     ]
+
+
+def embedded(shape: ModelShape) -> str:
+    """What a plan says of embeddings on the device."""
+    return "; ".join(("the head is the same table" if shape.tied else "16 bits",
+                      *(["that of each layer's own numbers in 16 bits"] if shape.per_layer else [])))
+
+
+def adapted(shape: ModelShape) -> str:
+    """What takes LoRA, in words."""
+    return "all linears" if shape.experts is None else "attention"
+
+
+def held(shape: ModelShape) -> str:
+    """What is quantized, in words."""
+    return "linears" if shape.experts is None else "linears and experts"
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
@@ -78,9 +99,17 @@ def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     copied = WORD * shape.lora_weights(settings.lora_rank)
     rows = [Row("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
     if settings.sampling_weights == "16bit":
-        rows.append(Row("sampling weights", WORD * shape.linear_weights, card_only=True,
+        rows.append(Row("sampling weights", WORD * shape.sampler_weights, card_only=True,
                         note="weights in 16 bits while sampling; freed while training"))
     return rows
+
+
+def states(shape: ModelShape) -> str:
+    """What a plan says of the states of layers without attention."""
+    if shape.delta is None:
+        return ""
+    with_states, size = shape.delta.layers, shape.states_bytes / MIB
+    return f", of {shape.layers - with_states} layers; states of {with_states}, {size:,.0f} MiB a sequence"
 
 
 def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
@@ -128,9 +157,8 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
 
 def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What the host holds."""
-    table = shape.table_bytes
     inputs = max(step.host() for step in step_shapes(shape, settings))
-    embedding = table if settings.host_embedding and not shape.tied else 0
+    embedding = shape.host_bytes() if settings.host_embedding else 0
     states = int(OPTIMIZER_BYTES[PAGED] * shape.lora_weights(settings.lora_rank)) if settings.optim == PAGED else 0
     return [Row("host buffers", host=inputs + embedding + states,
                 note="layer inputs in pinned memory" + (", embedding" if embedding else "")

@@ -9,17 +9,21 @@ of a plan's rows. The sizes are those of the code that runs (`offload`, `lean_mo
 from dataclasses import dataclass
 
 from lowmem_grpo.memory.families import FUSED
+from lowmem_grpo.memory.layer_forms import ExpertForm
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.token_rows import mask_numbers
 
 WORD = 2  # bytes of a number in 16 bits
 BAND_BYTES = 64 * 2**20  # of dequantized weights at a time
+PIECE = 2048  # rows of one expert that are computed together
+GROUPED_ROWS = 64  # an expert, up to which all are computed together
 PAGE_BYTES = 4 * 2**20  # of host memory
 RESIDENT = 2  # layer inputs on the device while the others are on the host
 INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
     "layer inputs", "layer recompute", "MLP tile", "logits chunk", "U and hidden states", "attention workspace"
 )
-CARD_ONLY = (WORKSPACE,)  # of kernels that only cards have
+EXPERTS = "experts at work"
+CARD_ONLY = (WORKSPACE, EXPERTS)  # within one operation, which fake tensors do not show
 Moment = dict[str, int]
 
 
@@ -111,6 +115,8 @@ class StepShape:
     def saved(self) -> int:
         """What a layer keeps for its backward pass beside its input."""
         mlp = 0 if self.mlp_tile else 2 * WORD * self.tokens * self.model.inner  # gate and up
+        if self.model.experts is not None:  # probabilities, the values of the gates, their sum, ids twice
+            mlp = self.tokens * (4 * self.model.experts.count + (4 + 4 + 8 + 8) * self.model.experts.taken)
         return max(self.attention_saved(), self.delta_saved()) + 2 * self.hidden + mlp
 
     def layers_kept(self) -> int:
@@ -120,7 +126,11 @@ class StepShape:
         return self.model.layers * (self.saved() + self.hidden)
 
     def mlp(self) -> Moment:
-        """The gradient of an MLP: gate, up and their common gradient of a tile."""
+        """The gradient of an MLP: gate, up and their common gradient of a tile; of experts, what is inside."""
+        if self.model.experts is not None:
+            grads = 2 * self.hidden
+            return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles,
+                    EXPERTS: self.at_experts(self.model.experts)}
         inner = WORD * self.rows * self.model.inner
         row_hidden = WORD * self.rows * self.model.hidden
         lora = 4 * self.rank * 3 * (self.model.inner + self.model.hidden)
@@ -128,6 +138,18 @@ class StepShape:
         grads = self.hidden * (2 if self.mlp_tile else 1)  # of the output, and of the input as it fills
         tile = at_work + lora + self.band()
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles, TILE: tile}
+
+    def at_experts(self, experts: ExpertForm) -> int:
+        """What the backward pass of `routed_experts` holds. Expert by expert: the sum of gradients in float32 and the
+        order of rows, one expert, and a piece of its rows: gate and up, what comes back to both, in two dtypes, and the
+        input's. In groups, on a card: the same for all places, and one gradient for each."""
+        rows, hidden, inner = min(PIECE, self.tokens), self.model.hidden, experts.inner
+        sums = self.tokens * (4 * hidden + 3 * 8 * experts.taken)
+        one_by_one = sums + 3 * WORD * hidden * inner + rows * (5 * WORD * inner + 3 * WORD * hidden)
+        places = self.tokens * experts.taken
+        if places > GROUPED_ROWS * experts.count:
+            return one_by_one
+        return max(one_by_one, places * (3 * 8 + 8 * WORD * inner + WORD * hidden))
 
     def attention(self) -> Moment:
         """The gradient of attention: of its output, q, k and v; on a card in float32 and for all heads first."""

@@ -56,6 +56,7 @@ class Stages:
 
     @classmethod
     def of(cls, layout: PackedLayout, device: torch.device) -> "Stages":
+        """Of a packed micro-batch: every prompt's tokens first, then all completions'."""
         lengths = [length for prompt in layout.prompts for length in prompt]
         tokens = torch.arange(sum(lengths)).split(lengths)
         stages = stage_of(layout.prompts)

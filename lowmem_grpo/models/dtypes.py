@@ -4,10 +4,7 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.memory.families import family_of
-
-NO_FLOAT16 = ("{} overflows in float16: the loss would be NaN. Take bfloat16 (dtype=torch.bfloat16, bf16=True), which "
-              "cards of sm_80 and later compute in, or dtype=torch.float32 with load_in_4bit=True on an older one")
+from lowmem_grpo.memory.families import check_float16
 
 
 def compute_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
@@ -27,9 +24,8 @@ def compute_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
 
 def check_dtype(config: Any, *dtypes: torch.dtype | None) -> None:
     """ValueError where a model of this config would compute in float16 and cannot."""
-    family = family_of(config)
-    if family is not None and family.only_bfloat16 and torch.float16 in dtypes:
-        raise ValueError(NO_FLOAT16.format(family.name))
+    if torch.float16 in dtypes:
+        check_float16(config)
 
 
 def is_bfloat16_supported() -> bool:

@@ -65,6 +65,7 @@ class FP8Linear(nn.Linear):
         return y if mixed else y.to(x.dtype)
 
     def extra_repr(self) -> str:
+        """What a printed model says of the layer."""
         return f"{super().extra_repr()}, block={self.block}, compute_dtype={self.compute_dtype}"
 
 

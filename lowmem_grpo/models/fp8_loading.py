@@ -5,6 +5,7 @@ before the next one. Of a checkpoint in FP8, codes and scales are used as they a
 weight is stored so, whatever the config says; scales of activations are ignored, because these stay in 16 bits.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,19 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowmem_grpo.kernels.fp8 import E4M3, fp8_quantize, scales_shape
-from lowmem_grpo.memory.model_shape import FP8_BLOCK
+from lowmem_grpo.memory.linear import FP8_BLOCK
 from lowmem_grpo.models.fp8_linear import SCALE, FP8Linear, stored_weight
 from lowmem_grpo.models.stored_form import block_of, quantization_of
+from lowmem_grpo.models.text_part import text_name
 
 NAME = "lowmem_grpo_fp8"  # of the quantizer
 BLOCK = (128, 128)  # of load_in_fp8="block"
 SCALES = (".weight_scale", ".weight_scale_inv")  # of compressed-tensors, and of fine-grained FP8
+# Beside a layer: of its inputs, its outputs and the key-value cache, all of which stay in 16 bits here.
+OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 PLAIN_WAY = "Take the model's checkpoint in 16 bits, and load it with load_in_fp8=True"
+
+logger = logging.getLogger(__name__)
 
 
 @register_quantization_config(NAME)
@@ -40,6 +46,7 @@ class FP8Config(QuantizationConfigMixin):
     quant_method: Any = NAME
     block: Any = None
     compute_dtype: str = "bfloat16"
+    names: Any = None  # of a checkpoint with images: the names of its text model's tensors, and those that they get
 
 
 def to_quantize(form: str, dtype: torch.dtype) -> FP8Config:
@@ -47,17 +54,17 @@ def to_quantize(form: str, dtype: torch.dtype) -> FP8Config:
     return FP8Config(block=BLOCK if form == FP8_BLOCK else None, compute_dtype=name_of(dtype))
 
 
-def as_stored(config: Any, dtype: torch.dtype) -> Any:
-    """The config of an FP8 checkpoint, with our quantizer in place of transformers' own."""
+def keep_stored(config: Any, dtype: torch.dtype, names: dict[str, str] | None = None) -> None:
+    """In the config of an FP8 checkpoint, put our quantizer in place of transformers' own."""
     block = block_of(quantization_of(config) or {})
     for part in (config.get_text_config(), config):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    config.quantization_config = FP8Config(block=block, compute_dtype=name_of(dtype)).to_dict()
-    return config
+    config.quantization_config = FP8Config(block=block, compute_dtype=name_of(dtype), names=names).to_dict()
 
 
 def name_of(dtype: torch.dtype) -> str:
+    """A dtype as a config writes it, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -69,23 +76,29 @@ class FP8Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
+        """Adapters on these layers have right gradients."""
         return True
 
     def is_serializable(self) -> bool:
+        """Such a model is not saved as it is: adapters and merged models are."""
         return False
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether a parameter is the weight of one of our layers."""
         path, _, name = param_name.rpartition(".")
         return name == "weight" and isinstance(model.get_submodule(path), FP8Linear)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """Bytes of one number of a parameter, once it is held."""
         return 1 if self.param_needs_quantization(model, param_name) else super().param_element_size(
             model, param_name, param)
 
     def get_quantize_ops(self) -> "Quantize":
+        """What is done to a weight in 16 bits when it was read."""
         return Quantize(self.quantization_config.block)
 
     def get_weight_conversions(self) -> list[Any]:
+        """Scales of both kinds of checkpoint get one name."""
         stored, ours = (name.removeprefix(".") for name in (SCALES[1], SCALES[0]))
         return [WeightRenaming(rf"{stored}$", ours)] if self.pre_quantized else []
 
@@ -93,7 +106,10 @@ class FP8Quantizer(HfQuantizer):
         """Put our layers in place of those that are stored in FP8, or are to be quantized. Memory is not taken yet."""
         dtype, block = getattr(torch, self.quantization_config.compute_dtype), self.quantization_config.block
         if self.pre_quantized:
-            paths, held = stored_in_fp8(model, kwargs["checkpoint_files"], block), E4M3
+            names = self.quantization_config.names or {}
+            heads = dict(headers(kwargs["checkpoint_files"]))
+            leave_out_activations(model, heads)
+            paths, held = stored_in_fp8(model, heads, block, names), E4M3
         else:
             left = self.get_modules_to_not_convert(model)
             paths, held = {name: block for name, module in model.named_modules()
@@ -124,6 +140,7 @@ class Quantize(ConversionOps):
         self.block = None if block is None else (int(block[0]), int(block[1]))
 
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
+        """Codes and scales, under the names that our layer has for them, of each weight that was read."""
         found: dict[str, Any] = {}
         for name, given in input_dict.items():
             weight = fp8_quantize(given[0] if isinstance(given, list) else given, self.block)
@@ -131,30 +148,59 @@ class Quantize(ConversionOps):
         return found
 
 
+def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None:
+    """Say in one line that scales of activations are not read, in place of transformers' table of them."""
+    found = [name for name in heads if name.endswith(OF_ACTIVATIONS)]
+    if found:
+        logger.info("%d scales of activations are left out, %s for one: activations stay in 16 bits", len(found),
+                    found[0])
+    # A list of patterns that models declare and transformers' own quantizers add to (5.19, quantizer_gemma.py); a test
+    # fails where the table comes back.
+    known = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    model._keys_to_ignore_on_load_unexpected = known | {rf"\{ending}$" for ending in OF_ACTIVATIONS}
+
+
 def stored_in_fp8(
-    model: PreTrainedModel, files: Any, block: tuple[int, int] | None
+    model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]], block: tuple[int, int] | None,
+    names: dict[str, str],
 ) -> dict[str, tuple[int, int] | None]:
     """The paths of the linear layers whose weights are stored in FP8, with their blocks (None: rows, or one scale for
-    all). ValueError for weights without scales, for scales that do not fit, and for what is no linear layer."""
-    heads = dict(headers(files))
+    all). ValueError for weights without scales or of another shape, for scales without weights or that do not fit, and
+    for what is no linear layer."""
+    check_pairs(heads)
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     own, found = model.state_dict(), {}
     for name, (kind, shape) in heads.items():
-        if not kind.startswith("F8_") or name.endswith(SCALES):
+        text = text_name(name, names)
+        if text is None or not kind.startswith("F8_") or name.endswith(SCALES):
             continue
         if kind != "F8_E4M3":
             raise ValueError(f"{name} is stored in {kind}; of 8-bit floats only e4m3 is read. {PLAIN_WAY}")
-        plain, _ = rename_source_key(name, renamings, [], model.base_model_prefix, own)
+        plain, _ = rename_source_key(text, renamings, [], model.base_model_prefix, own)
         path = plain.removesuffix(".weight")
         linear = dict(model.named_modules()).get(path)
         if type(linear) is not nn.Linear or linear is model.get_output_embeddings():
             raise ValueError(f"{name} is stored in FP8, and only linear layers of the decoder may be. {PLAIN_WAY}")
+        if shape != [linear.out_features, linear.in_features]:
+            raise ValueError(f"{name} is stored in FP8 as {tuple(shape)}, and the model's layer is "
+                             f"{(linear.out_features, linear.in_features)}: the checkpoint and its config.json do not "
+                             f"belong together. Fetch the checkpoint again. {PLAIN_WAY}")
         scale = next((other for other in (path_of(name) + suffix for suffix in SCALES) if other in heads), None)
         if scale is None:
             raise ValueError(f"{name} is stored in FP8, and its scales ({path_of(name)}{SCALES[0]} or _inv) are "
                              f"missing: without them the weights mean nothing. Fetch the checkpoint again. {PLAIN_WAY}")
         found[path] = fitting_block(name, (shape[0], shape[1]), heads[scale][1], block)
     return found
+
+
+def check_pairs(heads: dict[str, Any]) -> None:
+    """ValueError for scales whose weight is missing, which would be made up at random."""
+    for name in heads:
+        for ending in SCALES:
+            path = name.removesuffix(ending)
+            if path != name and f"{path}.weight" not in heads:
+                raise ValueError(f"{name} is there, and the weights that it scales ({path}.weight) are missing. Fetch "
+                                 f"the checkpoint again. {PLAIN_WAY}")
 
 
 def path_of(name: str) -> str:
@@ -174,11 +220,12 @@ def fitting_block(
     return block[0], block[1]
 
 
-def headers(files: Any) -> Iterator[tuple[str, tuple[str, list[int]]]]:
-    """(name, (safetensors' name of the dtype, shape)) of every tensor of a checkpoint; nothing else is read."""
+def headers(files: Any, kind: str = "weights in FP8") -> Iterator[tuple[str, tuple[str, list[int]]]]:
+    """(name, (safetensors' name of the dtype, shape)) of every tensor of a checkpoint with weights of this kind;
+    nothing else is read. ValueError for files that are not in safetensors."""
     for file in files or []:
         if Path(file).suffix != ".safetensors":
-            raise ValueError(f"{Path(file).name} holds weights in FP8, and only safetensors files are read. "
+            raise ValueError(f"{Path(file).name} holds {kind}, and only safetensors files are read. "
                              f"{PLAIN_WAY}")
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dict

@@ -50,6 +50,7 @@ class KernelLinearFP8(OneNode, Linear):
     """On weights in FP8."""
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """ValueError: such weights are not merged in place."""
         raise ValueError("an adapter is not merged into weights in FP8, which would round most of its update away. "
                          'Save the merged model in 16 bits: save_pretrained_merged(folder, tokenizer, "merged_16bit")')
 

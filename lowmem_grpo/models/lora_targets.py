@@ -7,10 +7,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, family_of
+from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, family_of, has_experts
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # a part of the path of every linear layer of attention
+NO_EXPERTS = ("target_modules names {}. Of a mixture of experts, LoRA goes on attention only: the experts and their "
+              "router stay as they are. Leave them out: target_modules={}")
 Targets = list[str] | str | None
 
 
@@ -82,8 +84,11 @@ def decoder_linears(model: Any, scope: Scope) -> list[str]:
 
 
 def usual_targets(model: PreTrainedModel) -> list[str] | str:
-    """The names of all linear layers of the decoder; "all-linear" for a family with other names, or with fused ones."""
+    """The names of all linear layers of the decoder, or with experts of those of attention; "all-linear" for a family
+    with other names, or with fused ones."""
     family = family_of(model.config)
+    if family is not None and family.experts is not None:
+        return [*family.attention.inner, "o_proj"]
     names = [*ALL_LINEAR, *((*DELTA_IN, DELTA_OUT) if family is not None and family.delta_net else ())]
     return names if names_of(model).issuperset(names) else "all-linear"
 
@@ -94,7 +99,9 @@ def names_of(model: PreTrainedModel) -> set[str]:
 
 
 def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:
-    """The names, if they exist in the model and the frozen head is not among them."""
+    """The names, if they exist in the model and the frozen head is not among them, nor experts or their router."""
+    if has_experts(model.config):
+        targets = check_experts_left(usual_targets(model), targets)
     if isinstance(targets, str):
         if targets != "all-linear":
             raise ValueError(f'target_modules is {targets!r}; allowed are a list of names and "all-linear"')
@@ -108,3 +115,17 @@ def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]
             raise ValueError(f"target_modules names {frozen}; the head and the embedding stay frozen here, leave it "
                              "out")
     return list(targets)
+
+
+def check_experts_left(attention: list[str] | str, targets: list[str] | str) -> list[str] | str:
+    """The targets on a mixture of experts, of which those of attention are allowed: all of these for "all-linear".
+    ValueError for others."""
+    if isinstance(attention, str):  # a family without a row: what is no linear layer is not adapted
+        return targets
+    if targets == "all-linear":
+        return attention
+    others = [] if isinstance(targets, str) else sorted(name for name in targets if name.rpartition(".")[2] not in {
+        *attention, "lm_head", "embed_tokens"})
+    if others:
+        raise ValueError(NO_EXPERTS.format(", ".join(others), attention))
+    return targets

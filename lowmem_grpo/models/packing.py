@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.memory.cutting import SPREAD, Limits, Span, cut_spans
+from lowmem_grpo.models.routes import Routes, packed_routes
 from lowmem_grpo.models.sequences import Sequence, sequences_of
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
@@ -51,6 +52,7 @@ class Piece:
     ids: list[int]
     targets: list[int]
     sequence: Sequence | None  # None for a prompt
+    routes: Routes | None = None  # of the sequence, or of the first one that knows those of the prompt
 
     def values(self, field: str) -> Tensor:
         """A rollout's field over the piece's places, float32; zeros for a prompt."""
@@ -73,9 +75,10 @@ def pieces(completions: list[Completion]) -> Iterator[Piece]:
                 families.setdefault(one.family, []).append((number, one))
         for members in families.values():
             prompt = members[0][1].prompt
-            yield Piece(row, members[0][0], 0, prompt[:-1], prompt[1:], None)
+            known = next((one.routes for _, one in members if one.routes is not None), None)
+            yield Piece(row, members[0][0], 0, prompt[:-1], prompt[1:], None, known)
             for number, one in members:
-                yield Piece(row, number, len(prompt) - 1, [prompt[-1], *one.ids[:-1]], one.ids, one)
+                yield Piece(row, number, len(prompt) - 1, [prompt[-1], *one.ids[:-1]], one.ids, one, one.routes)
                 row += 1
         first += len(same)
 
@@ -96,6 +99,7 @@ def collate(completions: list[Completion]) -> MicroBatch:
         return torch.cat([piece.values(field) for piece in packed])
 
     input_ids = torch.tensor([token for piece in packed for token in piece.ids])
+    routes, routed = packed_routes([(piece.routes, piece.position, len(piece.ids)) for piece in packed])
     return MicroBatch(
         input_ids=input_ids, host_ids=input_ids,
         position_ids=position_ids,
@@ -116,6 +120,7 @@ def collate(completions: list[Completion]) -> MicroBatch:
         policy_mask=aligned("policy_mask").bool() if all_or_none(rollouts, "policy_mask") else None,
         rollouts=tuple(rollouts),
         homes=find_homes(packed, rollouts),
+        routes=routes, routed=routed,
     )
 
 

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.kernels import linear_logprobs
-from lowmem_grpo.memory.families import family_of, trained
+from lowmem_grpo.memory.families import MULTIPLIED, family_of, trained
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.delta_net import use_delta_nets
 from lowmem_grpo.models.dtypes import check_dtype
 from lowmem_grpo.models.packed_attention import PackedLayout
+from lowmem_grpo.models.routes import Recorder, Replay, follow_routes
 from lowmem_grpo.offload.activations import drops, enable_checkpointing
-from lowmem_grpo.offload.embedding import HostEmbedding
+from lowmem_grpo.offload.embedding import knowing, on_host
 from lowmem_grpo.types import MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # we take the first that a config has
@@ -60,8 +61,8 @@ def logit_shape(config: Any) -> dict[str, Any]:
     config = config.get_text_config()
     scale = next((value for name in LOGIT_SCALES if (value := getattr(config, name, None)) is not None), None)
     scaling = getattr(config, "logits_scaling", None)
-    if scale is None and scaling is not None:  # Granite divides by it, HyperCLOVA X multiplies
-        scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+    if scale is None and scaling is not None:
+        scale = scaling if config.model_type in MULTIPLIED else 1 / scaling
     return {"logit_scale": 1.0 if scale is None else scale,
             "softcap": getattr(config, "final_logit_softcapping", None)}
 
@@ -103,6 +104,8 @@ class Policy:
         self.head = OutputHead.of(base)
         self.autocast_dtype = autocast_dtype
         self.dropped: bool | None = None  # whether the last pass had dropout
+        self.routed_places = follow_routes(base)  # the layers that have experts, and take routes
+        self.route_counts: Tensor | None = None  # (2,) recorded routes that the live router would not take, and all
 
     @property
     def device(self) -> torch.device:
@@ -112,6 +115,11 @@ class Policy:
     def trainable(self) -> list[nn.Parameter]:
         """The adapter's parameters, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def routed_layers(self) -> int:
+        """How many layers have experts."""
+        return len(self.routed_places)
 
     @property
     def drops(self) -> bool:
@@ -134,22 +142,48 @@ class Policy:
     def hidden(self, batch: MicroBatch) -> Tensor:
         """The backbone's last hidden states (T, D) of a packed batch."""
         self.follow_dropout()
-        layout = PackedLayout.of(batch)
+        layout, replay = PackedLayout.of(batch), self.replay_of(batch)
         unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers builds no (T, T) mask
-        embedding = self.base.get_input_embeddings()
-        told = embedding.knowing(batch.host_ids) if isinstance(embedding, HostEmbedding) else nullcontext()
-        with self.autocast(), told:
+        with self.autocast(), knowing(on_host(self.base), batch.host_ids):
             out = self.backbone(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], attention_mask=unused_mask,
                 use_cache=False, packed=layout, **self.lent_keys(),
+                **({} if replay is None else {"routes": replay}),
             )
         self.check_packed(layout.calls)
+        if replay is not None:
+            counts = replay.counts()
+            self.route_counts = counts if self.route_counts is None else self.route_counts + counts
         return out.last_hidden_state[0]
 
     def lent_keys(self) -> dict[str, Any]:
         """What a family whose layers lend each other keys and values is given to hold them in, for one pass."""
         row = family_of(self.base.config)
         return {"shared_kv_states": FirstKeys()} if row is not None and row.unlike_layers else {}
+
+    def replay_of(self, batch: MicroBatch) -> Replay | None:
+        """The routes of a micro-batch for one pass of a mixture; None where all tokens are routed live."""
+        if not self.routed_layers or batch.routes is None:
+            return None
+        config = self.base.config.get_text_config()
+        got, needed = tuple(batch.routes.shape[1:]), (self.routed_layers, config.num_experts_per_tok)
+        if got != needed:
+            raise ValueError(f"rollouts have routes of (layers, experts) {got}, and this model needs {needed}: they "
+                             "are another model's. Sample anew, or set the rollouts' `routes` to None")
+        return Replay(batch.routes, batch.routed)
+
+    def differing_routes(self) -> dict[str, float]:
+        """The share of the replayed routes since the last call that the live router would not have taken, as a metric;
+        nothing where none were replayed."""
+        counts, self.route_counts = self.route_counts, None
+        if counts is None:
+            return {}
+        differing, total = counts.tolist()
+        return {"sampling/routes/differing": differing / max(total, 1)}
+
+    def recorder(self) -> Recorder | None:
+        """What records the routes of one pass; None for a model without experts that take them."""
+        return Recorder(self.base.config.get_text_config().num_experts) if self.routed_layers else None
 
     def check_packed(self, calls: int) -> None:
         """Raise ValueError if some layers have another kind of attention, which would mix packed sequences."""

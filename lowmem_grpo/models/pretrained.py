@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from lowmem_grpo.memory.families import check_family, family_of, has_experts
-from lowmem_grpo.memory.model_shape import BITS_16, FP8, NF4
+from lowmem_grpo.memory.families import check_family, family_of, has_experts, with_experts
+from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.dtypes import check_dtype
+from lowmem_grpo.models.expert_loading import ExpertsNF4Config
+from lowmem_grpo.models.experts import use_routed_blocks
 from lowmem_grpo.models.fp8_linear import fp8_linears
-from lowmem_grpo.models.fp8_loading import as_stored, to_quantize
+from lowmem_grpo.models.fp8_loading import keep_stored, to_quantize
 from lowmem_grpo.models.stored_form import stored_form
+from lowmem_grpo.models.text_part import read_model, text_names, text_part
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
@@ -32,9 +35,11 @@ NO_TURNS = ("the chat template of {!r} ({}) writes {}, and its tokenizer has no 
             "pieces that the model never saw. Take the tokenizer of the same model's instruct version, or remove the "
             "template and call get_chat_template")
 
-EXPERTS_STAY = ("{!r} is a mixture of experts. Only linear layers are quantized, and its experts are none: they would "
-                "stay in 16 bits, which is nearly all of the model. Take a dense model; or, where memory has room for "
-                "all of it in 16 bits, load_in_4bit=False: its experts stay frozen, and LoRA goes on its attention")
+EXPERTS_STAY = ("{!r} is a mixture of experts{}. Only linear layers would be quantized, and its experts are none: they "
+                "would stay in 16 bits, which is nearly all of the model. {}; or, where memory has room for all of it "
+                "in 16 bits, load_in_4bit=False: its experts stay frozen, and LoRA goes on its attention")
+STORED_EXPERTS = ("{!r} is a mixture of experts that is stored in {}, and its experts are not read in this form. Take "
+                  "its checkpoint in 16 bits (in its name there is no {}), and load it with load_in_4bit=True")
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +56,34 @@ class Pretrained:
         """The frozen model on its device, its weights in this form (NF4, FP8, FP8_BLOCK or BITS_16), and its tokenizer.
         A checkpoint that is stored in NF4 or FP8 stays as it is."""
         with self.naming_the_model(), freed_memory_returned():
-            config = self.config()
+            config, names = self.parts()
             check_dtype(config, dtype)
             if said := check_family(config, self.name):
                 logger.warning("%s", said)
             stored = stored_form(config, self.name)
-            check_experts(config, stored or form, self.name)
+            check_experts(config, stored, form, self.name)
             tokenizer = self.tokenizer()
             check_turns(config, tokenizer, self.name)
-            how = quantization(config, stored, form, dtype)
-            model = AutoModelForCausalLM.from_pretrained(
-                self.path, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME,
-                trust_remote_code=False, **self.options, **how,
+            how = quantization(config, stored, form, dtype, names)
+            model = read_model(
+                self.path, config, names, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME,
+                **self.options, **how,
             )
         if stored is not None:
             say_stored(self.name, stored, form)
             compute_in(model, dtype)
+        use_routed_blocks(model)
         keep_layout(model)
         return model.requires_grad_(False), tokenizer
 
     def config(self) -> Any:
-        """The model's config."""
-        return AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.options)
+        """The config of the model that is loaded: of a checkpoint with images, that of its text part."""
+        return self.parts()[0]
+
+    def parts(self) -> tuple[Any, dict[str, str]]:
+        """The config of the model that is loaded, and what becomes of stored names where that is the text part only."""
+        whole = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.options)
+        return text_part(whole), text_names(whole)
 
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
@@ -103,10 +114,19 @@ class Pretrained:
             raise ValueError(OWN_CODE.format(self.name)) from error
 
 
-def check_experts(config: Any, form: str, name: str) -> None:
-    """ValueError for a mixture of experts whose other weights are quantized: its experts would stay in 16 bits."""
-    if form != BITS_16 and has_experts(config):
-        raise ValueError(EXPERTS_STAY.format(name))
+def check_experts(config: Any, stored: str | None, form: str, name: str) -> None:
+    """ValueError for a mixture of experts whose other weights are quantized, where its experts would stay in 16 bits,
+    and for one that is stored so."""
+    if not has_experts(config) or (stored is None and form == BITS_16):
+        return
+    row = family_of(config)
+    if stored is not None:
+        label = "FP8" if stored == FP8 else "4bit"
+        raise ValueError(STORED_EXPERTS.format(name, "FP8" if stored == FP8 else "4 bits", label))
+    if row is None or row.experts is None:
+        raise ValueError(EXPERTS_STAY.format(name, "", f"Take a dense model, or {with_experts()} in 4 bits"))
+    if form != NF4:
+        raise ValueError(EXPERTS_STAY.format(name, ", which is not held in FP8", "Take load_in_4bit=True"))
 
 
 def check_turns(config: Any, tokenizer: Any, name: str) -> None:
@@ -118,14 +138,19 @@ def check_turns(config: Any, tokenizer: Any, name: str) -> None:
         raise ValueError(NO_TURNS.format(name, row.name, " and ".join(lacking)))
 
 
-def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of from_pretrained. For weights that stay as they are stored in NF4 there are none: None would overrule
-    the checkpoint's own config."""
+def quantization(
+    config: Any, stored: str | None, form: str, dtype: torch.dtype, names: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Arguments of from_pretrained; the config of an FP8 checkpoint gets our quantizer. For weights that stay as they
+    are stored in NF4 there are none: None would overrule the checkpoint's own config."""
     if stored == FP8:
-        return {"config": as_stored(config, dtype)}
+        keep_stored(config, dtype, names)
+        return {}
     if stored == NF4 or form == BITS_16:
         return {}
-    return {"quantization_config": nf4(dtype) if form == NF4 else to_quantize(form, dtype)}
+    if form != NF4:
+        return {"quantization_config": to_quantize(form, dtype)}
+    return {"quantization_config": nf4(dtype, ExpertsNF4Config if has_experts(config) else BitsAndBytesConfig)}
 
 
 def say_stored(name: str, stored: str, form: str) -> None:
@@ -137,9 +162,9 @@ def say_stored(name: str, stored: str, form: str) -> None:
         logger.info("%s is stored in %s: its weights are used as they are", name, "FP8" if stored == FP8 else "4 bit")
 
 
-def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """4-bit NF4 with double quantization, computing in `dtype`."""
-    return BitsAndBytesConfig(
+def nf4(dtype: torch.dtype, kind: type[BitsAndBytesConfig] = BitsAndBytesConfig) -> BitsAndBytesConfig:
+    """4-bit NF4 with double quantization, computing in `dtype`; `kind` says of linear layers only, or experts too."""
+    return kind(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.memory.cutting import Lengths
+from lowmem_grpo.models.routes import Routes, routes_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Split
 
 Ids = tuple[int, ...]
@@ -29,6 +30,7 @@ class Sequence:
     prompt: list[int]  # whose places it shares with the sequences of its family
     lead: list[int]  # what is left of its own prompt
     family: Ids | None = None  # None: the prompt is the group's
+    routes: Routes | None = None  # of its first tokens, prompt included
 
     @property
     def ids(self) -> list[int]:
@@ -77,10 +79,12 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
     """The sequences of a rollout, each up to its last trained token; where it has none, it is empty."""
     splits, count = [Split(0), *rollout.splits], len(rollout.completion_ids)
     found = []
-    for split, end in zip(splits, [*(one.start for one in rollout.splits), count], strict=True):
+    ends = [*(one.start for one in rollout.splits), count]
+    for split, end, routes in zip(splits, ends, routes_of(rollout, group.prompt_ids), strict=True):
         while rollout.trained and end > split.start and not rollout.trained[end - 1]:
             end -= 1
-        found.append(Sequence(rollout, split.start, end, *shared(split.prompt_ids, group.prompt_ids, repeated)))
+        parts = shared(split.prompt_ids, group.prompt_ids, repeated)
+        found.append(Sequence(rollout, split.start, end, *parts, routes))
     return found
 
 

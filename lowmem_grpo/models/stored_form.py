@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lowmem_grpo.memory.model_shape import FP8, NF4
+from lowmem_grpo.memory.linear import FP8, NF4
 
 PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
              "or load_in_fp8=True")
@@ -63,11 +63,13 @@ def check_groups(given: Mapping[str, Any], name: str) -> None:
     """ValueError unless every group of a compressed-tensors config has weights in FP8 with static scales, in blocks of
     one shape."""
     groups = list((given.get("config_groups") or {}).values())
+    if not any(group.get("weights") for group in groups):
+        raise refusal(name, "compressed-tensors without quantized weights (activations or the key-value cache only)")
     kinds = [str(group.get("format") or given.get("format")) for group in groups]
     for group, kind in zip(groups, kinds, strict=True):
         weights = group.get("weights") or {}
         if kind not in ("float-quantized", "naive-quantized") or weights.get("type") != "float" \
-                or weights.get("num_bits") != 8:
+                or weights.get("num_bits") != 8 or not weights.get("symmetric", True):
             raise refusal(name, LABELS.get(kind, f"compressed-tensors, {kind}"))
     blocks = {block_of({"config_groups": {"one": group}}) for group in groups}
     if len(blocks) != 1 or (given.get("sparsity_config") or {}).get("format", "dense") != "dense":

@@ -1,16 +1,19 @@
-"""The input embedding looked up on the host: a step needs only T rows of a matrix (V, D).
+"""Embeddings looked up on the host: a step needs only T rows of a matrix (V, D).
 
 For Llama-3.1-8B that is 1.05 GB less on the card, against 8 KB copied for each token. A matrix that is also the output
-head is needed on the card anyway.
+head is needed on the card anyway. Gemma 4 has a second embedding, of numbers that each layer takes for itself: 5.6 GB
+for its E4B, against 21 KB copied for each token.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+PER_LAYER = "embed_tokens_per_layer"  # of the decoder: Gemma 4's embedding of numbers that each layer takes for itself
 
 
 class HostEmbedding(nn.Module):
@@ -44,25 +47,53 @@ class HostEmbedding(nn.Module):
         return self.scaled(rows.to(input_ids.device, non_blocking=True)).view(*input_ids.shape, -1)
 
     def scaled(self, rows: Tensor) -> Tensor:
+        """Looked-up rows times the embedding's own scale, if it has one."""
         return rows if self.scale is None else rows * self.scale
 
 
 def embed_on_host(model: Any) -> int:
-    """Put the model's input embedding on the host; the bytes that this frees on its device. ValueError where the output
-    head needs the same matrix."""
-    embedding = model.get_input_embeddings()
-    if is_tied(model):
+    """Put the model's embeddings on the host; the bytes that this frees on its device. ValueError where the output head
+    needs the only one."""
+    moved = movable(model)
+    if not moved:
         raise ValueError(
             f"offload_embedding=True: {type(model).__name__} ties its input embedding to its output head, which is "
             "needed on the device; nothing would be saved. Leave it out"
         )
-    if embedding.weight.requires_grad:
+    if any(table.weight.requires_grad for table in moved):
         raise ValueError("offload_embedding=True: the input embedding is trained; only a frozen one can be on the host")
-    freed = int(embedding.weight.nbytes)
-    model.set_input_embeddings(HostEmbedding(embedding))
+    for owner in list(model.modules()):
+        for name, child in list(owner.named_children()):
+            if any(child is table for table in moved):
+                setattr(owner, name, HostEmbedding(child))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return freed
+    return sum(int(table.weight.nbytes) for table in moved)
+
+
+def tables(model: Any) -> list[Any]:
+    """The model's embeddings of token ids: that of its input, and that of numbers that each layer takes for itself."""
+    own = getattr(model.get_decoder(), PER_LAYER, None)
+    return [model.get_input_embeddings(), *([] if own is None else [own])]
+
+
+def movable(model: Any) -> list[Any]:
+    """Those that the output head does not need."""
+    return tables(model)[1:] if is_tied(model) else tables(model)
+
+
+def on_host(model: Any) -> list[HostEmbedding]:
+    """Those that are on the host."""
+    return [table for table in tables(model) if isinstance(table, HostEmbedding)]
+
+
+@contextmanager
+def knowing(embeddings: list[HostEmbedding], host_ids: Tensor | None) -> Iterator[None]:
+    """Inside, all of them know the ids of the next pass."""
+    with ExitStack() as stack:
+        for table in embeddings:
+            stack.enter_context(table.knowing(host_ids))
+        yield
 
 
 def is_tied(model: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowmem_grpo.memory.cards import device
-    from lowmem_grpo.memory.model_shape import named_config
+    from lowmem_grpo.memory.named_configs import named_config
     from lowmem_grpo.memory.plan import RunSettings
     from lowmem_grpo.planning.planner import max_context, plan
     from lowmem_grpo.planning.time_plan import plan_time
@@ -18,7 +18,7 @@ __all__ = ["RunSettings", "Workload", "device", "max_context", "named_config", "
 
 HOMES = {
     "RunSettings": "memory.plan", "Workload": "planning.workload", "device": "memory.cards",
-    "max_context": "planning.planner", "named_config": "memory.model_shape", "plan": "planning.planner",
+    "max_context": "planning.planner", "named_config": "memory.named_configs", "plan": "planning.planner",
     "plan_time": "planning.time_plan",
 }
 

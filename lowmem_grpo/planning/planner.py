@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from lowmem_grpo.memory.cards import Device
-from lowmem_grpo.memory.model_shape import BITS_16, NF4, ModelShape, named_config, named_shapes
+from lowmem_grpo.memory.linear import BITS_16
+from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.named_configs import named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import PAGED, build
 from lowmem_grpo.planning.sampling_time import faster_in_16_bit
@@ -80,12 +82,12 @@ def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan
 
 
 def dequantized(shape: ModelShape, found: MemoryPlan) -> MemoryPlan:
-    """The plan with 4-bit weights dequantized while sampling, where the cache is as large beside them, and where the
-    card decodes no slower so."""
+    """The plan with quantized weights dequantized while sampling, where the cache is as large beside them, and where
+    the card decodes no slower so."""
     settings, rows = found.settings, found.settings.sequences or found.settings.num_generations
     if settings.sampling_weights is not None or settings.form == BITS_16 or settings.engine != "vllm":
         return found
-    if settings.form == NF4 and not faster_in_16_bit(shape, found.device.name, rows, settings.context / 2):
+    if not faster_in_16_bit(shape, found.device.name, rows, settings.context / 2, settings.form):
         return found
     wide = build(shape, replace(settings, sampling_weights="16bit"), found.device)
     if not wide.fits or wide.kv_bytes != found.kv_bytes:
@@ -221,4 +223,4 @@ def fitting_models(asked: RunSettings, device: Device) -> list[str]:
     shapes = {name: ModelShape.of(named_config(name)) for name in named_shapes()}
     fitting = {name: shape for name, shape in shapes.items()
                if asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}
-    return sorted(fitting, key=lambda name: fitting[name].weight_bytes(NF4))
+    return sorted(fitting, key=lambda name: fitting[name].linear_weights)

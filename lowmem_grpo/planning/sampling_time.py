@@ -3,9 +3,9 @@
 A token step of M rows in L layers with W weights each (K of a row's numbers, R of LoRA):
 
     products   16-bit weights: the larger of 2 W bytes over memory bandwidth and 2 M W FLOP
-               4 bits, few rows: the largest of the weight's bytes, of 2 M W / BLOCK_N bytes that blocks read of x from
-               L2, and of W times the instructions a weight takes over what the multiprocessors can begin
-               4 bits, more rows: the weight is dequantized (4 bits read, 16 written), then multiplied
+               4 bits and FP8, few rows: the largest of the weight's bytes, of 2 M W / BLOCK_N bytes that blocks read of
+               x from L2, and of W times the instructions a weight takes over what the multiprocessors can begin
+               4 bits and FP8, more rows: the weight is dequantized (read, and written in 16 bits), then multiplied
     others     the adapter's and the cache's bytes, the head, passes over float32 logits
     launches   those of the captured graph on the card, those outside of it on the host
 
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from math import ceil
 
 from lowmem_grpo.memory.cards import LARGE_PREFILL
-from lowmem_grpo.memory.model_shape import NF4, Linear, ModelShape
+from lowmem_grpo.memory.linear import NF4, Linear
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.planning.card_speeds import SPEEDS, CardSpeed, card_of
 from lowmem_grpo.planning.costs import (
     COSTS,
     DECODE_INSTRUCTIONS,
-    DECODE_INSTRUCTIONS_BEFORE,
     DECODE_SHARE,
     EAGER_LAYER_US,
     SAMPLER_LAUNCHES,
@@ -46,7 +46,7 @@ class Sampling:
     quantized: bool  # the weights that token steps multiply with
     together: int  # sequences decoded at a time
     reads: int = LARGE_PREFILL  # tokens of prompts read in one pass
-    form: str = NF4  # of quantized weights; only NF4 has a kernel for few rows
+    form: str = NF4  # of quantized weights, or FP8
 
     def steps(self, work: Workload) -> int:
         """Token steps: those of the longest completion, and more where not all are decoded at a time.
@@ -74,18 +74,29 @@ class Sampling:
         return device + (graph + SAMPLER_LAUNCHES * self.costs.host_us_per_launch) * 1e-6
 
     def product(self, one: Linear, rows: int) -> float:
-        """Seconds of one matrix times M rows."""
+        """Seconds of one matrix times M rows, or of the experts that M rows take."""
+        if one.experts > 1:
+            return self.routed(one, rows)
         plain = product_seconds(one.weights, rows, self.speed)
         if not self.quantized:
             return plain
-        instructions = decode_instructions(rows, self.speed) if self.form == NF4 else None
+        instructions = decode_instructions(rows, self.speed, self.form)
         if instructions is None:
             return plain + dequantize_seconds(one, self.speed, self.form)
         bound = max(
-            one.nf4_bytes / self.speed.memory, 2 * rows * one.weights / block_outputs(one.rows, rows) / self.speed.l2,
+            one.bytes_in(self.form) / self.speed.memory,
+            2 * rows * one.weights / block_outputs(one.rows, rows) / self.speed.l2,
             instructions * one.weights / self.speed.lanes,
         )
         return bound / DECODE_SHARE
+
+    def routed(self, one: Linear, rows: int) -> float:
+        """Seconds of a stack of experts: those that some row takes are read, and dequantized where they are not in 16
+        bits, each token's choice taken as independent of the others'."""
+        share = 1 - (1 - one.taken / one.experts) ** rows
+        again = dequantize_seconds(one, self.speed, self.form) if self.quantized else 0.0
+        moved = share * (WORD * one.weights / self.speed.memory + again)
+        return max(2 * rows * one.passed / self.speed.gemm, moved)
 
     def others(self, rows: int, cached: float) -> float:
         """Seconds of adapter, cache, head and sampler."""
@@ -99,7 +110,7 @@ class Sampling:
         steps multiply with 16 bits."""
         shape, speed, tokens = self.shape, self.speed, work.prompts * work.prompt_length
         passes = ceil(tokens / self.reads)
-        weights = sum(one.weights for one in shape.linears())
+        weights = sum(one.passed for one in shape.linears())
         layer = product_seconds(weights, tokens / passes, speed)
         device = passes * layer + 2 * shape.queries * work.prompts * work.prompt_length**2 / speed.attention
         again = (passes if self.quantized else 1) if quantized else 0
@@ -108,15 +119,16 @@ class Sampling:
         return shape.layers * max(device, passes * eager * 1e-6)
 
 
-def faster_in_16_bit(shape: ModelShape, card: str, rows: int, cached: float) -> bool:
-    """Whether a token step of M rows takes no longer with dequantized weights than with the 4-bit kernel, by the card's
-    data sheet (an estimate); True for a card without one. Few rows read 4-bit weights in a quarter of the time."""
+def faster_in_16_bit(shape: ModelShape, card: str, rows: int, cached: float, form: str = NF4) -> bool:
+    """Whether a token step of M rows takes no longer with dequantized weights than with the kernel of NF4 or FP8, by
+    the card's data sheet (an estimate); True for a card without one. Few rows read codes in a quarter or half the time.
+    """
     name = card_of(card)
     if name is None:
         return True
-    wide, four_bit = (Sampling(shape, 0, SPEEDS[name], COSTS, "vllm", four_bit, rows).token_step(rows, cached)
-                      for four_bit in (False, True))  # the adapter costs both the same
-    return wide <= four_bit
+    wide, codes = (Sampling(shape, 0, SPEEDS[name], COSTS, "vllm", quantized, rows, form=form).token_step(rows, cached)
+                   for quantized in (False, True))  # the adapter costs both the same
+    return wide <= codes
 
 
 def product_seconds(weights: float, rows: float, speed: CardSpeed) -> float:
@@ -130,11 +142,11 @@ def dequantize_seconds(one: Linear, speed: CardSpeed, form: str = NF4) -> float:
 
 
 def block_outputs(outputs: int, rows: int) -> int:
-    """Outputs of one block of the decode kernel, all of which read the same of x (`nf4_decode.decode_launch`)."""
+    """Outputs of one block of the decode kernel, all of which read the same of x (`few_rows.decode_launch`)."""
     return 64 if outputs >= WIDE and rows <= 32 else 32
 
 
-def decode_instructions(rows: int, speed: CardSpeed) -> float | None:
-    """A weight's instructions in the 4-bit decode kernel; None where it does not take so many rows."""
-    table = DECODE_INSTRUCTIONS if speed.capability >= 80 else DECODE_INSTRUCTIONS_BEFORE
+def decode_instructions(rows: int, speed: CardSpeed, form: str = NF4) -> float | None:
+    """A weight's instructions in the decode kernel of this form; None where it does not take so many rows."""
+    table = next(table for least, table in DECODE_INSTRUCTIONS[form].items() if speed.capability >= least)
     return next((count for most, count in table.items() if rows <= most), None)

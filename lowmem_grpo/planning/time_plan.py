@@ -12,7 +12,8 @@ from typing import Any
 
 from lowmem_grpo.memory.cards import MOST_SEQUENCES, prefill_tokens
 from lowmem_grpo.memory.cutting import cut
-from lowmem_grpo.memory.model_shape import BITS_16, FP8, NF4, ModelShape
+from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.planning.card_speeds import SPEEDS, CardSpeed, card_of
 from lowmem_grpo.planning.costs import COSTS, ENGINE_SECONDS, Costs, calibration

@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
-from lowmem_grpo.memory.model_shape import BITS_16, Linear, ModelShape
+from lowmem_grpo.memory.linear import BITS_16, Linear
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, RunSettings
 from lowmem_grpo.memory.rows import PAGED
 from lowmem_grpo.planning.card_speeds import CardSpeed
@@ -117,18 +118,18 @@ class Training:
         gated activation; LoRA reads x and adds to y."""
         shape = self.shape
         queries, keys = shape.queries, shape.keys
-        linears = sum(WORD * one.columns + 2 * WORD * one.rows for one in shape.linears())
+        linears = sum(one.taken * (WORD * one.columns + 2 * WORD * one.rows) for one in shape.linears())
         return 8 * shape.hidden + 12 * shape.hidden + 20 * (queries + keys) + 8 * (queries + keys) + (
             6 * shape.inner + linears
         )
 
     def weights(self, some: Iterable[Linear] | None = None) -> int:
-        """Of a layer, or of some of its linears."""
-        return sum(one.weights for one in (self.shape.linears() if some is None else some))
+        """Numbers that a token is multiplied with in a layer, or in some of its linears."""
+        return sum(one.passed for one in (self.shape.linears() if some is None else some))
 
     def lora(self) -> int:
         """Numbers of a layer's LoRA."""
-        return self.settings.lora_rank * sum(one.rows + one.columns for one in self.shape.linears())
+        return self.settings.lora_rank * sum(one.rows + one.columns for one in self.shape.linears() if one.experts == 1)
 
     def recomputed(self) -> list[Linear]:
         """What the backward pass computes again: in tiles, all but `down`."""

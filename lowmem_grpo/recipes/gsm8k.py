@@ -110,6 +110,5 @@ EXAM = Exam(held_out, correctness_reward_func, max_tokens=640, takes_source=True
 def run(options: Gsm8kOptions) -> None:
     """Load a model, train, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
-    weights = "4-bit" if setup.load_in_4bit else "16-bit"
-    note = f"gsm8k: {setup.model}, {weights} weights, context {setup.max_seq_length}"
+    note = f"gsm8k: {setup.model}, {setup.weights} weights, context {setup.max_seq_length}"
     teach(setup, Lesson("gsm8k", make_dataset(options.dataset), REWARDS, note=note))

@@ -6,12 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.models.named import EMBEDDED
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.units import GIB
 
 CPU = "cpu"
 SIZES = ("16", "24", "48", "80")  # GiB
+OTHER_MODELS = (  # newer ones, each of which fits every recipe's preset of every card: `run NAME model=...`
+    "HuggingFaceTB/SmolLM3-3B", "Qwen/Qwen3.5-4B", "google/gemma-4-E4B-it", "allenai/Olmo-3-7B-Instruct",
+    "mistralai/Ministral-3-8B-Instruct-2512-BF16", "Qwen/Qwen3.5-9B",
+)
 FULL = 0.9  # a card reports at least this share of its nominal size
 
 T = TypeVar("T")
@@ -42,10 +47,16 @@ class Setup:
     lora_rank: int
     lora_alpha: int
     load_in_4bit: bool
+    load_in_fp8: bool
     fast_inference: bool | str
     checkpointing: bool | str
     resume: bool
     config: GRPOConfig
+
+    @property
+    def weights(self) -> str:
+        """How the base model's weights are held, in words."""
+        return weights(self.load_in_4bit, self.load_in_fp8)
 
     @property
     def is_tiny(self) -> bool:
@@ -67,19 +78,21 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
     if size == CPU and name != preset.model:
         preset = smallest(presets)  # the CPU's own is a short trial of the tiny model: other models get a full run
     rank = either(options.lora_rank, preset.lora_rank)
-    four_bit = either(options.load_in_4bit, name not in EMBEDDED)
+    form_of_weights(options.load_in_4bit, False, options.load_in_fp8)  # refuses both
+    four_bit = either(options.load_in_4bit, name not in EMBEDDED and not options.load_in_fp8)
+    form = weights(four_bit, options.load_in_fp8)
     settings = defaults | preset.settings | options.config
     if preset is not presets.get(CPU):
-        settings |= without_card(preset, name, four_bit, settings, options)
+        settings |= without_card(preset, name, form, settings, options)
     return Setup(
         name, either(options.max_seq_length, preset.max_seq_length), rank,
-        either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank), four_bit, options.fast_inference,
-        options.checkpointing, options.resume, GRPOConfig(**settings),
+        either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank), four_bit, options.load_in_fp8,
+        options.fast_inference, options.checkpointing, options.resume, GRPOConfig(**settings),
     )
 
 
 def without_card(
-    preset: Preset, model: str, four_bit: bool, settings: dict[str, Any], options: RecipeOptions
+    preset: Preset, model: str, form: str, settings: dict[str, Any], options: RecipeOptions
 ) -> dict[str, Any]:
     """What changes where the preset of a card is used without a card; a warning says so. A paged optimizer that nobody
     asked for by name becomes a plain one: there is no card memory to page out of."""
@@ -92,10 +105,15 @@ def without_card(
         else {}
     logger.warning(
         "There is no card here: the CPU uses the preset of a card (for %s), with %s, %s weights%s. This can be slow.",
-        preset.model, model, "4-bit" if four_bit else "16-bit",
+        preset.model, model, form,
         f" and optim={plain['optim']} instead of {optim}" if plain else "",
     )
     return plain
+
+
+def weights(four_bit: bool, in_fp8: bool) -> str:
+    """How weights are held, in words."""
+    return "4-bit" if four_bit else "FP8" if in_fp8 else "16-bit"
 
 
 def either(asked: T | None, default: T) -> T:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from statistics import pstdev
 from typing import Any
 
+from lowmem_grpo.models.routes import Routes, give_routes, routes_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def as_sampled(group: RolloutGroup) -> RolloutGroup:
             completion_ids=list(rollout.completion_ids), rollout_logprobs=list(rollout.rollout_logprobs),
             finish_reason=rollout.finish_reason, text=rollout.text, policy_version=rollout.policy_version,
             trained=rollout.trained, splits=rollout.splits, turns=rollout.turns, ending=rollout.ending,
-            opening=rollout.opening, rewards=dict(rollout.rewards), reward=rollout.reward,
+            opening=rollout.opening, rewards=dict(rollout.rewards), reward=rollout.reward, routes=rollout.routes,
         )
         for rollout in group.rollouts
     ])
@@ -120,7 +121,8 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
             {
                 "ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
                 "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
-                "rewards": rollout.rewards, "reward": rollout.reward, **pack_episode(rollout, group.prompt_ids),
+                "rewards": rollout.rewards, "reward": rollout.reward, **pack_routes(rollout, group.prompt_ids),
+                **pack_episode(rollout, group.prompt_ids),
             }
             for rollout in group.rollouts
         ],
@@ -140,7 +142,20 @@ def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
     prompt = unpack(INTEGERS, packed["prompt"])
     for rollout, saved in zip(rollouts, packed["rollouts"], strict=True):
         unpack_episode(rollout, prompt, saved)
+        unpack_routes(rollout, prompt, saved)
     return RolloutGroup(row, prompt, rollouts, packed["baseline"], packed["row"])
+
+
+def pack_routes(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
+    """The routes of each sequence; nothing where the model has no experts."""
+    found = routes_of(rollout, prompt_ids)
+    return {"routes": [one.packed() if one else None for one in found]} if any(found) else {}
+
+
+def unpack_routes(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any]) -> None:
+    """Set what `pack_routes` was given."""
+    if "routes" in saved:
+        give_routes(rollout, prompt_ids, [one and Routes.unpacked(one) for one in saved["routes"]])
 
 
 def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class Desk:
         """See `likeliest`; RuntimeError where the policy was trained since the turn was drawn."""
         if call.adapter == LIVE and turn.policy_version != self.policy_version:
             raise RuntimeError("the model was trained between this completion and its top_logprobs; ask again")
-        drawn = Rollout(turn.completion_ids, turn.logprobs, turn.finish_reason)
+        drawn = Rollout(turn.completion_ids, turn.logprobs, turn.finish_reason, routes=turn.routes)
         answers = Answers(self.policy, self.tokenizer, SamplingParams(logprobs=count))
         with self.computing_with(call.adapter):
             return answers.likeliest(call.ids, drawn)

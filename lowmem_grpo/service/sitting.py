@@ -87,4 +87,5 @@ def turn_of(call: Call, rollout: Rollout) -> Turn:
     usual = -1 if call.adapter is None else 0
     version = rollout.policy_version if call.adapter == LIVE else usual if call.version is None else call.version
     return Turn(call.ids, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason, rollout.text,
-                version, rollout.cached_tokens, exact=call.params.temperature == 1 and not call.params.truncates)
+                version, rollout.cached_tokens, exact=call.params.temperature == 1 and not call.params.truncates,
+                routes=rollout.routes)

@@ -16,6 +16,7 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.models.experts import use_brought_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.named import find
 from lowmem_grpo.models.pretrained import is_quantized, keep_layout
@@ -115,6 +116,7 @@ class Brought:
         if is_quantized(model):
             fuse_weights(model)
         check_lora(self.peft_config)
+        use_brought_blocks(model, is_quantized(model))
         model.requires_grad_(False)
         context = self.context(model.config)
         keeper = EngineKeeper(context, choose_engine(False, str(model.device)), EngineSettings(0.5), name)

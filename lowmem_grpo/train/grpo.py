@@ -12,6 +12,7 @@ from lowmem_grpo.data.prompts import Prompt, PromptEncoder, longest_prompt
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.planning.run_time import PlannedTime
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
@@ -64,7 +65,7 @@ class GRPOTrainer(Trainer):
             model, config, either(processing_class, tokenizer), peft_config, quantization_config, optimizers,
             (config.max_prompt_length or config.max_completion_length) + config.max_completion_length,
         )
-        model = self.model
+        model, self.said_unrouted = self.model, False
         first = self.first_engine(engine)
         longest, context = self.lengths(model.loaded.max_seq_length)
         memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", first)
@@ -159,6 +160,8 @@ class GRPOTrainer(Trainer):
 
         `at_most` bounds their number.
         """
+        if self.policy.routed_layers and not self.said_unrouted:
+            self.said_unrouted = say_unrouted([rollout for group in groups for rollout in group.rollouts])
         with self.clock.phase("train"):
             parts = self.parts(groups)
             order = (parts * self.args.num_iterations)[:at_most]

@@ -156,6 +156,7 @@ class Learner:
     def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals) -> dict[str, float]:
         """Add the gradient of each micro-batch; returns the loss, its metrics over all of them, and their number."""
         self.policy.model.train()
+        self.policy.differing_routes()  # those of other passes are not this step's
         reducer, self.flags, count = Reducer(), Flags(), 0
         sums = {"loss": torch.zeros((), device=self.policy.device)}
         for batch in batches:
@@ -168,7 +169,7 @@ class Learner:
             reducer.keep(out.samples)
             count += 1
         measured = self.objective.measured(reducer) | {name: total.item() for name, total in sums.items()}
-        return measured | {"micro_batches": float(count)}
+        return measured | {"micro_batches": float(count)} | self.policy.differing_routes()
 
     def loss(self, batch: MicroBatch, totals: StepTotals) -> LossOutput:
         """This micro-batch's share of the loss, and its metrics."""

@@ -16,7 +16,7 @@ from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.lean_modules import LeanMLP
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.embedding import HostEmbedding
+from lowmem_grpo.offload.embedding import on_host
 from lowmem_grpo.offload.host_room import (
     SPARE,
     WSL_ADVICE,
@@ -45,7 +45,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         max_tokens=config.max_tokens_per_micro_batch, mlp_tile=(tiles[0] or 0) if tiles else 0,
         chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),
         kv_bytes=model.loaded.keeper.settings.kv_cache_bytes, optim=config.optim,
-        host_embedding=isinstance(base.get_input_embeddings(), HostEmbedding),
+        host_embedding=bool(on_host(base)),
         completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(),
     )
 

@@ -200,7 +200,7 @@ def test_the_three_calls_hold_what_25_minutes_of_a_card_are_for_in_the_order_of_
     calls = [names(CALLS[number]) for number in (1, 2, 3)]
     assert calls[0][:6] == ["tests/smoke vllm", "tests/smoke 4-bit", "kernels/linear_logprobs", "kernels/nf4_linear",
                             "memory/step-16", "tests/kernels logprob_kernels"]
-    assert all(name.startswith("tests/kernels ") for name in calls[0][5:]) and len(calls[0]) == 17
+    assert all(name.startswith("tests/kernels ") for name in calls[0][5:]) and len(calls[0]) == 19
     assert calls[1] == ["rollout/lowmem_grpo", "rollout/vllm_bf16_lora", "loop/lowmem_grpo", "profile/decode"]
     assert calls[2][:4] == ["learner/arithmetic", "rollout/vllm_bnb_lora", "profile/train", "tests/vllm on_card.vllm"]
     assert all(name.startswith("tests/") for name in calls[2][3:])

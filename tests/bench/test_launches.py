@@ -58,15 +58,18 @@ def test_make_runs_each_bench_and_asks_for_json_on_demand(target: str) -> None:
     assert "--json" in commands[1]
 
 
-def test_a_token_of_a_4_bit_layer_costs_at_most_16_launches_of_which_two_a_linear_layer_are_ours() -> None:
-    parts = decode.breakdown()
+@pytest.mark.parametrize(("form", "kernel"), [("4bit", "nf4_decode"), ("fp8", "fp8_decode")])
+def test_a_token_of_a_layer_costs_at_most_16_launches_of_which_two_a_linear_layer_are_ours(
+    form: str, kernel: str
+) -> None:
+    parts = decode.breakdown(form)
     assert decode.count_decode_launches() == sum(parts.values()) <= DECODE
     assert {name: parts[name] for name in decode.LAYERS} == dict.fromkeys(decode.LAYERS, 2)
-    assert all(dict(counts) == {"mm": 1, "nf4_decode": 1} for counts in decode.counted().values())
+    assert all(dict(counts) == {"mm": 1, kernel: 1} for counts in decode.counted(form).values())
 
 
 def test_dequantized_weights_take_plain_products_and_neither_cast_nor_join() -> None:
-    counts = decode.counted(wide=True)
+    counts = decode.counted("16bit")
     assert {name: sum(found.values()) for name, found in counts.items()} == {
         "qkv": 5, "o": 3, "gate_up": 4, "down": 3}
     assert {operation for found in counts.values() for operation in found} == {"mm", "addmm", "addmm_"}

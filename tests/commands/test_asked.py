@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 WRONG = {  # command line: words of the refusal
     "ruun": "Did you mean 'run'?",
@@ -34,6 +35,9 @@ WRONG = {  # command line: words of the refusal
     "generate": "give a PROMPT to answer",
     "generate hi --model ../nowhere": "no model '../nowhere': there is no such folder",
     "generate hi --adapter /no/such": "/no/such is not a folder",
+    "generate hi --fp8 --load-in-4bit": "load_in_4bit=True and load_in_fp8=True contradict each other",
+    "eval tiny --recipe arithmetic --fp8 --load-in-4bit": "contradict each other",
+    "run arithmetic load_in_fp8=true load_in_4bit=true": "contradict each other",
     "generate hi --temperature -1": "temperature is -1.0; it must be 0 or above",
     "generate hi --samples 0": "n is 0; it must be",
     "generate hi --model nobody/nothing": "no model 'nobody/nothing': it is not in the cache, and HF_HUB_OFFLINE",
@@ -74,6 +78,15 @@ CALLS = {  # options of FastLanguageModel.from_pretrained, in JSON
     '{"device": "gpu"}': "device is 'gpu'; allowed are 'cpu', 'cuda' and one card",
     '{"device_map": "nowhere"}': "device_map is 'nowhere'; allowed are 'auto'",
 }
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "vocab_size": 64}
+FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # fields of config.json, options, what is said
+    **{method: ({"quantization_config": {"quant_method": method}}, {}, f"is stored in {method.upper()}, which is not "
+                "trained here. Allowed are checkpoints in 16 or 32 bits") for method in ("gptq", "awq", "mxfp4")},
+    "hybrid": ({"model_type": "qwen3_5_text"}, {"dtype": "float16"}, "overflows in float16: the loss would be NaN"),
+    "gemma2": ({"model_type": "gemma2"}, {}, "Gemma 2: its attention has soft-capped scores"),
+    "broken": ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, {}, "stored in FP8 of the kind e5m2"),
+}
 PROGRAM = """
 import click, json, shlex, sys
 from types import SimpleNamespace
@@ -107,6 +120,10 @@ def run(options):
 def test_a_wrong_line_is_refused_in_words_and_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
     wrong = WRONG | CALLS
+    for name, (fields, options, said) in FOLDERS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA | fields))
+        wrong |= {json.dumps({"model_name": f"./{name}", **options}): said}
     done = subprocess.run([sys.executable, "-c", PROGRAM], input=json.dumps(list(wrong)), text=True,
                           capture_output=True, check=True, cwd=tmp_path)
     for line, (status, said, heavy) in json.loads(done.stdout).items():

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lowmem_grpo.cli import main
-from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.units import GIB
 
 

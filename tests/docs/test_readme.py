@@ -10,7 +10,7 @@ from bench.common.rows import read_rows
 from bench.notebooks.section import latest, told
 from lowmem_grpo import SamplingParams
 from lowmem_grpo.memory.cards import MOST_SEQUENCES, device
-from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.planning.planner import max_context
 from lowmem_grpo.planning.workload import PROMPTS

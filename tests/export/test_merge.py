@@ -19,7 +19,7 @@ from lowmem_grpo.export.base_weights import Weight, live_weights, stored_weights
 from lowmem_grpo.export.formats import export
 from lowmem_grpo.export.lora_pairs import LoraPair, read_pairs
 from lowmem_grpo.export.merge import MergeCheck, MergeError, check_merged, plan_shards, size_of, tiles, write_merged
-from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.units import GIB
 
 

@@ -11,19 +11,11 @@ from nf4_problem import ONE, ROUNDING, THREE, problem, wide
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowmem_grpo.kernels.frozen import project
+from lowmem_grpo.kernels.few_rows import decode_launch, max_rows
+from lowmem_grpo.kernels.frozen import can_decode, project
 from lowmem_grpo.kernels.launch import Launch
 from lowmem_grpo.kernels.launch import capability as capability_of
-from lowmem_grpo.kernels.nf4_decode import (
-    can_decode,
-    candidates,
-    decode_launch,
-    max_rows,
-    nf4_decode,
-    nf4_decode_op,
-    nf4_decode_triton,
-    variants,
-)
+from lowmem_grpo.kernels.nf4_decode import candidates, nf4_decode, nf4_decode_op, nf4_decode_triton, variants
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_problem import problem as expert_problem
 from fp8_problem import in_fp8
 from nf4_problem import quantized
 from torch import Tensor
@@ -25,6 +26,7 @@ from lowmem_grpo.kernels.lora_mlp import lora_mlp
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.kernels.rope import rope
+from lowmem_grpo.kernels.routed_experts import routed_experts
 from lowmem_grpo.kernels.runs import Runs
 from lowmem_grpo.kernels.spread import gather, spread
 from lowmem_grpo.models.packed_attention import parts
@@ -118,6 +120,7 @@ def test_compiled_results_and_gradients_are_the_same(name: str) -> None:
     torch.testing.assert_close(outcome(compiled, inputs), outcome(function, inputs))
 
 
+EXPERTS = expert_problem(5, (3, 2, 33, 7), "plain")
 SQUARE, ADAPTER = torch.randn(33, 33, generator=torch.Generator().manual_seed(1)), [(4, 33), (5, 33), (33, 5)]
 MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which have tests of their own
     "gather": (lambda x: gather(spread([x], *TABLES)[0], *TABLES[:2]), [(len(BATCH.input_ids), 4, 8)]),
@@ -128,6 +131,10 @@ MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which h
     "lora_mlp": (lambda x, a, b: lora_mlp(x, SQUARE, SQUARE, SQUARE, up_lora=LoRA(a, b)), ADAPTER),
     "lora_mlp in tiles": (
         lambda x, a, b: lora_mlp(x, SQUARE, SQUARE, SQUARE, up_lora=LoRA(a, b), tile_rows=3), ADAPTER
+    ),
+    "routed_experts": (
+        lambda x, weights: routed_experts(x, EXPERTS["ids"], weights, EXPERTS["gate_up"], EXPERTS["down"]),
+        [(5, 33), (5, 2)],
     ),
     "delta_rule": (
         lambda q, k, v, g, beta: delta_rule(q, k, v, -g.abs(), beta, Runs((5, 2), q.device)),

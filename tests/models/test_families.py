@@ -15,6 +15,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory import token_rows
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
+from lowmem_grpo.models.experts import RoutedBlock
 from lowmem_grpo.models.lean_attention import LeanAttention
 from lowmem_grpo.models.lean_modules import LeanMLP, LeanRMSNorm
 from lowmem_grpo.models.packing import pack
@@ -90,18 +91,19 @@ def test_our_modules_are_where_the_table_says_and_only_there(kind: str, folders:
     row, (model, _) = FAMILIES[kind], loaded(folders(kind))
     layer = model.get_decoder().layers[-1]
     assert isinstance(layer.self_attn, LeanAttention) is row.attention.lean
-    assert isinstance(layer.mlp, LeanMLP) is row.mlp.lean
+    assert isinstance(layer.mlp, LeanMLP) is (row.mlp.lean and row.experts is None)
+    assert isinstance(layer.mlp, RoutedBlock) is (row.experts is not None)
     norms = [one for one in layer.children() if type(one).__name__.endswith("Norm")]
     assert len(norms) == row.norms + bool(getattr(model.config, "hidden_size_per_layer_input", 0))
     assert all(isinstance(one, LeanRMSNorm) is row.norm.lean for one in norms)
     left = {type(module).__name__ for module in model.modules()}
-    assert not left & {part.kind for part in (row.attention, row.mlp) if part.lean}
+    assert not left & {part.kind for part in (row.attention, row.mlp, row.experts) if part and part.lean}
 
 
 @each_family
 def test_lora_is_on_every_projection_of_the_table_or_on_those_of_attention_only(kind: str, folders: Any) -> None:
     row = FAMILIES[kind]
-    attention, mlp = {*row.attention.inner, "o_proj"}, {*row.mlp.inner, "down_proj"}
+    attention, mlp = {*row.attention.inner, "o_proj"}, {*row.mlp.inner, "down_proj"} if row.experts is None else set()
     attention |= {*DELTA_IN, DELTA_OUT} if row.delta_net else set()
     for only, wanted in ((False, attention | mlp), (True, attention)):
         model, _ = FastLanguageModel.from_pretrained(str(folders(kind)), max_seq_length=64, load_in_4bit=False)
@@ -170,10 +172,14 @@ def test_a_family_that_cannot_be_right_is_refused_before_its_weights_are_read(
         FastLanguageModel.from_pretrained(str(tmp_path), max_seq_length=64, load_in_4bit=False)
 
 
-@pytest.mark.parametrize("form", [{"load_in_4bit": True}, {"load_in_fp8": True}])
-def test_experts_are_not_left_in_16_bits_in_silence(form: dict[str, Any], tmp_path: Path) -> None:
-    AutoConfig.for_model("qwen3_moe", num_experts=4).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is a mixture of experts.*stay in 16 bits.*Take a dense model"):
+@pytest.mark.parametrize("form", [{"load_in_4bit": True}, {"load_in_fp8": True}], ids=str)
+@pytest.mark.parametrize("kind", ["mixtral", "granitemoe", "qwen3_5_moe", "qwen2_moe", "qwen3_moe"])
+def test_experts_are_not_left_in_16_bits_in_silence(kind: str, form: dict[str, Any], tmp_path: Path) -> None:
+    ours = "load_in_4bit" in form and kind == "qwen3_moe"
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    advice = "Take load_in_4bit=True" if kind == "qwen3_moe" else "Take a dense model, or Qwen3-MoE in 4 bits"
+    words = "no file named model.safetensors" if ours else f"is a mixture of experts.*stay in 16 bits.*{advice}"
+    with pytest.raises(OSError if ours else ValueError, match=words):
         FastLanguageModel.from_pretrained(str(tmp_path), max_seq_length=64, **form)
 
 

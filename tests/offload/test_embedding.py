@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from card import gpu
+from families import GROUPS, batch_of, learned, loaded, saved_family
 from small_models import FAMILIES, TINY, random_model
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.embedding import HostEmbedding, embed_on_host
+from lowmem_grpo.offload.embedding import HostEmbedding, embed_on_host, on_host
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 IDS = torch.arange(3, 40)[None]
@@ -45,6 +47,23 @@ def test_a_tied_embedding_stays_where_it_is_and_the_log_says_so(caplog: pytest.L
     assert "offload_embedding=True changes nothing" in caplog.text
     with pytest.raises(ValueError, match="ties its input embedding to its output head"):
         embed_on_host(model)
+
+
+def test_the_embedding_of_each_layers_own_numbers_is_on_the_host_too_and_changes_no_bit(tmp_path: Path) -> None:
+    """Gemma 4: the input embedding is the head's and stays; the other, which is larger, moves."""
+    folder, found = saved_family("gemma4_text", tmp_path), []
+    for offload in (False, True):
+        model, tokenizer = loaded(folder, offload_embedding=offload)
+        assert [type(table) for table in on_host(model)] == [HostEmbedding] * offload
+        batch, policy = batch_of(GROUPS), Policy(model)
+        groups = TransformersEngine(policy, tokenizer, 64).generate(
+            [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8))
+        found.append((*learned(policy, batch), groups[0][0].completion_ids))
+    (plain, grads, ids), (moved, moved_grads, moved_ids) = found
+    assert torch.equal(plain, moved) and ids == moved_ids
+    assert all(torch.equal(grads[name], moved_grads[name]) for name in grads)
+    wrong = replace(batch, host_ids=torch.full_like(batch.input_ids, 3))
+    assert not torch.equal(policy.logprobs(wrong, 1.0)[0], plain), "the ids of the host are not used"
 
 
 def test_a_trained_embedding_is_refused() -> None:

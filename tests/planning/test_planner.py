@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.memory.cards import Device, device
-from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes, shape_name
+from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.named_configs import named_config, named_shapes, shape_name
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.memory.token_rows import prompts_once, token_rows
@@ -51,8 +52,10 @@ def planned_bytes(config: dict[str, Any], settings: RunSettings) -> int:
 
 
 def shallow(config: dict[str, Any], layers: int = 4) -> dict[str, Any]:
-    """The same with few layers: what a layer adds is the same in each."""
-    return config | {"num_hidden_layers": layers}
+    """The same with few layers: what a layer adds is the same in each. A period is kept of layers that differ."""
+    if config.get("layer_types"):
+        return config | {"num_hidden_layers": 12, "layer_types": config["layer_types"][:12], "num_kv_shared_layers": 6}
+    return config | {"num_hidden_layers": max(layers, config.get("full_attention_interval", 0))}
 
 
 def drawn_shape(seed: int) -> tuple[dict[str, Any], int]:
@@ -79,6 +82,19 @@ def test_weights_and_adapters_are_planned_to_the_byte(name: str, weighing: Any) 
     assert rows["weights"] + rows["embedding"] + rows["head"] == found.weights
     assert rows["adapters"] == found.adapters
     assert rows["gradients"] == found.gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "context"), [("qwen3.5-4b", 1024), ("qwen3.5-9b", 1024), ("gemma-4-e4b", 8192)])
+def test_a_whole_model_whose_layers_differ_is_planned_within_five_percent(
+    name: str, context: int, weighing: Any
+) -> None:
+    config, chunk = named_config(name), 256  # fewer than the tokens that are trained, which are half of them or more
+    measured = weighing.weigh(config, [context], weighing.Features(logits_chunk=chunk))
+    planned = planned_bytes(config, settings_of(context, chunk_rows=chunk))
+    assert math.isclose(planned, measured.device, rel_tol=NEAR)
+    beside = measured.device - measured.activations
+    assert math.isclose(planned - beside, measured.activations, rel_tol=NEAR)
 
 
 @pytest.mark.parametrize(("name", "context"), [(name, context) for name, context, _, _ in TARGETS])
@@ -423,15 +439,39 @@ def test_weights_that_are_not_4_bit_or_not_vllms_are_never_planned_twice(changes
 
 def test_layers_that_differ_and_lend_keys_are_planned_within_two_percent(weighing: Any) -> None:
     """Gemma 4 E4B's sizes in 12 layers. Keys that were made again in backward, if they were held, would be 3% more."""
-    config = {
-        "model_type": "gemma4_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 12,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512,
-        "sliding_window": 512, "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
-        "num_kv_shared_layers": 6, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
-        "vocab_size": 262144, "tie_word_embeddings": True, "max_position_embeddings": 131072, "pad_token_id": 0,
-    }
+    config = shallow(named_config("gemma-4-e4b"))
     measured = weighing.weigh(config, [20480])
-    rows = {row.name: row.train for row in build(ModelShape.of(config), settings_of(20480), device("80GiB")).rows}
-    assert abs(rows["weights"] + rows["embedding"] + rows["head"] - measured.weights) < 64
-    assert rows["adapters"] == measured.adapters
     assert math.isclose(planned_bytes(config, settings_of(20480)), measured.device, rel_tol=0.02)
+
+
+def test_gemma_4s_larger_embedding_is_planned_on_the_host_where_a_card_is_small(weighing: Any) -> None:
+    config = shallow(named_config("gemma-4-e4b"))
+    shape, measured = ModelShape.of(config), weighing.weigh(config, [256], weighing.Features(host_embedding=True))
+    asked = settings_of(256, host_embedding=True, engine="transformers")
+    rows = {row.name: row for row in build(shape, asked, device("80GiB")).rows}
+    assert rows["embedding"].train == 0
+    assert rows["weights"].train + rows["head"].train == measured.weights
+    assert shape.host_bytes() == 2 * 262144 * 12 * 256
+    whole = named_config("gemma-4-e4b")
+    tight = plan(whole, RunSettings(1024, engine="transformers"), device("8GiB"))
+    assert tight.fits and tight.settings.host_embedding
+    assert tight.host >= ModelShape.of(whole).host_bytes() == 2 * 262144 * 42 * 256
+    assert not plan(whole, RunSettings(1024), device("8GiB")).fits  # vLLM needs it on the card
+
+
+def test_a_hybrid_models_cache_is_planned_in_pages_as_vllm_divides_it() -> None:
+    """Qwen3.5-4B: states of 24 layers beside keys of 8. A page of 528 tokens is as large as a layer's states."""
+    shape = ModelShape.of(named_config("qwen3.5-4b"))
+    assert shape.delta is not None and shape.states_bytes == 24 * shape.delta.state_bytes
+    block = shape.paged_block(16)
+    assert 2 * 2 * shape.keys * (block - 16) < shape.delta.state_bytes <= 2 * 2 * shape.keys * block
+    page = 8 * block * 2 * 2 * shape.keys
+    assert [shape.paged_bytes(tokens) for tokens in (1, block, block + 1)] == [4 * page, 4 * page, 5 * page]
+    found = {engine: plan(named_config("qwen3.5-4b"), RunSettings(640, engine=engine), device("24GiB"))
+             for engine in ("vllm", "transformers")}
+    assert found["vllm"].kv_bytes == 8 * shape.paged_bytes(640)
+    assert found["transformers"].kv_bytes == 8 * shape.kv_bytes(640)
+    (note,) = [row.note for row in found["vllm"].rows if row.name == "KV cache"]
+    assert "of 8 layers; states of 24, 49 MiB a sequence" in note
+    dense = ModelShape.of(named_config("qwen3-4b"))
+    assert dense.paged_bytes(640) == dense.kv_bytes(640) and dense.paged_block(16) == 16

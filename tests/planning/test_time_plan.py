@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.kernels.nf4_decode import decode_launch, max_rows
+from lowmem_grpo.kernels.few_rows import decode_launch, max_rows
 from lowmem_grpo.memory.cards import CARDS, device
-from lowmem_grpo.memory.model_shape import ModelShape, named_config
+from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.planning.card_speeds import SPEEDS, card_of
 from lowmem_grpo.planning.costs import (
     CALIBRATION,
     COSTS,
     DECODE_INSTRUCTIONS,
-    DECODE_INSTRUCTIONS_BEFORE,
     Costs,
     calibration,
 )
@@ -116,8 +116,9 @@ def test_the_4_bit_kernel_takes_what_its_instructions_and_cache_reads_take() -> 
 
 
 def test_the_4_bit_kernel_is_planned_as_it_is_launched() -> None:
-    for capability, table in ((90, DECODE_INSTRUCTIONS), (75, DECODE_INSTRUCTIONS_BEFORE)):
-        assert max(table) == max_rows(capability)
+    for tables in DECODE_INSTRUCTIONS.values():
+        for capability, table in tables.items():
+            assert max(table) == max_rows(capability)
     for rows in (1, 8, 16, 17, 32, 33, 64):
         for outputs in (4096, 8191, 8192, 28672):
             assert block_outputs(outputs, rows) == decode_launch(rows, outputs, 90).constexprs["BLOCK_N"]
@@ -224,11 +225,23 @@ def test_micro_batches_hold_whole_sequences_up_to_the_bound(
     assert micro_batches(found, GSM8K, costs) == expected
 
 
-@pytest.mark.parametrize(("card", "rows", "faster"), [
-    ("NVIDIA H200", 64, True), ("NVIDIA H200", 8, False), ("NVIDIA GeForce RTX 4090", 64, False), ("24GiB", 8, True),
+@pytest.mark.parametrize(("card", "rows", "form", "faster"), [
+    ("NVIDIA H200", 64, "nf4", True), ("NVIDIA H200", 8, "nf4", False), ("24GiB", 8, "nf4", True),
+    ("NVIDIA GeForce RTX 4090", 64, "nf4", False), ("NVIDIA H200", 64, "fp8", True), ("NVIDIA H200", 8, "fp8", False),
+    ("NVIDIA GeForce RTX 4090", 64, "fp8", False), ("Tesla T4", 8, "fp8", False),
 ])
-def test_few_rows_or_cards_with_slow_memory_are_given_weights_in_16_bits(card: str, rows: int, faster: bool) -> None:
-    assert faster_in_16_bit(SHAPE, card, rows, 320) == faster
+def test_few_rows_or_cards_with_slow_memory_are_given_weights_in_16_bits(
+    card: str, rows: int, form: str, faster: bool
+) -> None:
+    assert faster_in_16_bit(SHAPE, card, rows, 320, form) == faster
+
+
+def test_the_fp8_kernel_reads_a_byte_a_weight_at_few_rows() -> None:
+    down = next(one for one in SHAPE.linears() if one.name == "down_proj")
+    few, many = (Sampling(SHAPE, 32, H200, COSTS, "vllm", True, rows, form="fp8").product(down, rows)
+                 for rows in (8, 65))
+    assert few == pytest.approx(down.weights / H200.memory / 0.82, rel=0.1)
+    assert many == pytest.approx(5 * down.weights / H200.memory, rel=0.1)  # dequantized, and read in 16 bits
 
 
 def test_every_card_has_a_speed() -> None:

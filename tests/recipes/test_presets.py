@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.memory.cards import device
-from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.memory.families import family_of
+from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import SIZES, Preset, Presets, Setup, prepare
+from lowmem_grpo.recipes.presets import OTHER_MODELS, SIZES, Preset, Presets, Setup, prepare
 from lowmem_grpo.units import GIB
 
 MODULES: dict[str, ModuleType] = {name: import_module(f"lowmem_grpo.recipes.{name}") for name in RECIPES}
@@ -57,6 +59,19 @@ def test_every_preset_fits_the_card_that_it_is_for(name: str, size: str, monkeyp
     assert plan(named_config(shape), run, device(f"{size}GB")).fits
 
 
+@pytest.mark.parametrize("model", OTHER_MODELS)
+@pytest.mark.parametrize(("name", "size"), [("gsm8k", size) for size in SIZES] + [("code", "16"), ("inbox", "16")])
+def test_newer_models_fit_the_presets_with_the_engine_that_samples_them(name: str, size: str, model: str) -> None:
+    preset, fields, row = MODULES[name].PRESETS[size], named_config(model), family_of(named_config(model))
+    config = GRPOConfig(**(MODULES[name].DEFAULTS | preset.settings))
+    assert row is not None
+    run = RunSettings(
+        preset.max_seq_length, config.num_generations, preset.lora_rank, optim=config.optim,
+        completions_per_step=config.completions_per_step, engine="vllm" if row.vllm else "transformers",
+    )
+    assert plan(fields, run, device(f"{size}GB")).fits
+
+
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "arithmetic"])
 def test_every_size_of_card_has_a_preset(name: str) -> None:
     assert list(MODULES[name].PRESETS) == ["cpu", *SIZES]
@@ -90,6 +105,14 @@ def test_what_was_asked_by_name_wins() -> None:
     assert (setup.model, setup.max_seq_length, setup.lora_rank, setup.load_in_4bit) == ("another", 99, 32, False)
     assert setup.lora_alpha == 32  # in the preset's proportion to the rank
     assert (setup.config.max_steps, setup.config.learning_rate, setup.resume) == (7, 0.5, True)
+
+
+def test_weights_are_in_fp8_in_place_of_4_bits_and_not_in_both() -> None:
+    setup = prepared(gpu="16", load_in_fp8=True)
+    assert (setup.load_in_4bit, setup.load_in_fp8, setup.weights) == (False, True, "FP8")
+    assert prepared(gpu="16").weights == "4-bit" and prepared(gpu="16", load_in_4bit=False).weights == "16-bit"
+    with pytest.raises(ValueError, match="contradict each other"):
+        prepared(gpu="16", load_in_fp8=True, load_in_4bit=True)
 
 
 @pytest.mark.parametrize(("option", "value"), [("max_seq_length", 0), ("lora_rank", 0), ("lora_alpha", 0)])

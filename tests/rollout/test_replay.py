@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_grpo.rollout.replay import ReplayBuffer, age_of, spread_of
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.routes import Routes
+from lowmem_grpo.rollout.replay import ReplayBuffer, age_of, as_sampled, spread_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
 
 ROWS = [{"prompt": f"row {index}"} for index in range(20)]
@@ -144,3 +146,33 @@ def test_an_episode_is_kept_and_restored_with_its_turns_its_sequences_and_its_en
     assert restored(buffer, 1).entries == buffer.entries
     saved = buffer.state()[0]["rollouts"]
     assert "turns" not in saved[0] and [turn["numbers"] is None for turn in saved[1]["turns"]] == [True, False, True]
+
+
+def test_a_restored_group_has_the_routes_of_its_completions_and_of_its_episodes() -> None:
+    def routes(tokens: int, seed: int) -> Routes:
+        generator = torch.Generator().manual_seed(seed)
+        return Routes((torch.randint(0, 300, (tokens, 2, 3), generator=generator).to(torch.int16),))
+
+    fresh = as_sampled(group(1, 0, 1))
+    fresh.rollouts[0].routes = routes(4, 0)
+    talk = Rollout([3, 9, 4], [0.0] * 3, "stop", trained=[True, False, True], rewards={"a": 1, "b": None}, reward=1)
+    talk.turns = [Turn([1, 2, 1], [3], [0.0], "stop", routes=routes(3, 1)),
+                  Turn([1, 2, 1, 3, 9], [4], [0.0], "stop", routes=routes(5, 2))]
+    fresh.rollouts[1] = talk
+    buffer = ReplayBuffer(1)
+    buffer.offer([fresh])
+    (again,) = restored(buffer, 1).entries
+    for kept in (buffer.entries[0], again):
+        (before,), (after,) = pack([fresh]), pack([kept])
+        assert before.routes is not None and after.routes is not None and before.routes.dtype == torch.int16
+        assert torch.equal(before.routes, after.routes)
+    assert "routes" not in group_without(fresh)
+
+
+def group_without(fresh: RolloutGroup) -> dict[str, Any]:
+    """What is written of a completion without routes."""
+    rollout = replace(fresh.rollouts[0], routes=None)
+    buffer = ReplayBuffer(1)
+    buffer.offer([replace(fresh, rollouts=[rollout, rollout])])
+    saved: dict[str, Any] = buffer.state()[0]["rollouts"][0]
+    return saved

@@ -46,6 +46,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 384, "use_double_wide_mlp": True,
         "final_logit_softcapping": 5.0},
     "qwen3_5_text": HYBRIDS["Qwen3_5"],
+    "qwen3_moe": {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                  "norm_topk_prob": True},
 }
 TRAINED = [kind for kind, row in FAMILIES.items() if not row.refused]
 GROUPS = [(9, [5, 12, 1, 14]), (6, [13]), (1, [7, 3])]  # (prompt, completions), in tokens

@@ -47,13 +47,26 @@ def save_16_bit(folder: Path, family: str = "Llama", **sizes: Any) -> Path:
 def save_in_fp8(folder: Path, kind: str) -> dict[str, Tensor]:
     """Write a checkpoint of this kind; returns what its tensors stand for, in float32, under their names. The first
     o_proj stays in 16 bits."""
+    return rewrite_in_fp8(save_16_bit(folder), kind)
+
+
+def store_in_fp8(source: Path, folder: Path, kind: str, of: str) -> Path:
+    """A copy of a checkpoint with the linear layers of one part in FP8."""
+    for file in source.iterdir():
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    rewrite_in_fp8(folder, kind, of)
+    return folder
+
+
+def rewrite_in_fp8(folder: Path, kind: str, of: str = "") -> dict[str, Tensor]:
+    """Quantize what is stored there, where a name begins with `of`; returns what its tensors stand for."""
     config, ending, block, as_stored = KINDS[kind]
-    save_16_bit(folder)
     tensors, values = load_file(folder / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
         linear = "_proj.weight" in name and not name.endswith("layers.0.self_attn.o_proj.weight")
         values[name] = tensor
-        if not linear:
+        if not linear or not name.startswith(of):
             continue
         weight = fp8_quantize(tensor, tuple(tensor.shape) if block == "all" else block)
         scales = as_stored(weight.scales)

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 class LiveStorage(TorchDispatchMode):
     """Inside the context, `peak` is the largest number of bytes alive at once, `live` those alive after the last one.
 
-    Storage that existed before the context does not count. What a single operation allocates and frees within itself
-    is not seen.
+    Storage that existed before the context does not count, and tensors on the meta device take none. What a single
+    operation allocates and frees within itself is not seen.
     """
 
     def __init__(self) -> None:
@@ -40,6 +40,6 @@ class LiveStorage(TorchDispatchMode):
 
 def storages(values: Any) -> list[tuple[int, torch.UntypedStorage]]:
     """The storages of all tensors in `values`, with what identifies them."""
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"]
     found = [tensor.untyped_storage() for tensor in tensors]
     return [(storage._cdata, storage) for storage in found]

@@ -82,15 +82,16 @@ class Capacity:
                                         f"(before: {size_text(before)}), and the work is repeated")
 
 
-def kv_bytes_of(policy: Policy, tokens: int) -> int:
-    """Bytes of keys and values of one sequence of `tokens` tokens, without sliding windows."""
-    return ModelShape.of(policy.base.config).kv_bytes(tokens) * policy.head.weight.dtype.itemsize // 2
+def kv_bytes_of(policy: Policy, tokens: int, block: int = BLOCK) -> int:
+    """Bytes that one sequence of `tokens` tokens takes of the cache, without sliding windows."""
+    return ModelShape.of(policy.base.config).paged_bytes(tokens, block, policy.head.weight.dtype.itemsize)
 
 
 def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK) -> int:
-    """Bytes of the smallest cache: that of one sequence of the longest length."""
-    blocks = -(-max_seq_length // block) + 1
-    return kv_bytes_of(policy, blocks * block)
+    """Bytes of the smallest cache: that of one sequence of the longest length, and a block that is never used."""
+    whole = ModelShape.of(policy.base.config).paged_block(block, policy.head.weight.dtype.itemsize)
+    blocks = -(-max_seq_length // whole) + 1
+    return kv_bytes_of(policy, blocks * whole, block)
 
 
 def default_kv_bytes(policy: Policy, utilization: float) -> int:

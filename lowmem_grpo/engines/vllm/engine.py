@@ -1,6 +1,5 @@
 """Rollouts by vLLM in this process, on the trainer's own frozen weights; the adapter is copied before each call."""
 
-import gc
 import logging
 import tempfile
 import weakref
@@ -22,6 +21,7 @@ from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
 from lowmem_grpo.engines.vllm.lent_layers import check_family
+from lowmem_grpo.engines.vllm.lifetime import PROCESS, check_alone, end
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter, copy_to_publish
 from lowmem_grpo.engines.vllm.process_state import undisturbed
 from lowmem_grpo.engines.vllm.requests import Prompts, Sampling
@@ -38,8 +38,6 @@ class VLLMEngine:
     """vLLM around the trainer's tensors, one at a time in a process; `close` returns them and frees the cache."""
 
     name = "vllm"
-    living: "weakref.ref[VLLMEngine] | None" = None
-    clean = True  # the state of vLLM's memory pool, of which a process has one
 
     def __init__(
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
@@ -67,7 +65,8 @@ class VLLMEngine:
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
         self.on_card = self.sleeps = vllm_settings.on_card(policy)
         free(policy.device)
-        self.eager = not self.on_card if enforce_eager is None else enforce_eager
+        self.tells_routes = policy.routed_layers > 0
+        self.eager = vllm_settings.is_eager(policy, enforce_eager)
         self.vllm = import_plugin()
         self.capacity = Capacity(policy, max_seq_length, kv_cache_bytes, gpu_memory_utilization, max_num_seqs, sampled,
                                  bound, block_size)
@@ -80,7 +79,9 @@ class VLLMEngine:
         self.vllm.check_architecture(type(policy.base).__name__)
         self.adapter = active_adapter(policy.base)
         self.copy = copy_to_publish(policy, self.adapter) if rollout_copy else None
-        self.in_less_memory(self.start_or_stay_awake)
+        if self.tells_routes:
+            self.vllm.check_routes()
+        self.in_less_memory(self.start_or_do_without)
 
     @property
     def bound(self) -> RolloutBound:
@@ -95,25 +96,38 @@ class VLLMEngine:
     def slots(self) -> int:
         return self.capacity.seqs
 
-    def start_or_stay_awake(self) -> None:
-        """`start`, and once more without sleep where the driver or this vLLM has no memory pool for it."""
-        try:
-            return self.start()
-        except (RuntimeError, ValueError, AssertionError) as error:
-            if not self.sleeps or not vllm_pool.is_missing(error):
-                raise
+    def start_or_do_without(self) -> None:
+        """`start`, and again without what this vLLM lacks here."""
+        while True:
+            try:
+                return self.start()
+            except (RuntimeError, ValueError, AssertionError) as error:
+                if not self.does_without(error):
+                    raise
+            # again, but not in the handler: the error's traceback keeps alive what was made
+
+    def does_without(self, error: Exception) -> bool:
+        """Whether vLLM did not start because of what can be left out: sleep, where the driver or this vLLM has no
+        memory pool for it, or routes."""
+        if self.sleeps and vllm_pool.is_missing(error):
             self.sleeps = False
             self.sampling_weights = self.sampling_weights if self.eager else FOUR
             logger.warning("vLLM has no memory pool here (%s): the key-value cache of %s stays on the card while "
                            "training", str(error).splitlines()[0], size_text(self.capacity.cache))
-        self.start()  # not in the handler: the error's traceback keeps alive what was made
+            return True
+        if self.tells_routes and (why := vllm_settings.why_no_routes(error)):
+            self.tells_routes = False
+            logger.warning("vLLM does not return here which experts tokens took (%s): the trainer's router chooses "
+                           "anew", why)
+            return True
+        return False
 
     def start(self) -> None:
         """Make vLLM's engine around the trainer's tensors."""
-        if not VLLMEngine.clean:
+        if not PROCESS.clean:
             vllm_pool.reset()
         vllm_capacity.check_room(self.policy.device, self.capacity.cache)
-        VLLMEngine.clean = not self.on_card  # until it has started: a start that fails leaves the pool as it is
+        PROCESS.clean = not self.on_card  # until it has started: a start that fails leaves the pool as it is
         room = vllm_pool.room_for(self.sampling_weights, self.eager)
         with torch.inference_mode(False):
             self.loan = Loan(self.policy.base, self.policy.device, self.adapter, self.copy, room)
@@ -122,7 +136,8 @@ class VLLMEngine:
             try:
                 with undisturbed(self.policy.device):
                     self.llm = self.vllm.LLM(folder, **vllm_settings.llm_options(
-                        self.policy, self.max_seq_length, self.vllm.NAME, self.capacity, self.eager, self.sleeps))
+                        self.policy, self.max_seq_length, self.vllm.NAME, self.capacity, self.eager, self.sleeps,
+                        self.tells_routes))
             except BaseException as error:
                 self.loan.close()
                 self.vllm.cleanup_dist_env_and_memory()
@@ -130,11 +145,11 @@ class VLLMEngine:
                 raise
         if self.loan.wide is None:
             self.sampling_weights = FOUR
-        VLLMEngine.clean, self.asleep, self.seqs = True, False, self.capacity.seqs
+        PROCESS.clean, self.asleep, self.seqs = True, False, self.capacity.seqs
         self.cache = self.kv_bytes = self.capacity.cache
         self.prefixes: Hashable = None  # what the cached prefixes were computed with
         self.ending = weakref.finalize(self, end, self.llm, self.loan)
-        VLLMEngine.living = weakref.ref(self)
+        PROCESS.engine = weakref.ref(self)
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
@@ -159,7 +174,7 @@ class VLLMEngine:
     def sampling(self, params: SamplingParams) -> Sampling:
         """How vLLM samples in a call."""
         return Sampling(params, self.max_seq_length, self.policy.head.weight.shape[0], self.eos_ids, self.tokenizer,
-                        self.vllm.SamplingParams)
+                        self.vllm.SamplingParams, self.policy.routed_places)
 
     def in_less_memory(self, attempt: Callable[[], None], call: Calls | None = None) -> None:
         """Repeat the attempt, each time with less, until memory has room for it. An error of the caller's own ends it,
@@ -276,13 +291,13 @@ class VLLMEngine:
     def restart(self) -> None:
         """Make vLLM anew around the same tensors."""
         self.close()
-        self.start_or_stay_awake()
+        self.start_or_do_without()
 
     def close(self) -> None:
         """Free the cache and everything else of vLLM's; the trainer's tensors stay. A second call does nothing."""
         if self.llm is None:
             return
-        self.llm, self.kv_bytes, VLLMEngine.living = None, 0, None
+        self.llm, self.kv_bytes, PROCESS.engine = None, 0, None
         self.ending()
         free(self.policy.device)
 
@@ -290,29 +305,3 @@ class VLLMEngine:
         """Raise EngineUnavailableError after `close`."""
         if self.llm is None:
             raise EngineUnavailableError("this engine was closed; make a new one")
-
-
-def end(llm: Any, loan: Loan) -> None:
-    """Shut vLLM down and return the trainer's tensors; also when an engine is deleted without `close`. A sleeping cache
-    is unmapped already, and the pool fails if it unmaps it again, so we wake it first where memory has room."""
-    loan.close()
-    try:
-        VLLMEngine.clean = vllm_pool.woken(llm)
-        llm.llm_engine.engine_core.shutdown()
-    except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
-        VLLMEngine.clean = False
-        logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)
-
-
-def living() -> VLLMEngine | None:
-    """The open engine of this process."""
-    engine = None if VLLMEngine.living is None else VLLMEngine.living()
-    return engine if engine is not None and engine.llm is not None else None
-
-
-def check_alone() -> None:
-    """Raise EngineUnavailableError where another engine is open."""
-    if living() is not None:
-        gc.collect()  # it may be unreachable already
-    if living() is not None:
-        raise EngineUnavailableError("a vLLM engine lives in this process already; close() it first")

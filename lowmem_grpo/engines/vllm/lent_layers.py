@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels.frozen import FrozenWeight, project
+from lowmem_grpo.kernels.fp8 import FP8Weight
+from lowmem_grpo.kernels.frozen import FrozenWeight, can_decode, decode, project
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.memory.families import family_of
+from lowmem_grpo.memory.families import family_of, has_experts
 from lowmem_grpo.models.fused_weights import joined, joined_weights
 from lowmem_grpo.models.lora_layers import base_of, held_weight
 
@@ -38,6 +39,9 @@ class BorrowError(ValueError):
 def check_family(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """BorrowError for a family that vLLM has no class for, and where its class cannot compute here."""
     family = family_of(config)
+    if has_experts(config) and (family is None or family.experts is None):
+        raise BorrowError(f"experts of {getattr(config, 'model_type', 'this model')} are not shared with vLLM, which "
+                          f"would allocate them a second time, in 16 bits. {OTHER_ENGINE}")
     if family is not None and family.vllm is None:
         raise BorrowError(f"this vLLM has no {family.name} of its own, only transformers' model in its place. "
                           f"{OTHER_ENGINE}")
@@ -54,9 +58,9 @@ def check_family(config: Any, dtype: torch.dtype, device: torch.device) -> None:
 class Product:
     """Matrices that lie side by side, or a single one: x (N, in) -> (N, sum of out), with biases and LoRA.
 
-    A 4-bit weight with a LoRA of one rank and scale on each matrix takes two launches a call on a card: x A^T, and one
-    kernel for all the rest. An FP8 weight is decoded into a band before each product. `wide` is the same weight
-    dequantized, if there is one; it takes a product, x A^T, and one product for each B.
+    A quantized weight with a LoRA of one rank and scale on each matrix takes two launches for a few rows on a card:
+    x A^T, and one kernel for all the rest. `wide` is the same weight dequantized, if there is one; it takes a product,
+    x A^T, and one product for each B.
     """
 
     def __init__(
@@ -72,11 +76,15 @@ class Product:
         self.stack_a = joined([lora.a for lora in present]) if present else None
         self.stack_b = joined([lora.b for lora in present]) if present else None
         one_kind = len(present) == len(loras) and len({(lora.a.shape[0], lora.scale) for lora in present}) == 1
-        self.one_kernel = isinstance(weight, NF4Weight) and one_kind
+        self.one_kernel = one_kind and not isinstance(weight, Tensor)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (N, in) -> (N, out), with biases and adapters."""
         if self.one_kernel and self.wide is None:
-            return nf4_linear(x, self.weight, self.stack_a, self.stack_b, self.scale, self.bias)
+            if isinstance(self.weight, NF4Weight):
+                return nf4_linear(x, self.weight, self.stack_a, self.stack_b, self.scale, self.bias)
+            if isinstance(self.weight, FP8Weight) and self.stack_a is not None and can_decode(x, self.weight):
+                return decode(x, self.weight, x @ self.stack_a.T, self.stack_b, self.scale, self.bias)
         y = project(x, self.weight if self.wide is None else self.wide, self.bias)
         if self.stack_a is None:
             return y
@@ -136,6 +144,7 @@ class BorrowedLinear:
 
     @property
     def out_features(self) -> int:
+        """The width of the result: of all matrices, the last one twice where keys are values too."""
         return sum(shape[0] for shape in self.shapes) + (self.shapes[-1][0] if self.twice else 0)
 
     def tensors(self) -> list[Tensor]:

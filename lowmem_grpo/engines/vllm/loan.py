@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from lowmem_grpo.engines.vllm import lent_adapter as adapters
 from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy, Loras, lora_of
+from lowmem_grpo.engines.vllm.lent_experts import BorrowedExperts
 from lowmem_grpo.engines.vllm.lent_layers import ADVICE, OTHER_ENGINE, BorrowedLinear, BorrowError, same_tensors
 from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.memory.bounds import is_out_of_memory
-from lowmem_grpo.memory.families import family_of
+from lowmem_grpo.memory.families import FUSED_GATE_UP, family_of
+from lowmem_grpo.models.experts import RoutedBlock
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class Loan:
         stored = () if self.row is None else self.row.buffers
         self.buffers = [name for name, _ in base.named_buffers() if name.rpartition(".")[2] in stored]
         self.linears: dict[str, BorrowedLinear] = {}
+        self.experts: dict[str, BorrowedExperts] = {}  # by the path of the block
         self.others: dict[str, Tensor] = {}  # embeddings, head and norms, by the trainer's names
 
     # While the engine starts.
@@ -48,7 +51,8 @@ class Loan:
     def linear(self, prefix: str, parts: dict[str, list[str]]) -> BorrowedLinear:
         """The trainer's modules behind the engine's linear layer `prefix`, whose `parts` its model class names."""
         parent, _, name = prefix.rpartition(".")
-        names = parts.get(name, [name]) if self.lacks(prefix) else [name]  # the trainer's may be one layer as well
+        known = parts if self.row is None else {FUSED_GATE_UP[0]: [*self.row.mlp.inner]} | parts  # not all say it
+        names = known.get(name, [name]) if self.lacks(prefix) else [name]  # the trainer's may be one layer as well
         shared = self.row is not None and self.row.attention.values_are_keys
         keys_twice = shared and names[-1:] == ["v_proj"] and self.lacks(f"{parent}.v_proj")
         modules = {path: self.module(path, prefix)
@@ -56,6 +60,16 @@ class Loan:
         loras = [lora_of(path, module, self.adapter) for path, module in modules.items()]
         self.linears[prefix] = BorrowedLinear(prefix, modules, self.copy.slot(prefix, loras), self.dtype, keys_twice)
         return self.linears[prefix]
+
+    def routed(self, prefix: str) -> BorrowedExperts:
+        """The trainer's block behind the engine's experts `prefix`, or behind their router."""
+        found = BorrowedExperts.of(self.base, prefix)
+        return self.experts.setdefault(found.path, found)
+
+    def is_router(self, prefix: str) -> bool:
+        """Whether the engine's linear layer `prefix` is the router of a block with experts."""
+        parent, _, name = prefix.rpartition(".")
+        return name == "gate" and isinstance(dict(self.base.named_modules()).get(parent), RoutedBlock)
 
     def lacks(self, path: str) -> bool:
         """Whether the trainer has nothing at `path`."""
@@ -99,7 +113,7 @@ class Loan:
 
     def check_complete(self) -> None:
         """Raise BorrowError if the trainer has weights that the engine does not ask for."""
-        linears = tuple(f"{path}." for linear in self.linears.values() for path in linear.modules)
+        linears = tuple(f"{path}." for path in (*self.modules(), *self.experts))
         left = [name for name in (*dict(self.base.named_parameters()), *self.buffers)
                 if name not in self.others and not name.startswith(linears)]
         if left:
@@ -130,6 +144,8 @@ class Loan:
                     raise BorrowError(f"{path}: the trainer's module was replaced (an adapter was added or unloaded) "
                                       f"while an engine samples with it. {ADVICE}")
             linear.check()
+        for experts in self.experts.values():
+            experts.check()
         for name, tensor in self.others.items():
             same_tensors(name, [tensor], tensor_at(self.base, name))
         if not self.copy.is_published:
@@ -178,7 +194,10 @@ class Loan:
         self.wide = self.room = None
         for linear in self.linears.values():
             linear.close()
+        for experts in self.experts.values():
+            experts.close()
         self.linears.clear()
+        self.experts.clear()
         self.others.clear()
 
 

@@ -8,6 +8,7 @@ versions that `installed.py` allows.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm import LLM, ModelRegistry, SamplingParams, envs
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -22,12 +24,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from lowmem_grpo.engines.vllm.lent_experts import BorrowedExperts
 from lowmem_grpo.engines.vllm.lent_layers import OTHER_ENGINE, BorrowedLinear, BorrowError, borrowed_linear
 from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.kernels.matmul import matmul_fp32
 
-__all__ = ["LLM", "NAME", "SamplingParams", "check_architecture", "cleanup_dist_env_and_memory", "envs", "lending"]
+__all__ = [
+    "LLM", "NAME", "SamplingParams", "check_architecture", "check_routes", "cleanup_dist_env_and_memory", "envs",
+    "lending",
+]
 NAME = "lowmem_grpo"  # of the quantization method and of the load format
+EXPERTS = getattr(fused_moe, "RoutedExperts", None)  # vLLM's layer of experts; older versions have another
+ROUTES = "enable_return_routed_experts"
 LENT: list[Loan] = []  # the loan that vLLM's registries serve now, because vLLM makes our objects by name
 
 
@@ -65,6 +73,38 @@ class BorrowedLinearMethod(LinearMethodBase):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return borrowed_linear(x, self.out_features, self.name)  # the trainer's bias is included
+
+
+class BorrowedRouterMethod(LinearMethodBase):
+    """The router of a layer with experts: float32 logits, from which vLLM's own chooses."""
+
+    def __init__(self, experts: BorrowedExperts) -> None:
+        self.experts = experts
+
+    def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
+        """Nothing to create: they are the trainer's."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.experts.logits(x)
+
+
+class BorrowedExpertsMethod(fused_moe.FusedMoEMethodBase):
+    """Experts without weights, which computes with the trainer's, by the trainer's own operation."""
+
+    def __init__(self, experts: BorrowedExperts, moe: Any) -> None:
+        super().__init__(moe)
+        self.experts = experts
+
+    def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
+        """Nothing to create: they are the trainer's."""
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+        """Of vLLM's own kernels, which do not run here."""
+
+    def apply(
+        self, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any, **options: Any
+    ) -> Tensor:
+        return self.experts.forward(x, topk_ids, topk_weights)
 
 
 class BorrowedEmbeddingMethod(QuantizeMethodBase):
@@ -117,6 +157,12 @@ class BorrowedConfig(QuantizationConfig):
             module = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))
             check_vocabulary(prefix, module, layer)
             return BorrowedEmbeddingMethod(module)
+        if EXPERTS is not None and isinstance(layer, EXPERTS):
+            experts = loan.routed(prefix)
+            check_experts(experts, layer)
+            return BorrowedExpertsMethod(experts, layer.moe_config)
+        if isinstance(layer, LinearBase) and loan.is_router(prefix):
+            return BorrowedRouterMethod(loan.routed(prefix))
         if isinstance(layer, LinearBase):
             linear = loan.linear(prefix, self.packed_modules_mapping)
             check_width(linear, layer)
@@ -132,6 +178,27 @@ def check_width(linear: BorrowedLinear, layer: Any) -> None:
         bias = " and its bias added by another layer" if layer.skip_bias_add else ""
         raise BorrowError(f"{linear.name}: vLLM wants (out, in) {expected}{bias}, the trainer has {got}. "
                           f"{OTHER_ENGINE}")
+
+
+def check_experts(experts: BorrowedExperts, layer: Any) -> None:
+    """Raise BorrowError where vLLM expects other sizes than the trainer has, or another kind of gate."""
+    expected = (layer.global_num_experts, layer.hidden_size, layer.moe_config.intermediate_size_per_partition,
+                layer.top_k)
+    renormalized = layer.renormalize == experts.block.gate.norm_topk_prob
+    if experts.shape != expected or layer.activation.value != "silu" or not renormalized:
+        raise BorrowError(f"{experts.name}: vLLM wants (experts, width, inner width, experts of a token) {expected} "
+                          f"with {layer.activation.value}, gates renormalized: {layer.renormalize}; the trainer has "
+                          f"{experts.shape} with silu, {experts.block.gate.norm_topk_prob}. {OTHER_ENGINE}")
+
+
+def check_routes() -> None:
+    """Raise BorrowError where this vLLM has no experts that we can lend, or cannot return which of them tokens took."""
+    lacking = [name for name, there in (
+        ("RoutedExperts", EXPERTS is not None), ("enable_return_routed_experts", ROUTES in signature(LLM).parameters),
+    ) if not there]
+    if lacking:
+        raise BorrowError(f"this vLLM has no {' and no '.join(lacking)}, which a mixture of experts needs; vLLM 0.32 "
+                          f"has both. {OTHER_ENGINE}")
 
 
 def check_vocabulary(prefix: str, module: Any, layer: Any) -> None:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import FinishedPrompts, OnGroup, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
+from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import Rollout
 
 COLDEST = 0.01  # vLLM raises a lower temperature to this one
@@ -30,6 +32,7 @@ class Sampling:
     eos_ids: list[int]
     tokenizer: PreTrainedTokenizerBase
     make: Callable[..., Any]  # vLLM's SamplingParams
+    routed: tuple[int, ...] = ()  # the layers that have experts
 
     def settings(self, asked: list[Request]) -> list[Any]:
         """vLLM's own settings for each request. Raises ValueError for what vLLM would change or cannot compute."""
@@ -38,8 +41,9 @@ class Sampling:
         budgets = [budget_of(request.ids, request.max_tokens, self.max_seq_length) for request in asked]
         return settings_of(self.params, budgets, [request.seed for request in asked], self.eos_ids, self.make)
 
-    def rollout(self, output: Any, version: int, cached: int = 0) -> Rollout:
-        """One completion of vLLM as a rollout, with the log-probability of each sampled token."""
+    def rollout(self, output: Any, prompt: list[int], version: int, cached: int = 0) -> Rollout:
+        """One completion of vLLM as a rollout, with the log-probability of each sampled token, and routes if vLLM
+        returned them."""
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
         ids = list(output.token_ids)
@@ -48,7 +52,19 @@ class Sampling:
             raise ArithmeticError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning "
                                   "rate")
         text = str(self.tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens))
-        return Rollout(ids, logprobs, output.finish_reason, cut_at_stop(text, self.params), version, cached)
+        return Rollout(ids, logprobs, output.finish_reason, cut_at_stop(text, self.params), version, cached,
+                       routes=self.routes(output, len(prompt) + len(ids) - 1))
+
+    def routes(self, output: Any, tokens: int) -> Routes | None:
+        """The routes of so many tokens; None where vLLM did not return any. RuntimeError where they do not fit."""
+        given = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
+        if given is None:
+            return None
+        if len(given) != tokens:
+            raise RuntimeError(f"vLLM returned the routes of {len(given)} tokens, and {tokens} ran; sample with "
+                               'fast_inference="transformers", and report it with the version of vLLM')
+        small = given if given.dtype.itemsize == 1 else given.astype("int16")
+        return Routes((torch.from_numpy(small)[:, list(self.routed)],))
 
 
 class Prompts(FinishedPrompts):
@@ -66,7 +82,8 @@ class Prompts(FinishedPrompts):
         """Sample all that is missing: each prompt is told as it finishes where somebody listens."""
         for prompt, output in self.outputs(llm, self.missing):
             with self.outside_the_engine():
-                self.add(prompt, [self.sampling.rollout(one, version) for one in output.outputs])
+                ids = self.asked[prompt].ids
+                self.add(prompt, one_prompt([self.sampling.rollout(one, ids, version) for one in output.outputs], ids))
 
     def outputs(self, llm: Any, missing: list[int]) -> Iterable[tuple[int, Any]]:
         """(prompt, vLLM's output) for the `missing` prompts: as they finish, or all of them at the end."""

@@ -18,6 +18,7 @@ from lowmem_grpo.config.engine import FOUR, SIXTEEN
 from lowmem_grpo.engines.vllm.capacity import BLOCK, kv_bytes_of
 from lowmem_grpo.engines.vllm.lent_layers import Product
 from lowmem_grpo.memory.cards import DEFAULT_SHARE
+from lowmem_grpo.memory.linear import FP8, NF4
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.policy import Policy
@@ -129,16 +130,14 @@ def check_four_bit(asked: str | None, quantized: bool) -> None:
 
 
 def pays(policy: Policy, sequences: int, tokens: int) -> bool:
-    """Whether the card decodes no slower with dequantized weights, as far as can be estimated. FP8 weights are
-    dequantized for each product otherwise."""
-    if any(fp8_linears(policy.base)):
-        return True
+    """Whether the card decodes no slower with dequantized weights, as far as can be estimated."""
+    form = FP8 if any(fp8_linears(policy.base)) else NF4
     try:
         shape = ModelShape.of(policy.base.config)
     except ValueError:  # a model that no plan can be made for
         return True
     card = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else policy.device.type
-    return faster_in_16_bit(shape, card, sequences, tokens / 2)
+    return faster_in_16_bit(shape, card, sequences, tokens / 2, form)
 
 
 def free_share(device: torch.device) -> int:

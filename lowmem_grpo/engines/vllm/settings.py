@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines.vllm.capacity import Capacity
+from lowmem_grpo.engines.vllm.lent_experts import NO_ROUTES
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 from lowmem_grpo.memory.cards import prefill_tokens
 from lowmem_grpo.memory.families import family_of
@@ -51,9 +52,11 @@ def on_card(policy: Policy) -> bool:
 
 
 def llm_options(
-    policy: Policy, max_seq_length: int, name: str, capacity: Capacity, eager: bool, sleeps: bool
+    policy: Policy, max_seq_length: int, name: str, capacity: Capacity, eager: bool, sleeps: bool,
+    routes: bool = False,
 ) -> dict[str, Any]:
-    """The options of vLLM's `LLM`. `name` is that of our quantization method and loader."""
+    """The options of vLLM's `LLM`. `name` is that of our quantization method and loader; `routes`: whether vLLM returns
+    which experts tokens took."""
     cache, sequences = capacity.cache, capacity.seqs
     return {
         "quantization": name, "load_format": name, "dtype": policy.head.weight.dtype, "model_impl": "vllm",
@@ -61,6 +64,7 @@ def llm_options(
         "enforce_eager": eager, "compilation_config": None if eager else GRAPHS, "enable_sleep_mode": sleeps,
         "enable_prefix_caching": not has_states(policy), "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm", "disable_log_stats": True,
+        **({"enable_return_routed_experts": True} if routes else {}),
         **memory_share(policy, cache), **prefill(policy, max_seq_length, sequences),
         **block_size(policy, max_seq_length, capacity.block),
     }
@@ -97,6 +101,21 @@ def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, An
         total = torch.cuda.get_device_properties(policy.device).total_memory
         return {"max_num_batched_tokens": prefill_tokens(total, sequences)}
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_seq_length, PREFILL_TOKENS)}
+
+
+def is_eager(policy: Policy, asked: bool | None) -> bool:
+    """Whether vLLM decodes without CUDA graphs: what is asked for, or else on the CPU, and with a mixture, whose
+    operation reads on the host how many tokens each expert has. ValueError where that is asked for with graphs."""
+    if asked is False and policy.routed_layers and on_card(policy):
+        raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
+                         "has is read on the host, which CUDA graphs cannot. Leave enforce_eager out")
+    return bool(not on_card(policy) or policy.routed_layers) if asked is None else asked
+
+
+def why_no_routes(error: BaseException) -> str:
+    """In vLLM's words, why it cannot return routes; "" where it did not start for another reason."""
+    lines = [line.strip() for line in str(error).splitlines() if NO_ROUTES in line]
+    return lines[0].partition("[type=")[0].strip() if lines else ""
 
 
 def explain(error: BaseException, policy: Policy) -> None:

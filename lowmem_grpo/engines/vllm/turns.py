@@ -7,6 +7,8 @@ import torch
 from lowmem_grpo.engines.base import Calls, Conversation, Request
 from lowmem_grpo.engines.vllm.process_state import torch_undisturbed
 from lowmem_grpo.engines.vllm.requests import Sampling, number_of
+from lowmem_grpo.models.routes import Routes
+from lowmem_grpo.types import Rollout
 
 
 class Turns(Calls):
@@ -15,6 +17,7 @@ class Turns(Calls):
     def __init__(self, conversation: Conversation, sampling: Sampling, device: torch.device) -> None:
         self.conversation, self.sampling, self.device = conversation, sampling, device
         self.open: dict[int, tuple[Request, Any]] = {}  # by the key of the episode, with vLLM's settings
+        self.routes: dict[int, tuple[list[int], Routes]] = {}  # of the last turn of a key, and the tokens they are of
         self.keys: dict[str, int] = {}  # of the open turns, by the number of vLLM's request
 
     def run(self, llm: Any, version: int) -> None:
@@ -54,7 +57,16 @@ class Turns(Calls):
     def give(self, output: Any, version: int) -> None:
         """Give a turn that is drawn; whatever happens then, it is not given again."""
         key = self.keys.pop(number_of(output.request_id))
-        del self.open[key]
+        request, _ = self.open.pop(key)
         with self.outside_the_engine():
-            rollout = self.sampling.rollout(output.outputs[0], version, output.num_cached_tokens or 0)
+            rollout = self.sampling.rollout(output.outputs[0], request.ids, version, output.num_cached_tokens or 0)
+            self.go_on(request, rollout)
             self.conversation.give(key, rollout)
+
+    def go_on(self, request: Request, rollout: Rollout) -> None:
+        """Let the routes of a turn share those of the last turn that it goes on from."""
+        if rollout.routes is not None:
+            ids, known = self.routes.get(request.key, ([], Routes(())))
+            if request.ids[: len(ids)] == ids:
+                rollout.routes = known.then(rollout.routes)
+            self.routes[request.key] = [*request.ids, *rollout.completion_ids[:-1]], rollout.routes

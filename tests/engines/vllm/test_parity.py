@@ -29,17 +29,15 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = {"bfloat16": (BF16, False), "nf4 in bfloat16": (BF16, True), "float32": (FP32, False),
          "fp8 in bfloat16": (BF16, "fp8"), "fp8 by block": (FP32, "fp8-block")}
-PLAIN = ("llama", "mistral", "qwen3", "phi3")  # which differ from Qwen2 in little that bfloat16 would show
 BOUND = {BF16: 0.003, FP32: 1e-5}  # of the mean |difference| of log-probabilities
-BORROWING = [kind for kind, row in FAMILIES.items() if row.vllm and not (row.refused or row.delta_net)]
+BORROWING = [kind for kind, row in FAMILIES.items() if row.vllm and not (row.refused or row.delta_net or row.experts)]
 
 
 def shows(family: str, kind: str) -> bool:
     """What a family changes is how its layers map onto vLLM's, which float32 shows best; what a kind of weight changes
     is the same for all families but for biases (Qwen2) and other norms, windows and a soft cap (Gemma 3)."""
-    if kind in ("float32", "bfloat16"):
-        return kind == "float32" or family not in PLAIN
-    return family == "qwen2" or (family == "gemma3_text" and not kind.startswith("fp8"))
+    every = kind in ("float32", "bfloat16")
+    return every or family == "qwen2" or (family == "gemma3_text" and not kind.startswith("fp8"))
 
 
 CASES = [(family, kind) for family in BORROWING for kind in KINDS if shows(family, kind)]

@@ -29,9 +29,10 @@ from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import import_plugin
+from lowmem_grpo.engines.vllm.lifetime import PROCESS
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.cards import device
-from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.planning.planner import plan
@@ -72,8 +73,8 @@ def machine(request: pytest.FixtureRequest, unit: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(vllm_capacity, "free_bytes", lambda device: made.card.free)
     monkeypatch.setattr(vllm_settings, "on_card", lambda policy: True)
     monkeypatch.setattr(vllm_settings, "write_config", lambda *_: None)  # nobody reads it
-    monkeypatch.setattr(VLLMEngine, "living", None)
-    monkeypatch.setattr(VLLMEngine, "clean", True)
+    monkeypatch.setattr(PROCESS, "engine", None)
+    monkeypatch.setattr(PROCESS, "clean", True)
     for name, owner in ((vllm_pool.ALLOCATOR, SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=made.pool))),
                         (vllm_pool.EXTENSION, made.pool)):
         module = ModuleType(name)
@@ -157,7 +158,7 @@ def test_a_card_without_room_for_one_sequence_is_an_error_with_advice(
     assert engine.bound.failures == 4
     assert (machine.card.pool, machine.card.lost) == (0, 0)
     engine.close()
-    assert VLLMEngine.living is None
+    assert PROCESS.engine is None
 
 
 @pytest.mark.parametrize("seen", SEEN)

@@ -230,9 +230,10 @@ def test_a_card_that_decodes_few_rows_slower_in_16_bits_does_so_without_being_as
 ) -> None:
     card, room = on_card(policy), 1 << 40
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(sampling_weights, "faster_in_16_bit", lambda shape, name, rows, cached: rows >= 64)
-    in_fp8 = any(fp8_linears(policy.base))  # such weights are dequantized for each product otherwise
-    assert choose(None, card, room, False, 8, CONTEXT)[0] == ("16bit" if in_fp8 else "4bit")
+    least = {"nf4": 64, "fp8": 33}
+    monkeypatch.setattr(sampling_weights, "faster_in_16_bit", lambda *given: given[2] >= least[given[4]])
+    assert choose(None, card, room, False, 8, CONTEXT)[0] == "4bit"
+    assert choose(None, card, room, False, 33, CONTEXT)[0] == ("16bit" if any(fp8_linears(policy.base)) else "4bit")
     assert choose(None, card, room, False, 64, CONTEXT)[0] == "16bit"
     assert choose("16bit", card, room, False, 8, CONTEXT)[0] == "16bit"
 

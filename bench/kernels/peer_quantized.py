@@ -1,9 +1,11 @@
-"""Linear layers on a 4-bit weight (double quantization, blocks of 64), and dequantizing it: ours, bitsandbytes, dense.
+"""Linear layers on a weight in NF4 (double quantization, blocks of 64) or FP8 (a scale for each row), and dequantizing
+it: ours, our reference, dense, and bitsandbytes for NF4.
 
-The weight is made of random codes and scales, so that nothing needs to be installed to make one. `moved_bytes` counts
-the packed weight, its scales, x and the result once each.
+A weight in NF4 is made of random codes and scales, so that nothing needs to be installed to make one. `moved_bytes`
+counts codes, scales, x and the result once each.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +27,8 @@ from bench.kernels.problems import (
     from_forward,
     truth_of,
 )
+from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_dequantize_ref, fp8_quantize
+from lowmem_grpo.kernels.frozen import QuantizedWeight, frozen_linear
 from lowmem_grpo.kernels.launch import capability
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_decode import candidates, nf4_decode_triton
@@ -38,7 +42,7 @@ NF4 = (  # the code of 4-bit NormalFloat, QLoRA (arXiv 2305.14314), appendix E
 )
 
 
-def random_weight(case: Case) -> NF4Weight:
+def random_nf4(case: Case) -> NF4Weight:
     """A weight (O, I) whose entries are about as large as a trained layer's."""
     outputs, inputs = case.shape["O"], case.shape["I"]
     generator, device = case.generator(), case.device
@@ -53,55 +57,69 @@ def random_weight(case: Case) -> NF4Weight:
     )
 
 
-def weight_bytes(weight: NF4Weight) -> int:
+def random_fp8(case: Case) -> FP8Weight:
+    """The same in FP8."""
+    outputs, inputs = case.shape["O"], case.shape["I"]
+    return fp8_quantize(case.randn(outputs, inputs, generator=case.generator()) / inputs**0.5)
+
+
+def values(weight: QuantizedWeight) -> Tensor:
+    """(O, I) in its dtype."""
+    return nf4_dequantize(weight) if isinstance(weight, NF4Weight) else fp8_dequantize(weight)
+
+
+def reference_values(weight: QuantizedWeight) -> Tensor:
+    """The same in plain torch."""
+    return nf4_dequantize_ref(weight) if isinstance(weight, NF4Weight) else fp8_dequantize_ref(weight)
+
+
+def weight_bytes(weight: QuantizedWeight) -> int:
     """What must be read of it."""
-    return weight.packed.nbytes + weight.absmax.nbytes + (0 if weight.nested_absmax is None else
-                                                          weight.nested_absmax.nbytes)
+    return sum(part.nbytes for part in weight.tensors if part is not None)
 
 
-def linear_problem(case: Case) -> Problem:
+def linear_problem(random_weight: Callable[[Case], QuantizedWeight]) -> Callable[[Case], Problem]:
     """x (M, I) times the transpose of the weight (O, I)."""
-    rows, outputs, inputs = (case.shape[name] for name in "MOI")
-    weight, generator = random_weight(case), case.generator()
-    x, grad = (case.randn(rows, size, generator=generator) for size in (inputs, outputs))
-    given = {"dense": nf4_dequantize_ref(replace(weight, dtype=torch.float64))}
-    leaves, upstream = {"x": x}, {"out": grad}
-    once = weight_bytes(weight) + x.nbytes + grad.nbytes
-    product = 2 * rows * outputs * inputs
-    return Problem(
-        case, leaves, {"weight": weight, "dense": given["dense"].to(x.dtype)}, upstream,
-        lambda: truth_of(dense, leaves, given, upstream), {FWD: once, FWD_BWD: 2 * once},
-        {FWD: product, FWD_BWD: 2 * product},
-    )
+
+    def make(case: Case) -> Problem:
+        rows, outputs, inputs = (case.shape[name] for name in "MOI")
+        weight, generator = random_weight(case), case.generator()
+        x, grad = (case.randn(rows, size, generator=generator) for size in (inputs, outputs))
+        given = {"dense": reference_values(replace(weight, dtype=torch.float64))}
+        leaves, upstream = {"x": x}, {"out": grad}
+        once, product = weight_bytes(weight) + x.nbytes + grad.nbytes, 2 * rows * outputs * inputs
+        return Problem(
+            case, leaves, {"weight": weight, "dense": given["dense"].to(x.dtype)}, upstream,
+            lambda: truth_of(dense, leaves, given, upstream), {FWD: once, FWD_BWD: 2 * once},
+            {FWD: product, FWD_BWD: 2 * product},
+        )
+
+    return make
 
 
-def dequantize_problem(case: Case) -> Problem:
+def dequantize_problem(random_weight: Callable[[Case], QuantizedWeight]) -> Callable[[Case], Problem]:
     """The weight (O, I) in the dtype of the case."""
-    weight = random_weight(case)
-    size = case.torch_dtype.itemsize * case.shape["O"] * case.shape["I"]
-    return Problem(case, {}, {"weight": weight}, {}, lambda: {
-        "values": nf4_dequantize_ref(replace(weight, dtype=torch.float64))
-    }, {FWD: weight_bytes(weight) + size})
+
+    def make(case: Case) -> Problem:
+        weight = random_weight(case)
+        size = case.torch_dtype.itemsize * case.shape["O"] * case.shape["I"]
+        return Problem(case, {}, {"weight": weight}, {}, lambda: {
+            "values": reference_values(replace(weight, dtype=torch.float64))
+        }, {FWD: weight_bytes(weight) + size})
+
+    return make
 
 
-def ours(x: Tensor, weight: NF4Weight, **_: Any) -> Results:
-    return {"out": nf4_linear(x, weight)}
+def ours(x: Tensor, weight: QuantizedWeight, **_: Any) -> Results:
+    return {"out": nf4_linear(x, weight) if isinstance(weight, NF4Weight) else frozen_linear(x, weight)}
 
 
-def reference(x: Tensor, weight: NF4Weight, **_: Any) -> Results:
-    return {"out": x @ nf4_dequantize_ref(weight).T}
+def reference(x: Tensor, weight: QuantizedWeight, **_: Any) -> Results:
+    return {"out": x @ reference_values(weight).T}
 
 
 def dense(x: Tensor, dense: Tensor, **_: Any) -> Results:
     return {"out": x @ dense.T}
-
-
-def our_values(weight: NF4Weight) -> Results:
-    return {"values": nf4_dequantize(weight)}
-
-
-def reference_values(weight: NF4Weight) -> Results:
-    return {"values": nf4_dequantize_ref(weight)}
 
 
 def packed_state(problem: Problem) -> tuple[Tensor, Any]:
@@ -166,14 +184,22 @@ def build_values(problem: Problem) -> Run:
 LINEAR_PROVIDERS = [
     Provider(OURS, from_forward(ours), OURS),
     Provider(REFERENCE, from_forward(reference), OURS, "dequantize all, then a product"),
+    Provider("dense", from_forward(dense), note="the product with a weight that was never quantized (cuBLAS)"),
+]
+LINEAR_PEERS = [
     Provider("lowmem_grpo_n64", build_candidate, "lowmem-grpo", "a candidate: 64 outputs, 4 shares of K, 8 warps"),
     Provider("bnb_matmul_4bit", build_matmul, "bitsandbytes", "gemm_4bit: fused or not by its own table of the chip"),
     Provider("bnb_dequantize_matmul", build_dequantize_matmul, "bitsandbytes"),
     Provider("bnb_gemv_4bit", build_gemv, "bitsandbytes"),
-    Provider("dense", from_forward(dense), note="the product with a weight that was never quantized (cuBLAS)"),
 ]
 VALUES_PROVIDERS = [
-    Provider(OURS, from_forward(our_values), OURS), Provider(REFERENCE, from_forward(reference_values), OURS),
-    Provider("bnb_dequantize_4bit", build_values, "bitsandbytes"),
+    Provider(OURS, from_forward(lambda weight: {"values": values(weight)}), OURS),
+    Provider(REFERENCE, from_forward(lambda weight: {"values": reference_values(weight)}), OURS),
 ]
-PROBLEMS = {"nf4_linear": (linear_problem, LINEAR_PROVIDERS), "nf4_dequantize": (dequantize_problem, VALUES_PROVIDERS)}
+VALUES_PEERS = [Provider("bnb_dequantize_4bit", build_values, "bitsandbytes")]
+PROBLEMS = {
+    "nf4_linear": (linear_problem(random_nf4), LINEAR_PROVIDERS + LINEAR_PEERS),
+    "nf4_dequantize": (dequantize_problem(random_nf4), VALUES_PROVIDERS + VALUES_PEERS),
+    "fp8_linear": (linear_problem(random_fp8), LINEAR_PROVIDERS),
+    "fp8_dequantize": (dequantize_problem(random_fp8), VALUES_PROVIDERS),
+}

@@ -1,0 +1,138 @@
+"""What the kernels that multiply a few rows with codes share: token steps of sampling, which read a weight once.
+
+    out = x W^T + scale * xa_s B^T + bias        xa_s: the columns of xa = x A^T that belong to a row's matrix
+
+x (M, K) with M up to 64, W (N, K), xa (M, S * R), B (N, R), bias (N,); W is S matrices on top of each other, in NF4
+(nf4_decode.py) or FP8 (fp8_decode.py).
+
+The weight is the large operand of the tensor cores and M, padded to 8, 16, 32 or 64, the narrow one, so M costs next
+to nothing. Each weight is scaled in float32 and rounded to x.dtype before the product: these are the very values that
+training multiplies with. The SPLIT warps of a block share out K as the batch of a batched product and add up in a fixed
+order at the end: enough warps for narrow weights without a second kernel, and the same bits every time.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.launch import SHARED_MEMORY, TRITON_TYPES, Launch, Variant, capability, next_power_of_2
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+MAX_MATRICES = 3  # that lie adjacent in a weight
+WIDE = 8192  # outputs from which on there are enough blocks for larger ones
+# Arguments whose value does not change the code: no new compilation where one of them is 1 or a multiple of 16.
+VARYING = ["m_size", "matrices", "second", "third", "bias_size"]
+
+
+def decode_ref(
+    x: Tensor, weight: Tensor, features: Sequence[int], xa: Tensor | None = None, lora_b: Tensor | None = None,
+    scale: float | Tensor = 1.0, bias: Tensor | None = None,
+) -> Tensor:
+    """(M, N) in x.dtype, with the weight (N, K) dequantized into it; `features` are the rows of each matrix."""
+    out = x @ weight.T
+    if xa is not None and lora_b is not None:
+        inputs, factors = (xa * scale).split(lora_b.shape[1], 1), lora_b.split(list(features))
+        out = out + torch.cat([part @ b.T for part, b in zip(inputs, factors, strict=True)], 1)
+    return out if bias is None else out + bias
+
+
+def takes_rows(x: Tensor, features: Sequence[int]) -> bool:
+    """Whether x (M, K) has few 16-bit rows on CUDA, and there are weights to multiply them with."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or len(features) > MAX_MATRICES:
+        return False
+    return 0 < x.shape[0] <= max_rows(capability(x.device)) and sum(features) > 0
+
+
+def max_rows(capability: int) -> int:
+    """Rows from which on it is better to dequantize: Triton uses no tensor cores before sm_80."""
+    return 64 if capability >= 80 else 8
+
+
+def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> Launch:
+    """One warp for each share of K, as many as shared memory has room for their columns of x; each takes `step` bytes
+    of a row of W at a time."""
+    if capability < 80:
+        block_m = 1 if rows == 1 else max(4, next_power_of_2(rows))
+        constexprs = {"BLOCK_M": block_m, "BLOCK_N": 32, "SPLIT": 4, "BYTES": step}
+        return Launch(constexprs, num_warps=8 if block_m == 8 else 4, num_stages=2)
+    block_m, wide = max(8, next_power_of_2(rows)), outputs >= WIDE
+    roomy = SHARED_MEMORY.get(capability, 0) >= 160 << 10
+    split = min(8 if wide else 16, (256 if roomy else 128) // block_m)
+    constexprs = {"BLOCK_M": block_m, "BLOCK_N": 64 if wide and block_m < 64 else 32, "SPLIT": split, "BYTES": step}
+    return Launch(constexprs, num_warps=split, num_stages=3 if roomy and block_m == 8 else 2)
+
+
+@triton.jit
+def finish(
+    out_ptr, total, n, m, split, xa_ptr, lora_b_ptr, bias_ptr, scale_ptr, scale, tensor_scale, m_size, n_size, rank,
+    matrices, second, third, bias_size, SPLIT: tl.constexpr,
+):
+    # adds LoRA as further columns (B next to W, scale * xa next to x) and the bias to x W^T, and stores the result
+    dtype = out_ptr.dtype.element_ty
+    n_inside = n < n_size
+    m_inside = m < m_size
+    lora_scale = scale + tensor_scale * tl.load(scale_ptr)
+    for matrix in tl.range(0, matrices, num_stages=1):
+        begin = tl.where(matrix == 0, 0, tl.where(matrix == 1, second, third))
+        end = tl.where(matrix == matrices - 1, n_size, tl.where(matrix == 0, second, third))
+        belongs = (n >= begin) & (n < end)
+        for first in tl.range(0, rank, SPLIT * 16, num_stages=1):
+            r = first + split[:, None] * 16 + tl.arange(0, 16)[None, :]
+            r_inside = (r < rank)[:, None, :]
+            b = tl.load(
+                lora_b_ptr + n.to(tl.int64)[None, :, None] * rank + r[:, None, :],
+                mask=r_inside & belongs[None, :, None], other=0.0,
+            )
+            a = tl.load(
+                xa_ptr + (m[None, :, None] * matrices + matrix) * rank + r[:, None, :],
+                mask=r_inside & m_inside[None, :, None], other=0.0,
+            )
+            a = tl.trans((a.to(tl.float32) * lora_scale).to(dtype), (0, 2, 1))
+            total = tl.dot(b, a, total, input_precision="ieee")
+    out = tl.sum(total, 0) + tl.load(bias_ptr + n, mask=n < bias_size, other=0.0).to(tl.float32)[:, None]
+    tl.store(out_ptr + m[None, :] * n_size + n[:, None], out.to(dtype), mask=n_inside[:, None] & m_inside[None, :])
+
+
+def given_adapters(
+    xa: Tensor | None, lora_b: Tensor | None, scale: float | Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, float, Tensor | None, Tensor | None]:
+    """The last arguments of the operations: the scale of LoRA as a number, or as a tensor beside 0."""
+    number, tensor = (0.0, scale.float()) if isinstance(scale, Tensor) else (float(scale), None)
+    a, b, added = (part if part is None else part.contiguous() for part in (xa, lora_b, bias))
+    return a, b, number, tensor, added
+
+
+def finish_arguments(
+    x: Tensor, table: Tensor, features: Sequence[int], xa: Tensor | None, lora_b: Tensor | None, scale: float,
+    scale_tensor: Tensor | None, bias: Tensor | None,
+) -> tuple[Any, ...]:
+    """What the kernels hand to `finish`, in its order. Where a tensor is not given, x or the float32 `table` of the
+    weight stands for it, and nothing reads it."""
+    ends = [sum(features[: number + 1]) for number in range(MAX_MATRICES - 1)]
+    return (
+        x if xa is None else xa, x if lora_b is None else lora_b, x if bias is None else bias,
+        table if scale_tensor is None else scale_tensor, scale, 0.0 if scale_tensor is None else 1.0, x.shape[0],
+        sum(features), 0 if lora_b is None else lora_b.shape[1], len(features), *ends,
+        0 if bias is None else sum(features),
+    )
+
+
+def launches(capability: int, step: int = 32) -> dict[str, Launch]:
+    """Every launch that the rule chooses, by what it is for."""
+    return {
+        f"rows<={rows} wide={outputs == WIDE}": decode_launch(rows, outputs, capability, step)
+        for rows in (1, 4, 8, 16, 32, 64) if rows <= max_rows(capability) and (rows >= 8 or capability < 80)
+        for outputs in (WIDE // 2, WIDE)
+    }
+
+
+def variant(
+    name: str, kernel: Any, weight_types: dict[str, str], dtype: torch.dtype, launch: Launch, **constexprs: bool
+) -> Variant:
+    """One compilation of a kernel whose weight has pointers of these types; its other arguments are integers."""
+    types = dict.fromkeys(["out_ptr", "x_ptr", "xa_ptr", "lora_b_ptr", "bias_ptr"], "*" + TRITON_TYPES[dtype])
+    types |= {"scale_ptr": "*fp32", "scale": "fp32", "tensor_scale": "fp32"} | weight_types
+    integers = [one for one in kernel.arg_names if one not in types and not one.isupper()]
+    return Variant(name, kernel, types | dict.fromkeys(integers, "i32"), launch, constexprs)

@@ -1,0 +1,145 @@
+"""x W^T for a few rows of x and W in FP8, with LoRA and bias in the same kernel: the twin in FP8 (few_rows.py).
+
+Scales are by row, one for all, or by blocks that a tile of 64 columns does not cross (128 x 128; groups of 64 or more).
+Finer blocks are dequantized first, as they are for many rows. From sm_89 on the card converts codes itself; below, the
+bits are moved (fp8.py).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.few_rows import (
+    VARYING,
+    decode_launch,
+    decode_ref,
+    finish,
+    finish_arguments,
+    given_adapters,
+    launches,
+    takes_rows,
+    variant,
+)
+from lowmem_grpo.kernels.fp8 import FP8Weight, e4m3, fp8_dequantize_ref
+from lowmem_grpo.kernels.launch import Launch, Variant, capability
+from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+STEP = 64  # columns that each share of K takes at a time
+NATIVE = 89  # compute capability from which on Triton has the type e4m3
+
+
+def fp8_decode_ref(
+    x: Tensor, weight: FP8Weight, xa: Tensor | None = None, lora_b: Tensor | None = None,
+    scale: float | Tensor = 1.0, bias: Tensor | None = None,
+) -> Tensor:
+    """(M, N) in x.dtype."""
+    dense = fp8_dequantize_ref(replace(weight, dtype=x.dtype))
+    return decode_ref(x, dense, weight.out_features, xa, lora_b, scale, bias)
+
+
+def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
+    """Whether the kernel takes x (M, K): few 16-bit rows on CUDA, rows of W that begin at multiples of 16 bytes, and a
+    scale for each 64 columns of them."""
+    one_scale = weight.scales.shape[1] == 1 or weight.block[1] % STEP == 0
+    return takes_rows(x, weight.out_features) and x.shape[1] % 16 == 0 and one_scale
+
+
+def fp8_launch(rows: int, outputs: int, capability: int) -> Launch:
+    return decode_launch(rows, outputs, capability, STEP)
+
+
+@triton.jit(do_not_specialize=[*VARYING, "chunks", "block_rows", "block_columns", "scale_columns"])
+def fp8_decode_kernel(
+    out_ptr, x_ptr, codes_ptr, scales_ptr, chunks, block_rows, block_columns, scale_columns, xa_ptr, lora_b_ptr,
+    bias_ptr, scale_ptr, scale, tensor_scale, m_size, n_size, rank, matrices, second, third, bias_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, BYTES: tl.constexpr, BY_ROW: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    # BY_ROW: each row of W has one scale
+    dtype = x_ptr.dtype.element_ty
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    split = tl.arange(0, SPLIT)
+    k = tl.arange(0, BYTES)
+    columns = chunks * 16  # so the compiler knows that rows begin at multiples of 16 bytes
+    row = tl.where(n < n_size, n, 0)
+    code_rows = codes_ptr + row.to(tl.int64)[None, :, None] * columns + k[None, None, :]
+    x_rows = x_ptr + m[None, :, None] * columns + k[None, None, :]
+    scale_rows = scales_ptr + (row // block_rows).to(tl.int64) * scale_columns
+    if BY_ROW:
+        scales = tl.load(scale_rows)[None, :, None]
+    total = tl.zeros((SPLIT, BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(0, tl.cdiv(columns, SPLIT * BYTES)):
+        first = (step * SPLIT + split) * BYTES
+        inside = (first[:, None] + k[None, :] < columns)[:, None, :]
+        codes = tl.load(code_rows + first[:, None, None], mask=inside, other=0)
+        x = tl.load(x_rows + first[:, None, None], mask=inside & (m < m_size)[None, :, None], other=0.0)
+        if not BY_ROW:
+            scales = tl.load(
+                scale_rows[None, :] + (first // block_columns)[:, None], mask=(first < columns)[:, None], other=0.0
+            )[:, :, None]
+        weights = (e4m3(codes, NATIVE) * scales).to(dtype)
+        total = tl.dot(weights, tl.trans(x, (0, 2, 1)), total, input_precision="ieee")
+    finish(
+        out_ptr, total, n, m, split, xa_ptr, lora_b_ptr, bias_ptr, scale_ptr, scale, tensor_scale, m_size, n_size, rank,
+        matrices, second, third, bias_size, SPLIT,
+    )
+
+
+def fp8_decode_cpu(
+    x: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, out_features: list[int],
+    xa: Tensor | None, lora_b: Tensor | None, scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
+) -> Tensor:
+    """(M, N). The LoRA scale is scale, plus scale_tensor () float32 where it is given."""
+    weight = FP8Weight(codes, scales, (block_rows, block_columns), x.dtype, tuple(out_features))
+    return fp8_decode_ref(x, weight, xa, lora_b, scale if scale_tensor is None else scale + scale_tensor, bias)
+
+
+def fp8_decode_triton(
+    x: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, out_features: list[int],
+    xa: Tensor | None, lora_b: Tensor | None, scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
+) -> Tensor:
+    """The same with Triton; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype."""
+    rows, outputs, chip = x.shape[0], sum(out_features), capability(x.device)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    launch = fp8_launch(rows, outputs, chip)
+    fp8_decode_kernel[(triton.cdiv(outputs, launch.constexprs["BLOCK_N"]),)](
+        out, x, codes, scales, codes.shape[1] // 16, block_rows, block_columns, scales.shape[1],
+        *finish_arguments(x, scales, out_features, xa, lora_b, scale, scale_tensor, bias),
+        BY_ROW=scales.shape[1] == 1, NATIVE=chip >= NATIVE, **launch.options,
+    )
+    return out
+
+
+def fp8_decode_fake(
+    x: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, out_features: list[int],
+    *others: Any,
+) -> Tensor:
+    """(M, N) uninitialised."""
+    return x.new_empty(x.shape[0], sum(out_features))
+
+
+fp8_decode_op = opaque("fp8_decode", fp8_decode_cpu, fp8_decode_triton, fake=fp8_decode_fake)
+
+
+def fp8_decode(
+    x: Tensor, weight: FP8Weight, xa: Tensor | None = None, lora_b: Tensor | None = None,
+    scale: float | Tensor = 1.0, bias: Tensor | None = None,
+) -> Tensor:
+    """x (M, K) -> (M, N) where `can_decode_fp8`; xa (M, S * R), lora_b (N, R) and bias (N,) of x.dtype; no autograd."""
+    return fp8_decode_op(
+        x.contiguous(), *weight.tensors, *weight.block, list(weight.out_features),
+        *given_adapters(xa, lora_b, scale, bias),
+    )
+
+
+def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """Every launch that the rule chooses, with scales by row and by block."""
+    return [
+        variant(f"fp8_decode {name} by_row={by_row}", fp8_decode_kernel, {"codes_ptr": "*u8", "scales_ptr": "*fp32"},
+                dtype, launch, BY_ROW=by_row, NATIVE=capability >= NATIVE)
+        for name, launch in launches(capability, STEP).items() for by_row in (True, False)
+    ]

@@ -1,0 +1,88 @@
+"""The frozen weights of E experts in one buffer, E matrices (out, in) on top of each other, in NF4 or as they are.
+
+    expert e is rows e * out to (e + 1) * out
+
+Where a block of 64 weights (that share a scale) ends at each border between experts, an expert is a slice of the codes
+and of their scales: a view, with no copy. Blocks of nested scales may span a border; `NF4Weight.rows` counts them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.nf4 import NF4Weight
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenStack:
+    """Weights (E, out, in); ValueError where they cannot be sliced by expert."""
+
+    weight: Tensor | NF4Weight  # (E * out, in)
+    experts: int  # E
+
+    def __post_init__(self) -> None:
+        if len(self.weight.shape) != 2 or self.experts < 1 or self.weight.shape[0] % self.experts:
+            raise ValueError(f"expected a weight (E * out, in) of E = {self.experts} experts; got shape "
+                             f"{tuple(self.weight.shape)}")
+        _, rows, columns = self.shape
+        if isinstance(self.weight, NF4Weight) and rows * columns % self.weight.blocksize:
+            raise ValueError(f"an expert of {rows} x {columns} weights does not end where a block of "
+                             f"{self.weight.blocksize} ends, so that its neighbour would share a scale with it. Hold "
+                             "such experts in 16 bits")
+
+    @classmethod
+    def of(cls, weights: Tensor) -> "FrozenStack":
+        """Borrows weights (E, out, in) of a floating dtype."""
+        if weights.ndim != 3 or not weights.is_contiguous():
+            raise ValueError(f"expected contiguous weights (E, out, in); got {tuple(weights.shape)}, strides "
+                             f"{weights.stride()}")
+        return cls(weights.detach().flatten(0, 1), weights.shape[0])
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.experts, self.weight.shape[0] // self.experts, self.weight.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What an operation of torch is given: the weights, or codes, scales, their values and nested scales."""
+        if isinstance(self.weight, Tensor):
+            return [self.weight]
+        return [part for part in self.weight.tensors if part is not None]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers that go with `tensors`."""
+        return [self.experts, self.weight.shape[0],
+                *(() if isinstance(self.weight, Tensor) else self.weight.sizes)]
+
+    @classmethod
+    def again(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":
+        """From `tensors` and `sizes`; NF4 gives weights in `dtype`."""
+        experts, rows, *others = sizes
+        if not others:
+            return cls(tensors[0], experts)
+        columns, blocksize, nested_blocksize, first_block = others
+        packed, absmax, code, *nested = tensors
+        nested_code, nested_absmax, offset = nested or (None, None, None)
+        return cls(NF4Weight(packed, absmax, code, (rows, columns), blocksize, dtype, (rows,), nested_code,
+                             nested_absmax, offset, nested_blocksize, first_block), experts)
+
+    def expert(self, number: int) -> Tensor | NF4Weight:
+        """The weight (out, in) of one expert, a view."""
+        rows = self.shape[1]
+        part = slice(number * rows, (number + 1) * rows)
+        return self.weight[part] if isinstance(self.weight, Tensor) else self.weight.rows(part.start, part.stop)
+
+    def fill(self, out: Tensor, number: int) -> Tensor:
+        """One expert's weight in the dtype of `out` (out, in): itself where it has that dtype, else written there."""
+        part = self.expert(number)
+        if isinstance(part, Tensor):
+            return part if part.dtype == out.dtype else out.copy_(part)
+        part.fill(out)
+        return out

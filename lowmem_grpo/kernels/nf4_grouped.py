@@ -1,0 +1,226 @@
+"""Products of rows with the NF4 weights of the experts that they go through: tiles are decoded by expert, on a card.
+
+    forward    out_p = scale_p x_row(p) W_e(p)^T          x (N, K), W (E, O, K), out (S, O)
+    backward   out_p = scale_p x_row(p) W_e(p)            x (N, O), out (S, K)
+
+A place p of S belongs to expert e(p); places are sorted by expert, and `Places` says for each tile of BLOCK_M places
+whose it is. No tile belongs to two experts, so there are at most S / BLOCK_M + E of them: the grid is fixed
+by the shapes, nothing waits for the host, and programs beyond the last tile end at once. A program reads its x by index
+and writes its out where the place is, so that no rows are sorted or copied. A byte holds an even and an odd column: as
+in nf4_decode.py, each of both halves is a product of its own, and weights are scaled in float32 and rounded to x.dtype
+first. Nothing decoded leaves the program. A block of 64 weights lies in one row: K must be a multiple of 64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, capability
+from lowmem_grpo.kernels.nf4 import NF4Weight, weight_types
+from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low
+from lowmem_grpo.kernels.triton_import import tl, triton
+
+BYTES = 32  # of a row that are decoded at a time: one block
+VARYING = ["places_a_row", "size_out", "row_bytes", "experts", "offset_stride", "block_shift", "first_block"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which places, sorted by expert, each tile takes. All on the device."""
+
+    order: Tensor  # (S,) int64: the places, by expert
+    ends: Tensor  # (E + 1,) int64: where each expert's begin in `order`, and where the last one's end
+    tiles: Tensor  # (E + 1,) int64: the same, counted in tiles
+    most: int  # tiles that there can be
+    block: int  # places of a tile
+
+    @classmethod
+    def of(cls, ids: Tensor, experts: int) -> "Places":
+        """Of the flattened ids (S,), without waiting for the device."""
+        chosen, order = ids.sort(stable=True)
+        ends = torch.searchsorted(chosen, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype))
+        block = block_rows(len(ids), experts)
+        tiles = torch.nn.functional.pad((ends.diff() + block - 1).div(block, rounding_mode="floor").cumsum(0), (1, 0))
+        return cls(order, ends, tiles, min(len(ids), -(-len(ids) // block) + experts), block)
+
+
+def block_rows(places: int, experts: int) -> int:
+    """Places of a tile: few where experts have few."""
+    return 64 if places >= 32 * experts else 16
+
+
+def can_group(x: Tensor, stack: FrozenStack) -> bool:
+    """Whether the kernels take rows x of this stack: on CUDA, blocks of 64 within the rows of NF4 weights. Before sm_80
+    Triton multiplies without tensor cores, and tiles do not fit in registers."""
+    return x.is_cuda and x.dtype in TRITON_TYPES and whole_blocks(stack) and capability(x.device) >= 80
+
+
+def whole_blocks(stack: FrozenStack) -> bool:
+    """Whether each block of weights lies in one row of an NF4 stack."""
+    weight = stack.weight
+    return isinstance(weight, NF4Weight) and weight.blocksize >= 64 and weight.shape[1] % weight.blocksize == 0
+
+
+def grouped_launch(block: int) -> Launch:
+    """A tile of 64 outputs; more warps where more registers are needed. All chips from sm_80 on take the same."""
+    return Launch({"BLOCK_M": block, "BLOCK_N": 64}, num_warps=8 if block > 16 else 4, num_stages=2)
+
+
+@triton.jit
+def tile_of(order_ptr, ends_ptr, tiles_ptr, experts, tile, BLOCK_M: tl.constexpr, STEPS: tl.constexpr):
+    """The expert of a tile, its places and which of them there are. The last expert whose first tile is not later is
+    found by halves; those without tiles begin where the next one does, and are passed over."""
+    expert = tl.zeros((), tl.int64)
+    for step in tl.static_range(STEPS):
+        other = expert + (1 << (STEPS - 1 - step))
+        inside = other < experts
+        first = tl.load(tiles_ptr + other, mask=inside, other=0)
+        expert = tl.where(inside & (first <= tile), other, expert)
+    rank = (tile - tl.load(tiles_ptr + expert)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = tl.load(ends_ptr + expert) + rank
+    there = position < tl.load(ends_ptr + expert + 1)
+    return expert, tl.load(order_ptr + position, mask=there, other=0), there
+
+
+@triton.jit
+def halves_of(
+    source, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride,
+    block_shift, first_block, nested_shift, BYTES: tl.constexpr, NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
+):
+    """float32 weights of a block's even and odd columns, (BLOCK_N, BYTES) each; `source`: its first byte in a row."""
+    packed = tl.load(packed_ptr + source[:, None] + tl.arange(0, BYTES)[None, :], mask=inside[:, None], other=0)
+    scale = block_scale(
+        source, inside, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift,
+        first_block, nested_shift, NESTED,
+    )[:, None]
+    if SHUFFLE:
+        high = lookup_high(packed, code_ptr.to(tl.int64))
+        low = lookup_low(packed, code_ptr.to(tl.int64))
+    else:
+        high = tl.load(code_ptr + (packed >> 4))
+        low = tl.load(code_ptr + (packed & 15))
+    return high * scale, low * scale
+
+
+@triton.jit(do_not_specialize=VARYING)
+def nf4_grouped_fwd_kernel(
+    out_ptr, x_ptr, scale_ptr, order_ptr, ends_ptr, tiles_ptr, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr,
+    nested_absmax_ptr, offset_ptr, places_a_row, size_out, row_bytes, experts, offset_stride, block_shift,
+    first_block, nested_shift,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, STEPS: tl.constexpr, SCALED: tl.constexpr,
+    NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    if tile < tl.load(tiles_ptr + experts):
+        dtype = x_ptr.dtype.element_ty
+        expert, place, there = tile_of(order_ptr, ends_ptr, tiles_ptr, experts, tile, BLOCK_M, STEPS)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = n < size_out
+        row_bytes = tl.multiple_of(row_bytes, 32)
+        source = (expert * size_out + tl.where(inside, n, 0)) * row_bytes
+        x_rows = x_ptr + (place // places_a_row)[:, None] * (2 * row_bytes) + 2 * tl.arange(0, BYTES)[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for begin in range(0, row_bytes, BYTES):
+            even = tl.load(x_rows + 2 * begin, mask=there[:, None], other=0.0)
+            odd = tl.load(x_rows + 2 * begin + 1, mask=there[:, None], other=0.0)
+            high, low = halves_of(
+                source + begin, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr,
+                offset_ptr, offset_stride, block_shift, first_block, nested_shift, BYTES, NESTED, SHUFFLE,
+            )
+            total = tl.dot(even, tl.trans(high.to(dtype)), total, input_precision="ieee")
+            total = tl.dot(odd, tl.trans(low.to(dtype)), total, input_precision="ieee")
+        if SCALED:
+            total = total * tl.load(scale_ptr + place, mask=there, other=0.0)[:, None].to(tl.float32)
+        target = out_ptr + place[:, None] * size_out + n[None, :]
+        tl.store(target, total.to(dtype), mask=there[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=VARYING)
+def nf4_grouped_bwd_kernel(
+    out_ptr, x_ptr, scale_ptr, order_ptr, ends_ptr, tiles_ptr, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr,
+    nested_absmax_ptr, offset_ptr, places_a_row, size_out, row_bytes, experts, offset_stride, block_shift,
+    first_block, nested_shift,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, STEPS: tl.constexpr, SCALED: tl.constexpr,
+    NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
+):
+    # one block of 64 columns; the sum runs over rows of the weight, BLOCK_N at a time
+    tile = tl.program_id(0)
+    if tile < tl.load(tiles_ptr + experts):
+        dtype = x_ptr.dtype.element_ty
+        expert, place, there = tile_of(order_ptr, ends_ptr, tiles_ptr, experts, tile, BLOCK_M, STEPS)
+        byte = tl.program_id(1) * BYTES
+        row_bytes = tl.multiple_of(row_bytes, 32)
+        x_rows = x_ptr + (place // places_a_row)[:, None] * size_out
+        even = tl.zeros((BLOCK_M, BYTES), tl.float32)
+        odd = tl.zeros((BLOCK_M, BYTES), tl.float32)
+        for begin in range(0, size_out, BLOCK_N):
+            n = begin + tl.arange(0, BLOCK_N)
+            inside = n < size_out
+            source = (expert * size_out + tl.where(inside, n, 0)) * row_bytes + byte
+            x = tl.load(x_rows + n[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+            high, low = halves_of(
+                source, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr,
+                offset_stride, block_shift, first_block, nested_shift, BYTES, NESTED, SHUFFLE,
+            )
+            even = tl.dot(x, high.to(dtype), even, input_precision="ieee")
+            odd = tl.dot(x, low.to(dtype), odd, input_precision="ieee")
+        if SCALED:
+            scale = tl.load(scale_ptr + place, mask=there, other=0.0)[:, None].to(tl.float32)
+            even = even * scale
+            odd = odd * scale
+        target = out_ptr + place[:, None] * (2 * row_bytes) + 2 * byte + 2 * tl.arange(0, BYTES)[None, :]
+        tl.store(target, even.to(dtype), mask=there[:, None])
+        tl.store(target + 1, odd.to(dtype), mask=there[:, None])
+
+
+def nf4_grouped(
+    x: Tensor, stack: FrozenStack, places: Places, places_a_row: int = 1, scale: Tensor | None = None,
+    back: bool = False,
+) -> Tensor:
+    """(S, O), or (S, K) with `back`, in the dtype of x, for x (S / places_a_row, K), or (.., O); scale (S,) float32.
+    The result of each place lies where the place is. Without autograd."""
+    weight, (experts, rows, columns) = stack.weight, stack.shape
+    assert isinstance(weight, NF4Weight)
+    out = x.new_empty(len(places.order), columns if back else rows)
+    launch = grouped_launch(places.block)
+    width = 2 * BYTES if back else launch.constexprs["BLOCK_N"]
+    nested = weight.nested_code is not None
+    kernel = nf4_grouped_bwd_kernel if back else nf4_grouped_fwd_kernel
+    if out.numel():
+        kernel[(places.most, triton.cdiv(out.shape[1], width))](
+            out, x.contiguous(), x if scale is None else scale.contiguous(), places.order, places.ends, places.tiles,
+            weight.packed, weight.absmax, weight.code, weight.nested_code if nested else weight.code,
+            weight.nested_absmax if nested else weight.code, weight.offset if nested else weight.code, places_a_row,
+            rows, columns // 2, experts, 0 if weight.offset is None else weight.offset.ndim,
+            (weight.blocksize // 2).bit_length() - 1, weight.first_block, weight.nested_blocksize.bit_length() - 1,
+            BYTES=BYTES, STEPS=steps_of(experts), SCALED=scale is not None, NESTED=nested, SHUFFLE=x.is_cuda,
+            **launch.options,
+        )
+    return out
+
+
+def steps_of(experts: int) -> int:
+    """Of a search by halves among so many."""
+    return max(1, (experts - 1).bit_length())
+
+
+def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """Both directions, both sizes of tiles, with gate values and without, single and double quantization; of 128
+    experts. None before sm_80."""
+    if capability < 80:
+        return []
+    value = "*" + TRITON_TYPES[dtype]
+    types = {"out_ptr": value, "x_ptr": value, **dict.fromkeys(("order_ptr", "ends_ptr", "tiles_ptr"), "*i64")}
+    integers = [name for name in nf4_grouped_fwd_kernel.arg_names[12:] if not name.isupper()]
+    return [
+        Variant(
+            f"{name} block={block} scaled={scaled} nested={nested}", kernel,
+            types | {"scale_ptr": "*fp32" if scaled else value} | weight_types(nested) | dict.fromkeys(integers, "i32"),
+            grouped_launch(block),
+            {"BYTES": BYTES, "STEPS": steps_of(128), "SCALED": scaled, "NESTED": nested, "SHUFFLE": True},
+        )
+        for name, kernel in (("nf4_grouped_fwd", nf4_grouped_fwd_kernel), ("nf4_grouped_bwd", nf4_grouped_bwd_kernel))
+        for block in (16, 64) for scaled in (False, True) for nested in (False, True)
+    ]

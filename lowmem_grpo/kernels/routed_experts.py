@@ -1,0 +1,234 @@
+"""A mixture of experts on frozen weights: each row goes through k of E gated MLPs, and the results are added up.
+
+    y_t = sum over j of w_tj  down_e (silu(gate_e x_t) * up_e x_t),    e = ids_tj
+
+    back_tj = dy_t down_e;  dw_tj = back_tj . a_tj;  dx_t = sum over j of d(a_tj; w_tj back_tj) [gate_e; up_e]
+
+with a = silu(gate) * up (Shazeer et al., arXiv 1701.06538; Qwen3, arXiv 2505.09388, section 2). x (T, D), ids and w
+(T, k). Products and activations are in the dtype of x; sums over experts are in float32, as are w and its gradient.
+
+On a card, up to GROUPED_ROWS rows an expert go through `nf4_grouped.py`, which decodes tiles within its products and
+never waits for the host. More rows would decode each weight many times. They, the CPU, and experts that are no NF4 take
+one expert after the other: its two matrices are decoded into buffers that serve for all of them, and at most PIECE rows
+are computed together, so scratch memory does not grow with T beside one sum (T, D) in float32.
+Backward decodes again and computes gate and up again: only x, ids and w are kept, and they are kept before y is
+computed, so a checkpoint that stops at the last tensor kept does not compute y twice (as in `lora_mlp.py`).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
+from lowmem_grpo.kernels.nf4_grouped import Places, can_group, nf4_grouped
+from lowmem_grpo.kernels.opaque import opaque
+
+PIECE = 2048  # rows of one expert that are computed together
+GROUPED_ROWS = 64  # an expert, on average: one large tile each (not measured yet)
+
+
+def routed_experts_ref(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
+    """Plain reference, differentiable by autograd: every expert in turn, weights dequantized."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = torch.zeros(x.shape, dtype=wide, device=x.device)
+    for number in range(gate_up.experts):
+        rows, places = torch.where(ids == number)
+        inner, outer = (dequantized(stack, number, x.dtype) for stack in (gate_up, down))
+        gate, up = (x[rows] @ inner.T).chunk(2, -1)
+        part = (torch.nn.functional.silu(gate) * up) @ outer.T
+        y = y.index_add(0, rows, part.to(wide) * weights[rows, places, None].to(wide))
+    return y.to(x.dtype)
+
+
+def dequantized(stack: FrozenStack, number: int, dtype: torch.dtype) -> Tensor:
+    """One expert's weight in `dtype`, by definition."""
+    part = stack.expert(number)
+    return nf4_dequantize_ref(part).to(dtype) if isinstance(part, NF4Weight) else part.to(dtype)
+
+
+def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
+    """(T, D) in the dtype of x, from x (T, D), ids (T, k) of an integer dtype, weights (T, k) float32 (float64 with x
+    in float64), gate_up (E, 2 I, D), gate's rows first, and down (E, D, I). Gradients for x and weights; the experts
+    are frozen. The ids of a row should differ. ValueError where shapes or dtypes do not fit."""
+    check_arguments(x, ids, weights, gate_up, down)
+    x, weights = RoutedBackward.apply(x.contiguous(), weights, ids, gate_up, down)
+    y: Tensor = RoutedForward.apply(x, weights, ids, gate_up, down)
+    return y
+
+
+def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> None:
+    """Raise ValueError that says what was expected and what was got."""
+    experts, size, inner = down.shape
+    if gate_up.shape != (experts, 2 * inner, size):
+        raise ValueError(f"expected gate_up (E, 2 I, D) and down (E, D, I); got {gate_up.shape}, {down.shape}")
+    if x.ndim != 2 or x.shape[1] != size or not x.is_floating_point():
+        raise ValueError(f"expected x (T, {size}) of a floating dtype; got {tuple(x.shape)} {x.dtype}")
+    if ids.ndim != 2 or len(ids) != len(x) or ids.is_floating_point() or ids.shape[1] > experts:
+        raise ValueError(f"expected ids ({len(x)}, k) of an integer dtype, k at most {experts}; got "
+                         f"{tuple(ids.shape)} {ids.dtype}")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if weights.shape != ids.shape or weights.dtype != wide:
+        raise ValueError(f"expected weights {tuple(ids.shape)} in {wide}; got {tuple(weights.shape)} {weights.dtype}")
+    places: dict[str, Tensor | FrozenStack] = {
+        "ids": ids, "weights": weights, "gate_up": gate_up, "down": down}
+    if wrong := [name for name, part in places.items() if part.device != x.device]:
+        raise ValueError(f"expected all on the device of x, {x.device}; {', '.join(wrong)} is not")
+
+
+class RoutedBackward(torch.autograd.Function):
+    """Keeps x, weights and ids and gives them on. Its backward pass gets dy from `RoutedForward`."""
+
+    @staticmethod
+    def forward(ctx, x, weights, ids, gate_up, down):
+        ctx.stacks = gate_up, down
+        ctx.save_for_backward(x, weights, ids)
+        return x.detach(), weights.detach()
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad, _):
+        x, weights, ids = ctx.saved_tensors
+        needs_x, needs_weights, *_ = ctx.needs_input_grad
+        with torch.autocast(x.device.type, enabled=False):
+            grad_x, grad_weights = routed_backward_op(grad.contiguous(), x, ids, weights, *flat(*ctx.stacks))
+        return grad_x if needs_x else None, grad_weights if needs_weights else None, None, None, None
+
+
+class RoutedForward(torch.autograd.Function):
+    """y of what `RoutedBackward` kept, whose backward pass wants dy as it is."""
+
+    @staticmethod
+    def forward(ctx, x, weights, ids, gate_up, down):
+        with torch.autocast(x.device.type, enabled=False):
+            y: Tensor = routed_forward_op(x, ids, weights, *flat(gate_up, down))
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        return grad, None, None, None, None
+
+
+def flat(gate_up: FrozenStack, down: FrozenStack) -> tuple[list[Tensor], list[int], list[Tensor], list[int]]:
+    """Both stacks as an operation of torch takes them."""
+    return gate_up.tensors, gate_up.sizes, down.tensors, down.sizes
+
+
+def routed_forward(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int], down: list[Tensor],
+    down_sizes: list[int],
+) -> Tensor:
+    """y (T, D) in the dtype of x."""
+    y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
+    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
+    for tokens, places, inner, outer in by_expert(x, ids, *stacks):
+        both = x[tokens] @ inner.T
+        part = glu_forward(*halves(both), "silu") @ outer.T
+        y.index_add_(0, tokens, part.to(y.dtype).mul_(weights.flatten()[places, None]))
+    return y.to(x.dtype)
+
+
+def routed_backward(
+    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int],
+    down: list[Tensor], down_sizes: list[int],
+) -> tuple[Tensor, Tensor]:
+    """(dx (T, D) in the dtype of x, dw (T, k) in that of weights) of dy (T, D)."""
+    grad_x = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
+    grad_weights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
+    for tokens, places, inner, outer in by_expert(x, ids, *stacks):
+        both = x[tokens] @ inner.T
+        back = (grad[tokens] @ outer).to(weights.dtype)
+        product = (back * weights.flatten()[places, None]).to(x.dtype)
+        glu_backward(product, *halves(both), "silu")  # both: gradients of gate and up now; product: silu(gate) * up
+        grad_weights.view(-1)[places] = back.mul_(product).sum(1)
+        grad_x.index_add_(0, tokens, (both @ inner).to(grad_x.dtype))
+    return grad_x.to(x.dtype), grad_weights
+
+
+def routed_forward_triton(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int], down: list[Tensor],
+    down_sizes: list[int],
+) -> Tensor:
+    """The same on a card."""
+    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
+    if not takes(x, ids, *stacks):
+        return routed_forward(x, ids, weights, gate_up, gate_up_sizes, down, down_sizes)
+    return grouped_forward(x, ids, weights, *stacks)
+
+
+def routed_backward_triton(
+    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int],
+    down: list[Tensor], down_sizes: list[int],
+) -> tuple[Tensor, Tensor]:
+    """The same on a card."""
+    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
+    if not takes(x, ids, *stacks):
+        return routed_backward(grad, x, ids, weights, gate_up, gate_up_sizes, down, down_sizes)
+    return grouped_backward(grad, x, ids, weights, *stacks)
+
+
+def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
+    """Whether the grouped kernels compute these rows."""
+    few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
+    return few and can_group(x, gate_up) and can_group(x, down)
+
+
+def grouped_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
+    """y (T, D) through the grouped kernels."""
+    places = Places.of(ids.flatten(), gate_up.experts)
+    both = nf4_grouped(x, gate_up, places, ids.shape[1])
+    parts = nf4_grouped(glu_forward(*halves(both), "silu"), down, places, scale=weights.flatten())
+    return parts.view(*ids.shape, -1).sum(1)
+
+
+def grouped_backward(
+    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack
+) -> tuple[Tensor, Tensor]:
+    """(dx (T, D), dw (T, k)) through the grouped kernels."""
+    places = Places.of(ids.flatten(), gate_up.experts)
+    both = nf4_grouped(x, gate_up, places, ids.shape[1])
+    back = nf4_grouped(grad, down, places, ids.shape[1], back=True).to(weights.dtype)
+    product = (back * weights.flatten()[:, None]).to(x.dtype)
+    glu_backward(product, *halves(both), "silu")  # both: gradients of gate and up now; product: silu(gate) * up
+    grad_weights = back.mul_(product).sum(1).view(ids.shape)
+    return nf4_grouped(both, gate_up, places, back=True).view(*ids.shape, -1).sum(1), grad_weights
+
+
+def by_expert(
+    x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """(rows of x, places in the flattened ids, both weights of the expert) for pieces of each expert's rows, in order.
+
+    Knowing how many rows each expert has waits for the device once.
+    """
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=gate_up.experts)
+    inner, outer = (x.new_empty(stack.shape[1:]) for stack in (gate_up, down))
+    start = 0
+    for number, count in enumerate(counts.tolist()):
+        if count:
+            weights = gate_up.fill(inner, number), down.fill(outer, number)
+            for places in order[start : start + count].split(PIECE):
+                yield places // ids.shape[1], places, *weights
+        start += count
+
+
+def forward_fake(x: Tensor, ids: Tensor, weights: Tensor, *others: object) -> Tensor:
+    """y (T, D) uninitialised."""
+    return torch.empty_like(x)
+
+
+def backward_fake(
+    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *others: object
+) -> tuple[Tensor, Tensor]:
+    """dx (T, D) and dw (T, k) uninitialised."""
+    return torch.empty_like(x), torch.empty_like(weights)
+
+
+routed_forward_op = opaque("routed_forward", routed_forward, routed_forward_triton, fake=forward_fake)
+routed_backward_op = opaque("routed_backward", routed_backward, routed_backward_triton, fake=backward_fake)

@@ -1,0 +1,131 @@
+"""A block of routed experts in place of transformers' own, on our operation: put there while a model is loaded.
+
+It keeps transformers' router under its name, frozen but not detached: the values of the gates carry gradient to the
+hidden states. They are computed and renormalised in float32, and are not rounded to 16 bits as transformers does, so
+that the trainer and every engine multiply by the same numbers. Which experts a row takes is decided in one place,
+`RoutedBlock.chosen`, where a sampler's choice can be recorded and a recorded one be used again.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.routed_experts import routed_experts
+from lowmem_grpo.memory.families import family_of, has_experts
+
+Choice = Callable[[int, Tensor], Tensor]  # (number of the block, ids that its router chose) -> ids that are used
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # what an expert's parts make
+BROUGHT = ("the model is a mixture of experts whose linear layers are in 4 bits, and its experts are not: they would "
+           "stay in 16 bits, which is nearly all of it. Load it with FastLanguageModel.from_pretrained(name, "
+           "load_in_4bit=True)")
+
+
+class ExpertStack(nn.Module):
+    """The frozen weights of all experts' matrices of one kind, below each other: `weight` (E * out, in), plain or in
+    NF4, so that whatever finds the weights of bitsandbytes in a model finds these."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.experts, self.rows, self.columns = weight.shape
+        self.weight = nn.Parameter(weight.detach().flatten(0, 1), requires_grad=False)
+
+    @property
+    def frozen(self) -> FrozenStack:
+        """As the operation takes it."""
+        weight: Any = self.weight
+        held = NF4Weight.from_bitsandbytes(weight) if getattr(weight, "quant_state", None) else weight.detach()
+        return FrozenStack(held, self.experts)
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, out={self.rows}, in={self.columns}"
+
+
+class Experts(nn.Module):
+    """The experts of one layer: `gate_up_proj` (E, 2 I, D) and `down_proj` (E, D, I)."""
+
+    gate_up_proj: ExpertStack
+    down_proj: ExpertStack
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        for name in STACKS:
+            weight = getattr(experts, name)
+            self.add_module(name, ExpertStack(weight))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """(T, D) from x (T, D), ids (T, k) and the values of the gates (T, k) float32."""
+        return routed_experts(x, ids, weights, self.gate_up_proj.frozen, self.down_proj.frozen)
+
+
+class RoutedBlock(nn.Module):
+    """The MLP of a layer with experts: `gate`, transformers' router, and `experts`."""
+
+    def __init__(self, block: Any, number: int) -> None:
+        super().__init__()
+        self.gate, self.experts, self.number = block.gate, Experts(block.experts), number
+        self.choice: Choice | None = None  # None: as the router chooses
+        self.train(block.training)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        ids, weights = self.route(rows)
+        if torch.is_autocast_enabled(rows.device.type):
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        y: Tensor = self.experts(rows, ids, weights)
+        return y.view(*hidden_states.shape[:-1], -1)
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """ids (T, k) int64 of the experts that each row takes, and the values of their gates (T, k) float32, always
+        of the router as it is now."""
+        probabilities = self.probabilities(rows)
+        ids = self.chosen(probabilities)
+        values = probabilities.gather(-1, ids)
+        return ids, values / values.sum(-1, keepdim=True) if self.gate.norm_topk_prob else values
+
+    def probabilities(self, rows: Tensor) -> Tensor:
+        """(T, E) float32, of logits in the dtype of the rows."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        return self.logits(rows).softmax(-1, dtype=wide)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """(T, E) of the router, in the dtype of the rows; other engines choose by the same ones."""
+        return F.linear(rows, self.gate.weight)
+
+    def chosen(self, probabilities: Tensor) -> Tensor:
+        """The ids (T, k) that are used: the router's own, or what `choice` makes of them."""
+        ids = probabilities.detach().topk(self.gate.top_k, dim=-1).indices
+        return ids if self.choice is None else self.choice(self.number, ids).to(ids.device, ids.dtype)
+
+
+def routed_blocks(model: nn.Module) -> Iterator[RoutedBlock]:
+    """The blocks of a model, in the order of its layers."""
+    return (module for module in model.modules() if isinstance(module, RoutedBlock))
+
+
+def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
+    """The stacks of all blocks."""
+    return (module for module in model.modules() if isinstance(module, ExpertStack))
+
+
+def use_routed_blocks(model: Any) -> int:
+    """Put ours in place of transformers' blocks of a family that the table has; returns how many. They hold the same
+    weights, or none yet where the model has none."""
+    row, found = family_of(model.config), 0
+    for path, module in list(model.named_modules()):
+        if row is not None and row.experts is not None and type(module).__name__ == row.experts.kind:
+            model.set_submodule(path, RoutedBlock(module, found))
+            found += 1
+    return found
+
+
+def use_brought_blocks(model: Any, quantized: bool) -> None:
+    """The same for a model that transformers loaded; ValueError where only its other layers are quantized."""
+    if quantized and has_experts(model.config) and not any(routed_blocks(model)):
+        raise ValueError(BROUGHT)
+    use_routed_blocks(model)

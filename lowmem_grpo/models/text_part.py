@@ -1,0 +1,69 @@
+"""The text model of a checkpoint with images or sounds: its config, and the names of its tensors.
+
+Where transformers has a class of the text model only, that is what is loaded: nothing of the other parts takes memory,
+and our modules, the engines and the merge see a model like any other of its family.
+"""
+
+import copy
+import logging
+import re
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as their_logging
+
+from lowmem_grpo.memory.families import TEXT_NAMES
+
+logger = logging.getLogger(__name__)
+SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # lists of modules that are not quantized
+
+
+def text_names(config: Any) -> dict[str, str]:
+    """The patterns of stored names, and what takes their places, where the text part is loaded; else none."""
+    return TEXT_NAMES.get(str(config.model_type), {})
+
+
+def text_part(config: Any) -> Any:
+    """The config of the model that is loaded: that of the text part, with what the whole says of ties and of its
+    quantization; the config itself where there is no other part."""
+    names = text_names(config)
+    if not names:
+        return config
+    text = copy.deepcopy(config.get_text_config())
+    text.tie_word_embeddings = bool(text.tie_word_embeddings or config.tie_word_embeddings)
+    quantization = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if quantization is not None:
+        fields = dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
+        left = {key: [text_name(one, names) or one for one in fields[key]] for key in SKIPPED if fields.get(key)}
+        text.quantization_config = fields | left
+    return text
+
+
+def text_name(stored: str, names: dict[str, str]) -> str | None:
+    """The name in a model of text of a tensor or module that is stored under another; None for one of another part."""
+    if not names or stored.startswith("lm_head"):
+        return stored
+    pattern = next((one for one in names if re.match(one, stored)), None)
+    return None if pattern is None else re.sub(pattern, names[pattern], stored)
+
+
+def read_model(path: str, config: Any, names: dict[str, str], **options: Any) -> Any:
+    """The causal language model that is stored there. Of a checkpoint with other parts, its text model: transformers
+    would list each of their tensors as unexpected, and we say how many there are. ValueError where one of the text
+    model is missing."""
+    if not names:
+        return AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=False, **options)
+    before = their_logging.get_verbosity()
+    their_logging.set_verbosity_error()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, key_mapping=names, output_loading_info=True, trust_remote_code=False, **options)
+    finally:
+        their_logging.set_verbosity(before)
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{path} lacks {len(missing)} tensors of its text model, such as {missing[0]}. Fetch the "
+                         "checkpoint again, or take one of text only")
+    logger.info("of %s the text model is loaded: %d tensors of images or sounds are left out", path,
+                len(found["unexpected_keys"]))
+    return model

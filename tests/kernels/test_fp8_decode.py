@@ -1,0 +1,228 @@
+"""Few rows times FP8: the kernel in the interpreter and on a card, which weights it takes, every launch listed."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from accuracy import IN_16_BITS, assert_as_accurate, interpreted
+from card import HALVES, gpu
+from fp8_problem import by_definition, in_fp8
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowmem_grpo.kernels import few_rows
+from lowmem_grpo.kernels.few_rows import decode_ref, max_rows
+from lowmem_grpo.kernels.fp8 import FP8Weight, scales_shape
+from lowmem_grpo.kernels.fp8_decode import (
+    fp8_decode,
+    fp8_decode_op,
+    fp8_decode_ref,
+    fp8_decode_triton,
+    fp8_launch,
+    variants,
+)
+from lowmem_grpo.kernels.frozen import can_decode, project, project_each
+from lowmem_grpo.kernels.launch import SHARED_MEMORY
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# Blocks of the kinds that `in_fp8` has not.
+KINDS = {"row": None, "tensor": None, "128": None, "groups": (1, 64), "tall": (3, 192)}
+
+
+def problem(
+    rows: int, features: tuple[int, ...], columns: int, kind: str = "row", rank: int = 5,
+    dtype: torch.dtype = torch.float32, device: str = "cpu",
+) -> dict[str, Any]:
+    """Arguments of fp8_decode."""
+    generator = torch.Generator().manual_seed(rows)
+    whole = (sum(features), columns)
+    block = KINDS[kind]
+    weight = in_fp8(whole, kind, dtype) if block is None else random_scales(whole, block, dtype)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    held = replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device), out_features=features)
+    return {"x": random(rows, columns), "weight": held, "xa": random(rows, rank * len(features)),
+            "lora_b": random(sum(features), rank), "scale": 0.3, "bias": random(sum(features))}
+
+
+def random_scales(shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype) -> FP8Weight:
+    """Random codes, and scales in blocks of this size."""
+    codes = in_fp8(shape).codes
+    scales = torch.rand(scales_shape(shape, block), generator=torch.Generator().manual_seed(3)) / 448
+    return FP8Weight.of(codes, scales, block, dtype)
+
+
+def truth(arguments: dict[str, Any]) -> Tensor:
+    """In float64, on the values that the codes and scales stand for."""
+    wide = {name: part.double() if torch.is_tensor(part) else part for name, part in arguments.items()}
+    weight = arguments["weight"]
+    there = replace(weight, codes=weight.codes.cpu(), scales=weight.scales.cpu())
+    return decode_ref(wide.pop("x"), by_definition(there).to(weight.device), weight.out_features,
+                      **{name: part for name, part in wide.items() if name != "weight"})
+
+
+def in_triton(x: Tensor, weight: FP8Weight, xa: Tensor | None = None, lora_b: Tensor | None = None,
+              scale: float | Tensor = 1.0, bias: Tensor | None = None) -> Tensor:
+    """What the kernel computes."""
+    return fp8_decode_triton(x, *weight.tensors, *weight.block, list(weight.out_features),
+                             *few_rows.given_adapters(xa, lora_b, scale, bias))
+
+
+def assert_no_worse(arguments: dict[str, Any], found: Tensor | None = None) -> None:
+    """The kernel's error is at most that of the dequantized weight in the same dtype."""
+    y = in_triton(**arguments) if found is None else found
+    dtype = arguments["x"].dtype
+    assert y.dtype == dtype
+    assert_as_accurate("y", y, fp8_decode_ref(**arguments), truth(arguments), ROUNDING[dtype])
+
+
+@interpreted
+@pytest.mark.parametrize("rows", range(1, 17))
+def test_one_to_sixteen_rows_are_as_accurate_as_the_dequantized_weight(rows: int) -> None:
+    assert_no_worse(problem(rows, (33,), 80))
+    assert_no_worse(problem(rows, (5, 64, 2), 144, "128", rank=17))
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [2, 13, 63])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_scales_is_applied_to_its_own_weights(kind: str, rows: int) -> None:
+    for features, columns in (((33,), 64), ((128, 70), 400), ((131, 1, 64), 1104)):
+        arguments = problem(rows, features, columns, kind) | {"scale": torch.tensor(0.3)}
+        assert_no_worse(arguments)
+        assert_no_worse({name: arguments[name] for name in ("x", "weight")})  # without LoRA and bias
+
+
+@pytest.mark.parametrize(("device", "dtype"), IN_16_BITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_rounded_to_16_bits_as_training_rounds_them(kind: str, device: str, dtype: torch.dtype) -> None:
+    """A row of x with a single 1 shows a column of the weight."""
+    arguments = problem(9, (70,), 144, kind, dtype=dtype, device=device)
+    weight = arguments["weight"]
+    eye = torch.eye(9, 144, dtype=dtype, device=device)
+    assert torch.equal(in_triton(eye, weight), project(torch.eye(144, dtype=dtype), on_cpu(weight))[:9].to(device))
+    assert_no_worse(arguments)
+
+
+def on_cpu(weight: FP8Weight) -> FP8Weight:
+    return replace(weight, codes=weight.codes.cpu(), scales=weight.scales.cpu())
+
+
+@interpreted
+@pytest.mark.parametrize("capability", [80, 90])
+def test_zero_and_extreme_scales_and_every_code_keep_their_values(
+    capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits moved, and with the card's own conversion."""
+    monkeypatch.setattr("lowmem_grpo.kernels.fp8_decode.capability", lambda device: capability)
+    scales = torch.tensor([0.0, 1e-38, 1e-30, 1.0, 1e30, 2.0**-140, 7e35]).reshape(7, 1)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(7, 1)
+    codes[:, [127, 255]] = 0
+    weight = FP8Weight.of(codes, scales, (1, 256), torch.float32)
+    x = torch.eye(64, 256)
+    assert torch.equal(in_triton(x, weight), project(x, weight))
+    if capability == 80:  # the interpreter's own conversion knows no NaN
+        spoilt = replace(weight, codes=codes.index_fill(1, torch.tensor([9]), 255))
+        assert in_triton(x, spoilt).isnan().all(), "255 is NaN, and so is 0 times it"
+
+
+@interpreted
+def test_results_and_inputs_of_any_strides_are_read_right() -> None:
+    arguments = problem(5, (70,), 144)
+    strided = {name: part.T.contiguous().T if torch.is_tensor(part) and part.ndim == 2 else part
+               for name, part in arguments.items()}
+    assert not strided["x"].is_contiguous()
+    assert torch.equal(fp8_decode(**strided), fp8_decode(**arguments))
+    x = torch.full((5, 288), float("nan"))
+    x[:, ::2] = arguments["x"]
+    assert torch.equal(fp8_decode(**(arguments | {"x": x[:, ::2]})), fp8_decode(**arguments))
+
+
+def test_the_operator_on_the_cpu_is_the_reference_and_passes_torchs_checks() -> None:
+    arguments = problem(5, (33, 37), 48, "row")
+    torch.testing.assert_close(fp8_decode(**arguments), truth(arguments).float())
+    plain = arguments["x"], arguments["weight"]
+    assert torch.equal(fp8_decode(*plain), project(*plain))
+    for scale in (0.5, torch.tensor(0.3)):
+        given = few_rows.given_adapters(*(arguments[name] for name in ("xa", "lora_b")), scale, arguments["bias"])
+        for rest in (given, (None, None, 0.0, None, None)):
+            weight = arguments["weight"]
+            torch.library.opcheck(
+                fp8_decode_op, (arguments["x"], *weight.tensors, *weight.block, list(weight.out_features), *rest)
+            )
+
+
+class Operations(TorchDispatchMode):
+    """The names of our operations that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        self.names += [name] if space == "lowmem_grpo" else []
+        return func(*args, **(kwargs or {}))
+
+
+TAKEN = {"row": (64, 144, (1, 144)), "all": (64, 144, (64, 144)), "128": (300, 384, (128, 128)),
+         "groups of 64": (64, 384, (1, 64))}
+NOT_TAKEN = {"rows that begin anywhere": (64, 130, (1, 130)), "blocks of 32": (64, 384, (1, 32)),
+             "groups of 80": (64, 400, (1, 80)), "no rows": (0, 144, (1, 144))}
+
+
+@pytest.mark.parametrize("name", TAKEN | NOT_TAKEN)
+def test_a_card_multiplies_few_rows_with_the_codes_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "capability", lambda device: 90)
+    out, columns, block = (TAKEN | NOT_TAKEN)[name]
+    with FakeTensorMode(), torch.device("cuda"):
+        weight = FP8Weight.of(torch.empty(out, columns, dtype=torch.uint8),
+                              torch.empty(scales_shape((out, columns), block)), block, torch.bfloat16)
+        for rows, dtype in ((1, torch.bfloat16), (64, torch.float16), (65, torch.bfloat16), (4, torch.float32)):
+            x = torch.empty(rows, columns, dtype=dtype)
+            assert can_decode(x, weight) == (name in TAKEN and rows <= 64 and dtype != torch.float32)
+            if can_decode(x, weight):
+                with Operations() as called:
+                    assert project(x, weight).shape == (rows, out)
+                    assert [part.shape for part in project_each(x, weight, [None])] == [(rows, out)]
+                assert called.names == ["fp8_decode"] * 2
+    assert not can_decode(torch.empty(1, columns, dtype=torch.bfloat16), in_fp8((4, columns))), "a CPU tensor"
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_every_launch_is_listed(capability: int) -> None:
+    for dtype in HALVES:
+        listed = [(one.launch, one.constexprs) for one in variants(capability, dtype)]
+        for rows, outputs, by_row in product(range(1, max_rows(capability) + 1), (1, 8191, 8192, 150_000),
+                                             (True, False)):
+            wanted = {"BY_ROW": by_row, "NATIVE": capability >= 89}
+            assert (fp8_launch(rows, outputs, capability), wanted) in listed
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gpu_is_as_accurate_as_the_reference(kind: str, dtype: torch.dtype) -> None:
+    for rows in (1, 2, 3, 8, 13, 17, 33, 64):
+        for features, columns in (((70,), 192), ((64, 128, 64), 2048), ((9000,), 512)):
+            arguments = problem(rows, features, columns, kind, 16, dtype, "cuda")
+            if can_decode(arguments["x"], arguments["weight"]):
+                assert_no_worse(arguments, fp8_decode(**arguments))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gpu_gives_the_same_bits_every_time_and_in_a_graph(dtype: torch.dtype) -> None:
+    arguments = problem(8, (4096,), 4096, "128", 16, dtype, "cuda")
+    first = fp8_decode(**arguments)
+    assert all(torch.equal(fp8_decode(**arguments), first) for _ in range(20))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fp8_decode(**arguments)
+    graph.replay()
+    assert torch.equal(y, first)

@@ -1,0 +1,92 @@
+"""Grouped products with NF4 experts in the interpreter: by the definition of the codes, for any spread of rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from accuracy import IN_16_BITS, assert_as_accurate, interpreted
+from expert_problem import outcome, problem, random, stack, wide
+from torch import Tensor
+
+from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
+from lowmem_grpo.kernels.nf4_grouped import Places, block_rows, nf4_grouped, whole_blocks
+from lowmem_grpo.kernels.routed_experts import grouped_backward, grouped_forward, routed_experts_ref
+
+SPREADS = {  # ids of places
+    "even": torch.arange(66) % 6, "one expert": torch.full((70,), 3), "few": torch.tensor([5, 0]),
+    "the last ones idle": torch.arange(40) % 2, "many": torch.arange(400) % 3,
+}
+
+
+def by_definition(x: Tensor, experts: FrozenStack, ids: Tensor, back: bool, scale: Tensor) -> Tensor:
+    """Each place by itself."""
+    held = experts.weight
+    assert isinstance(held, NF4Weight)
+    weights = nf4_dequantize_ref(replace(held, dtype=x.dtype)).view(experts.shape)
+    rows = torch.stack([row @ (weights[e] if back else weights[e].T) for row, e in zip(x, ids.tolist(), strict=True)])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (rows.to(wide) * scale[:, None].to(wide)).to(x.dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [
+    pytest.param("cpu", torch.float32, marks=interpreted), *IN_16_BITS])
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("kind", ["nf4", "nested"])
+def test_products_are_those_of_each_place_by_itself(
+    kind: str, spread: str, back: bool, device: str, dtype: torch.dtype
+) -> None:
+    ids = SPREADS[spread].to(device)
+    experts = stack(6, 70, 192, kind, dtype, device)  # 70: no multiple of a tile
+    x = random(len(ids), 70 if back else 192, seed=1, dtype=dtype, device=device)
+    scale = random(len(ids), seed=2, device=device)
+    found = nf4_grouped(x, experts, Places.of(ids, 6), 1, scale, back)
+    truth = by_definition(x.double(), experts, ids, back, scale)
+    assert_as_accurate("out", found, by_definition(x, experts, ids, back, scale), truth,
+                       1e-6 if dtype == torch.float32 else 2**-11)
+
+
+@interpreted
+def test_several_places_of_a_row_read_it_by_index() -> None:
+    ids, experts = torch.tensor([[2, 0], [1, 2], [0, 1]]), stack(3, 64, 64, "nested")
+    x, ones = random(3, 64), torch.ones(6)
+    found = nf4_grouped(x, experts, Places.of(ids.flatten(), 3), 2)
+    wanted = by_definition(x.repeat_interleave(2, 0), experts, ids.flatten(), False, ones)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_each_place_is_in_one_tile_of_its_expert_and_tiles_are_no_more_than_the_grid(spread: str) -> None:
+    ids = SPREADS[spread]
+    places, seen = Places.of(ids, 6), []
+    for expert in range(6):
+        begin, end = places.ends[expert : expert + 2].tolist()
+        tiles = (places.tiles[expert + 1] - places.tiles[expert]).item()
+        assert tiles == -(-(end - begin) // places.block)
+        assert set(ids[places.order[begin:end]].tolist()) <= {expert}
+        seen += places.order[begin:end].tolist()
+    assert sorted(seen) == list(range(len(ids)))
+    assert places.tiles[-1] <= places.most and places.block == block_rows(len(ids), 6)
+
+
+def test_only_weights_in_whole_blocks_of_64_are_taken() -> None:
+    assert whole_blocks(stack(2, 8, 128, "nested"))
+    assert not whole_blocks(stack(2, 8, 96, "nested")) and not whole_blocks(stack(2, 8, 128, "plain"))
+
+
+@pytest.mark.parametrize(("device", "dtype"), [
+    pytest.param("cpu", torch.float32, marks=interpreted), *IN_16_BITS])
+@pytest.mark.parametrize("size", [(1, (8, 8, 128, 64)), (63, (5, 3, 192, 64))])
+def test_routed_experts_through_the_kernels_are_as_accurate_as_the_reference(
+    size: tuple[int, tuple[int, int, int, int]], device: str, dtype: torch.dtype
+) -> None:
+    given = problem(*size, "nested", dtype, device)
+    x, weights = given["x"].detach(), given["weights"].detach()
+    grad = random(*x.shape, seed=7, dtype=dtype, device=device)
+    rest = given["ids"], weights, given["gate_up"], given["down"]
+    found = dict(zip(("x", "weights"), grouped_backward(grad, x, *rest), strict=True), y=grouped_forward(x, *rest))
+    reference = outcome(routed_experts_ref, given)
+    for name, truth in outcome(routed_experts_ref, wide(given)).items():
+        assert found[name].dtype == reference[name].dtype
+        assert_as_accurate(name, found[name], reference[name], truth, 1e-6 if dtype == torch.float32 else 2**-11)

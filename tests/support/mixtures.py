@@ -1,0 +1,93 @@
+"""A small random mixture of experts as a user loads it, and plain transformers on routes that are given to it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import loaded, plain_twin, saved_family
+from torch import Tensor, nn
+
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.routes import Routes
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+
+EXPERTS, K, LAYERS = 16, 4, 3
+SIZES: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": K, "num_hidden_layers": LAYERS,
+                         "moe_intermediate_size": 32}
+GROUPS = [(9, [5, 12, 1, 14]), (6, [13]), (1, [7, 3])]  # (prompt, completions), in tokens
+
+
+def mixture_folder(folder: Path, **changes: Any) -> Path:
+    """Where a small random Qwen3-MoE lies."""
+    return saved_family("qwen3_moe", folder, **(SIZES | changes))
+
+
+def policy_and_twin(folder: Path, dtype: torch.dtype, checkpointing: bool | str = False) -> tuple[Policy, Any]:
+    """A policy with an adapter that matters, and plain transformers with the same weights."""
+    model, _ = loaded(folder, checkpointing)
+    twin = plain_twin(model, folder).to(dtype)
+    twin.get_base_model().set_experts_implementation("eager")  # the default computes in no float64
+    return Policy(model.to(dtype)), twin
+
+
+def groups_with_routes(seed: int = 0) -> list[RolloutGroup]:
+    """Random completions whose routes are random too, so that nearly all of them differ from what a router chooses."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 380, (count,), generator=generator).tolist()
+
+    def routes(count: int) -> Tensor:
+        order = torch.rand(count, LAYERS, EXPERTS, generator=generator).argsort(-1)
+        return order[..., :K].to(torch.uint8)
+
+    made = []
+    for prompt, completions in GROUPS:
+        own = routes(prompt)
+        made.append(RolloutGroup({}, ids(prompt), [
+            Rollout(ids(n), [0.0] * n, "stop", routes=Routes((own, routes(n - 1)))) for n in completions]))
+    return made
+
+
+def replayed_alone(twin: nn.Module, prompt: list[int], rollout: Rollout) -> Tensor:
+    """(C,) log-probabilities of one completion by plain transformers, each router made to choose the recorded experts;
+    the values of the gates are its own."""
+    ids = torch.tensor([[*prompt, *rollout.completion_ids]])
+    recorded = torch.cat(rollout.routes.parts).long()
+    with routed(twin, recorded):
+        logits = twin(input_ids=ids[:, :-1], use_cache=False).logits[0]
+    logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logprobs[len(prompt) - 1 :]
+
+
+@contextmanager
+def routed(twin: nn.Module, recorded: Tensor) -> Iterator[None]:
+    """Inside, the layers of transformers' own model take these experts (T, layers, k)."""
+
+    def choosing(layer: int) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> Any:
+            logits, _, live = output
+            ids = recorded[:, layer]
+            values = logits.softmax(-1).gather(-1, ids)
+            return logits, (values / values.sum(-1, keepdim=True)).to(logits.dtype), ids.to(live.dtype)
+
+        return hook
+
+    routers = [module for module in twin.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
+    assert len(routers) == recorded.shape[1]
+    with ExitStack() as hooks:
+        for layer, router in enumerate(routers):
+            hooks.callback(router.register_forward_hook(choosing(layer)).remove)
+        yield
+
+
+def by_rollout(policy: Policy, batches: list[MicroBatch]) -> dict[int, Tensor]:
+    """Log-probabilities (C,) of each rollout, by its identity."""
+    found = {}
+    for batch in batches:
+        logprobs, _ = policy.logprobs(batch, 1.0)
+        sizes = [len(one.completion_ids) for one in batch.rollouts]
+        found |= {id(one): own for one, own in zip(batch.rollouts, logprobs.split(sizes), strict=True)}
+    return found
