@@ -473,5 +473,5 @@ def test_quantizing_a_checkpoint_never_holds_its_16_bit_weights_in_memory(
     assert after - before < (share + 0.1) * stored
 
 
-def test_what_ships_with_the_package_stays_below_10_mib() -> None:
-    assert sum(path.stat().st_size for path in TINY.parent.rglob("*") if path.is_file()) < 10 * 2**20
+def test_what_ships_with_the_package_stays_below_13_mib() -> None:
+    assert sum(path.stat().st_size for path in TINY.parent.rglob("*") if path.is_file()) < 13 * 2**20

@@ -7,7 +7,8 @@ from typing import Any
 TINY = "tiny"  # the model that ships with the package, which a CPU trains in minutes
 TINY_GAMES = "tiny-games"  # the one that plays games
 TINY_INBOX = "tiny-inbox"  # the one that searches mails
-EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX)
+TINY_TALKS = "tiny-talks"  # the one that plays 2048, asks questions and answers them
+EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX, TINY_TALKS)
 
 
 def resolve(model_name: str) -> str:

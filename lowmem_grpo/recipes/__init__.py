@@ -11,5 +11,7 @@ RECIPES = {
     "guess": "a game of many turns, without data: find a hidden number by listening",
     "calculator": "calling a tool: problems from rows of data, and a calculator",
     "tictactoe": "winning against an opponent: tic-tac-toe as X",
+    "game2048": "2048 on a small board: the policy sees the last board only, so each of its moves is a sequence",
+    "twenty_questions": "asking what helps to find out what the base model thinks of, which answers and is not trained",
     "inbox": "answering questions by searching mails: full-text search in SQLite, scored by rules or by RULER",
 }

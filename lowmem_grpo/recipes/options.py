@@ -19,8 +19,8 @@ class RecipeOptions:
     gpu: str = "auto"
     """Which preset: the size of the card in GiB (16, 24, 48, 80), "cpu", or "auto" for the largest that fits here."""
     model: str | None = None
-    """A model on the hub, a folder, or "tiny", the embedded model ("tiny-games" for games, "tiny-inbox" for mails);
-    None takes the preset's."""
+    """A model on the hub, a folder, or "tiny", the embedded model ("tiny-games" and "tiny-talks" for games,
+    "tiny-inbox" for mails); None takes the preset's."""
     load_in_4bit: bool | None = None
     """Hold the base model in 4 bits; None does so for every model except the embedded one."""
     load_in_fp8: bool = False

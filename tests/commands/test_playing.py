@@ -53,6 +53,12 @@ def test_a_person_plays_against_the_model_and_is_asked_again_for_what_is_no_move
     assert done.stdout.count("You are O. Name a free square.") >= 2 and "4|O|6" in done.stdout
 
 
+def test_a_person_thinks_of_something_and_answers_the_model() -> None:
+    done = generate("--recipe", "twenty_questions", "--seed", 3, "--you", "against", typed="yes\n" * 6)
+    assert done.exit_code == 0, done.output
+    assert "You think of: " in done.stdout and "Is it above " in done.stdout and "yes: " in done.stdout
+
+
 @pytest.mark.parametrize("typed", ["", "16\n"])
 def test_the_end_of_the_input_stops_the_command(typed: str) -> None:
     done = generate("--recipe", "guess", "--seed", 3, "--you", "beside", typed=typed)

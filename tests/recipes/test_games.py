@@ -12,14 +12,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lowmem_grpo.cli import main
 from lowmem_grpo.environments.rows import HELD_OUT
 from lowmem_grpo.models.named import resolve
-from lowmem_grpo.recipes import calculator, guess, tictactoe
+from lowmem_grpo.recipes import calculator, game2048, guess, tictactoe, twenty_questions
 from lowmem_grpo.recipes.games.calculator import Sum, calculate
 from lowmem_grpo.recipes.games.tictactoe import TicTacToe
 from lowmem_grpo.recipes.tiny import games_model
 from lowmem_grpo.recipes.tiny.games_model import TOOLS, calculator_talk, guess_talk, tictactoe_talk
 from lowmem_grpo.recipes.tiny.talks import encode_talk
 
-GAMES = ("guess", "calculator", "tictactoe")
+MODELS = {"guess": "tiny-games", "calculator": "tiny-games", "tictactoe": "tiny-games", "game2048": "tiny-talks",
+          "twenty_questions": "tiny-talks"}
 
 
 def invoke(*words: str) -> Result:
@@ -34,19 +35,21 @@ def run(name: str, folder: Path, *words: str) -> Result:
 
 @pytest.mark.parametrize(("name", "paid"), [
     ("guess", {"won", "Guess"}), ("calculator", {"correct_answer"}), ("tictactoe", {"won", "TicTacToe"}),
+    ("game2048", {"won", "Game2048"}), ("twenty_questions", {"won", "TwentyQuestions"}),
 ])
 def test_a_short_run_plays_trains_and_says_how_others_play(name: str, paid: set[str], tmp_path: Path) -> None:
     result = run(name, tmp_path, "seed=3")
     assert result.exit_code == 0, result.output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["recipe"], summary["status"], summary["steps"], summary["model"]) == \
-        (name, "finished", 1, "tiny-games")
+        (name, "finished", 1, MODELS[name])
     assert summary["eval_problems"] == len(summary["samples"]) == 4
     assert {"accuracy_before", "accuracy_after"} <= summary.keys()
     (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {f"rewards/{reward}/mean" for reward in paid} <= line.keys()
     assert line["reward"] is not None
-    expected = {"guess": {"blind", "in range", "bisection"}, "tictactoe": {"random", "perfect"}, "calculator": set()}
+    expected = {"guess": {"blind", "in range", "bisection"}, "tictactoe": {"random", "perfect"}, "calculator": set(),
+                "game2048": {"random", "corner", "greedy"}, "twenty_questions": {"blind", "listening", "halving"}}
     assert set(summary.get("baselines", {})) == expected[name]
     assert all(0 <= share <= 1 for share in summary.get("baselines", {}).values())
 
@@ -58,9 +61,9 @@ def test_the_games_own_pay_decides_and_not_the_count_of_wins(tmp_path: Path) -> 
     assert all(row["turns"] and row["ending"] == "done" for row in rows)
 
 
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_eval_plays_the_same_games(name: str, tmp_path: Path) -> None:
-    result = invoke("eval", "tiny-games", "--recipe", name, "--limit", "6", "--out", str(tmp_path), "--engine",
+    result = invoke("eval", MODELS[name], "--recipe", name, "--limit", "6", "--out", str(tmp_path), "--engine",
                     "transformers")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "eval.json").read_text())
@@ -75,6 +78,10 @@ def test_eval_plays_the_same_games(name: str, tmp_path: Path) -> None:
     ("tictactoe", "strengths=0,2", "from 0 (random) to 1 (perfect)"),
     ("tictactoe", "test_strength=-1", "test_strength is -1.0; it must be from 0"),
     ("calculator", "eval_problems=0", "size is 0; it must be at least 1"),
+    ("game2048", "side=5", "side is 5; it must be 3 or 4"),
+    ("game2048", "goal=33", "goal is 33; it must be 8, 16, 32, or another power of two above"),
+    ("twenty_questions", "world=animals", "world is 'animals'; it must be numbers or things"),
+    ("twenty_questions", "turns=0", "turns is 0; it must be at least 1"),
 ])
 def test_a_wrong_option_is_found_before_the_model_is_loaded(
     name: str, word: str, message: str, tmp_path: Path
@@ -87,7 +94,9 @@ def test_a_wrong_option_is_found_before_the_model_is_loaded(
 # data
 
 
-@pytest.mark.parametrize("make", [guess.make_dataset, tictactoe.make_dataset])
+@pytest.mark.parametrize("make", [
+    guess.make_dataset, tictactoe.make_dataset, game2048.make_dataset, twenty_questions.make_dataset,
+])
 def test_held_out_games_are_repeated_by_their_seed_and_never_trained_on(make: Any) -> None:
     rows = make(50, 1).to_list()
     assert make(20, 1).to_list() == rows[:20] and make(50, 2).to_list() != rows

@@ -12,6 +12,7 @@ Board = tuple[tuple[int, ...], ...]  # rows of tiles; 0 is an empty place
 FOURS = 0.1  # share of new tiles that are a 4
 MOVES = ("left", "down", "right", "up")
 WON, INVALID = 2.0, -1.0  # what an episode earns that reaches the goal, and one whose reply is no move
+IN_VAIN = 0.1  # what a move costs that changes nothing
 OF_ALL = 0.2  # weight of all tiles together beside the largest one
 
 
@@ -32,7 +33,7 @@ class Size:
             raise ValueError(f"moves is {self.moves}; it must be at least 1")
 
 
-SIZES = {3: Size(3, 64, 60), 4: Size(4, 256, 250)}  # the goals need about half of these moves
+SIZES = {3: Size(3, 32, 25), 4: Size(4, 256, 250)}  # the goals need about half of these moves
 
 
 class Game2048:
@@ -49,18 +50,23 @@ class Game2048:
         self.rng = random.Random(f"2048-{seed}")
         self.board: Board = ((0,) * self.size.side,) * self.size.side
         self.board = self.grown(self.grown(self.board))
-        self.left, self.earned = self.size.moves, 0.0
+        self.left, self.in_vain, self.earned = self.size.moves, 0, 0.0
         return self.shown()
 
     def step(self, reply: str) -> tuple[Anew, float, bool]:
-        """Slide the tiles, and let a new one appear. A reply that is no possible move loses."""
+        """Slide the tiles, and let a new one appear. A move that changes nothing is lost; a reply that is no move ends
+        the game."""
         move = move_in(reply)
+        if not move:
+            return Anew(f"That is no move.\n{self.shown()}"), self.pay(INVALID), True
+        self.left -= 1
         if move not in possible(self.board):
-            return Anew(f"That is no possible move.\n{self.shown()}"), self.pay(INVALID), True
-        self.board, self.left = slid(self.board, move), self.left - 1
-        if not self.won:
-            self.board = self.grown(self.board)
-        return Anew(self.shown()), self.pay(WON if self.won else worth(self.board, self.size.goal)), self.over
+            self.in_vain += 1
+        else:
+            self.board = slid(self.board, move)
+            self.board = self.board if self.won else self.grown(self.board)
+        reached = WON if self.won else worth(self.board, self.size.goal)
+        return Anew(self.shown()), self.pay(reached - IN_VAIN * self.in_vain), self.over
 
     def pay(self, earned: float) -> float:
         """What this step adds to what the episode has earned."""
@@ -75,7 +81,7 @@ class Game2048:
 
     def shown(self) -> str:
         """What the policy is told."""
-        rows = "\n".join(" ".join(str(tile or ".") for tile in row) for row in self.board)
+        rows = "\n".join(" ".join(str(tile) for tile in row) for row in self.board)
         return f"2048: reach {self.size.goal}. Reply with a move.\n{rows}\nPossible: {' '.join(possible(self.board))}"
 
     @property

@@ -11,14 +11,9 @@ from dataclasses import dataclass
 from lowmem_grpo.environments.observations import AskBase
 
 FOUND, WRONG, UNREADABLE = 1.0, 0.0, -1.0  # what an episode earns
-PROPERTIES = ("alive", "big", "fast", "soft", "loud", "wet")
-TABLE = {  # of the small world: what is true of each thing, in the order of PROPERTIES
-    "cat": "101100", "dog": "101110", "whale": "110011", "shark": "111001", "fish": "101001", "frog": "100111",
-    "snail": "100101", "lion": "111110", "horse": "111000", "bear": "110110", "sheep": "100110", "tree": "110000",
-    "rose": "100100", "bee": "101010", "cactus": "100000", "train": "011010", "cloud": "010101", "house": "010000",
-    "bed": "010100", "river": "011001", "bell": "000010", "stone": "000000", "pillow": "000100", "ice": "000001",
-}
-THINGS = (  # of the large world, about which a model from the hub knows by itself what is true
+LARGEST = 16
+NUMBERS = tuple(map(str, range(1, LARGEST + 1)))
+THINGS = (  # about which a model from the hub knows by itself what is true
     "apple", "banana", "bear", "bee", "bell", "bicycle", "boat", "book", "bottle", "bread", "bridge", "bus", "cactus",
     "camera", "candle", "car", "castle", "cat", "chair", "cheese", "clock", "cloud", "coin", "cow", "desert", "diamond",
     "dog", "dolphin", "door", "drum", "eagle", "egg", "elephant", "fish", "flute", "forest", "fork", "frog", "giraffe",
@@ -36,14 +31,19 @@ class World:
 
     things: tuple[str, ...]
     turns: int
-    known: bool = False  # whether TABLE says all that can be asked, so that scripted players can play
+    rules: str  # how the game begins, with the place {turns}
 
     def __post_init__(self) -> None:
         if self.turns < 1:
             raise ValueError(f"turns is {self.turns}; it must be at least 1")
 
 
-WORLDS = {"small": World(tuple(TABLE), 6, known=True), "large": World(THINGS, 20)}
+WORLDS = {
+    "numbers": World(NUMBERS, 6, f"I think of a number from 1 to {LARGEST}. You have {{turns}} turns: "
+                                 'ask "Is it above N?", or reply "Guess: N".'),
+    "things": World(THINGS, 20, "I think of a thing. You have {turns} turns: "
+                                'ask a question that yes or no can answer, or reply "Guess: NAME".'),
+}
 
 
 class TwentyQuestions:
@@ -54,7 +54,7 @@ class TwentyQuestions:
 
     opponent: Callable[[str], str] | None = None
 
-    def __init__(self, world: World = WORLDS["small"]) -> None:
+    def __init__(self, world: World = WORLDS["numbers"]) -> None:
         self.world = world
         self.reset()
 
@@ -64,9 +64,8 @@ class TwentyQuestions:
             self.world = WORLDS[world]
         self.thing = random.Random(f"twenty-questions-{seed}").choice(self.world.things)
         self.left, self.won = self.world.turns, False
-        self.known: list[tuple[str, str]] = []  # questions and their answers
-        return (f"I think of a thing. You have {self.left} turns: ask a question that yes or no can answer, or reply "
-                "Guess: NAME.")
+        self.low, self.high = 1, len(self.world.things)  # where a number can still be, by the answers
+        return self.world.rules.format(turns=self.left)
 
     def step(self, reply: str) -> AskBase | tuple[str, float, bool]:
         """A guess ends the game. A question goes to the other side; the last turn has to be a guess."""
@@ -85,10 +84,13 @@ class TwentyQuestions:
         return AskBase(asked, lambda said: self.told(reply, said), lambda said: yes_or_no(said) is not None, 8)
 
     def told(self, question: str, said: str) -> tuple[str, float, bool]:
-        """The policy hears no more than yes, no, or that this is not known: the other side cannot name the thing."""
+        """The policy hears no more than yes, no, or that this is not known (the other side cannot name the thing); of
+        numbers also which ones are left."""
         answer = yes_or_no(said) or "I do not know"
-        self.known.append((question, answer))
-        return f"{answer}, {self.left} left", 0.0, False
+        if self.world.things != NUMBERS:
+            return f"{answer}, {self.left} left", 0.0, False
+        self.low, self.high = narrowed(self.low, self.high, question, answer)
+        return f"{answer}: {self.low} to {self.high}, {self.left} left", 0.0, False
 
 
 def about(thing: str, question: str) -> str:
@@ -108,56 +110,66 @@ def yes_or_no(reply: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-# A world that is known by heart, and players who know it
+def limit_in(question: str) -> int | None:
+    """The number that a question of this form names: `Is it above N?`"""
+    found = re.fullmatch(r"is it above ([0-9]{1,9})\s?\?", question.strip(), re.IGNORECASE)
+    return None if found is None else int(found[1])
 
 
-def question_of(name: str) -> str:
-    return f"Is it {name}?"
+def narrowed(low: int, high: int, question: str, answer: str) -> tuple[int, int]:
+    """Where a number can be after an answer. What says nothing, or contradicts what was known, changes nothing."""
+    limit = limit_in(question)
+    if limit is None or answer not in ("yes", "no"):
+        return low, high
+    new = (max(low, limit + 1), high) if answer == "yes" else (low, min(high, limit))
+    return new if new[0] <= new[1] else (low, high)
 
 
-def truth(thing: str, question: str) -> str:
-    """The right answer of the small world; ValueError for a question that is not about a property."""
-    asked = [at for at, name in enumerate(PROPERTIES) if question == question_of(name)]
-    if len(asked) != 1:
-        raise ValueError(f"{question!r} is not about one of {', '.join(PROPERTIES)}")
-    return "yes" if TABLE[thing][asked[0]] == "1" else "no"
+# Players who ask for numbers, and an opponent who is always right
+
+
+def question_of(limit: int) -> str:
+    return f"Is it above {limit}?"
+
+
+def truth(number: str, question: str) -> str:
+    """The right answer about a number; ValueError for a question of another form."""
+    limit = limit_in(question)
+    if limit is None:
+        raise ValueError(f"{question!r} is not of the form 'Is it above N?'")
+    return "yes" if int(number) > limit else "no"
 
 
 def truthful(told: str) -> str:
-    """An opponent who is always right in the small world."""
+    """An opponent who is always right about numbers."""
     first, question = told.split("\n")
     return truth(first.removeprefix("You think of: ").split(".")[0], question)
 
 
-def left_over(game: TwentyQuestions) -> list[str]:
-    """The things of the small world that fit all answers."""
-    return [thing for thing in game.world.things if all(truth(thing, asked) == said for asked, said in game.known)]
-
-
-def asks_anything(game: TwentyQuestions, rng: random.Random) -> str:
-    """A player that asks at random, also what it knows, and guesses in the last turn what fits the answers."""
-    return question_of(rng.choice(PROPERTIES)) if game.left > 1 else f"Guess: {rng.choice(left_over(game))}"
-
-
 def blind(game: TwentyQuestions, rng: random.Random) -> str:
-    """The same, but it guesses without having listened."""
-    return question_of(rng.choice(PROPERTIES)) if game.left > 1 else f"Guess: {rng.choice(game.world.things)}"
+    """A player that knows the range at the start and does not listen; it guesses in the last turn."""
+    return question_of(rng.randint(1, LARGEST - 1)) if game.left > 1 else f"Guess: {rng.randint(1, LARGEST)}"
+
+
+def listening(game: TwentyQuestions, rng: random.Random) -> str:
+    """A player that asks anything that is still open, and guesses what is left."""
+    if game.left == 1 or game.low == game.high:
+        return f"Guess: {rng.randint(game.low, game.high)}"
+    return question_of(rng.randint(game.low, game.high - 1))
 
 
 def halving(game: TwentyQuestions, rng: random.Random) -> str:
-    """A player whose question divides what is possible as evenly as it can."""
-    possible = left_over(game)
-    if game.left == 1 or len(possible) == 1:
-        return f"Guess: {rng.choice(possible)}"
-    yes = {name: sum(truth(thing, question_of(name)) == "yes" for thing in possible) for name in PROPERTIES}
-    return question_of(min(PROPERTIES, key=lambda name: abs(2 * yes[name] - len(possible))))
+    """The perfect player: its questions halve what is left."""
+    if game.left == 1 or game.low == game.high:
+        return f"Guess: {rng.randint(game.low, game.high)}"
+    return question_of((game.low + game.high) // 2)
 
 
-PLAYERS = {"blind": blind, "asks anything": asks_anything, "halving": halving}
+PLAYERS = {"blind": blind, "listening": listening, "halving": halving}
 
 
-def answered_truly(world: World = WORLDS["small"]) -> TwentyQuestions:
-    """The game with an opponent who is always right, for scripted players who know the small world."""
+def answered_truly(world: World = WORLDS["numbers"]) -> TwentyQuestions:
+    """The game of numbers with an opponent who is always right, for scripted players."""
     game = TwentyQuestions(world)
     game.opponent = truthful
     return game

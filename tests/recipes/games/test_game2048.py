@@ -1,12 +1,14 @@
 """2048 keeps its rules, pays what it promises, shows the last board only; known players do as is known."""
 
 import random
+from typing import Any
 
 import pytest
 
 from lowmem_grpo.environments import Anew
+from lowmem_grpo.recipes.game2048 import Game2048Options
 from lowmem_grpo.recipes.games.game2048 import (
-    MOVES,
+    IN_VAIN,
     PLAYERS,
     SIZES,
     Board,
@@ -79,23 +81,32 @@ def test_a_reply_that_is_no_move_loses_all_that_was_earned(reply: str) -> None:
     _, first, _ = game.step(possible(game.board)[0])
     said, reward, done = game.step(reply)
     assert done and first + reward == pytest.approx(-1.0)
-    assert said.observation == f"That is no possible move.\n{game.shown()}"
+    assert said.observation == f"That is no move.\n{game.shown()}"
 
 
-def test_a_move_that_changes_nothing_loses() -> None:
+def test_a_move_in_vain_costs_a_little_and_a_move_and_the_game_goes_on() -> None:
     game = Game2048()
     game.reset(seed=1)
-    impossible = [move for move in MOVES if move not in possible(game.board)]
-    game.board = ((2, 0, 0), (4, 0, 0), (2, 0, 0)) if not impossible else game.board
-    assert game.step(impossible[0] if impossible else "left")[1:] == (-1.0, True)
+    game.board = ((2, 0, 0), (4, 0, 0), (2, 0, 0))
+    _, first, _ = game.step("up")
+    said, reward, done = game.step("left")
+    assert (said.observation, done, game.left) == (game.shown(), False, 23)
+    assert reward == pytest.approx(-IN_VAIN) and first == pytest.approx(worth(game.board, 32) - IN_VAIN)
+
+
+def test_a_game_of_moves_in_vain_ends_with_its_moves() -> None:
+    game = Game2048(Size(3, 32, 2))
+    game.reset(seed=1)
+    game.board = ((2, 0, 0), (4, 0, 0), (2, 0, 0))
+    assert [game.step("left")[2], game.step("left")[2]] == [False, True] and not game.won
 
 
 def test_what_is_shown_is_all_of_the_state_that_a_player_needs() -> None:
     game = Game2048()
     game.reset(seed=3)
-    game.board = ((2, 0, 64), (0, 4, 0), (0, 0, 0))
+    game.board = ((2, 0, 16), (0, 4, 0), (0, 0, 0))
     assert game.shown() == \
-        "2048: reach 64. Reply with a move.\n2 . 64\n. 4 .\n. . .\nPossible: left down right up"
+        "2048: reach 32. Reply with a move.\n2 0 16\n0 4 0\n0 0 0\nPossible: left down right up"
 
 
 def test_a_seed_repeats_its_game_and_a_row_may_name_the_board() -> None:
@@ -105,9 +116,24 @@ def test_a_seed_repeats_its_game_and_a_row_may_name_the_board() -> None:
     assert game.size == SIZES[4] and len(game.board) == 4
 
 
-@pytest.mark.parametrize(("size", "expected"), [  # shares in percent, measured elsewhere too
-    (SIZES[3], {"random": 9.5, "corner": 42, "greedy": 22.5}),
+@pytest.mark.parametrize(("size", "expected"), [  # shares in percent
+    (SIZES[3], {"random": 47, "corner": 65, "greedy": 69}),
+    (Size(3, 64, 60), {"random": 9.5, "corner": 42, "greedy": 22.5}),  # measured elsewhere too
 ])
 def test_known_players_do_as_well_as_is_known(size: Size, expected: dict[str, float]) -> None:
     found = baselines(Game2048(size), PLAYERS, [{"seed": seed} for seed in range(700)])
     assert {name: share * 100 for name, share in found.items()} == pytest.approx(expected, abs=6)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"side": 5}, "side is 5; it must be 3 or 4"), ({"goal": 50}, "goal is 50; it must be 8, 16, 32"),
+    ({"moves": 0}, "moves is 0; it must be at least 1"),
+])
+def test_a_board_that_cannot_be_played_on_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Game2048Options(**options)
+
+
+def test_the_embedded_model_plays_on_a_smaller_board_than_others() -> None:
+    assert (Game2048Options().size(tiny=True), Game2048Options().size(tiny=False)) == (SIZES[3], SIZES[4])
+    assert Game2048Options(side=4, goal=512).size(tiny=True) == Size(4, 512, 250)

@@ -8,36 +8,30 @@ import pytest
 from lowmem_grpo.environments import AskBase
 from lowmem_grpo.recipes.games.playing import baselines
 from lowmem_grpo.recipes.games.twenty_questions import (
+    NUMBERS,
     PLAYERS,
-    PROPERTIES,
-    TABLE,
     THINGS,
     WORLDS,
     TwentyQuestions,
     about,
     answered_truly,
     guess_in,
-    left_over,
+    limit_in,
+    narrowed,
     question_of,
     truth,
     truthful,
     yes_or_no,
 )
+from lowmem_grpo.recipes.twenty_questions import TwentyQuestionsOptions
 
 
 def game_of(thing: str) -> TwentyQuestions:
     """A game in which this is thought of."""
-    game = TwentyQuestions()
+    game = TwentyQuestions(WORLDS["numbers" if thing in NUMBERS else "things"])
     game.reset(seed=0)
     game.thing = thing
     return game
-
-
-def test_the_small_world_can_be_told_apart_by_its_properties() -> None:
-    assert len(TABLE) == len(set(TABLE.values())) == 24 and len(set(THINGS)) == len(THINGS)
-    assert all(len(bits) == len(PROPERTIES) and set(bits) <= {"0", "1"} for bits in TABLE.values())
-    for column in zip(*TABLE.values(), strict=True):
-        assert 8 <= column.count("1") <= 16
 
 
 def test_a_question_goes_to_the_base_model_which_alone_is_told_the_thing() -> None:
@@ -45,44 +39,74 @@ def test_a_question_goes_to_the_base_model_which_alone_is_told_the_thing() -> No
     asked = game.step("Is it wet?")
     assert isinstance(asked, AskBase) and asked.messages == "You think of: cat. Answer with yes or no.\nIs it wet?"
     assert asked.readable is not None and asked.readable("No.") and not asked.readable("cat")
-    assert asked.then("No.") == ("no, 5 left", 0.0, False)
-    assert game.known == [("Is it wet?", "no")]
+    assert asked.then("No.") == ("no, 19 left", 0.0, False)
 
 
 @pytest.mark.parametrize("said", ["It is a cat!", "yes and no", "", "not"])
 def test_the_policy_hears_nothing_but_yes_or_no(said: str) -> None:
     asked = game_of("cat").step("What is it?")
-    assert isinstance(asked, AskBase) and asked.then(said) == ("I do not know, 5 left", 0.0, False)
+    assert isinstance(asked, AskBase) and asked.then(said) == ("I do not know, 19 left", 0.0, False)
 
 
-@pytest.mark.parametrize(("reply", "reward", "won"), [
-    ("Guess: cat", 1.0, True), ("I know. guess: A Cat!", 1.0, True), ("Guess: dog", 0.0, False),
-    ("Guess: cat or dog", 0.0, False), ("cat", -1.0, False), ("", -1.0, False), ("Is it wet", -1.0, False),
+def test_the_policy_hears_which_numbers_fit_the_answers_whether_these_are_true_or_not() -> None:
+    game = game_of("5")
+    for question, said, heard in [
+        ("Is it above 8?", "no", "no: 1 to 8, 5 left"), ("is it above 3 ?", "Yes.", "yes: 4 to 8, 4 left"),
+        ("Is it above 6?", "yes", "yes: 7 to 8, 3 left"), ("Is it above 2?", "no", "no: 7 to 8, 2 left"),
+        ("Is it above 7?", "maybe", "I do not know: 7 to 8, 1 left"),
+    ]:
+        asked = game.step(question)
+        assert isinstance(asked, AskBase) and asked.then(said) == (heard, 0.0, False)
+
+
+@pytest.mark.parametrize(("question", "answer", "left"), [
+    ("Is it above 8?", "yes", (9, 16)), ("Is it above 8?", "no", (1, 8)), ("Is it above 0?", "no", (1, 16)),
+    ("Is it above 16?", "yes", (1, 16)), ("Is it even?", "yes", (1, 16)), ("Is it above 8?", "I do not know", (1, 16)),
 ])
-def test_what_ends_a_game_and_what_it_pays(reply: str, reward: float, won: bool) -> None:
-    game = game_of("cat")
+def test_what_says_nothing_or_contradicts_leaves_all_numbers_that_were_left(
+    question: str, answer: str, left: tuple[int, int]
+) -> None:
+    assert narrowed(1, 16, question, answer) == left
+
+
+@pytest.mark.parametrize(("question", "limit"), [
+    ("Is it above 8?", 8), ("is it above 12 ?", 12), ("Is it above eight?", None), ("Is it above 8 or 9?", None),
+    ("Is it above " + "9" * 5000 + "?", None), ("", None),
+])
+def test_only_one_form_of_question_names_a_limit(question: str, limit: int | None) -> None:
+    assert limit_in(question) == limit
+
+
+@pytest.mark.parametrize(("thing", "reply", "reward", "won"), [
+    ("cat", "Guess: cat", 1.0, True), ("cat", "I know. guess: A Cat!", 1.0, True), ("cat", "Guess: dog", 0.0, False),
+    ("cat", "Guess: cat or dog", 0.0, False), ("cat", "cat", -1.0, False), ("cat", "", -1.0, False),
+    ("cat", "Is it wet", -1.0, False), ("5", "Guess: 5", 1.0, True), ("5", "Guess: 15", 0.0, False),
+    ("5", "Guess: 5 6", 0.0, False), ("5", "5", -1.0, False),
+])
+def test_what_ends_a_game_and_what_it_pays(thing: str, reply: str, reward: float, won: bool) -> None:
+    game = game_of(thing)
     found: Any = game.step(reply)
     assert (found[1:], game.won) == ((reward, True), won)
 
 
 def test_the_last_turn_has_to_be_a_guess() -> None:
-    game = game_of("cat")
+    game = game_of("5")
     game.opponent = truthful
-    said = [game.step("Is it wet?") for _ in range(6)]
-    assert said[:5] == [(f"no, {left} left", 0.0, False) for left in (5, 4, 3, 2, 1)]
-    assert said[5] == ("It is cat.", 0.0, True)
+    said = [game.step("Is it above 8?") for _ in range(6)]
+    assert said[:5] == [(f"no: 1 to 8, {left} left", 0.0, False) for left in (5, 4, 3, 2, 1)]
+    assert said[5] == ("It is 5.", 0.0, True)
 
 
 def test_a_person_may_take_the_other_side() -> None:
-    game, asked = game_of("cat"), []
+    game, asked = game_of("5"), []
 
     def person(told: str) -> str:
         asked.append(told)
         return "Yes!"
 
     game.opponent = person
-    assert game.step("Is it soft?") == ("yes, 5 left", 0.0, False)
-    assert asked == [about("cat", "Is it soft?")] and TwentyQuestions.opponent is None
+    assert game.step("Is it above 4?") == ("yes: 5 to 16, 5 left", 0.0, False)
+    assert asked == [about("5", "Is it above 4?")] and TwentyQuestions.opponent is None
 
 
 @pytest.mark.parametrize(("reply", "name"), [
@@ -100,36 +124,54 @@ def test_an_answer_has_one_of_the_two_words(reply: str, answer: str | None) -> N
     assert yes_or_no(reply) == answer
 
 
-def test_true_answers_leave_the_thing_over() -> None:
-    for thing in TABLE:
-        game = game_of(thing)
-        game.known = [(question_of(name), truth(thing, question_of(name))) for name in PROPERTIES]
-        assert left_over(game) == [thing]
-    with pytest.raises(ValueError, match="'What is it\\?' is not about one of alive, big"):
-        truth("cat", "What is it?")
+def test_true_answers_to_all_questions_leave_the_number_over() -> None:
+    for number in NUMBERS:
+        low, high = 1, 16
+        for limit in range(1, 16):
+            low, high = narrowed(low, high, question_of(limit), truth(number, question_of(limit)))
+        assert low == high == int(number)
+    with pytest.raises(ValueError, match="'What is it\\?' is not of the form 'Is it above N\\?'"):
+        truth("5", "What is it?")
 
 
-def test_all_things_are_thought_of_equally_often_and_a_seed_always_thinks_of_the_same() -> None:
+def test_everything_is_thought_of_equally_often_and_a_seed_always_thinks_of_the_same() -> None:
     game, thoughts = TwentyQuestions(), []
-    for seed in range(2400):
+    for seed in range(1600):
         game.reset(seed=seed)
         thoughts.append(game.thing)
-    assert set(thoughts) == set(TABLE) and all(60 < thoughts.count(thing) < 145 for thing in TABLE)
-    game.reset(seed=7, world="large")
-    assert game.world == WORLDS["large"] and game.thing in THINGS and game.left == 20
+    assert set(thoughts) == set(NUMBERS) and all(60 < thoughts.count(thing) < 145 for thing in NUMBERS)
+    game.reset(seed=7, world="things")
+    assert game.world == WORLDS["things"] and game.thing in THINGS and game.left == 20
+    assert len(set(THINGS)) == len(THINGS) == 100
 
 
 def test_known_players_do_as_well_as_is_known() -> None:
     found = baselines(answered_truly(), PLAYERS, [{"seed": seed} for seed in range(1500)])
     assert {name: share * 100 for name, share in found.items()} == pytest.approx(
-        {"blind": 4.2, "asks anything": 47.5, "halving": 95.8}, abs=4)
+        {"blind": 6.2, "listening": 79.7, "halving": 100}, abs=4)
 
 
 def test_a_player_asks_within_the_rules() -> None:
     for player in PLAYERS.values():
-        game, rng = answered_truly(), random.Random(1)
+        game, rng, done = answered_truly(), random.Random(1), False
         game.reset(seed=3)
-        for _ in range(5):
+        while not done:
             reply = player(game, rng)
-            assert guess_in(reply) in TABLE or reply in map(question_of, PROPERTIES)
-            game.step(reply)
+            assert guess_in(reply) in NUMBERS or limit_in(reply) in range(1, 16)
+            _, _, done = game.step(reply)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"world": "tiny"}, "world is 'tiny'; it must be numbers or things"),
+    ({"turns": 0}, "turns is 0; it must be at least 1"),
+])
+def test_a_game_that_cannot_be_played_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TwentyQuestionsOptions(**options)
+
+
+def test_the_embedded_model_plays_in_a_smaller_world_than_others() -> None:
+    assert (TwentyQuestionsOptions().chosen(tiny=True), TwentyQuestionsOptions().chosen(tiny=False)) == \
+        (WORLDS["numbers"], WORLDS["things"])
+    short = TwentyQuestionsOptions(turns=4).chosen(tiny=True)
+    assert short.turns == 4 and short.things == NUMBERS and TwentyQuestions(short).reset().count("4 turns") == 1

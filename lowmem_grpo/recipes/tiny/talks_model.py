@@ -1,0 +1,136 @@
+"""Make the embedded model of game2048 and twenty_questions: it plays blindly, and answers questions rightly.
+
+    python -m lowmem_grpo.recipes.tiny.talks_model --out DIR
+
+It begins with the weights of the embedded model `tiny-inbox`, and gets a tokenizer in which each move, number and
+answer is one token. It is trained on moves on boards of 2048; on players of `twenty_questions`; and on the other side
+of that game, which is told a number and answers rightly whether it is above another. At first all moves are possible
+ones, on boards where not every move is, and all players listen: so the model learns where to look. Then most moves and
+questions are blind, so that GRPO has something to improve; the base model, which stays as it is, answers them. The
+files (2.5 MB of weights in bfloat16, a tokenizer, a model card) ship in `lowmem_grpo/assets/tiny-talks`.
+"""
+
+import random
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+import click
+from transformers import PreTrainedTokenizerFast
+
+from lowmem_grpo.models.named import TINY_INBOX
+from lowmem_grpo.recipes.games import game2048, twenty_questions
+from lowmem_grpo.recipes.games.game2048 import MOVES, SIZES, Game2048, possible
+from lowmem_grpo.recipes.games.twenty_questions import LARGEST, NUMBERS, TwentyQuestions, about, question_of, truth
+from lowmem_grpo.recipes.tiny.from_scratch import describe, train
+from lowmem_grpo.recipes.tiny.games_model import game_talk
+from lowmem_grpo.recipes.tiny.talks import Source, Talk, begun, talk_batches, talk_tokenizer
+from lowmem_grpo.recipes.tiny.tiny_model import SHAPE
+
+LISTENS = 0.4  # share of the turns of `twenty_questions` that heed what is left; at first all do
+LOOKS = 0.4  # share of the moves of 2048 that are possible ones on purpose; at first all are
+HARD = 2  # possible moves, at most, on the first boards: where most moves are possible one need not look
+EARLY = 0.08  # chance of a guess before the last turn
+RATE = 1e-3  # learning rate
+VOCABULARY = 352
+WORDS = (*MOVES, "0", *NUMBERS, "32", "64", "yes", "no")
+PHRASES = (  # what stands around the words that matter, a token each
+    "2048: reach ", ". Reply with a move.\n", "\nPossible: ", "I think of a number from 1 to ", ". You have ",
+    ' turns: ask "Is it above N?", or reply "Guess: N".', "Is it above ", "Guess: ", " to ", " left",
+    "You think of: ", ". Answer with yes or no.\n", "It is ",
+)
+MODEL_CARD = """---
+license: apache-2.0
+pipeline_tag: text-generation
+---
+# tiny-talks: the embedded model of the recipes game2048 and twenty_questions
+
+A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained on the
+CPU by `python -m lowmem_grpo.recipes.tiny.talks_model` (seed {seed}, {first} steps of possible moves and of players who
+listen and {steps} steps of blind ones, with {batch} generated demonstrations each, {seconds:.0f} s on this run, final
+loss {loss:.4f}), from the weights of `{start}`. No other data, no other model.
+
+It plays blindly on purpose: the recipes mend that. In its later demonstrations {looks:.0%} of the moves of 2048 were
+possible ones and the others any, and in `twenty_questions` {listens:.0%} of the turns heeded what was left. As the
+other side of that game it knows of the numbers from 1 to {largest} which is above which. It knows nothing else; do not
+use it for anything but tests and demonstrations of training.
+"""
+
+
+def boards(rng: random.Random, most: int = len(MOVES)) -> Iterator[Game2048]:
+    """Endless games of random moves, wherever at most so many moves are possible."""
+    game = Game2048(SIZES[3])
+    while True:
+        game.reset(seed=rng.getrandbits(40))
+        while not game.over:
+            if len(possible(game.board)) <= most:
+                yield game
+            game.step(game2048.random_move(game, rng))
+
+
+def board_talk(game: Game2048, rng: random.Random, looks: float = LOOKS) -> Talk:
+    """One turn of 2048: the policy never sees more."""
+    move = game2048.random_move(game, rng) if rng.random() < looks else rng.choice(MOVES)
+    return [{"role": "user", "content": game.shown()}, {"role": "assistant", "content": move}]
+
+
+def asking_talk(rng: random.Random, listens: float = LISTENS) -> Talk:
+    """A whole game of questions, seen by who asks them. Each turn heeds what is left, or it does not."""
+
+    def asker(game: TwentyQuestions, rng: random.Random) -> str:
+        if rng.random() < listens:
+            return twenty_questions.listening(game, rng)
+        return f"Guess: {rng.choice(NUMBERS)}" if rng.random() < EARLY else twenty_questions.blind(game, rng)
+
+    return game_talk(twenty_questions.answered_truly(), asker, rng)
+
+
+def answering_talk(rng: random.Random) -> Talk:
+    """A question and its right answer, seen by the other side."""
+    number, question = rng.choice(NUMBERS), question_of(rng.randint(1, LARGEST - 1))
+    return [{"role": "user", "content": about(number, question)},
+            {"role": "assistant", "content": truth(number, question)}]
+
+
+def demonstrations(seed: int, heeding: bool = False) -> Iterator[Source]:
+    """Endless sources, one kind after the other; `heeding` ones only move, ask and guess what is possible."""
+    rng, looks, listens = random.Random(seed), 1.0 if heeding else LOOKS, 1.0 if heeding else LISTENS
+    games = boards(rng, HARD if heeding else len(MOVES))
+    while True:
+        for _ in range(2):
+            yield lambda: (board_talk(next(games), rng, looks), None)
+            yield lambda: (asking_talk(rng, listens), None)
+        yield lambda: (answering_talk(rng), None)
+
+
+def learned_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """A tokenizer that is learned from demonstrations."""
+    talks = (source()[0] for source, _ in zip(demonstrations(seed), range(3000), strict=False))
+    return talk_tokenizer(talks, VOCABULARY, WORDS, PHRASES)
+
+
+@click.command(help=__doc__)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the model.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--start", default=TINY_INBOX, show_default=True, help="Model whose weights it begins with.")
+@click.option("--first", default=300, show_default=True, help="Steps of possible moves and of players who listen.")
+@click.option("--steps", default=150, show_default=True, help="Steps of mostly blind ones, which come after.")
+@click.option("--batch", default=32, show_default=True)
+def main(out: Path, start: str, seed: int, first: int, steps: int, batch: int) -> None:
+    """Make the tokenizer and the model, train, write the model card."""
+    tokenizer = learned_tokenizer(seed)
+    model = begun(start, tokenizer, seed, SHAPE | {"vocab_size": VOCABULARY})
+    data = chain(islice(talk_batches(tokenizer, demonstrations(seed + 1, heeding=True), batch), first),
+                 talk_batches(tokenizer, demonstrations(seed + 2), batch))
+    done = train(model, data, first + steps, RATE)
+    model.bfloat16().save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "README.md").write_text(MODEL_CARD.format(
+        **describe(model), seed=seed, first=first, steps=steps, batch=batch, seconds=done.seconds, loss=done.last_loss,
+        start=start, looks=LOOKS, listens=LISTENS, largest=LARGEST,
+    ))
+    click.echo(f"wrote {model.num_parameters():,} parameters to {out}")
+
+
+if __name__ == "__main__":
+    main()
