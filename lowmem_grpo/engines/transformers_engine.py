@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, FinishedPrompts, OnGroup, Request
+from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop, draw
 from lowmem_grpo.engines.drawn import Drawn, Part
@@ -75,11 +75,12 @@ class TransformersEngine:
         self.widest = 0
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[list[Rollout]]:
         if not prompts:
             return []
-        finished = FinishedPrompts(len(prompts), on_group)
+        finished = FinishedPrompts(len(prompts), on_group, meanwhile)
         self.forget()
         most = params.max_tokens
         budgets = [budget_of(prompt, most, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
@@ -188,6 +189,7 @@ class TransformersEngine:
                 drawn.leave(state, left, step)
             if not left:
                 break
+            drawn.between()
             if len(left) < COMPACT_BELOW * len(state.rows):
                 state.compact()
             logits = self.extend(state)

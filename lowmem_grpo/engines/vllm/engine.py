@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Calls, Conversation, OnGroup
+from lowmem_grpo.engines.base import Calls, Conversation, Meanwhile, OnGroup
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
@@ -152,7 +152,8 @@ class VLLMEngine:
         PROCESS.engine = weakref.ref(self)
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[list[Rollout]]:
         """n rollouts of each prompt. If vLLM dies, a new one is made once and samples what is missing; a second death
         raises, and so does a call that cannot be right. If memory runs out (in waking too), a new one is made with a
@@ -160,7 +161,7 @@ class VLLMEngine:
         self.check_open()
         if not prompts:
             return []
-        call = Prompts(prompts, self.sampling(params), on_group)
+        call = Prompts(prompts, self.sampling(params), on_group, meanwhile)
         with undisturbed(self.policy.device):
             self.in_less_memory(lambda: self.run_surely(call), call)
         return call.result()

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import FinishedPrompts, OnGroup, Request
+from lowmem_grpo.engines.base import FinishedPrompts, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
 from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import Rollout
@@ -70,8 +70,9 @@ class Sampling:
 class Prompts(FinishedPrompts):
     """The prompts of one call of `generate`, and which of them are finished."""
 
-    def __init__(self, prompts: list[list[int]], sampling: Sampling, on_group: OnGroup | None) -> None:
-        super().__init__(len(prompts), on_group)
+    def __init__(self, prompts: list[list[int]], sampling: Sampling, on_group: OnGroup | None,
+                 meanwhile: Meanwhile | None = None) -> None:
+        super().__init__(len(prompts), on_group, meanwhile)
         params, self.sampling = sampling.params, sampling
         seeds = seeds_of(params.seed, len(prompts))
         self.asked = [Request(number, ids, params.max_tokens, seed)
@@ -89,8 +90,8 @@ class Prompts(FinishedPrompts):
         """(prompt, vLLM's output) for the `missing` prompts: as they finish, or all of them at the end."""
         requests = [{"prompt_token_ids": self.asked[prompt].ids} for prompt in missing]
         settings = [self.settings[prompt] for prompt in missing]
-        if self.on_group is not None:
-            found = finished_outputs(llm, requests, settings)
+        if self.on_group is not None or self.meanwhile is not None:
+            found = finished_outputs(llm, requests, settings, self.between)
         else:
             found = enumerate(llm.generate(requests, settings, use_tqdm=False))
         return ((missing[place], output) for place, output in found)
@@ -118,14 +119,18 @@ def seeds_of(seed: int | None, count: int) -> list[int]:
     return [source.getrandbits(62) for _ in range(count)]
 
 
-def finished_outputs(llm: Any, requests: list[Any], settings: list[Any]) -> Iterator[tuple[int, Any]]:
-    """(index of a request, its output with all completions) in the order in which the requests finish."""
+def finished_outputs(
+    llm: Any, requests: list[Any], settings: list[Any], between: Callable[[int], None]
+) -> Iterator[tuple[int, Any]]:
+    """(index of a request, its output with all completions) in the order in which the requests finish; `between` gets
+    the number of unfinished sequences after each step."""
     ids = llm.enqueue(requests, settings, use_tqdm=False)
     places = {number_of(name): place for place, name in enumerate(ids)}
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():
             if output.finished:
                 yield places[number_of(output.request_id)], output
+        between(llm.llm_engine.get_num_unfinished_requests())
 
 
 def number_of(name: str) -> str:
