@@ -101,6 +101,12 @@ METRICS = {
     "time/tools":
         "time in which nothing could be decoded because tools or environments were at work, as a share; it is a part "
         "of time/generate",
+    "time/train_hidden":
+        'with train_while_sampling="parallel": the share of a step in which groups were trained beside sampling, a '
+        "part of time/generate",
+    "train_while_sampling/share, train_while_sampling/dropped":
+        "with train_while_sampling: the share of completions that were trained before all were sampled, and whether "
+        "that was dropped and made again",
     "time/reward_hidden":
         "time of reward functions while other groups were still sampled, as a share; parallel calls count once",
     "memory/peak_bytes, memory/reserved_bytes, memory/kv_bytes":
