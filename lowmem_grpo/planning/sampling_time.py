@@ -47,6 +47,7 @@ class Sampling:
     together: int  # sequences decoded at a time
     reads: int = LARGE_PREFILL  # tokens of prompts read in one pass
     form: str = NF4  # of quantized weights, or FP8
+    kv_itemsize: int = WORD  # bytes of a number of the cache
 
     def steps(self, work: Workload) -> int:
         """Token steps: those of the longest completion, and more where not all are decoded at a time.
@@ -101,7 +102,7 @@ class Sampling:
     def others(self, rows: int, cached: float) -> float:
         """Seconds of adapter, cache, head and sampler."""
         shape, speed = self.shape, self.speed
-        moved = WORD * shape.lora_weights(self.rank) + rows * shape.kv_bytes(round(cached))
+        moved = WORD * shape.lora_weights(self.rank) + rows * shape.kv_bytes(round(cached), self.kv_itemsize)
         moved += 4 * rows * shape.vocabulary * SAMPLER_PASSES
         return moved / speed.memory + product_seconds(shape.vocabulary * shape.hidden, rows, speed)
 

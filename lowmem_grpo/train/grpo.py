@@ -13,6 +13,7 @@ from lowmem_grpo.data.prompts import Prompt, PromptEncoder, longest_prompt
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.planning.run_time import PlannedTime
@@ -119,7 +120,8 @@ class GRPOTrainer(Trainer):
         self.parity = ParityGate(
             self.policy, config.sampling(None), config.parity_steps, config.parity_bound, state=self.state,
             stride=config.steps_per_rollout, memory=self.memory.train, mismatch=self.objective.mismatch,
-            clock=self.clock,
+            clock=self.clock, cache_dtype=getattr(first, "cache_dtype", AUTO),
+            correction=config.vllm_importance_sampling_correction,
         )
         self.evaluation = Evaluation(
             self.evaluation_rows(eval_dataset), config.eval_strategy,

@@ -27,6 +27,7 @@ from lowmem_grpo.engines.vllm.process_state import undisturbed
 from lowmem_grpo.engines.vllm.requests import Prompts, Sampling
 from lowmem_grpo.engines.vllm.turns import Turns
 from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
+from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.units import size_text
@@ -44,12 +45,13 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None,
         max_num_seqs: int | None = None, enforce_eager: bool | None = None, rollout_copy: bool = False,
         sampling_weights: str | None = None, bound: RolloutBound | None = None, sampled: int | None = None,
-        block_size: int | None = None,
+        block_size: int | None = None, kv_cache_dtype: str = AUTO,
     ) -> None:
         """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
         `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
         room. A call may ask for more at any time: the rest waits. `block_size` is that of the cache, in tokens; None
-        takes vLLM's own, and 32 for contexts of at most 2,048 tokens on the CPU.
+        takes vLLM's own, and 32 for contexts of at most 2,048 tokens on the CPU. `kv_cache_dtype` is what its keys and
+        values are held in: "auto" for the model's dtype, or "fp8", "fp8_e4m3" and "fp8_e5m2" for 8-bit floats.
 
         `enforce_eager=None` decodes with CUDA graphs on a card, and without them elsewhere. With `rollout_copy` the
         engine samples with a copy of the adapter as it was at the last `on_policy_update`, so that training can go on
@@ -69,7 +71,7 @@ class VLLMEngine:
         self.eager = vllm_settings.is_eager(policy, enforce_eager)
         self.vllm = import_plugin()
         self.capacity = Capacity(policy, max_seq_length, kv_cache_bytes, gpu_memory_utilization, max_num_seqs, sampled,
-                                 bound, block_size)
+                                 bound, block_size, kv_cache_dtype)
         self.sampling_weights, self.capacity.kv_budget = vllm_pool.choose_for_engine(
             sampling_weights, policy, self.capacity, self.eager)
         self.capacity.check(policy)
@@ -81,6 +83,8 @@ class VLLMEngine:
         self.copy = copy_to_publish(policy, self.adapter) if rollout_copy else None
         if self.tells_routes:
             self.vllm.check_routes()
+        if in_8_bits(kv_cache_dtype):
+            self.vllm.check_cache_dtype(kv_cache_dtype)
         self.in_less_memory(self.start_or_do_without)
 
     @property
@@ -95,6 +99,11 @@ class VLLMEngine:
     @property
     def slots(self) -> int:
         return self.capacity.seqs
+
+    @property
+    def cache_dtype(self) -> str:
+        """What its keys and values are held in."""
+        return self.capacity.cache_dtype
 
     def start_or_do_without(self) -> None:
         """`start`, and again without what this vLLM lacks here."""
