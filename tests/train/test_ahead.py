@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from trainer_runs import adapter, digit_sum, load, make, moved, relative, same
 from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.losses import loss_types
+from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.plan import MemoryPlan, Row, RunSettings
 from lowmem_grpo.train import ahead as module
 
 ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 17)]
@@ -206,3 +209,20 @@ def test_what_cannot_be_trained_early_is_refused_before_the_first_step(tmp_path:
         make(tmp_path, model=model, train_while_sampling="parallel", score_while_sampling=True)
     with pytest.raises(ValueError, match="lora_dropout is above 0"):
         make(tmp_path, model=load(lora_dropout=0.1), train_while_sampling="parallel", score_while_sampling=True)
+
+
+@pytest.mark.parametrize(("used", "fits"), [(60, True), (70, True), (71, False)])
+def test_on_a_card_a_micro_batch_waits_until_the_cache_leaves_the_room_that_is_planned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, used: int, fits: bool
+) -> None:
+    rows = (Row("weights", rollout=40, train=40), Row("cache", rollout=60), Row("activations", train=30))
+    plan = MemoryPlan("a model", Device("a card", 200, 200), RunSettings(8), rows)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 - used - 5, 200))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 45)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 40)
+    learner: Any = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cuda")))
+    unused: Any = None
+    ahead = module.Ahead(learner, unused, unused, unused, 8, plan)
+    with caplog.at_level("INFO"):
+        assert [ahead.room(), ahead.room()] == [fits, fits]
+    assert caplog.text.count("leaves no room") == int(not fits), "it is said once"
