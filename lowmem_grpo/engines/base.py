@@ -77,6 +77,8 @@ class Engine(Protocol):
         """Get ready to generate. The next call of `generate` would do it as well."""
         ...
 
+    # An engine may have an attribute `pace` (`engines/pace.py`), from which a step's log takes where its time went.
+
     @property
     def slots(self) -> int | None:
         """Sequences that are decoded together at most; None is no bound."""

@@ -7,6 +7,7 @@ from typing import Protocol
 from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.strategies import StrategySettings
 from lowmem_grpo.data.prompts import Prompt, PromptSource
+from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
@@ -70,6 +71,7 @@ class Collector:
         self.logs: list[dict[str, float]] = []  # by the reward functions, one for each round
         self.watched: dict[str, float] = {}
         self.counts: dict[str, float] = {}
+        self.pace = Pace()
         self.tokens = 0  # of the completions sampled in this step, with the greedy ones
 
     def collect(self) -> list[RolloutGroup]:
@@ -92,6 +94,7 @@ class Collector:
         may look at."""
         self.begin()
         self.sampled = groups
+        self.pace.add(self.sampler.pace())
         self.count(groups)
         self.watched = self.parity.watch(to_check)
 
@@ -101,6 +104,7 @@ class Collector:
         params = self.draws.of(self.state.global_step, extra_round)
         with self.scoring.begin(prompts) as calls:
             groups = self.sample(prompts, params, calls)
+            self.pace.add(self.sampler.pace())
             self.count(groups)
             self.sampled += groups
             if not extra_round:
@@ -133,6 +137,7 @@ class Collector:
         prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups]
         with self.scoring.begin(prompts) as calls:
             greedy = self.sampler.sample(prompts, self.draws.greedy, calls.on_group)
+            self.pace.add(self.sampler.pace())
             self.count(greedy)
             self.scoring.set_baselines(groups, greedy, calls.settle(greedy))
 
@@ -202,7 +207,7 @@ class Collector:
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {
             **rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
-            **self.counts, **pools, **waiting_share(self.sampled, seconds),
+            **self.counts, **pools, **self.pace.metrics(), **waiting_share(self.sampled, seconds),
             "data/skipped_rows": sum(self.source.skipped.values()),
             "num_tokens": self.state.num_tokens, "tokens_per_second": self.tokens / max(seconds, 1e-9),
         }

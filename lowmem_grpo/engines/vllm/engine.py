@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Calls, Conversation, Meanwhile, OnGroup
+from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
@@ -25,6 +26,7 @@ from lowmem_grpo.engines.vllm.lifetime import PROCESS, check_alone, end
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter, copy_to_publish
 from lowmem_grpo.engines.vllm.process_state import undisturbed
 from lowmem_grpo.engines.vllm.requests import Prompts, Sampling
+from lowmem_grpo.engines.vllm.steps import Steps
 from lowmem_grpo.engines.vllm.turns import Turns
 from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
@@ -76,6 +78,7 @@ class VLLMEngine:
             sampling_weights, policy, self.capacity, self.eager)
         self.capacity.check(policy)
         self.kv_bytes, self.policy_version, self.asleep, self.base = 0, 0, False, False
+        self.pace = Pace()
         self.llm: Any = None
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.vllm.check_architecture(type(policy.base).__name__)
@@ -246,7 +249,8 @@ class VLLMEngine:
         identity = self.loan.take(self.base)
         version = self.policy_version if self.copy is None else self.copy.version
         self.forget_prefixes(identity if identity == "base" else (identity, version))
-        call.run(self.llm, version)
+        self.pace.begin()
+        call.run(Steps(self.llm, self.pace), version)
 
     def forget_prefixes(self, identity: Hashable) -> None:
         """Drop cached prefixes that were computed with anything else than `identity`."""

@@ -23,6 +23,7 @@ pytestmark = NEEDS_VLLM
 METHODS: dict[tuple[str, str], dict[str, list[str]]] = {
     ("vllm.entrypoints.llm", "LLM"): {"sleep": ["level"], "wake_up": [], "collective_rpc": ["method", "kwargs"]},
     ("vllm.v1.engine.llm_engine", "LLMEngine"): {"is_sleeping": []},
+    ("vllm.v1.core.sched.interface", "SchedulerInterface"): {"get_request_counts": []},
     ("vllm.model_executor.layers.quantization.base_config", "QuantizationConfig"): {
         "get_min_capability": [], "get_config_filenames": [], "from_config": ["config"],
     },
