@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-TAIL = 0.25  # share of the most sequences of a call that ran together; below it, token steps are the tail's
+from lowmem_grpo.planning.workload import TAIL
+
 PHASES = ("prefill", "full", "tail")
 
 

@@ -38,6 +38,8 @@ class TimePlan:
     sampled_together: int = 0
     token_steps: int = 0
     sampling_bits: int = 0  # of the weights that token steps multiply with
+    tail_steps: int = 0  # of the token steps, those at the end, of few sequences
+    tail_seconds: float = 0.0  # of decode
     bound: dict[str, str] = field(default_factory=dict)  # what a training pass waits for: "card" or "launches"
 
     @property
@@ -88,6 +90,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs 
     return TimePlan(
         work, card, calibrated(seconds, card), None, training.micro_batches,
         min(sampling.together, work.sequences), sampling.steps(work), BITS[sampling.form] if sampling.quantized else 16,
+        round(work.tail_steps), sampling.tail(work) * calibration(card, "generate"),
         {"forward": forward.bound, "backward": backward.bound},
     )
 

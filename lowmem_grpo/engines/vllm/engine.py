@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Calls, Conversation, Meanwhile, OnGroup
+from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
 from lowmem_grpo.engines.vllm import pool as vllm_pool
@@ -78,7 +79,7 @@ class VLLMEngine:
             sampling_weights, policy, self.capacity, self.eager)
         self.capacity.check(policy)
         self.kv_bytes, self.policy_version, self.asleep, self.base = 0, 0, False, False
-        self.pace = Pace()
+        self.pace, self.expected = Pace(), ExpectedLengths()
         self.llm: Any = None
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.vllm.check_architecture(type(policy.base).__name__)
@@ -173,10 +174,14 @@ class VLLMEngine:
         self.check_open()
         if not prompts:
             return []
-        call = Prompts(prompts, self.sampling(params), on_group, meanwhile)
+        waiting = len(prompts) * params.n > self.slots
+        call = Prompts(prompts, self.sampling(params), on_group, meanwhile, self.expected if waiting else None)
         with undisturbed(self.policy.device):
             self.in_less_memory(lambda: self.run_surely(call), call)
-        return call.result()
+        found = call.result()
+        for prompt, rollouts in zip(prompts, found, strict=True):
+            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+        return found
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         """Turns of episodes, as `Engine.converse` says: the same for turns that are in the engine."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import FinishedPrompts, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
+from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.vllm.steps import Steps
 from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import Rollout
@@ -73,8 +74,10 @@ class Prompts(FinishedPrompts):
     """The prompts of one call of `generate`, and which of them are finished."""
 
     def __init__(self, prompts: list[list[int]], sampling: Sampling, on_group: OnGroup | None,
-                 meanwhile: Meanwhile | None = None) -> None:
+                 meanwhile: Meanwhile | None = None, expected: ExpectedLengths | None = None) -> None:
+        """With `expected` the prompts enter vLLM in its order. Their seeds follow from the given order."""
         super().__init__(len(prompts), on_group, meanwhile)
+        self.expected = expected
         params, self.sampling = sampling.params, sampling
         seeds = seeds_of(params.seed, len(prompts))
         self.asked = [Request(number, ids, params.max_tokens, seed)
@@ -83,7 +86,10 @@ class Prompts(FinishedPrompts):
 
     def run(self, steps: Steps, version: int) -> None:
         """Sample all that is missing; each prompt is told as it finishes."""
-        for prompt, output in self.outputs(steps, self.missing):
+        missing = self.missing
+        if self.expected is not None:
+            missing = [missing[place] for place in self.expected.order([self.asked[prompt].ids for prompt in missing])]
+        for prompt, output in self.outputs(steps, missing):
             with self.outside_the_engine():
                 ids = self.asked[prompt].ids
                 steps.was_read(len(ids))
