@@ -70,8 +70,10 @@ class ParityGate:
         self.policy, self.temperature, self.every = policy, params.temperature, every
         self.truncates = params.truncates
         self.cache_dtype, self.correction, self.advised = cache_dtype, correction, not in_8_bits(cache_dtype)
-        of_dtype = BOUNDS[policy.autocast_dtype or policy.head.weight.dtype]
-        self.bound = eight_bit_cache.BOUNDS.get(cache_dtype, of_dtype) if bound is None else bound
+        if bound is None:
+            of_dtype = BOUNDS[policy.autocast_dtype or policy.head.weight.dtype]
+            bound = eight_bit_cache.BOUNDS.get(cache_dtype, of_dtype)
+        self.bound = bound
         self.state, self.stride, self.started = state, stride, False
         self.mismatch, self.clock = mismatch or MismatchWatch(), clock or Clock()
         self.packer = Packer(policy.device, memory or RunMemory().train)
