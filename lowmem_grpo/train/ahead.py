@@ -148,8 +148,10 @@ class Ahead:
 
     def work(self) -> None:
         """In the worker: train micro-batch after micro-batch while others are sampled, on a card in its own stream."""
-        device, began = self.learner.policy.device, time.perf_counter()
-        on_card = device.type == "cuda"
+        policy, began = self.learner.policy, time.perf_counter()
+        device, on_card = policy.device, policy.device.type == "cuda"
+        if policy.base.is_gradient_checkpointing:
+            policy.model.train()  # else nothing is recomputed. The engine, vLLM, looks at no mode
         try:
             with torch.cuda.stream(torch.cuda.Stream(device)) if on_card else nullcontext():
                 while self.open and self.batches:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from trainer_runs import adapter, digit_sum, load, make, moved, relative, same
+from vllm_models import KV_BYTES, NEEDS_VLLM
 
-from lowmem_grpo import GRPOConfig, GRPOTrainer
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.losses import loss_types
 from lowmem_grpo.memory.cards import Device
@@ -34,7 +35,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trainer(folder: Path, mode: Any, double: bool = False, **settings: Any) -> GRPOTrainer:
     torch.manual_seed(0)
-    model = moved(load())
+    model = settings.pop("model", None) or moved(load())
     if double:
         model.double()
     return make(folder, model=model, rows=ROWS, train_while_sampling=mode, **(SETTINGS | settings))
@@ -84,6 +85,27 @@ def test_the_gradient_and_the_loss_are_those_of_training_after_sampling(
     assert metrics["loss"] == pytest.approx(plain["loss"], rel=1e-4, abs=1e-7)
     assert metrics["entropy"] == pytest.approx(plain["entropy"], rel=1e-4)
     assert metrics["completions/trained"] == plain["completions/trained"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=NEEDS_VLLM)])
+def test_with_vllm_and_recomputed_layers_the_gradient_is_that_of_training_after_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    bare, _ = FastLanguageModel.from_pretrained(
+        "tiny", max_seq_length=128, load_in_4bit=False, fast_inference=engine, kv_cache_bytes=KV_BYTES)
+    model = moved(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=True))
+    try:
+        found = []
+        with slow_decoding(monkeypatch):
+            for mode in (False, True, "parallel"):
+                gradient, metrics = one_step(tmp_path / str(mode), mode, model=model)
+                model.zero_grad(set_to_none=True)
+                assert (metrics.get("train_while_sampling/share", 0) > 0.2) == bool(mode)
+                found.append(gradient)
+        assert relative(found[1], found[0]) < 1e-5 and relative(found[2], found[0]) < 1e-5
+    finally:
+        model.close_engine()
 
 
 @pytest.mark.parametrize("mode", MODES)
