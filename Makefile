@@ -17,7 +17,7 @@ demo: $(VENV)/.installed  ## a language model learns arithmetic, in minutes on t
 	$(BIN)/lowmem-grpo run arithmetic overwrite_output_dir=true
 
 test: $(VENV)/.installed-vllm  ## the whole test suite, vLLM's build for CPUs included
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=60 --durations-min=5
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check .

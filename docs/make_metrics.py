@@ -101,6 +101,21 @@ METRICS = {
     "time/tools":
         "time in which nothing could be decoded because tools or environments were at work, as a share; it is a part "
         "of time/generate",
+    "time/train_hidden":
+        'with train_while_sampling="parallel": the share of a step in which groups were trained beside sampling, a '
+        "part of time/generate",
+    "train_while_sampling/share, train_while_sampling/dropped":
+        "with train_while_sampling: the share of completions that were trained before all were sampled, and whether "
+        "that was dropped and made again",
+    "time/sampling/prefill_s, time/sampling/full_s, time/sampling/tail_s":
+        "seconds of sampling: steps of the engine that compute prompts, token steps of many sequences, and token steps "
+        "of fewer than a quarter of the most that ran together in the call. Waiting for tools is in none of them",
+    "time/sampling/tail_share": "the share of the tail in these three",
+    "tokens_per_second/prefill, tokens_per_second/full, tokens_per_second/tail":
+        "tokens per second in each of them: tokens of prompts that were computed, and tokens drawn",
+    "sampling/most_together, sampling/preemptions":
+        "the most sequences that were decoded together; how often one had to leave the engine for want of cache, so "
+        "that it was computed again",
     "time/reward_hidden":
         "time of reward functions while other groups were still sampled, as a share; parallel calls count once",
     "memory/peak_bytes, memory/reserved_bytes, memory/kv_bytes":

@@ -26,7 +26,8 @@ OWN = {  # what the backend decides
 PARTS = ("init_args", "engine_args", "peft_args", "trainer_args")  # of `_internal_config`
 OF_ENGINE = {"gpu_memory_utilization": "gpu_memory_utilization", "max_num_seqs": "max_num_seqs",
              "enforce_eager": "enforce_eager", "max_model_len": "max_seq_length", "dtype": "dtype",
-             "revision": "revision", "max_lora_rank": "max_lora_rank"}
+             "revision": "revision", "max_lora_rank": "max_lora_rank",
+             "kv_cache_dtype": "kv_cache_dtype"}
 ENGINE: dict[str, Fate] = {
     **any_value("vLLM always sleeps while the model trains", "enable_sleep_mode"),
     **any_value("vLLM has no such option any more: it schedules each step", "num_scheduler_steps"),

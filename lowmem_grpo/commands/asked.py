@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.commands.recipe_help import file_of, named, options_of, parsed, sizes_of
+from lowmem_grpo.config.engine import EngineSettings
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.data.kinds import KINDS, refuse_missing
@@ -49,6 +50,7 @@ def check_recipe(name: str, arguments: Sequence[str]) -> None:
         asked.fast_inference  # noqa: B018  (refuses an unknown engine)
     asked.checkpointing  # noqa: B018  (refuses an unknown mode)
     form_of_weights(asked.load_in_4bit, False, asked.load_in_fp8)  # refuses both
+    EngineSettings(kv_cache_dtype=asked.kv_cache_dtype).check_for(asked.engine)
     check_model(asked.model)
     source = getattr(asked, "dataset", None) or written.get("dataset", ("", None))[1]
     if not is_recipe_file(name) or REPO.fullmatch((source or "").partition(":")[0]):

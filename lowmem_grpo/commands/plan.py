@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.linear import FP8
 from lowmem_grpo.views.terminal import plain_errors
 
@@ -27,6 +28,8 @@ CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "fal
               help="Gradient checkpointing: layer inputs on the host, on the card, or none.")
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True,
               help="What samples the completions.")
+@click.option("--kv-cache-dtype", type=click.Choice(CACHE_DTYPES), default=AUTO, show_default=True,
+              help="Of vLLM's keys and values: the model's dtype, or 8-bit floats.")
 @click.option("--max-tokens", type=int, help="Tokens of a training micro-batch.  [default: chosen by the plan]")
 @click.option("--mlp-tile", type=int, help="Tokens that an MLP computes at a time.  [default: chosen by the plan]")
 @click.option("--optim", help="Optimizer, named as in GRPOConfig.  [default: chosen by the plan]")
@@ -65,7 +68,8 @@ def plan(
         if prompts is not None and prompts < 1:
             raise ValueError(f"prompts is {prompts}; it must be at least 1")
         step = (PROMPTS if prompts is None else prompts) * asked.num_generations
-        asked = replace(asked, completions_per_step=step, sequences=min(step, MOST_SEQUENCES))
+        asked = replace(asked, completions_per_step=step, sequences=min(step, MOST_SEQUENCES),
+                        longest_completion=max_completion_length)
         longest = planner.max_context(config, asked, card) if max_context else None
         found = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
         work = Workload.within(found.settings.context, prompts, found.settings.num_generations, prompt_length,

@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES, in_8_bits
+
 TRANSFORMERS, VLLM = "transformers", "vllm"
 ENGINES = (True, False, TRANSFORMERS, VLLM)
 FOUR, SIXTEEN = "4bit", "16bit"  # the forms of weights to sample with
@@ -22,6 +24,7 @@ class EngineSettings:
     enforce_eager: bool | None = None  # True: no CUDA graphs. None: graphs on a card
     block_size: int | None = None  # tokens of a block of the cache. None: vLLM's own; 32 for short contexts on the CPU
     sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: where there is room
+    kv_cache_dtype: str = AUTO  # of the key-value cache: the model's, or 8-bit floats (CACHE_DTYPES)
 
     def __post_init__(self) -> None:
         checks = {
@@ -31,6 +34,7 @@ class EngineSettings:
             "enforce_eager": (self.enforce_eager in (True, False, None), "True, False or None"),
             "block_size": (self.block_size is None or is_count(self.block_size), "a positive int, or None"),
             "sampling_weights": (self.sampling_weights in (FOUR, SIXTEEN, None), f'"{FOUR}", "{SIXTEEN}" or None'),
+            "kv_cache_dtype": (self.kv_cache_dtype in CACHE_DTYPES, f"one of {', '.join(CACHE_DTYPES)}"),
         }
         for name, (allowed, rule) in checks.items():
             if not allowed:
@@ -41,6 +45,15 @@ class EngineSettings:
         if self.sampling_weights == SIXTEEN and fast_inference in (False, TRANSFORMERS):
             raise ValueError(f"sampling_weights is {SIXTEEN!r} and fast_inference is {fast_inference!r}: only vLLM "
                              'samples with dequantized weights. Leave it out, or load with fast_inference="vllm"')
+        if self.in_8_bits and fast_inference in (False, TRANSFORMERS):
+            raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r} and fast_inference is {fast_inference!r}: "
+                             "only vLLM holds its cache in 8 bits, the transformers engine in the model's dtype. "
+                             'Leave it out, or load with fast_inference="vllm"')
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether the key-value cache is to be held in 8 bits."""
+        return in_8_bits(self.kv_cache_dtype)
 
 
 def is_count(value: object) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lowmem_grpo.config.episodes import EpisodeSettings
+from lowmem_grpo.config.overlap import OverlapSettings
 from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.strategies import StrategySettings
@@ -17,7 +18,9 @@ GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 
 
 @dataclass
-class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSettings, TrainSettings):
+class GRPOConfig(
+    LossSettings, AdvantageSettings, StrategySettings, EpisodeSettings, OverlapSettings, TrainSettings
+):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
     One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to
@@ -28,8 +31,9 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     evaluated: ClassVar[str] = "reward"
 
-    # The fields of TrainSettings; how groups are chosen: those of StrategySettings; episodes of
-    # several turns: those of EpisodeSettings; the loss: those of LossSettings and AdvantageSettings.
+    # The fields of TrainSettings; how groups are chosen: those of StrategySettings; episodes of several turns: those of
+    # EpisodeSettings; what is done at once: those of OverlapSettings; the loss: those of LossSettings and
+    # AdvantageSettings.
 
     max_prompt_length: int | None = None
     """Rows with a longer prompt are skipped and counted; None leaves the context as the only bound."""
@@ -97,6 +101,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.check_loss_options()
         self.check_advantage_options()
         self.check_replay()
+        self.check_overlap()
         self.turn_limit  # noqa: B018  (refuses a contradiction)
         self.check_credit()
         self.sampling(None)

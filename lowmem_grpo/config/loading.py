@@ -55,7 +55,7 @@ FROM_PRETRAINED: dict[str, Fate] = {
     **off("code from a model repository is never run; use an architecture that transformers ships",
           "trust_remote_code"),
     **off("set it in the model's config.json and raise max_seq_length", "rope_scaling"),
-    **off("the cache has the model's dtype; leave it out", "float8_kv_cache"),
+    **off('use kv_cache_dtype="fp8", its name in vLLM', "float8_kv_cache"),
     **off("the vocabulary stays as it is stored; leave it out", "resize_model_vocab"),
     **off("LoRA's weights are float32 anyway, and the base stays frozen; use dtype for the base",
           "float32_mixed_precision"),

@@ -9,6 +9,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
 
 OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its rollouts)
+Meanwhile = Callable[[int], None]  # (sequences that are still decoded)
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ class Engine(Protocol):
     name: str
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[list[Rollout]]:
         """Sample `params.n` rollouts of each prompt (token ids) with the current policy. Ids are never re-tokenised.
 
         A sleeping engine wakes itself; if that runs out of memory, it reacts as it does in sampling. The engine calls
         `on_group` in this thread, once for each prompt, as soon as all rollouts of the prompt are finished. It passes
-        the same objects that it returns in the end. An error raised by `on_group` ends the call.
+        the same objects that it returns in the end. It calls `meanwhile` in this thread, too, between two steps of
+        decoding, with the number of sequences that are not finished. An error raised by either ends the call.
         """
         ...
 
@@ -73,6 +76,8 @@ class Engine(Protocol):
     def wake(self) -> None:
         """Get ready to generate. The next call of `generate` would do it as well."""
         ...
+
+    # An engine may have an attribute `pace` (`engines/pace.py`), from which a step's log takes where its time went.
 
     @property
     def slots(self) -> int | None:
@@ -107,8 +112,8 @@ class Calls:
 class FinishedPrompts(Calls):
     """The rollouts of the prompts that are finished. Each prompt is reported once, even if the call starts again."""
 
-    def __init__(self, prompts: int, on_group: OnGroup | None) -> None:
-        self.prompts, self.on_group = prompts, on_group
+    def __init__(self, prompts: int, on_group: OnGroup | None, meanwhile: Meanwhile | None = None) -> None:
+        self.prompts, self.on_group, self.meanwhile = prompts, on_group, meanwhile
         self.rollouts: dict[int, list[Rollout]] = {}
 
     def add(self, prompt: int, rollouts: list[Rollout]) -> None:
@@ -117,6 +122,12 @@ class FinishedPrompts(Calls):
         self.rollouts[prompt] = rollouts
         if self.on_group is not None:
             self.on_group(prompt, rollouts)
+
+    def between(self, running: int) -> None:
+        """Two steps of decoding are apart, and so many sequences are not finished."""
+        if self.meanwhile is not None and running:
+            with self.outside_the_engine():
+                self.meanwhile(running)
 
     @property
     def missing(self) -> list[int]:

@@ -5,6 +5,7 @@ import logging
 import weakref
 from dataclasses import dataclass, field
 from importlib.metadata import requires
+from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 from lowmem_grpo.engines.vllm.lifetime import living
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread
 from lowmem_grpo.memory.bounds import RolloutBound
+from lowmem_grpo.memory.cache_dtype import IN_16_BITS, why_not_on_card, why_not_on_cpu
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,22 @@ def why_other_device(name: str, number: str, device: str) -> str | None:
     return f"{name} {number} is built for {'CPUs' if for_cpus else 'cards'} and the model is on {device}"
 
 
+def check_cache_dtype(settings: EngineSettings, choice: EngineChoice, device: str) -> None:
+    """EngineUnavailableError where a cache in 8 bits is asked for that the chosen engine cannot have on `device`."""
+    why = why_not_in_8_bits(choice, device) if settings.in_8_bits else None
+    if why:
+        raise EngineUnavailableError(f"kv_cache_dtype is {settings.kv_cache_dtype!r}, and {why}. {IN_16_BITS}")
+
+
+def why_not_in_8_bits(choice: EngineChoice, device: str) -> str | None:
+    """Why the chosen engine cannot hold its cache in 8 bits there; None where it can."""
+    if choice.name != VLLM:
+        return f"only vLLM holds its cache in 8 bits, but the {choice.name} engine samples ({choice.why})"
+    if device.startswith("cpu"):
+        return why_not_on_cpu(torch.backends.cpu.get_cpu_capability())
+    return why_not_on_card(torch.cuda.get_device_capability(device), find_spec("flashinfer") is not None)
+
+
 @dataclass(eq=False)
 class EngineKeeper:
     """Provides the engine of one loaded model. vLLM's is made once and kept, because a process has room for one."""
@@ -108,7 +126,7 @@ class EngineKeeper:
         try:
             return self.start(policy, tokenizer)
         except (EngineUnavailableError, BorrowError) as error:
-            if self.choice.forced:
+            if self.choice.forced or self.settings.in_8_bits:
                 raise
             self.choice = EngineChoice(TRANSFORMERS, f"vLLM cannot sample with this model: {error}")
             logger.warning("engine: %s (%s)", self.choice.name, self.choice.why)

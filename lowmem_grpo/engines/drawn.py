@@ -123,6 +123,10 @@ class Drawn:
             self.unfinished[row // self.params.n] -= 1
         return sorted({row // self.params.n for row in rows if not self.unfinished[row // self.params.n]})
 
+    def between(self) -> None:
+        """Two steps of decoding are apart."""
+        self.finished.between(sum(self.unfinished))
+
     def reopen(self, rows: Tensor) -> None:
         """Undo what an interrupted step may have written about unfinished rows."""
         self.lengths[rows], self.stopped[rows] = self.budgets[rows], False

@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, FinishedPrompts, OnGroup, Request
+from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop, draw
 from lowmem_grpo.engines.drawn import Drawn, Part
 from lowmem_grpo.engines.drawn_turns import DrawnTurns
 from lowmem_grpo.engines.kept_rows import Continued, KeptRows
 from lowmem_grpo.engines.kv_cache import left_padded, right_aligned
+from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
@@ -48,6 +49,7 @@ class TransformersEngine:
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
         self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
+        self.pace = Pace()
 
     @property
     def slots(self) -> int | None:
@@ -75,15 +77,17 @@ class TransformersEngine:
         self.widest = 0
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[list[Rollout]]:
         if not prompts:
             return []
-        finished = FinishedPrompts(len(prompts), on_group)
+        finished = FinishedPrompts(len(prompts), on_group, meanwhile)
         self.forget()
         most = params.max_tokens
         budgets = [budget_of(prompt, most, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
         self.kv_bytes = 0
+        self.pace.begin()
         drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished))
         self.report(drawn, finished.missing)
         return finished.result()
@@ -94,6 +98,7 @@ class TransformersEngine:
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
         if not goes_on:
             self.forget()  # another's keys
+        self.pace.begin()
         try:
             while requests := conversation.take(busy=False):
                 self.widest = max(self.widest, len(requests))
@@ -170,6 +175,7 @@ class TransformersEngine:
         rows = torch.tensor(part.rows, device=self.policy.device)
         uniform = drawn.uniform(part, self.policy.device)
         drawn.reopen(rows)
+        self.pace.resume()
         budget = int(drawn.budgets[rows].max())
         state, logits = self.begin(drawn, part)
         self.kv_bytes = max(self.kv_bytes, state.cache.nbytes + drawn.kept_bytes)
@@ -179,6 +185,7 @@ class TransformersEngine:
             ended = state.alive & self.ends(state, drawn.ids[:, : step + 1], params)
             state.alive = state.alive & ~ended & (drawn.lengths[state.rows] > step + 1)
             left = state.rows[state.alive].tolist()
+            self.pace.step(len(part.rows))
             drawn.lengths[state.rows[ended]] = step + 1
             drawn.stopped[state.rows[ended]] = True
             before, part.rows, part.start = part.rows, left, step + 1
@@ -188,6 +195,8 @@ class TransformersEngine:
                 drawn.leave(state, left, step)
             if not left:
                 break
+            with self.pace.paused():
+                drawn.between()
             if len(left) < COMPACT_BELOW * len(state.rows):
                 state.compact()
             logits = self.extend(state)
@@ -203,6 +212,7 @@ class TransformersEngine:
             made.append(self.prefill(drawn, fresh))
         state, logits = Decode.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
         if part.start:
+            self.pace.read(part.start * len(part.rows))
             logits = self.feed(state, drawn.ids[state.rows, : part.start])
             drawn.keep(state.rows, part.start - 1, state.routes)  # the others' are known from their first pass
         return state, logits
@@ -213,6 +223,7 @@ class TransformersEngine:
         input_ids, real = left_padded(prompts, self.tokenizer.pad_token_id or 0, self.policy.device)
         state = Decode.of(torch.arange(len(prompts), device=input_ids.device))
         logits = self.feed(state, input_ids, real, at_once=input_ids.shape[1])
+        self.pace.read(sum(map(len, prompts)))
         drawn.keep_prompts(rows, prompts, counts, state.routes)
         owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
         state.select(torch.tensor(owners, device=input_ids.device))
@@ -228,6 +239,7 @@ class TransformersEngine:
         state = Decode.of(torch.tensor(more.rows, device=device), cache, torch.tensor(more.held, device=device))
         rest = left_padded([ids[-more.fed :] for ids in more.prompts], self.tokenizer.pad_token_id or 0, device)
         logits = self.feed(state, *rest)
+        self.pace.read(more.fed * len(more.rows))
         drawn.keep_continued(more, state.routes)
         return state, logits
 

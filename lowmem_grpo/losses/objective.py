@@ -92,6 +92,15 @@ class Objective:
         """This micro-batch's share of the step's loss; logprobs and entropy (N,) of its trained tokens."""
         raise NotImplementedError
 
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """What `begin` decided, and all else that changes the loss from one update to the next."""
+        return ()
+
+    def rescaled(self, before: StepTotals, after: StepTotals) -> float:
+        """By what a loss has to be multiplied that was divided by other totals."""
+        return 1.0
+
     def measured(self, reducer: Reducer) -> dict[str, float]:
         """Metrics of the whole step, from its means and from the samples that `loss` returned."""
         return reducer.result()

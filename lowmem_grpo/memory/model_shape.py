@@ -243,9 +243,10 @@ class ModelShape:
         return rank * sum(count * sum(one.rows + one.columns for one in shape.linears() if one.lora)
                           for count, shape in self.each())
 
-    def kv_bytes(self, tokens: int) -> int:
-        """Of keys and values of one sequence in 16 bits, and of its states in layers without attention."""
-        keys = 2 * 2 * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
+    def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:
+        """Of keys and values of one sequence in numbers of `itemsize` bytes, and of its states in layers without
+        attention, which keep their own."""
+        keys = 2 * itemsize * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
         return keys + self.states_bytes
 
     @property
@@ -258,7 +259,7 @@ class ModelShape:
         size: each holds the keys and values of a block of tokens in as many layers as have attention, or the states of
         as many layers without it."""
         if self.delta is None:
-            return self.kv_bytes(tokens) * itemsize // 2
+            return self.kv_bytes(tokens, itemsize)
         block, attention = self.paged_block(block, itemsize), self.layers - self.delta.layers
         pages = -(-tokens // block) + -(-self.delta.layers // attention)
         return pages * attention * block * 2 * itemsize * self.keys

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
+from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES, in_8_bits
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.cutting import Limits, cut
 from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
@@ -35,6 +36,8 @@ class RunSettings:
     mlp_tile: int | None = None  # tokens; 0 is none
     chunk_rows: int | None = None  # tokens whose logits exist at a time
     kv_bytes: int | None = None
+    kv_cache_dtype: str = AUTO  # vLLM's: of what it holds keys and values in
+    longest_completion: int | None = None  # tokens; None: a completion may fill the context
     host_embedding: bool | None = None
     optim: str | None = None
     sampling_weights: str | None = None  # of quantized weights: "16bit" dequantizes them once a sampling phase
@@ -45,10 +48,10 @@ class RunSettings:
 
     RANGES: ClassVar[dict[str, Rule]] = {
         **dict.fromkeys(("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences",
-                         "completions_per_step"), COUNT),
+                         "completions_per_step", "longest_completion"), COUNT),
         "mlp_tile": at_least(0), "spread": ZERO_OR_MORE, "host_bytes": ZERO_OR_MORE, "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),
-        "optim": one_of(*OPTIMIZER_BYTES),
+        "optim": one_of(*OPTIMIZER_BYTES), "kv_cache_dtype": one_of(*CACHE_DTYPES),
     }
 
     def __post_init__(self) -> None:
@@ -56,6 +59,9 @@ class RunSettings:
         if self.host_embedding and self.engine == "vllm":
             raise ValueError("host_embedding is True and engine is 'vllm', which looks the embedding up on the card; "
                              "use engine='transformers', or leave it out")
+        if in_8_bits(self.kv_cache_dtype) and self.engine != "vllm":
+            raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r} and engine is {self.engine!r}, whose cache "
+                             "has the model's dtype; use engine='vllm', or leave it out")
         if self.sampling_weights == "16bit" and (self.form == BITS_16 or self.engine != "vllm"):
             raise ValueError("sampling_weights is '16bit', which vLLM does with 4-bit and FP8 weights; leave it out, "
                              "or set load_in_4bit=True and engine='vllm'")

@@ -1,8 +1,9 @@
 """The rows of a plan: every component's bytes in both phases, for complete settings."""
 
+from lowmem_grpo.memory.cache_dtype import cache_itemsize, cache_text
 from lowmem_grpo.memory.cards import LARGE_PREFILL, MIB, Device, prefill_tokens
 from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
-from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
 from lowmem_grpo.memory.training_step import (
     BAND_BYTES,
@@ -48,14 +49,30 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     driver = driver_rows(engine.rollout, sum(row.train for row in working))
     sampler = sampler_rows(shape, settings)
     taken = sum(row.rollout for row in (*fixed, *sampler, engine, *driver))
-    one = shape.paged_bytes(settings.context) if settings.engine == "vllm" else shape.kv_bytes(settings.context)
-    kv_bytes = settings.kv_bytes or max(one, min(settings.num_generations * one, device.budget - taken))
+    first, each = cache_bytes(shape, settings)
+    wanted = first + (settings.num_generations - 1) * each
+    kv_bytes = settings.kv_bytes or max(first, min(wanted, device.budget - taken))
     stays = 0 if settings.sleeps else kv_bytes
     after = "stays" if stays else "freed"
-    cache = Row(KV_CACHE, kv_bytes, stays, note=f"16 bits{states(shape)}; {after} while training")
-    concurrent = min(settings.num_generations, kv_bytes // one)
+    held_in = cache_text(settings.kv_cache_dtype)
+    cache = Row(KV_CACHE, kv_bytes, stays, note=f"{held_in}{states(shape)}; {after} while training")
+    concurrent = min(settings.num_generations, max(0, 1 + (kv_bytes - first) // each))
     rows = (*fixed, *sampler, cache, engine, *working, *host_rows(shape, settings), *driver)
     return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
+
+
+def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
+    """Of the first sequence of the longest length in the cache, and of each further one of its group. vLLM holds the
+    whole blocks of their prompt once (but that of its last token, which it always computes); of a hybrid model, whose
+    prefixes it does not keep, none."""
+    if settings.engine != "vllm":
+        return (shape.kv_bytes(settings.context),) * 2
+    itemsize = cache_itemsize(settings.kv_cache_dtype)
+    one = shape.paged_bytes(settings.context, itemsize=itemsize)
+    if shape.delta is not None or settings.longest_completion is None:
+        return one, one
+    before_last = max(0, settings.context - settings.longest_completion - 1)
+    return one, one - shape.paged_bytes(before_last // PAGED_BLOCK * PAGED_BLOCK, itemsize=itemsize)
 
 
 def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:

@@ -8,6 +8,7 @@ of the rollout engine and of the driver are estimates and say so.
 from dataclasses import replace
 from typing import Any
 
+from lowmem_grpo.memory.cache_dtype import in_8_bits
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.linear import BITS_16
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -59,7 +60,7 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
         alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # a sequence a micro-batch
         found = widened(shape, max(found, lowered(shape, alone, device), key=worth), device)
     kept = [one for one in found.choices if one.value == getattr(found.settings, one.name)]  # not if widened again
-    return dequantized(shape, replace(found, choices=(*kept, *chosen_for_rollout(found, asked))))
+    return dequantized(shape, replace(found, choices=(*kept, *chosen_for_rollout(shape, found, asked))))
 
 
 def worth(found: MemoryPlan) -> tuple[Any, ...]:
@@ -185,13 +186,26 @@ def merged(choices: list[Choice]) -> list[Choice]:
             for name, one in last.items()]
 
 
-def chosen_for_rollout(found: MemoryPlan, asked: RunSettings) -> list[Choice]:
+def chosen_for_rollout(shape: ModelShape, found: MemoryPlan, asked: RunSettings) -> list[Choice]:
     """The cache's size, where it was left open."""
     if asked.kv_bytes is not None:
         return []
     group = asked.num_generations
-    why = f"{found.concurrent_sequences} of {group} sequences of the longest length at a time"
+    why = f"{found.concurrent_sequences} of {group} sequences of the longest length at a time" + (
+        f"; {cached_in_8_bits(shape, found)} with kv_cache_dtype=fp8" if may_be_halved(found) else "")
     return [Choice("kv_bytes", found.kv_bytes, 0, why)]
+
+
+def may_be_halved(found: MemoryPlan) -> bool:
+    """Whether more sequences could be decoded together from a cache in 8 bits, which is never chosen unasked."""
+    settings = found.settings
+    return (settings.engine == "vllm" and not in_8_bits(settings.kv_cache_dtype)
+            and found.concurrent_sequences < settings.num_generations)
+
+
+def cached_in_8_bits(shape: ModelShape, found: MemoryPlan) -> int:
+    """Sequences of the longest length that would be decoded together from a cache in 8 bits."""
+    return build(shape, replace(found.settings, kv_cache_dtype="fp8"), found.device).concurrent_sequences
 
 
 def advise(shape: ModelShape, found: MemoryPlan, asked: RunSettings) -> list[str]:
@@ -201,7 +215,11 @@ def advise(shape: ModelShape, found: MemoryPlan, asked: RunSettings) -> list[str
     fixed = sum(row.train for row in found.rows if row.name in FIXED)
     alone = f"no context of it fits: weights and adapters alone take {size_text(fixed)} of {room}"
     known = f"the largest known model that fits {room} at {asked.context:,} tokens is {models[-1] if models else ''}"
+    halved = asked if not may_be_halved(found) else replace(asked, kv_cache_dtype="fp8")
+    eight = [] if halved is asked or not choose(shape, halved, device).fits else [
+        "with kv_cache_dtype=fp8 it fits: keys and values in 8 bits, which a card must be able to hold"]
     return [
+        *eight,
         f"the longest context of this model that fits {room} is {context:,} tokens" if context else alone,
         known if models else f"none of the known models fits {room} at {asked.context:,} tokens",
         f"a card with {size_text(found.peak)} free would do",

@@ -28,7 +28,7 @@ from lowmem_grpo.planning.costs import (
     SAMPLER_PASSES,
     Costs,
 )
-from lowmem_grpo.planning.workload import Workload
+from lowmem_grpo.planning.workload import TAIL, Workload
 
 WORD = 2  # bytes of a number in 16 bits
 WIDE = 8192  # outputs from which on the decode kernel's blocks are larger, below 64 rows
@@ -47,6 +47,7 @@ class Sampling:
     together: int  # sequences decoded at a time
     reads: int = LARGE_PREFILL  # tokens of prompts read in one pass
     form: str = NF4  # of quantized weights, or FP8
+    kv_itemsize: int = WORD  # bytes of a number of the cache
 
     def steps(self, work: Workload) -> int:
         """Token steps: those of the longest completion, and more where not all are decoded at a time.
@@ -62,6 +63,15 @@ class Sampling:
         """Seconds of all token steps."""
         rows = min(self.together, work.sequences)
         return self.steps(work) * self.token_step(rows, work.prompt_length + work.longest / 2)
+
+    def tail(self, work: Workload) -> float:
+        """Seconds of the last token steps, in which fewer than `TAIL` of the sequences run. They are a part of
+        `decode`, which counts them as wider and so as slower."""
+        most = TAIL * min(self.together, work.sequences)
+        if most <= 1:  # a single sequence is not fewer
+            return 0.0
+        return work.tail_steps * self.token_step(max(1, round(most / 2)), work.prompt_length + work.longest
+                                                 - work.tail_steps / 2)
 
     def token_step(self, rows: int, cached: float) -> float:
         """Seconds of a step of M rows with so many tokens each in the cache."""
@@ -101,7 +111,7 @@ class Sampling:
     def others(self, rows: int, cached: float) -> float:
         """Seconds of adapter, cache, head and sampler."""
         shape, speed = self.shape, self.speed
-        moved = WORD * shape.lora_weights(self.rank) + rows * shape.kv_bytes(round(cached))
+        moved = WORD * shape.lora_weights(self.rank) + rows * shape.kv_bytes(round(cached), self.kv_itemsize)
         moved += 4 * rows * shape.vocabulary * SAMPLER_PASSES
         return moved / speed.memory + product_seconds(shape.vocabulary * shape.hidden, rows, speed)
 

@@ -10,6 +10,7 @@ Speeds are those of the card's data sheet (`card_speeds`), costs of launches and
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lowmem_grpo.memory.cache_dtype import cache_itemsize
 from lowmem_grpo.memory.cards import MOST_SEQUENCES, prefill_tokens
 from lowmem_grpo.memory.cutting import cut
 from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
@@ -37,6 +38,8 @@ class TimePlan:
     sampled_together: int = 0
     token_steps: int = 0
     sampling_bits: int = 0  # of the weights that token steps multiply with
+    tail_steps: int = 0  # of the token steps, those at the end, of few sequences
+    tail_seconds: float = 0.0  # of decode
     bound: dict[str, str] = field(default_factory=dict)  # what a training pass waits for: "card" or "launches"
 
     @property
@@ -87,6 +90,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs 
     return TimePlan(
         work, card, calibrated(seconds, card), None, training.micro_batches,
         min(sampling.together, work.sequences), sampling.steps(work), BITS[sampling.form] if sampling.quantized else 16,
+        round(work.tail_steps), sampling.tail(work) * calibration(card, "generate"),
         {"forward": forward.bound, "backward": backward.bound},
     )
 
@@ -114,7 +118,7 @@ def sampling_of(plan: MemoryPlan, shape: ModelShape, speed: CardSpeed, costs: Co
     rows = together(plan, shape, work)
     reads = prefill_tokens(plan.device.total, rows)
     return Sampling(shape, settings.lora_rank, speed, costs, settings.engine, quantized, rows, reads,
-                    FP8 if settings.form == FP8 else NF4)
+                    FP8 if settings.form == FP8 else NF4, cache_itemsize(settings.kv_cache_dtype))
 
 
 def samples_in_16_bit(plan: MemoryPlan) -> bool:
@@ -124,7 +128,7 @@ def samples_in_16_bit(plan: MemoryPlan) -> bool:
 
 def together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
     """Sequences that decode at a time: those whose cache fits what the plan leaves, as a run's engine takes it."""
-    longest = shape.kv_bytes(round(work.prompt_length) + work.longest)
+    longest = shape.kv_bytes(round(work.prompt_length) + work.longest, cache_itemsize(plan.settings.kv_cache_dtype))
     room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
     return max(1, plan.concurrent_sequences, min(MOST_SEQUENCES, room // longest))
 

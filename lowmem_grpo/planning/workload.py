@@ -5,6 +5,7 @@ from dataclasses import dataclass
 # Where lengths are not given: shares that problems of GSM8K have of a context of 640 tokens (128, 205 and 512).
 PROMPT_SHARE, COMPLETION_SHARE = 1 / 5, 2 / 5  # of the context; of the longest completion
 PROMPTS = 8
+TAIL = 0.25  # of the most sequences that ran together in a call: while fewer do, token steps are the tail's
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,13 @@ class Workload:
             return [float(self.longest)] * self.generations
         shares = [(number + 0.5) / self.generations for number in range(self.generations)]
         return [self.longest * (1 - share ** (self.completion_length / shorter)) for share in shares]
+
+    @property
+    def tail_steps(self) -> float:
+        """Tokens at the end of the longest completion that fewer than `TAIL` of the sequences reach, by the same law:
+        all but that share have ended after L (1 - TAIL^(1 / k)) tokens."""
+        shorter = self.longest / self.completion_length - 1
+        return self.longest * TAIL ** (1 / shorter) if shorter > 0 else 0.0
 
     @property
     def squared_length(self) -> float:

@@ -63,6 +63,8 @@ CHECKS = (
     Check("host memory", "warning", "with a card: little host memory is left beside offloaded layer inputs and a paged "
           "optimizer", room.little_host_memory),
     Check("plan", "warning", "the memory plan needs more than the card has", room.over_plan),
+    Check("cache in 8 bits", "warning", "vLLM's keys and values are in 8 bits, and nothing corrects or measures how "
+          "far its samples then differ from the trainer", room.cache_in_8_bits, with_sft=False),
     Check("bfloat16", "warning", "the run computes in bfloat16 on a card that only emulates it", room.emulated_dtype),
     Check("scale", "note", "fewer rows or steps than guides usually advise", prompts.small_scale, with_sft=False,
           of_rows=True),

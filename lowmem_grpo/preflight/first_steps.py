@@ -20,7 +20,7 @@ from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.units import time_text
-from lowmem_grpo.views.live import Pace
+from lowmem_grpo.views.live import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -36,19 +36,19 @@ class FirstSteps:
     ) -> None:
         """`scorer` is None in a run without rewards; `say` prints a line, and is None where none is wanted."""
         self.records, self.say, self.scorer = records, say, scorer
-        self.pace = Pace()
+        self.step_times = StepTimes()
         self.seen = 0  # updates since `train` was called
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seen = 0
-        self.pace.begin(state.global_step)
+        self.step_times.begin(state.global_step)
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, groups: list[RolloutGroup] | None = None, **kwargs: Any
     ) -> None:
         """`groups` are those of this step, with rewards."""
         self.seen += 1
-        self.pace.mark(state.global_step)
+        self.step_times.mark(state.global_step)
         if self.seen == 1 and groups and self.scorer is not None and args.preflight:
             for finding in about_rewards(groups, self.scorer):
                 if finding.severity != "note":
@@ -58,14 +58,14 @@ class FirstSteps:
 
     def expect(self, args: Any, state: TrainerState) -> None:
         """Record how long the whole run will take, and print it unless the run is over."""
-        left = self.pace.left(state.max_steps) or 0.0
+        left = self.step_times.left(state.max_steps) or 0.0
         self.records.summary({"expected_seconds": state.elapsed + left})
         if left and self.say is not None and args.preflight:
             self.say(self.expectation(args, state, left))
 
     def expectation(self, args: Any, state: TrainerState, left: float) -> str:
         """One line after the second step; the first step warms up."""
-        each = self.pace.per_step or 0.0
+        each = self.step_times.per_step or 0.0
         last = (state.unlogged or state.log_history or [{}])[-1]
         shares = ", ".join(f"{name} {last[key]:.0%}" for key, name in PHASES.items() if key in last)
         every = args.save_steps if getattr(args, "save_strategy", "no") == "steps" else None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lowmem_grpo.memory.cache_dtype import in_8_bits
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
@@ -83,6 +84,21 @@ def emulated_dtype(subject: Subject) -> Iterator[Finding]:
     if subject.policy.device.type == "cuda" and torch.bfloat16 in dtypes and not is_bfloat16_supported():
         yield Finding("warning", "", "the run computes in bfloat16, which this card only emulates", "load the model "
                       "with dtype=None or torch.float16; its gradients get a loss scale")
+
+
+def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
+    """A key-value cache in 8 bits, whose samples differ from the trainer, with no correction or with nobody to measure
+    it."""
+    if not in_8_bits(subject.cache_dtype):
+        return
+    args, name = subject.args, f"the key-value cache is in 8 bits ({subject.cache_dtype})"
+    if args.vllm_importance_sampling_correction is False:
+        yield Finding("warning", "", f"{name}, so that samples differ from the trainer, and "
+                      "vllm_importance_sampling_correction=False corrects nothing",
+                      "leave it out (tokens are weighed where the difference is large), or set it to True")
+    elif args.vllm_importance_sampling_correction is None and not args.parity_steps:
+        yield Finding("warning", "", f"{name}, and parity_steps=0 never measures how far its samples differ, so that "
+                      "nothing is corrected", "set parity_steps, or vllm_importance_sampling_correction=True")
 
 
 def optimizer_bytes(subject: Subject) -> int:

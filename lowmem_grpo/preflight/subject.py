@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from lowmem_grpo.data.prompts import PromptSource, is_chat
 from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.preflight.rows import LookedAt, RowSample, sample_rows
@@ -57,6 +58,7 @@ class Subject:
     scorer: RewardScorer | None = None  # None in fine-tuning
     eval_sample: RowSample | None = None  # of what is sampled from for evaluation
     turns: Turns | None = None  # None: one prompt gets one answer
+    cache_dtype: str = AUTO  # of the sampler's key-value cache
     without_rows: bool = False  # the caller samples: what `sample` holds only tries the chat template
 
     @classmethod
@@ -68,7 +70,7 @@ class Subject:
             trainer.policy.eos_token_ids(trainer.tokenizer), getattr(trainer, "scorer", None),
             None if evaluation is None or evaluation.dataset is None
             else sample_rows(evaluation.dataset, evaluation.encoder), getattr(trainer, "turns", None),
-            getattr(trainer, "given", None) is not None,
+            getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO), getattr(trainer, "given", None) is not None,
         )
 
     @property

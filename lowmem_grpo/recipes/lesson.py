@@ -144,7 +144,7 @@ def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
     """The model with LoRA, and its tokenizer."""
     bare, tokenizer = FastLanguageModel.from_pretrained(
         setup.model, max_seq_length=setup.max_seq_length, load_in_4bit=setup.load_in_4bit,
-        load_in_fp8=setup.load_in_fp8, fast_inference=setup.fast_inference,
+        load_in_fp8=setup.load_in_fp8, fast_inference=setup.fast_inference, kv_cache_dtype=setup.kv_cache_dtype,
     )
     return FastLanguageModel.get_peft_model(
         bare, r=setup.lora_rank, lora_alpha=setup.lora_alpha, random_state=setup.config.seed,

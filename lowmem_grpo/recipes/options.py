@@ -28,6 +28,9 @@ class RecipeOptions:
     """
     engine: str = "auto"
     """What samples: "vllm", "transformers", or "auto" for vLLM where it is installed and there is a card."""
+    kv_cache_dtype: str = "auto"
+    """What vLLM holds keys and values in: "auto" for the model's dtype, "fp8" or "fp8_e5m2" for 8-bit floats, of which
+    twice as many fit."""
     max_seq_length: int | None = None
     """Most tokens of prompt and completion together; None takes the preset's."""
     lora_rank: int | None = None

@@ -48,6 +48,7 @@ class Setup:
     lora_alpha: int
     load_in_4bit: bool
     load_in_fp8: bool
+    kv_cache_dtype: str
     fast_inference: bool | str
     checkpointing: bool | str
     resume: bool
@@ -87,7 +88,7 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
     return Setup(
         name, either(options.max_seq_length, preset.max_seq_length), rank,
         either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank), four_bit, options.load_in_fp8,
-        options.fast_inference, options.checkpointing, options.resume, GRPOConfig(**settings),
+        options.kv_cache_dtype, options.fast_inference, options.checkpointing, options.resume, GRPOConfig(**settings),
     )
 
 

@@ -2,10 +2,12 @@
 
 import math
 from statistics import fmean
+from typing import Protocol
 
-from lowmem_grpo.config.sampling import Draws
+from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.strategies import StrategySettings
 from lowmem_grpo.data.prompts import Prompt, PromptSource
+from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
@@ -14,9 +16,29 @@ from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 COUNTS = ("/invalid", "/unjudged")
+
+
+class Ahead(Protocol):
+    """What is done with groups that are complete, while others are sampled."""
+
+    def begin(self, prompts: list[Prompt], calls: EarlyScoring) -> None:
+        """Sampling begins; `calls` score the groups."""
+        ...
+
+    def on_group(self, index: int, rollouts: list[Rollout]) -> None:
+        """All rollouts of a prompt are there."""
+        ...
+
+    def meanwhile(self, running: int) -> None:
+        """So many sequences are still decoded."""
+        ...
+
+    def end(self) -> None:
+        """All prompts are sampled."""
+        ...
 
 
 class Collector:
@@ -39,6 +61,7 @@ class Collector:
         self.strategies, self.draws, self.source = strategies, draws, source
         self.state, self.objective = state, objective
         self.sampler, self.scoring, self.parity = sampler, scoring, parity
+        self.ahead: Ahead | None = None
         self.replay = ReplayBuffer(strategies.replay_buffer_size, strategies.replay_max_age)
         self.begin()
 
@@ -48,6 +71,7 @@ class Collector:
         self.logs: list[dict[str, float]] = []  # by the reward functions, one for each round
         self.watched: dict[str, float] = {}
         self.counts: dict[str, float] = {}
+        self.pace = Pace()
         self.tokens = 0  # of the completions sampled in this step, with the greedy ones
 
     def collect(self) -> list[RolloutGroup]:
@@ -70,6 +94,7 @@ class Collector:
         may look at."""
         self.begin()
         self.sampled = groups
+        self.pace.add(self.sampler.pace())
         self.count(groups)
         self.watched = self.parity.watch(to_check)
 
@@ -78,7 +103,8 @@ class Collector:
         prompts = self.source.take(count)
         params = self.draws.of(self.state.global_step, extra_round)
         with self.scoring.begin(prompts) as calls:
-            groups = self.sampler.sample(prompts, params, calls.on_group)
+            groups = self.sample(prompts, params, calls)
+            self.pace.add(self.sampler.pace())
             self.count(groups)
             self.sampled += groups
             if not extra_round:
@@ -86,6 +112,16 @@ class Collector:
             self.logs.append(self.score(groups, calls))
         self.source.record(prompts, groups)
         return groups
+
+    def sample(self, prompts: list[Prompt], params: SamplingParams, calls: EarlyScoring) -> list[RolloutGroup]:
+        """Rollouts of each prompt; what is complete is scored, and perhaps trained, while others are sampled."""
+        if self.ahead is None:
+            return self.sampler.sample(prompts, params, calls.on_group)
+        self.ahead.begin(prompts, calls)
+        try:
+            return self.sampler.sample(prompts, params, self.ahead.on_group, self.ahead.meanwhile)
+        finally:
+            self.ahead.end()
 
     def score(self, groups: list[RolloutGroup], calls: EarlyScoring) -> dict[str, float]:
         """Set rewards, baselines and advantages of sampled groups; returns what functions logged."""
@@ -101,6 +137,7 @@ class Collector:
         prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups]
         with self.scoring.begin(prompts) as calls:
             greedy = self.sampler.sample(prompts, self.draws.greedy, calls.on_group)
+            self.pace.add(self.sampler.pace())
             self.count(greedy)
             self.scoring.set_baselines(groups, greedy, calls.settle(greedy))
 
@@ -170,7 +207,7 @@ class Collector:
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {
             **rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
-            **self.counts, **pools, **waiting_share(self.sampled, seconds),
+            **self.counts, **pools, **self.pace.metrics(), **waiting_share(self.sampled, seconds),
             "data/skipped_rows": sum(self.source.skipped.values()),
             "num_tokens": self.state.num_tokens, "tokens_per_second": self.tokens / max(seconds, 1e-9),
         }

@@ -18,9 +18,11 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.losses.off_policy import MismatchWatch, k3_of
 from lowmem_grpo.losses.sequences import with_context
 from lowmem_grpo.memory.bounds import Bound, RunMemory
+from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.rollout import eight_bit_cache
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import MicroBatch, RolloutGroup
@@ -55,17 +57,23 @@ class ParityGate:
     def __init__(
         self, policy: Policy, params: SamplingParams, every: int, bound: float | None, *, state: TrainerState,
         stride: int = 1, memory: Bound | None = None, mismatch: MismatchWatch | None = None, clock: Clock | None = None,
+        cache_dtype: str = AUTO, correction: bool | None = None,
     ) -> None:
         """`params` are those of the rollouts. `every` counts optimizer steps between checks; 0 means no checks.
 
         A `bound` of None takes the one of BOUNDS for the dtype of computation. Truncated sampling (top_p, top_k or
         min_p) renormalises what is left, so its difference is measured but not judged. `stride` is the number of
         optimizer steps from one rollout to the next, `memory` bounds the tokens of a micro-batch, and `mismatch` learns
-        what was measured.
+        what was measured. With a sampler whose key-value cache is in 8 bits (`cache_dtype`) the bound is another one,
+        and the first check says what corrects the difference; `correction` is what the run has set.
         """
         self.policy, self.temperature, self.every = policy, params.temperature, every
         self.truncates = params.truncates
-        self.bound = BOUNDS[policy.autocast_dtype or policy.head.weight.dtype] if bound is None else bound
+        self.cache_dtype, self.correction, self.advised = cache_dtype, correction, not in_8_bits(cache_dtype)
+        if bound is None:
+            of_dtype = BOUNDS[policy.autocast_dtype or policy.head.weight.dtype]
+            bound = eight_bit_cache.BOUNDS.get(cache_dtype, of_dtype)
+        self.bound = bound
         self.state, self.stride, self.started = state, stride, False
         self.mismatch, self.clock = mismatch or MismatchWatch(), clock or Clock()
         self.packer = Packer(policy.device, memory or RunMemory().train)
@@ -102,12 +110,16 @@ class ParityGate:
             return {}
         difference = (recomputed - sampled).abs()
         self.judge(difference, later)
-        return {
+        found = {
             "sampling/parity/mean": difference.mean().item(), "sampling/parity/max": difference.max().item(),
             "sampling/parity/k3": k3_of(recomputed - sampled).mean().item(),
             "sampling/parity/ratio": (recomputed - sampled).exp().mean().item(),
             **({"sampling/parity/later_turns": difference[later].mean().item()} if later.any() else {}),
         }
+        if not self.advised:
+            logger.warning("%s", eight_bit_cache.advice(self.cache_dtype, found, self.correction, self.mismatch))
+        self.advised = True
+        return found
 
     def judge(self, difference: Tensor, later: Tensor) -> None:
         """ParityError if the differences (N,) are too large, over all tokens or over those of `later` turns."""
@@ -120,8 +132,16 @@ class ParityGate:
             raise ParityError(
                 f"the sampler's log-probabilities differ from the trainer's by {values.mean().item():.4f} on average "
                 f"over {values.numel()} tokens{whose} (largest {values.max().item():.4f}); allowed is {self.bound} "
-                f"(parity_bound). {BETWEEN if between else f'Likely causes: {CAUSES}'}"
+                f"(parity_bound). {BETWEEN if between else f'Likely causes: {self.causes}'}"
             )
+
+    @property
+    def causes(self) -> str:
+        """What a difference may come from."""
+        if not in_8_bits(self.cache_dtype):
+            return CAUSES
+        return (f'keys too large for 8 bits (kv_cache_dtype is {self.cache_dtype!r}; "auto" has no such limit); '
+                f"{CAUSES}")
 
     def recompute(self, groups: list[RolloutGroup]) -> tuple[Tensor, Tensor, Tensor]:
         """(sampler's, trainer's) log-probabilities (N,) of the groups' tokens, and which of these are of later turns

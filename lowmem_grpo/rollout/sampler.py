@@ -1,13 +1,14 @@
 """From prompts to groups of rollouts, by the run's engine."""
 
 import logging
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, as_group
-from lowmem_grpo.engines.base import Engine, OnGroup
+from lowmem_grpo.engines.base import Engine, Meanwhile, OnGroup
+from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.rounds import takes
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.bounds import RunMemory
@@ -56,13 +57,16 @@ class Sampler:
             engine.on_policy_update(self.state.policy_version)
 
     def sample(
-        self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
+        self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[RolloutGroup]:
         """`params.n` rollouts of each prompt by the current policy, without rewards; `on_group` gets those of each
-        prompt while others are sampled."""
+        prompt while others are sampled, and `meanwhile` is called between two steps of decoding."""
         with self.clock.phase("generate"):
             self.renew()
-            told = {"on_group": on_group} if on_group is not None and self.tells() else {}
+            self.pace()  # not what was sampled in between, as for an evaluation
+            told: dict[str, Any] = {"on_group": on_group} if on_group is not None and self.tells() else {}
+            told |= {} if meanwhile is None else {"meanwhile": meanwhile}
             if self.player is not None:
                 completions = self.player.play(self.engine, prompts, params, on_group)
                 self.clock.tools = (self.clock.tools or 0.0) + self.player.waited
@@ -70,6 +74,11 @@ class Sampler:
                 completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
             self.engine.sleep()
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
+
+    def pace(self) -> Pace:
+        """Where the engine's time went since this was asked last; nothing of an engine that does not measure it."""
+        pace: Pace | None = getattr(self.engine, "pace", None)
+        return Pace() if pace is None else pace.take()
 
     def tells(self) -> bool:
         """Whether the engine can report finished groups; if it cannot, one warning says so."""

@@ -63,6 +63,13 @@ class Scoring:
         self.warn(scores)
         return scores.metrics | unjudged | {f"rewards/{name}/invalid": float(n) for name, n in scores.invalid.items()}
 
+    def apply_early(self, group: RolloutGroup, scores: Scores) -> None:
+        """The same for one group while others are sampled, where its advantages depend on no other. `scores` begin with
+        its own. Nothing is warned of; `apply` does that, once for the whole batch."""
+        self.set_rewards([group], scores)
+        self.mark_unjudged([group], scores)
+        self.assign([group])
+
     def set_rewards(self, groups: list[RolloutGroup], scores: Scores) -> None:
         """Put the values of each function, and what it logged of each completion, into the rollouts."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -30,6 +30,7 @@ ENTROPY_SHARE, ENTROPY_FLOOR, FIRST_STEPS = 0.01, 1e-3, 5  # of the mean over th
 SPIKE, NORMS_KEPT, NORMS_NEEDED = 10.0, 50, 10  # times the median of the last norms, if there are enough
 CONSTANT_STEPS = 20
 MANY_ENDS = 0.5  # share of the episodes that end for one reason, or of the calls of tools that fail
+MANY_PREEMPTED = 0.5  # preemptions for each of the sequences that are decoded together
 MANY_FAILURES = 0.1  # share of the episodes that an environment failed
 
 
@@ -98,6 +99,15 @@ def gradient_spike(line: Line, kept: list[float]) -> str | None:
     usual = median(kept) if len(kept) >= NORMS_NEEDED else math.inf
     kept[:] = [*kept, norm][-NORMS_KEPT:]
     return f"grad_norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}" if norm > SPIKE * usual else ""
+
+
+def preempted(line: Line, kept: list[float]) -> str | None:
+    """Whether sequences often have to leave the engine."""
+    times, together = number(line, "sampling/preemptions"), number(line, "sampling/most_together")
+    if times is None or not together:
+        return None
+    many = times > MANY_PREEMPTED * together
+    return f"{times:.0f} times in a step a sequence left the engine for want of cache" if many else ""
 
 
 def constant(name: str, line: Line, kept: list[float]) -> str | None:
@@ -197,6 +207,13 @@ ALARMS = (
         "so these episodes were played twice and left out",
         "the warnings above name the call that failed, and its lines. Mend it; if it was only slow (episodes/timeout), "
         "raise environment_timeout or episode_timeout",
+    ),
+    Alarm(
+        "preempted", "sequences are computed again",
+        f"sampling/preemptions above {MANY_PREEMPTED} of sampling/most_together", 3, preempted,
+        "and all of its tokens were computed again later",
+        "lower max_num_seqs, so that as many begin as the cache holds to their ends; or give the cache more room "
+        'with kv_cache_bytes or gpu_memory_utilization, or half the bytes with kv_cache_dtype="fp8"',
     ),
     Alarm(
         "constant_reward", "a reward function is constant",

@@ -20,6 +20,7 @@ class Clock:
         self.started = time.perf_counter()
         self.seconds = {"generate": 0.0, "reward": 0.0, "train": 0.0}
         self.reward_hidden = 0.0  # seconds of rewards while other groups were sampled; they count as "generate"
+        self.train_hidden: float | None = None  # seconds of training beside sampling; they count as "generate"
         self.tools: float | None = None  # seconds with nothing to decode while tools worked; None: no tools
 
     @contextmanager
@@ -32,13 +33,19 @@ class Clock:
         finally:
             self.seconds[name] += time.perf_counter() - began
 
+    def moved_to_train(self, seconds: float) -> None:
+        """So many seconds in the phase "generate" were spent on training."""
+        self.seconds["train"] += seconds
+        self.seconds["generate"] -= seconds
+
     def metrics(self) -> dict[str, float]:
         """Step time in seconds, the share of each phase, and the share of reward time that was hidden by sampling."""
         total = max(time.perf_counter() - self.started, 1e-9)
         shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
-        tools = {} if self.tools is None else {"time/tools": self.tools / total}
+        beside = {"time/tools": self.tools, "time/train_hidden": self.train_hidden}
+        known = {name: seconds / total for name, seconds in beside.items() if seconds is not None}
         return {"step_time": total, **shares, "time/idle": max(0.0, 1 - sum(shares.values())),
-                "time/reward_hidden": self.reward_hidden / total, **tools}
+                "time/reward_hidden": self.reward_hidden / total, **known}
 
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -6,12 +6,15 @@ from typing import Any
 
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.overlap import PARALLEL
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, longest_prompt
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.memory.cache_dtype import AUTO
+from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.planning.run_time import PlannedTime
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
@@ -23,6 +26,8 @@ from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import mean_of
+from lowmem_grpo.train.ahead import Ahead, check_ahead
+from lowmem_grpo.train.begun import Begun
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.parameters import either, taken_in
@@ -81,6 +86,7 @@ class GRPOTrainer(Trainer):
         self.learn(source, GRPOObjective(config, exact=not self.policy.drops), memory, peaks)
         self.sample_with(first, engine is not None, players.evaluation_rows(eval_dataset), encoder)
         self.sampler.player = self.player = players.player(self, context)
+        self.ahead = self.collector.ahead = self.trains_ahead(peaks.plan)
         alarms = Alarms(self.state, config.nothing_to_learn_steps)
         self.write(callbacks, alarms, self.collector.replay, config.log_completions)
         if note := config.rounding():
@@ -114,7 +120,8 @@ class GRPOTrainer(Trainer):
         self.parity = ParityGate(
             self.policy, config.sampling(None), config.parity_steps, config.parity_bound, state=self.state,
             stride=config.steps_per_rollout, memory=self.memory.train, mismatch=self.objective.mismatch,
-            clock=self.clock,
+            clock=self.clock, cache_dtype=getattr(first, "cache_dtype", AUTO),
+            correction=config.vllm_importance_sampling_correction,
         )
         self.evaluation = Evaluation(
             self.evaluation_rows(eval_dataset), config.eval_strategy,
@@ -124,6 +131,15 @@ class GRPOTrainer(Trainer):
         self.collector = Collector(
             config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring, self.parity
         )
+
+    def trains_ahead(self, plan: MemoryPlan | None) -> Ahead | None:
+        """What trains complete groups while others are sampled, if the settings ask for it."""
+        mode = self.args.train_while_sampling
+        if not mode:
+            return None
+        check_ahead(mode, self.policy, self.engine, self.scorer, self.player is not None)
+        longest = self.args.max_completion_length
+        return Ahead(self.learner, self.scoring, self.state, self.clock, longest, plan, mode == PARALLEL)
 
     @property
     def engine(self) -> Engine:
@@ -163,6 +179,8 @@ class GRPOTrainer(Trainer):
         if self.policy.routed_layers and not self.said_unrouted:
             self.said_unrouted = say_unrouted([rollout for group in groups for rollout in group.rollouts])
         with self.clock.phase("train"):
+            if self.ahead is not None and (begun := self.ahead.settle(groups)) is not None:
+                return self.update_rest(groups, begun)
             parts = self.parts(groups)
             order = (parts * self.args.num_iterations)[:at_most]
             self.learner.prepare(groups, len(order), self.state.policy_version)
@@ -170,7 +188,16 @@ class GRPOTrainer(Trainer):
             shared = LOSS_TYPES[self.args.loss_type].counts_generation
             tokens = self.learner.num_tokens(groups) / len(parts) if shared else None
             steps = [self.learner.forward_backward(part, tokens) | self.optim_step() for part in order]
-        return mean_of(steps) | self.learner.guard.over(steps)
+        early = {} if self.ahead is None else self.ahead.metrics(None, groups)
+        return mean_of(steps) | self.learner.guard.over(steps) | early
+
+    def update_rest(self, groups: list[RolloutGroup], begun: Begun) -> dict[str, float]:
+        """The rest of an update, of one optimizer step, some of whose groups were trained while others were sampled."""
+        assert self.ahead is not None
+        rest = [group for group in groups if not begun.holds(group)]
+        self.learner.prepare(rest, 1, self.state.policy_version)
+        step = self.learner.forward_backward(groups, begun=begun) | self.optim_step()
+        return step | self.learner.guard.over([step]) | self.ahead.metrics(begun, groups)
 
     def parts(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
         """The groups of each optimizer step that one generation is used for."""

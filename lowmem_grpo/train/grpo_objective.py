@@ -11,6 +11,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.advantages import put_kl_in_reward
 from lowmem_grpo.losses.entropy import EntropyControl, top_entropy_mask
 from lowmem_grpo.losses.loss_metrics import effective_sample_share, percentiles
+from lowmem_grpo.losses.loss_types import LOSS_TYPES, StepCounts
 from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
 from lowmem_grpo.losses.off_policy import MismatchWatch, mean_k3
 from lowmem_grpo.losses.policy_loss import grpo_loss
@@ -114,6 +115,20 @@ class GRPOObjective(Objective):
             out.metrics["entropy/policy"] = chosen.sum() / max(len(chosen), 1)
             out.counts["entropy/policy"] = len(chosen)
         return out
+
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        return self.correct_mismatch, self.stale, self.entropy.applied
+
+    def rescaled(self, before: StepTotals, after: StepTotals) -> float:
+        """The ratio of the weights of a token, which are all divided by the same count."""
+        first, second = (
+            LOSS_TYPES[self.config.loss_type].weights(
+                torch.ones((), dtype=torch.float64),
+                StepCounts(float(step.sequences), float(step.tokens), self.config.max_completion_length),
+            ) for step in (before, after)
+        )
+        return float(second / first)
 
     def measured(self, reducer: Reducer) -> dict[str, float]:
         """Adds percentiles over the step's tokens, and the share of samples that the sampler's mismatch leaves."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals, policy_tokens
+from lowmem_grpo.losses.objective import Objective, StepTotals, policy_tokens
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packer import Packer
@@ -21,9 +21,11 @@ from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.train.begun import Begun
 from lowmem_grpo.train.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.train.optim import allocates_each_step, gradient_norms
 from lowmem_grpo.train.rewind import Gradients, OptimizerCopy, RandomStates
+from lowmem_grpo.train.sums import Sums
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 
@@ -123,13 +125,19 @@ class Learner:
         sequences = sum(not rollout.failed for group in groups for rollout in group.rollouts)
         return StepTotals(sequences, tokens, sum(map(policy_tokens, counted)))
 
-    def forward_backward(self, groups: list[RolloutGroup], num_tokens: float | None = None) -> dict[str, float]:
+    def forward_backward(
+        self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: Begun | None = None
+    ) -> dict[str, float]:
         """Add the gradient of the step's loss to the adapter; returns loss metrics over the trained tokens.
 
         Tokens (unless their number is given) and sequences are counted over all `groups`. So the gradient depends
-        neither on the split into micro-batches nor on whether rollouts without gradient were left out.
+        neither on the split into micro-batches nor on whether rollouts without gradient were left out. The gradient of
+        what was `begun` is there already.
         """
         trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
+        totals, begun = self.totals(groups, num_tokens), begun or Begun.nothing(self.policy.device)
+        begun.divide_by(totals, self.objective, self.policy.trainable)
+        left = [group for group in trained if not begun.holds(group)]
         before = self.objective.state()
         gradients, random = Gradients(self.policy.trainable), RandomStates(self.policy.device)
 
@@ -143,9 +151,9 @@ class Learner:
                 random.take()
 
         def work(batches: Iterator[MicroBatch]) -> dict[str, float]:
-            return self.accumulate(batches, self.totals(groups, num_tokens))
+            return self.accumulate(batches, totals, begun.sums)
 
-        metrics = self.packer.run("a training micro-batch", trained, self.limits, work, undo, again)
+        metrics = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
         if self.guard.passed(trained, self.flags):
             self.objective.restore(before)  # what was measured is no measure of anything
         self.prepare_again = None
@@ -153,30 +161,30 @@ class Learner:
         share = self.num_tokens(trained) / max(self.num_tokens(groups), 1)
         return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
 
-    def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals) -> dict[str, float]:
-        """Add the gradient of each micro-batch; returns the loss, its metrics over all of them, and their number."""
+    def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals, begun: Sums) -> dict[str, float]:
+        """Add the gradient of each micro-batch to what was begun; returns the loss, its metrics over all of them, and
+        their number."""
         self.policy.model.train()
-        self.policy.differing_routes()  # those of other passes are not this step's
-        reducer, self.flags, count = Reducer(), Flags(), 0
-        sums = {"loss": torch.zeros((), device=self.policy.device)}
+        if not begun.count:
+            self.policy.differing_routes()  # those of other passes are not this step's
+        sums = begun.copied()
+        self.flags = sums.flags
         for batch in batches:
-            out = self.loss(batch, totals)
-            self.scaler.scale(out.loss).backward()
-            sums["loss"] += out.loss.detach()
-            if out.policy_loss is not None:
-                sums["policy_loss"] = sums.get("policy_loss", 0) + out.policy_loss
-            reducer.add(out.metrics, len(batch.trained), out.counts)
-            reducer.keep(out.samples)
-            count += 1
-        measured = self.objective.measured(reducer) | {name: total.item() for name, total in sums.items()}
-        return measured | {"micro_batches": float(count)} | self.policy.differing_routes()
+            self.add(batch, totals, sums)
+        return sums.metrics(self.objective) | self.policy.differing_routes()
 
-    def loss(self, batch: MicroBatch, totals: StepTotals) -> LossOutput:
+    def add(self, batch: MicroBatch, totals: StepTotals, sums: Sums) -> None:
+        """Add the gradient of one micro-batch, which is on the device, and what it adds to the sums."""
+        out = self.loss(batch, totals, sums.flags)
+        self.scaler.scale(out.loss).backward()
+        sums.add(batch, out)
+
+    def loss(self, batch: MicroBatch, totals: StepTotals, flags: Flags) -> LossOutput:
         """This micro-batch's share of the loss, and its metrics."""
         with self.offload:
             logprobs, entropy = self.policy.logprobs(batch, self.objective.temperature, self.objective.entropy_grad)
         out = self.objective.loss(batch, logprobs, entropy, totals)
-        self.flags.look(batch, logprobs, out.loss)
+        flags.look(batch, logprobs, out.loss)
         return out
 
     def optim_step(self) -> dict[str, float]:

@@ -4,12 +4,14 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from lowmem_grpo.config.engine import VLLM
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
 from lowmem_grpo.memory.advice import MemoryAdvice
 from lowmem_grpo.memory.bounds import Bound, RunMemory
+from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
@@ -46,6 +48,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),
         kv_bytes=model.loaded.keeper.settings.kv_cache_bytes, optim=config.optim,
         host_embedding=bool(on_host(base)),
+        kv_cache_dtype=model.loaded.keeper.settings.kv_cache_dtype if engine == VLLM else AUTO,
         completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(),
     )
 

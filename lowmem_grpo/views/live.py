@@ -32,6 +32,9 @@ OF_EPISODES = (  # label, metric, and its words
     ("failed", "tools/failure_frequency", "{:.0%} of calls"),
     ("waiting", "tools/waiting_share", "{:.0%} of sampling"), ("cached", "tokens/cached_share", "{:.0%} of prompts"),
 )
+OF_SAMPLING = {
+    "time/sampling/prefill_s": "prompts", "time/sampling/full_s": "full width", "time/sampling/tail_s": "tail",
+}
 SHARES = ("generate", "reward", "train", "idle")
 MAX_WIDTH = 100
 SAMPLE_SECONDS = 20.0  # a sample stays on the panel for at least so long
@@ -39,7 +42,7 @@ SAMPLE_LENGTH, SAMPLE_LINES = 400, 8  # of a sample: characters, and lines of th
 EPISODE_LINES = 12
 
 
-class Pace:
+class StepTimes:
     """When steps were made. The first step warms up, so it counts only until there is a second one."""
 
     def __init__(self) -> None:
@@ -82,13 +85,13 @@ class LiveView:
         self.sampled_at = -math.inf
         self.history: dict[str, list[float]] = {}
         self.step = self.max_steps = 0
-        self.pace = Pace()
+        self.step_times = StepTimes()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
         self.history = {}
         self.step, self.max_steps = state.global_step, state.max_steps
-        self.pace.begin(self.step)
+        self.step_times.begin(self.step)
         if self.draws:
             self.live = Cell(MAX_WIDTH) if self.console.is_jupyter else Live(console=self.console, auto_refresh=False)
             self.live.start()
@@ -97,7 +100,7 @@ class LiveView:
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = numbers(logs)
         self.step, self.max_steps = state.global_step, state.max_steps
-        self.pace.mark(self.step)
+        self.step_times.mark(self.step)
         for key, value in logs.items():
             self.history.setdefault(key, []).append(value)
         if self.live is not None:
@@ -122,7 +125,7 @@ class LiveView:
 
     def time_left(self) -> str:
         """Time left at the mean speed of the steps made here, without the first if there are more; or unknown."""
-        left = self.pace.left(self.max_steps)
+        left = self.step_times.left(self.max_steps)
         return "unknown" if left is None else time_text(round(left))
 
     def say(self, text: str) -> None:
@@ -245,11 +248,13 @@ def shown(key: str, value: float) -> str:
 
 
 def in_words(logs: dict[str, float]) -> dict[str, str]:
-    """Where a step's time went, its measured and estimated seconds, how episodes ended and used tools, and how many
-    groups' completions differ in reward; without what was not measured."""
+    """Where the time of a step and of its sampling went, its measured and estimated seconds, how episodes ended and
+    used tools, and how many groups' completions differ in reward; without what was not measured."""
     found = {}
     if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
         found["time"] = " ".join(times)
+    if {*OF_SAMPLING} <= logs.keys():
+        found["sampling"] = " ".join(f"{name} {logs[key]:.2f} s" for key, name in OF_SAMPLING.items())
     if {"step_time", "time/planned_step_s"} <= logs.keys():
         found["step"] = f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
     if ends := [f"{name} {share:.0%}" for name in ENDINGS if (share := logs.get(f"episodes/{name}"))]:

@@ -72,7 +72,8 @@ def told(part: str, time: TimePlan) -> str:
     return {
         "prefill": f"{work.prompts:,} prompts of {work.prompt_length:,.0f} tokens, each read once",
         "decode": f"{time.token_steps:,} token steps of {time.sampled_together:,} sequences, weights in "
-                  f"{time.sampling_bits} bits",
+                  f"{time.sampling_bits} bits; the last {time.tail_steps:,}, of less than a quarter of them, take "
+                  f"{time.tail_seconds:.2f} s",
         "forward": f"{batches}, {work.places:,.0f} tokens" + waits.get("forward", ""),
         "backward": "the same again, and what is recomputed" + waits.get("backward", ""),
         "optimizer": "one step on the adapters",

@@ -56,6 +56,15 @@ def test_a_folder_with_a_config_is_planned_for(tmp_path: Path) -> None:
         assert json.loads(done.output)["train"] > 2 * GIB
 
 
+def test_a_cache_in_8_bits_and_the_longest_completion_reach_the_plan() -> None:
+    words = ("--model", "llama-3.1-8b", "--context", 20480, "--gpu", "16GiB", "--json")
+    whole, eight, group = (json.loads(plan(*words, *more).output) for more in (
+        (), ("--kv-cache-dtype", "fp8"),
+        ("--kv-cache-dtype", "fp8", "--prompt-length", 4096, "--max-completion-length", 16384)))
+    assert [one["concurrent_sequences"] for one in (whole, eight, group)] == [3, 7, 8]
+    assert eight["settings"]["kv_cache_dtype"] == "fp8" and group["settings"]["longest_completion"] == 16384
+
+
 def test_settings_reach_the_plan() -> None:
     done = plan("--model", "qwen3-4b", "--gpu", "80GiB", "--rank", 64, "--16bit", "--optim", "adamw_torch",
                 "--max-tokens", 4096, "--mlp-tile", 512, "--checkpointing", "true", "--engine", "transformers",

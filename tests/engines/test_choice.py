@@ -139,7 +139,8 @@ def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(
     ("kv_cache_bytes", 2.5e9, "a positive int"), ("max_num_seqs", 0, "a positive int, or None"),
     ("max_num_seqs", True, "a positive int, or None"), ("max_num_seqs", "8", "a positive int, or None"),
     ("enforce_eager", "yes", "True, False or None"), ("sampling_weights", "8bit", '"4bit", "16bit" or None'),
-    ("block_size", 0, "a positive int, or None"), ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
+    ("block_size", 0, "a positive int, or None"), ("kv_cache_dtype", "int8", "one of auto, fp8, fp8_e4m3, fp8_e5m2"),
+    ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
 ])
 def test_an_engine_setting_of_the_wrong_kind_is_refused_by_name(
     name: str, value: Any, rule: str, tmp_path: Path
@@ -148,6 +149,50 @@ def test_an_engine_setting_of_the_wrong_kind_is_refused_by_name(
     with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be {rule}"):
         FastLanguageModel.from_pretrained(str(tmp_path), **{name: value})
     assert EngineSettings()  # the defaults are allowed
+
+
+@pytest.mark.parametrize("engine", [False, "transformers"])
+def test_our_own_engine_has_no_cache_in_8_bits_and_that_is_said_before_anything_is_loaded(
+    engine: bool | str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")  # that could not be loaded
+    with pytest.raises(ValueError, match=r"kv_cache_dtype is 'fp8' and fast_inference is .*only vLLM holds its cache"):
+        FastLanguageModel.from_pretrained(str(tmp_path), fast_inference=engine, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(("name", "device", "capability", "instructions", "why"), [
+    ("transformers", "cpu", None, "AVX512", r"but the transformers engine samples \(no vLLM\)"),
+    ("vllm", "cpu", None, "AVX2", "with AVX-512 only, and this one has AVX2"),
+    ("vllm", "cuda:0", (7, 5), "", "from compute capability 8.0 on, and this card has 7.5"),
+    ("vllm", "cuda:0", (8, 6), "", "FlashInfer only, which is not installed"),
+    ("vllm", "cuda:0", (8, 9), "", None), ("vllm", "cpu", None, "AVX512", None),
+])
+def test_where_the_cache_cannot_be_in_8_bits_it_is_refused_by_name(
+    name: str, device: str, capability: Any, instructions: str, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    chosen = choice.EngineChoice(name, "no vLLM")
+    choice.check_cache_dtype(EngineSettings(), chosen, device)  # nothing was asked for
+    if why is None:
+        choice.check_cache_dtype(EngineSettings(kv_cache_dtype="fp8"), chosen, device)
+        return
+    with pytest.raises(EngineUnavailableError, match=f"kv_cache_dtype is 'fp8', and .*{why}.*Leave kv_cache_dtype at"):
+        choice.check_cache_dtype(EngineSettings(kv_cache_dtype="fp8"), chosen, device)
+
+
+def test_a_cache_in_8_bits_is_never_given_up_for_the_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise BorrowError("no such model")
+
+    keeper = choice.EngineKeeper(128, choice.EngineChoice("vllm", ""), EngineSettings(kv_cache_dtype="fp8"))
+    monkeypatch.setattr(keeper, "start", fails)
+    with pytest.raises(BorrowError):
+        keeper.engine(None, None)  # type: ignore[arg-type]
+    keeper.settings = EngineSettings()
+    monkeypatch.setattr(choice, "TransformersEngine", lambda *args: "the other")
+    assert keeper.engine(None, None) == "the other"  # type: ignore[arg-type]
 
 
 def test_which_engine_was_taken_and_why_is_logged_and_kept(

@@ -52,6 +52,24 @@ def test_a_completion_fills_the_context_and_no_more(engine: Any) -> None:
     assert len(engine.generate([[5] * 4], params)) == 1
 
 
+def test_between_two_steps_of_decoding_the_number_of_unfinished_sequences_is_told(
+    engine: Any, prompts: list[list[int]]
+) -> None:
+    params, running = SamplingParams(n=2, max_tokens=12, seed=3), []
+    expected = engine.generate(prompts, params)
+    longest = max(len(rollout.completion_ids) for group in expected for rollout in group)
+    assert ids_of(engine.generate(prompts, params, lambda *told: None, running.append)) == ids_of(expected)
+    assert longest - 1 <= len(running) <= longest and running[0] <= 2 * len(prompts)
+    assert running == sorted(running, reverse=True) and running[-1] >= 1
+
+    def stop(running: int) -> None:
+        raise KeyError(f"{running} are left")
+
+    with pytest.raises(KeyError, match="are left"):
+        engine.generate(prompts, params, lambda *told: None, stop)
+    assert ids_of(engine.generate(prompts, params)) == ids_of(expected), "the next call is not disturbed"
+
+
 def count_passes(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one entry with each pass through the engine's model."""
     passes: list[int] = []

@@ -16,7 +16,7 @@ from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.models.packing import pack
-from lowmem_grpo.planning.planner import EASE, max_context, plan
+from lowmem_grpo.planning.planner import EASE, chosen_for_rollout, max_context, plan
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.units import GIB
 
@@ -336,6 +336,9 @@ def test_a_context_beyond_the_models_is_refused() -> None:
     ({"mlp_tile": -1}, "mlp_tile is -1"), ({"spread": -1.0}, "spread is -1.0"),
     ({"host_bytes": -1}, "host_bytes is -1"),
     ({"completions_per_step": 0}, "completions_per_step is 0"), ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'; it must be one of auto, fp8, fp8_e4m3, fp8_e5m2"),
+    ({"kv_cache_dtype": "fp8", "engine": "transformers"}, "whose cache has the model's dtype; use engine='vllm'"),
+    ({"longest_completion": 0}, "longest_completion is 0"),
     ({"sampling_weights": "8bit"}, "sampling_weights is '8bit'; it must be one of 4bit, 16bit, or None"),
 ])
 def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -457,6 +460,48 @@ def test_gemma_4s_larger_embedding_is_planned_on_the_host_where_a_card_is_small(
     assert tight.fits and tight.settings.host_embedding
     assert tight.host >= ModelShape.of(whole).host_bytes() == 2 * 262144 * 42 * 256
     assert not plan(whole, RunSettings(1024), device("8GiB")).fits  # vLLM needs it on the card
+
+
+@pytest.mark.parametrize(("name", "times"), [
+    ("llama-3.1-8b", 1.9), ("qwen3-8b", 1.9), ("gemma-4-e4b", 1.9), ("qwen3-30b-a3b", 1.9), ("qwen3.5-4b", 1.8),
+])
+def test_a_cache_in_8_bits_holds_nearly_twice_the_sequences_but_for_the_states_of_hybrid_models(
+    name: str, times: float
+) -> None:
+    asked = RunSettings(20480, num_generations=1000, kv_bytes=32 * GIB)
+    whole, eight = (plan(named_config(name), replace(asked, kv_cache_dtype=kind), device("80GiB"))
+                    for kind in ("auto", "fp8"))
+    assert eight.concurrent_sequences >= times * whole.concurrent_sequences
+    notes = [row.note for found in (whole, eight) for row in found.rows if row.name == "KV cache"]
+    assert notes[0].startswith("16 bits") and notes[1].startswith("8 bits (fp8)")
+    assert "with kv_cache_dtype=fp8" in next(one.why for one in chosen_for_rollout(
+        ModelShape.of(named_config(name)), whole, RunSettings(20480, num_generations=1000)))
+
+
+def test_8b_samples_all_8_sequences_of_20480_tokens_at_once_on_16_gib() -> None:
+    """7 of them without a word about their prompt; 8 where they share 4,096 tokens of prompt, which vLLM holds once."""
+    asked = RunSettings(20480, kv_cache_dtype="fp8")
+    alone = plan(named_config("llama-3.1-8b"), asked, device("16GiB"))
+    group = plan(named_config("llama-3.1-8b"), replace(asked, longest_completion=16384), device("16GiB"))
+    assert alone.fits and alone.concurrent_sequences == 7
+    assert group.fits and group.concurrent_sequences == 8 and group.peak <= 16 * GIB
+    shape = ModelShape.of(named_config("llama-3.1-8b"))
+    assert group.kv_bytes == shape.kv_bytes(8 * 20480 - 7 * 4080, 1)  # but for the block of the prompt's last token
+    assert plan(named_config("llama-3.1-8b"), RunSettings(20480), device("16GiB")).concurrent_sequences == 3
+
+
+def test_a_hybrid_model_and_our_own_engine_hold_each_prompt_as_often_as_it_is_continued() -> None:
+    for name, engine in (("qwen3.5-4b", "vllm"), ("qwen3-4b", "transformers")):
+        asked = RunSettings(8192, engine=engine)
+        shared = plan(named_config(name), replace(asked, longest_completion=1024), device("80GiB"))
+        assert shared.kv_bytes == plan(named_config(name), asked, device("80GiB")).kv_bytes
+
+
+def test_a_plan_that_only_a_cache_in_8_bits_makes_fit_says_so() -> None:
+    found = plan(named_config("llama-3.1-8b"), RunSettings(61_440), device("14GiB"))
+    assert not found.fits
+    assert found.advice[0].startswith("with kv_cache_dtype=fp8 it fits")
+    assert plan(named_config("llama-3.1-8b"), RunSettings(61_440, kv_cache_dtype="fp8"), device("14GiB")).fits
 
 
 def test_a_hybrid_models_cache_is_planned_in_pages_as_vllm_divides_it() -> None:

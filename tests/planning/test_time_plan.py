@@ -347,3 +347,14 @@ def test_rows_of_a_card_say_what_planned_seconds_are_multiplied_with(monkeypatch
     other = row | {"phases": {"generate": 5.0, "train": 0.5, "optimizer": 0.0}}
     cpu, unknown, old = row | {"gpu": None}, row | {"gpu": "NVIDIA X"}, {"gpu": "NVIDIA H200", "phases": {}}
     assert calibrate_time.factors([row, other, cpu, unknown, old]) == {"h200": {"generate": 2.0, "train": 1.1}}
+
+
+def test_the_tail_is_what_few_sequences_reach_and_a_part_of_decoding() -> None:
+    even, long = Workload(8, 8, 100, 512, 512), Workload(8, 8, 100, 100, 1024)
+    times = [seconds(work) for work in (even, GSM8K, long)]
+    assert [time.tail_steps for time in times] == [0, 211, 881]
+    shares = [time.tail_seconds / time.seconds["decode"] for time in times]
+    assert shares[0] == 0 < shares[1] < shares[2] < 1
+    for work in (GSM8K, long):
+        assert sum(length > work.longest - work.tail_steps for length in work.lengths()) == 2  # a quarter of eight
+    assert seconds(Workload(1, 4, 100, 200, 512)).tail_seconds == 0  # of four, a single one is no fewer

@@ -316,6 +316,23 @@ def little_host_memory(make: Any, tokenizer: Any, patch: Any) -> Any:
     return planned(make(), "16GiB", checkpointing="offload")
 
 
+def with_cache(trainer: Any, kind: str) -> Any:
+    """As if what samples had such a cache."""
+    trainer.sampler.engine.cache_dtype = kind
+    return trainer
+
+
+@case("cache in 8 bits", "warning", r"^the key-value cache is in 8 bits \(fp8\), so that samples differ from the "
+                                    r"trainer, and vllm_importance_sampling_correction=False")
+def eight_bits_and_no_correction(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return with_cache(make(vllm_importance_sampling_correction=False), "fp8")
+
+
+@case("cache in 8 bits", "warning", r"parity_steps=0 never measures how far its samples differ")
+def eight_bits_and_nobody_measures(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return with_cache(make(parity_steps=0), "fp8_e5m2")
+
+
 @case("plan", "warning", r"^the plan expects .* on the card, which is more than the 1\.0 MiB .*: .*The run goes on.*\. "
                          r"What to do: try a lower max_completion_length")
 def over_plan(make: Any, tokenizer: Any, patch: Any) -> Any:

@@ -17,7 +17,7 @@ from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
-from lowmem_grpo.views.live import Pace
+from lowmem_grpo.views.live import StepTimes
 from lowmem_grpo.views.terminal import CurrentStderr
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_learns_nothing_is_told_so_once(
 def test_the_pace_leaves_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("lowmem_grpo.views.live.time.monotonic", lambda: now[0])
-    pace = Pace()
+    pace = StepTimes()
     pace.begin(10)
     assert pace.left(20) is None
     for step, at in ((11, 150.0), (12, 153.0), (12, 160.0), (14, 159.0)):
@@ -117,7 +117,7 @@ def test_the_expected_time_is_printed_and_recorded(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(("seconds", "said"), [(0.0312, "0.031 s"), (4.26, "4.3 s"), (61.7, "1 min 2 s")])
 def test_seconds_a_step_are_printed_as_people_read_them(tmp_path: Path, seconds: float, said: str) -> None:
     first = FirstSteps(RunRecords(tmp_path))
-    first.pace.marks = [(1, 0.0), (2, seconds)]
+    first.step_times.marks = [(1, 0.0), (2, seconds)]
     line = first.expectation(GRPOConfig(save_strategy="no"), TrainerState(global_step=2, max_steps=5), 5 * seconds)
     assert line.startswith(f"{said} a step: ") and line.endswith("to go until step 5")
 

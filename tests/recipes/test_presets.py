@@ -115,6 +115,11 @@ def test_weights_are_in_fp8_in_place_of_4_bits_and_not_in_both() -> None:
         prepared(gpu="16", load_in_fp8=True, load_in_4bit=True)
 
 
+def test_the_form_of_the_cache_is_the_models_unless_it_is_asked_for() -> None:
+    assert prepared(gpu="16").kv_cache_dtype == "auto"
+    assert prepared(gpu="16", kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
+
+
 @pytest.mark.parametrize(("option", "value"), [("max_seq_length", 0), ("lora_rank", 0), ("lora_alpha", 0)])
 def test_a_zero_is_taken_as_asked(option: str, value: int) -> None:
     assert getattr(prepared(gpu="16", **{option: value}), option) == value

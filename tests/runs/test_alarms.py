@@ -20,13 +20,13 @@ HEALTHY: Line = {
     "nonfinite/rollouts": 0, "rewards/right/mean": 0.5, "rewards/right/std": 0.5, "episodes/parse_error": 0.1,
     "tools/failure_frequency": 0.2, "episodes/max_tokens": 0.1, "episodes/context": 0.0, "episodes/timeout": 0.0,
     "episodes/environment_error": 0.0,
-    "turns/cut_ratio": 0.1, "tools/call_frequency": 1.0,
+    "turns/cut_ratio": 0.1, "tools/call_frequency": 1.0, "sampling/preemptions": 3, "sampling/most_together": 64,
 }
 EDGE: Line = {  # as far as it may go
     "groups/with_signal": 1, "completions/clipped_ratio": 0.99, "mismatch/k3": 0.01, "mismatch/effective_samples": 0.5,
     "clip_ratio/region_mean": 0.3, "kl": 1.0, "entropy": 0.0041, "grad_norm": 7.0, "rewards/right/std": 1e-9,
     "episodes/parse_error": 0.5, "tools/failure_frequency": 0.5, "episodes/max_tokens": 0.5, "episodes/timeout": 0.1,
-    "turns/cut_ratio": 0.99, "tools/call_frequency": 0.01,
+    "turns/cut_ratio": 0.99, "tools/call_frequency": 0.01, "sampling/preemptions": 32,
 }
 BAD = [  # of an alarm: a line that is wrong, after how many of them it must sound, and what it must say
     ("nothing_to_learn", {"groups/with_signal": 0}, 10,
@@ -48,6 +48,7 @@ BAD = [  # of an alarm: a line that is wrong, after how many of them it must sou
     ("unused_tools", {"tools/call_frequency": 0.0}, 10, "tools/call_frequency is 0, so the policy does not learn"),
     ("failing_environments", {"episodes/timeout": 0.11}, 1, "episodes/timeout is 0.11, so these episodes"),
     ("failing_environments", {"episodes/environment_error": 0.11}, 1, "environment_timeout"),
+    ("preempted", {"sampling/preemptions": 33}, 3, "33 times in a step a sequence left the engine"),
     ("constant_reward", {"rewards/right/mean": 1.0, "rewards/right/std": 0.0}, 20, "reward right is 1 for every"),
 ]
 IDS = [f"{name}-{next(iter(line))}" for name, line, *_ in BAD]

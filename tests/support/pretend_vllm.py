@@ -103,7 +103,7 @@ class FakeLLM:
         assert not machine.pool.pointer_to_data, "CuMem allocator can only be used for one instance per process."
         machine.pool.allocate(options["kv_cache_memory_bytes"])
         self.llm_engine = self
-        self.engine_core = self
+        self.engine_core = self.scheduler = self
         self.waiting: list[Any] = []
 
     def enqueue(self, requests: list[Any], settings: list[Any], use_tqdm: bool) -> list[str]:
@@ -121,9 +121,8 @@ class FakeLLM:
                               logprobs=[{token: SimpleNamespace(logprob=-1.0)}] * count)
         return [SimpleNamespace(request_id=name, finished=True, outputs=[one] * params.n)]
 
-    def generate(self, requests: list[Any], settings: list[Any], use_tqdm: bool) -> list[Any]:
-        self.enqueue(requests, settings, use_tqdm)
-        return [output for _ in requests for output in self.step()]
+    def get_request_counts(self) -> tuple[int, int]:
+        return 0, len(self.waiting)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting)

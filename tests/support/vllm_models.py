@@ -150,14 +150,19 @@ def states() -> tuple[Any, ...]:
 def cached_tokens(monkeypatch: pytest.MonkeyPatch, engine: VLLMEngine) -> list[int]:
     """The tokens that vLLM takes from its cache in each of the calls to come."""
     seen: list[int] = []
-    generate = engine.llm.generate
+    enqueue, step = engine.llm.enqueue, engine.llm.llm_engine.step
 
-    def spy(*args: Any, **options: Any) -> Any:
-        outputs = generate(*args, **options)
-        seen.append(sum(output.num_cached_tokens for output in outputs))
+    def call(*args: Any, **options: Any) -> Any:
+        seen.append(0)
+        return enqueue(*args, **options)
+
+    def spy() -> Any:
+        outputs = step()
+        seen[-1] += sum(output.num_cached_tokens for output in outputs if output.finished)
         return outputs
 
-    monkeypatch.setattr(engine.llm, "generate", spy)
+    monkeypatch.setattr(engine.llm, "enqueue", call)
+    monkeypatch.setattr(engine.llm.llm_engine, "step", spy)
     return seen
 
 

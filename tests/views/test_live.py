@@ -124,6 +124,15 @@ def test_turns_ends_and_tools_are_told_on_a_line_and_on_the_panel() -> None:
     assert "ends" not in piped_line(LOGS)
 
 
+def test_the_seconds_of_sampling_are_told_where_the_engine_measures_them() -> None:
+    logs = LOGS | {"time/sampling/prefill_s": 0.25, "time/sampling/full_s": 3.5, "time/sampling/tail_s": 1.125}
+    terminal = console(terminal=True)
+    run(LiveView(terminal), logs)
+    for text in (piped_line(logs), written(terminal)):
+        assert "prompts 0.25 s full width 3.50 s tail 1.12 s" in text
+    assert "tail" not in piped_line(LOGS)
+
+
 @pytest.mark.parametrize("width", [60, 120])
 def test_an_episode_on_the_panel_says_who_said_what_and_cuts_its_middle(width: int) -> None:
     view = LiveView(console(terminal=True, width=width))

@@ -395,6 +395,16 @@ def test_curves_of_episodes_are_their_ends_turns_tools_and_waiting(tmp_path: Pat
         assert [list(values.values()) for values in page.lines(title).values()] == [[value]], title
 
 
+def test_the_time_of_sampling_and_the_speed_of_its_tail_are_drawn(tmp_path: Path) -> None:
+    measured = {"time/sampling/prefill_s": 0.5, "time/sampling/full_s": 4.0, "time/sampling/tail_s": 2.0,
+                "tokens_per_second": 900.0, "tokens_per_second/full": 1200.0, "tokens_per_second/tail": 150.0}
+    page = page_of(tmp_path, [metric(1, **measured)])
+    for title, values in (("Where the time of sampling goes", [0.5, 4.0, 2.0]),
+                          ("Tokens per second", [900.0, 1200.0, 150.0])):
+        assert [value[1] for value in page.lines(title).values()] == values
+    assert "Where the time of sampling goes" not in page_of(tmp_path, [metric(1)]).source
+
+
 def test_baselines_are_dashed_lines_beside_the_accuracy(tmp_path: Path) -> None:
     finished(tmp_path, right="correct", right_above=0.5,
              baselines={"random": 0.15, "perfect": {"share": 0.97, "games": 1000}, "odd": None})

@@ -3,6 +3,7 @@
 import torch
 
 from lowmem_grpo.memory.bounds import RolloutBound, RunMemory, Shortage
+from lowmem_grpo.memory.cache_dtype import AUTO, cache_itemsize
 from lowmem_grpo.memory.cards import sequences_at_once
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
@@ -17,17 +18,19 @@ class Capacity:
 
     `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
     room. `kv_bytes` sizes the cache; None takes what `utilization` of the card leaves. One sequence of `max_seq_length`
-    tokens always fits. `block` are the tokens of a block of the cache, where the user gave them.
+    tokens always fits. `block` are the tokens of a block of the cache, where the user gave them,
+    and `cache_dtype` is what its numbers are held in.
     """
 
     def __init__(
         self, policy: Policy, max_seq_length: int, kv_bytes: int | None, utilization: float, max_num_seqs: int | None,
-        sampled: int | None, bound: RolloutBound | None, block: int | None = None,
+        sampled: int | None, bound: RolloutBound | None, block: int | None = None, cache_dtype: str = AUTO,
     ) -> None:
         self.max_seq_length, self.kv_given = max_seq_length, kv_bytes is not None
         self.kv_budget = default_kv_bytes(policy, utilization) if kv_bytes is None else kv_bytes
         self.given_seqs, self.sampled, self.block = max_num_seqs, sampled, block
-        self.least_cache = least_kv_bytes(policy, max_seq_length, max(BLOCK, block or 0))
+        self.cache_dtype = cache_dtype
+        self.least_cache = least_kv_bytes(policy, max_seq_length, max(BLOCK, block or 0), cache_dtype)
         self.bound = bound or RunMemory().rollout
 
     @property
@@ -82,16 +85,21 @@ class Capacity:
                                         f"(before: {size_text(before)}), and the work is repeated")
 
 
-def kv_bytes_of(policy: Policy, tokens: int, block: int = BLOCK) -> int:
+def kv_bytes_of(policy: Policy, tokens: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
     """Bytes that one sequence of `tokens` tokens takes of the cache, without sliding windows."""
-    return ModelShape.of(policy.base.config).paged_bytes(tokens, block, policy.head.weight.dtype.itemsize)
+    return ModelShape.of(policy.base.config).paged_bytes(tokens, block, itemsize_of(policy, cache_dtype))
 
 
-def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK) -> int:
+def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
     """Bytes of the smallest cache: that of one sequence of the longest length, and a block that is never used."""
-    whole = ModelShape.of(policy.base.config).paged_block(block, policy.head.weight.dtype.itemsize)
+    whole = ModelShape.of(policy.base.config).paged_block(block, itemsize_of(policy, cache_dtype))
     blocks = -(-max_seq_length // whole) + 1
-    return kv_bytes_of(policy, blocks * whole, block)
+    return kv_bytes_of(policy, blocks * whole, block, cache_dtype)
+
+
+def itemsize_of(policy: Policy, cache_dtype: str) -> int:
+    """Bytes of a number of the cache."""
+    return cache_itemsize(cache_dtype, policy.head.weight.dtype.itemsize)
 
 
 def default_kv_bytes(policy: Policy, utilization: float) -> int:

@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Calls, Conversation, OnGroup
+from lowmem_grpo.engines.base import Calls, Conversation, Meanwhile, OnGroup
+from lowmem_grpo.engines.expected import ExpectedLengths
+from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
@@ -25,8 +27,10 @@ from lowmem_grpo.engines.vllm.lifetime import PROCESS, check_alone, end
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter, copy_to_publish
 from lowmem_grpo.engines.vllm.process_state import undisturbed
 from lowmem_grpo.engines.vllm.requests import Prompts, Sampling
+from lowmem_grpo.engines.vllm.steps import Steps
 from lowmem_grpo.engines.vllm.turns import Turns
 from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
+from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.units import size_text
@@ -44,12 +48,13 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None,
         max_num_seqs: int | None = None, enforce_eager: bool | None = None, rollout_copy: bool = False,
         sampling_weights: str | None = None, bound: RolloutBound | None = None, sampled: int | None = None,
-        block_size: int | None = None,
+        block_size: int | None = None, kv_cache_dtype: str = AUTO,
     ) -> None:
         """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
         `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
         room. A call may ask for more at any time: the rest waits. `block_size` is that of the cache, in tokens; None
-        takes vLLM's own, and 32 for contexts of at most 2,048 tokens on the CPU.
+        takes vLLM's own, and 32 for contexts of at most 2,048 tokens on the CPU. `kv_cache_dtype` is what its keys and
+        values are held in: "auto" for the model's dtype, or "fp8", "fp8_e4m3" and "fp8_e5m2" for 8-bit floats.
 
         `enforce_eager=None` decodes with CUDA graphs on a card, and without them elsewhere. With `rollout_copy` the
         engine samples with a copy of the adapter as it was at the last `on_policy_update`, so that training can go on
@@ -69,11 +74,12 @@ class VLLMEngine:
         self.eager = vllm_settings.is_eager(policy, enforce_eager)
         self.vllm = import_plugin()
         self.capacity = Capacity(policy, max_seq_length, kv_cache_bytes, gpu_memory_utilization, max_num_seqs, sampled,
-                                 bound, block_size)
+                                 bound, block_size, kv_cache_dtype)
         self.sampling_weights, self.capacity.kv_budget = vllm_pool.choose_for_engine(
             sampling_weights, policy, self.capacity, self.eager)
         self.capacity.check(policy)
         self.kv_bytes, self.policy_version, self.asleep, self.base = 0, 0, False, False
+        self.pace, self.expected = Pace(), ExpectedLengths()
         self.llm: Any = None
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.vllm.check_architecture(type(policy.base).__name__)
@@ -81,6 +87,8 @@ class VLLMEngine:
         self.copy = copy_to_publish(policy, self.adapter) if rollout_copy else None
         if self.tells_routes:
             self.vllm.check_routes()
+        if in_8_bits(kv_cache_dtype):
+            self.vllm.check_cache_dtype(kv_cache_dtype)
         self.in_less_memory(self.start_or_do_without)
 
     @property
@@ -95,6 +103,11 @@ class VLLMEngine:
     @property
     def slots(self) -> int:
         return self.capacity.seqs
+
+    @property
+    def cache_dtype(self) -> str:
+        """What its keys and values are held in."""
+        return self.capacity.cache_dtype
 
     def start_or_do_without(self) -> None:
         """`start`, and again without what this vLLM lacks here."""
@@ -152,7 +165,8 @@ class VLLMEngine:
         PROCESS.engine = weakref.ref(self)
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
+        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[list[Rollout]]:
         """n rollouts of each prompt. If vLLM dies, a new one is made once and samples what is missing; a second death
         raises, and so does a call that cannot be right. If memory runs out (in waking too), a new one is made with a
@@ -160,10 +174,14 @@ class VLLMEngine:
         self.check_open()
         if not prompts:
             return []
-        call = Prompts(prompts, self.sampling(params), on_group)
+        waiting = len(prompts) * params.n > self.slots
+        call = Prompts(prompts, self.sampling(params), on_group, meanwhile, self.expected if waiting else None)
         with undisturbed(self.policy.device):
             self.in_less_memory(lambda: self.run_surely(call), call)
-        return call.result()
+        found = call.result()
+        for prompt, rollouts in zip(prompts, found, strict=True):
+            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+        return found
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         """Turns of episodes, as `Engine.converse` says: the same for turns that are in the engine."""
@@ -236,7 +254,8 @@ class VLLMEngine:
         identity = self.loan.take(self.base)
         version = self.policy_version if self.copy is None else self.copy.version
         self.forget_prefixes(identity if identity == "base" else (identity, version))
-        call.run(self.llm, version)
+        self.pace.begin()
+        call.run(Steps(self.llm, self.pace), version)
 
     def forget_prefixes(self, identity: Hashable) -> None:
         """Drop cached prefixes that were computed with anything else than `identity`."""

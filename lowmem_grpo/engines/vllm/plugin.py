@@ -8,14 +8,17 @@ versions that `installed.py` allows.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from inspect import signature
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm import LLM, ModelRegistry, SamplingParams, envs
+from vllm.config.cache import CacheConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -28,10 +31,11 @@ from lowmem_grpo.engines.vllm.lent_experts import BorrowedExperts
 from lowmem_grpo.engines.vllm.lent_layers import OTHER_ENGINE, BorrowedLinear, BorrowError, borrowed_linear
 from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.kernels.matmul import matmul_fp32
+from lowmem_grpo.memory.cache_dtype import IN_16_BITS
 
 __all__ = [
-    "LLM", "NAME", "SamplingParams", "check_architecture", "check_routes", "cleanup_dist_env_and_memory", "envs",
-    "lending",
+    "LLM", "NAME", "SamplingParams", "check_architecture", "check_cache_dtype", "check_routes",
+    "cleanup_dist_env_and_memory", "envs", "lending",
 ]
 NAME = "lowmem_grpo"  # of the quantization method and of the load format
 EXPERTS = getattr(fused_moe, "RoutedExperts", None)  # vLLM's layer of experts; older versions have another
@@ -60,6 +64,14 @@ def check_architecture(name: str) -> None:
     """Raise BorrowError where vLLM has no model of that name."""
     if name not in ModelRegistry.get_supported_archs():
         raise BorrowError(f"this vLLM has no {name}. {OTHER_ENGINE}")
+
+
+def check_cache_dtype(name: str) -> None:
+    """Raise BorrowError where this vLLM cannot hold its cache in such numbers."""
+    kinds = {field.name: get_args(field.type) for field in fields(CacheConfig)}.get("cache_dtype", ())
+    if "kv_cache_dtype" not in {field.name for field in fields(EngineArgs)} or name not in kinds:
+        raise BorrowError(f"kv_cache_dtype is {name!r}, which this vLLM does not have (it has "
+                          f"{', '.join(kinds) or 'no such setting'}). {IN_16_BITS}, or install vLLM 0.32")
 
 
 class BorrowedLinearMethod(LinearMethodBase):

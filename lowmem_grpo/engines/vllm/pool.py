@@ -147,7 +147,7 @@ def made_in_pool(size: int, device: torch.device) -> Tensor:
 def choose_for_engine(asked: str | None, policy: Policy, capacity: Capacity, eager: bool) -> tuple[str, int]:
     """`sampling_weights.choose` for an engine. With CUDA graphs (not `eager`) the weights also need vLLM's pool."""
     form, left = wide.choose(asked, policy, capacity.kv_budget, capacity.kv_given, capacity.wanted_seqs,
-                             capacity.max_seq_length)
+                             capacity.max_seq_length, capacity.cache_dtype)
     why = None if form == FOUR or eager else why_not()
     if why is None:
         return form, left

@@ -1,12 +1,13 @@
 """What vLLM is asked for, and vLLM's outputs as rollouts.
 
-`LLM.generate` returns when all requests are finished. To report each prompt as soon as it is finished, we use the two
-public methods that it consists of: `LLM.enqueue` and `LLMEngine.step`. Both have this form in vLLM 0.26 to 0.33.
+`LLM.generate` returns when all requests are finished. To report each prompt as soon as it is finished, and to measure
+each step, we use the two public methods that it consists of: `LLM.enqueue` and `LLMEngine.step`. Both have this form in
+vLLM 0.26 to 0.33.
 """
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import FinishedPrompts, OnGroup, Request
+from lowmem_grpo.engines.base import FinishedPrompts, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
+from lowmem_grpo.engines.expected import ExpectedLengths
+from lowmem_grpo.engines.vllm.steps import Steps
 from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import Rollout
 
@@ -70,30 +73,38 @@ class Sampling:
 class Prompts(FinishedPrompts):
     """The prompts of one call of `generate`, and which of them are finished."""
 
-    def __init__(self, prompts: list[list[int]], sampling: Sampling, on_group: OnGroup | None) -> None:
-        super().__init__(len(prompts), on_group)
+    def __init__(self, prompts: list[list[int]], sampling: Sampling, on_group: OnGroup | None,
+                 meanwhile: Meanwhile | None = None, expected: ExpectedLengths | None = None) -> None:
+        """With `expected` the prompts enter vLLM in its order. Their seeds follow from the given order."""
+        super().__init__(len(prompts), on_group, meanwhile)
+        self.expected = expected
         params, self.sampling = sampling.params, sampling
         seeds = seeds_of(params.seed, len(prompts))
         self.asked = [Request(number, ids, params.max_tokens, seed)
                       for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))]
         self.settings = sampling.settings(self.asked)
 
-    def run(self, llm: Any, version: int) -> None:
-        """Sample all that is missing: each prompt is told as it finishes where somebody listens."""
-        for prompt, output in self.outputs(llm, self.missing):
+    def run(self, steps: Steps, version: int) -> None:
+        """Sample all that is missing; each prompt is told as it finishes."""
+        missing = self.missing
+        if self.expected is not None:
+            missing = [missing[place] for place in self.expected.order([self.asked[prompt].ids for prompt in missing])]
+        for prompt, output in self.outputs(steps, missing):
             with self.outside_the_engine():
                 ids = self.asked[prompt].ids
+                steps.was_read(len(ids))
                 self.add(prompt, one_prompt([self.sampling.rollout(one, ids, version) for one in output.outputs], ids))
 
-    def outputs(self, llm: Any, missing: list[int]) -> Iterable[tuple[int, Any]]:
-        """(prompt, vLLM's output) for the `missing` prompts: as they finish, or all of them at the end."""
-        requests = [{"prompt_token_ids": self.asked[prompt].ids} for prompt in missing]
-        settings = [self.settings[prompt] for prompt in missing]
-        if self.on_group is not None:
-            found = finished_outputs(llm, requests, settings)
-        else:
-            found = enumerate(llm.generate(requests, settings, use_tqdm=False))
-        return ((missing[place], output) for place, output in found)
+    def outputs(self, steps: Steps, missing: list[int]) -> Iterator[tuple[int, Any]]:
+        """(prompt, vLLM's output with all completions) for the `missing` prompts, in the order in which they finish."""
+        names = steps.enqueue([self.asked[prompt].ids for prompt in missing],
+                              [self.settings[prompt] for prompt in missing])
+        prompts = {number_of(name): prompt for name, prompt in zip(names, missing, strict=True)}
+        while steps.unfinished:
+            for output in steps.step():
+                yield prompts[number_of(output.request_id)], output
+            if self.meanwhile is not None:
+                self.between(steps.open)
 
 
 def settings_of(
@@ -116,16 +127,6 @@ def seeds_of(seed: int | None, count: int) -> list[int]:
     """A seed for each prompt, far apart because vLLM adds the number of the completion to it."""
     source = random.Random(seed) if seed is not None else random.SystemRandom()
     return [source.getrandbits(62) for _ in range(count)]
-
-
-def finished_outputs(llm: Any, requests: list[Any], settings: list[Any]) -> Iterator[tuple[int, Any]]:
-    """(index of a request, its output with all completions) in the order in which the requests finish."""
-    ids = llm.enqueue(requests, settings, use_tqdm=False)
-    places = {number_of(name): place for place, name in enumerate(ids)}
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            if output.finished:
-                yield places[number_of(output.request_id)], output
 
 
 def number_of(name: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lowmem_grpo.config.engine import FOUR, SIXTEEN
 from lowmem_grpo.engines.vllm.capacity import BLOCK, kv_bytes_of
 from lowmem_grpo.engines.vllm.lent_layers import Product
+from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.cards import DEFAULT_SHARE
 from lowmem_grpo.memory.linear import FP8, NF4
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -96,7 +97,8 @@ def wide_bytes(policy: Policy) -> int:
 
 
 def choose(
-    asked: str | None, policy: Policy, kv_bytes: int, kv_given: bool, sequences: int, tokens: int
+    asked: str | None, policy: Policy, kv_bytes: int, kv_given: bool, sequences: int, tokens: int,
+    cache_dtype: str = AUTO,
 ) -> tuple[str, int]:
     """The form to sample with, and the bytes that are left for the key-value cache.
 
@@ -115,7 +117,7 @@ def choose(
         return SIXTEEN, left
     if not pays(policy, sequences, tokens):
         return FOUR, kv_bytes
-    wanted = kv_bytes_of(policy, (-(-tokens // BLOCK) + 1) * BLOCK) * sequences
+    wanted = kv_bytes_of(policy, (-(-tokens // BLOCK) + 1) * BLOCK, cache_dtype=cache_dtype) * sequences
     fits = size + kv_bytes <= free_share(policy.device) if kv_given else left >= wanted
     logger.info("sampling with weights in %s: dequantized they take %s, the cache of %d sequences %s",
                 "16 bits" if fits else "the form they are held in", size_text(size), sequences, size_text(wanted))

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.lent_experts import NO_ROUTES
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
+from lowmem_grpo.memory.cache_dtype import in_8_bits
 from lowmem_grpo.memory.cards import prefill_tokens
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.policy import Policy
@@ -65,6 +66,7 @@ def llm_options(
         "enable_prefix_caching": not has_states(policy), "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm", "disable_log_stats": True,
         **({"enable_return_routed_experts": True} if routes else {}),
+        **({"kv_cache_dtype": capacity.cache_dtype} if in_8_bits(capacity.cache_dtype) else {}),
         **memory_share(policy, cache), **prefill(policy, max_seq_length, sequences),
         **block_size(policy, max_seq_length, capacity.block),
     }

@@ -7,6 +7,7 @@ import torch
 from lowmem_grpo.engines.base import Calls, Conversation, Request
 from lowmem_grpo.engines.vllm.process_state import torch_undisturbed
 from lowmem_grpo.engines.vllm.requests import Sampling, number_of
+from lowmem_grpo.engines.vllm.steps import Steps
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.types import Rollout
 
@@ -20,48 +21,49 @@ class Turns(Calls):
         self.routes: dict[int, tuple[list[int], Routes]] = {}  # of the last turn of a key, and the tokens they are of
         self.keys: dict[str, int] = {}  # of the open turns, by the number of vLLM's request
 
-    def run(self, llm: Any, version: int) -> None:
+    def run(self, steps: Steps, version: int) -> None:
         """Decode until the conversation has no more. Turns that were lost with another engine are asked for again;
         those that the conversation leaves behind with an error are taken back."""
         self.keys = {}
-        self.enter(llm, list(self.open.values()))
+        self.enter(steps, list(self.open.values()))
         try:
-            while self.more(llm):
+            while self.more(steps):
                 with torch_undisturbed(self.device):  # not the conversation, whose environments may draw numbers
-                    outputs = llm.llm_engine.step()
+                    outputs = steps.step()
                 for output in outputs:
-                    if output.finished:
-                        self.give(output, version)
+                    steps.was_read(self.give(output, version))
         except Exception:
             if self.failed_outside is not None:
-                llm.llm_engine.abort_request(list(self.keys))
+                steps.llm.llm_engine.abort_request(list(self.keys))
             raise
 
-    def more(self, llm: Any) -> bool:
+    def more(self, steps: Steps) -> bool:
         """Let the turns in that are ready now; whether there are turns to decode."""
         with self.outside_the_engine():
             asked = self.conversation.take(busy=bool(self.open))
             new = list(zip(asked, self.sampling.settings(asked), strict=True)) if asked else []
             assert not [request.key for request in asked if request.key in self.open], "one turn of a key at a time"
         self.open |= {request.key: (request, settings) for request, settings in new}
-        self.enter(llm, new)
+        self.enter(steps, new)
         return bool(self.open)
 
-    def enter(self, llm: Any, turns: list[tuple[Request, Any]]) -> None:
+    def enter(self, steps: Steps, turns: list[tuple[Request, Any]]) -> None:
         """Ask vLLM for these turns."""
         if turns:
-            names = llm.enqueue([{"prompt_token_ids": request.ids} for request, _ in turns],
-                                [settings for _, settings in turns], use_tqdm=False)
+            names = steps.enqueue([request.ids for request, _ in turns], [settings for _, settings in turns])
             self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, turns, strict=True)}
 
-    def give(self, output: Any, version: int) -> None:
-        """Give a turn that is drawn; whatever happens then, it is not given again."""
+    def give(self, output: Any, version: int) -> int:
+        """Give a turn that is drawn; whatever happens then, it is not given again. Returns how many tokens of its
+        prompt were computed."""
         key = self.keys.pop(number_of(output.request_id))
         request, _ = self.open.pop(key)
+        cached = output.num_cached_tokens or 0
         with self.outside_the_engine():
-            rollout = self.sampling.rollout(output.outputs[0], request.ids, version, output.num_cached_tokens or 0)
+            rollout = self.sampling.rollout(output.outputs[0], request.ids, version, cached)
             self.go_on(request, rollout)
             self.conversation.give(key, rollout)
+        return len(request.ids) - cached
 
     def go_on(self, request: Request, rollout: Rollout) -> None:
         """Let the routes of a turn share those of the last turn that it goes on from."""

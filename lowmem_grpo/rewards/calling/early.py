@@ -138,6 +138,14 @@ class EarlyCalls:
                     return hidden
                 self.changed.wait(pause(begun))
 
+    def calls_on(self, group: int) -> list[Call] | None:
+        """The calls of all functions that scored a group, in their order; None where one is not done, or failed."""
+        with self.changed:
+            found = {call.name: call for call in self.calls if group in call.groups and call.future.done()}
+        if self.failed is not None or len(found) < len(self.scorer.names):
+            return None
+        return [found[name] for name in self.scorer.names]
+
     def close(self) -> None:
         """Begin no further call. Async calls are stopped; nothing can stop a thread."""
         with self.changed:

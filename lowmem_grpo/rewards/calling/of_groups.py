@@ -9,7 +9,7 @@ from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.rewards.calling.calls import Lists
 from lowmem_grpo.rewards.calling.early import EarlyCalls
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.calling.scores import Scores
+from lowmem_grpo.rewards.calling.scores import Scores, put_together
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Message, Rollout, RolloutGroup, Turn
@@ -27,7 +27,7 @@ class EarlyScoring(EarlyCalls):
         is sampled, if a function needs a column that no row has."""
         self.rows = [prompt.row for prompt in prompts]
         self.now, self.clock = state, clock or Clock()  # early calls see a copy of the state as it was before sampling
-        self.columns = columns_of(self.rows)
+        self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # completions of the groups handed in
         super().__init__(scorer, list(lists_of(scorer, [], self.columns)), state)
 
     @property
@@ -38,6 +38,7 @@ class EarlyScoring(EarlyCalls):
     def take_in(self, index: int, rollouts: list[Rollout]) -> None:
         """Take in the rollouts of a prompt when all of them are there."""
         if self.names and index not in self.known:
+            self.sizes[index] = len(rollouts)
             self.add(index, lists_of(self.scorer, [RolloutGroup(self.rows[index], [], rollouts)], self.columns))
 
     def settle(self, groups: list[RolloutGroup]) -> Scores:
@@ -45,6 +46,17 @@ class EarlyScoring(EarlyCalls):
         with self, self.clock.phase("reward"):
             self.clock.reward_hidden += self.finish(groups)
             return self.scores(groups)
+
+    def scored(self, index: int) -> Scores | None:
+        """The scores of a finished group while others are sampled; None where they are not all there. Behind its own,
+        the lists have those of groups that were scored in the same calls."""
+        calls = self.calls_on(index)
+        if calls is None:
+            return None
+        together = [index, *sorted({group for call in calls for group in call.groups} - {index})]
+        ends = list(accumulate(self.sizes[group] for group in together))
+        spans = {group: range(end - self.sizes[group], end) for group, end in zip(together, ends, strict=True)}
+        return put_together([], calls, self.scorer.names, spans, ends[-1])
 
     def finish(self, groups: list[RolloutGroup]) -> float:
         """Wait until the early functions have scored all groups. Returns the seconds of their calls in which others

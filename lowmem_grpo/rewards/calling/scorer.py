@@ -125,7 +125,7 @@ class RewardScorer:
 
     def scores(self, whole: list[Call], early: list[Call], spans: list[range]) -> Scores:
         """The results of calls of the whole batch and of calls of some of its groups; see `put_together`."""
-        scores = put_together(whole, early, self.names, spans)
+        scores = put_together(whole, early, self.names, spans, spans[-1].stop if spans else 0)
         for name in scores.converted.keys() - self.said:
             logger.warning(
                 "reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of floats",

@@ -1,7 +1,7 @@
 """The results of all reward functions on a batch, put together from their calls in the order of the batch."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class Part:
     rewards: list[float | None]
 
     @classmethod
-    def of(cls, call: Call, spans: list[range] | None) -> "Part":
+    def of(cls, call: Call, spans: Sequence[range] | Mapping[int, range] | None) -> "Part":
         """`spans` has the places of each group; None if the call was of the whole batch. Raises RewardError for a
         result that is not a list of rewards."""
         count = len(call.completions)
@@ -40,8 +40,11 @@ class Part:
         return cls(call, places, as_rewards(call.name, call.future.result(), count))
 
 
-def put_together(whole: list[Call], early: list[Call], names: list[str], spans: list[range]) -> Scores:
-    """Scores of a batch, whose groups are at the places `spans`, from calls of all of it and of some of its groups.
+def put_together(
+    whole: list[Call], early: list[Call], names: list[str], spans: Sequence[range] | Mapping[int, range], count: int
+) -> Scores:
+    """Scores of a batch of `count` completions, whose groups are at the places `spans`, from calls of all of it and of
+    some of its groups.
 
     Raises RewardError for a result that is not a list of rewards.
     """
@@ -49,7 +52,6 @@ def put_together(whole: list[Call], early: list[Call], names: list[str], spans: 
     for calls, cut in ((early, spans), (whole, None)):
         for call in calls:
             parts[call.name].append(Part.of(call, cut))
-    count = spans[-1].stop if spans else 0
     returned = {name: in_order(parts[name], count) for name in names}
     return Scores(
         rewards={name: [None if is_invalid(v) else v for v in values] for name, values in returned.items()},

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +12,10 @@ from vllm_models import NEEDS_VLLM
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.installed import import_plugin
+from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 from lowmem_grpo.engines.vllm.requests import settings_of
 from lowmem_grpo.engines.vllm.settings import GRAPHS, llm_options
+from lowmem_grpo.memory.cache_dtype import CACHE_DTYPES
 
 pytestmark = NEEDS_VLLM
 
@@ -21,6 +23,7 @@ pytestmark = NEEDS_VLLM
 METHODS: dict[tuple[str, str], dict[str, list[str]]] = {
     ("vllm.entrypoints.llm", "LLM"): {"sleep": ["level"], "wake_up": [], "collective_rpc": ["method", "kwargs"]},
     ("vllm.v1.engine.llm_engine", "LLMEngine"): {"is_sleeping": []},
+    ("vllm.v1.core.sched.interface", "SchedulerInterface"): {"get_request_counts": []},
     ("vllm.model_executor.layers.quantization.base_config", "QuantizationConfig"): {
         "get_min_capability": [], "get_config_filenames": [], "from_config": ["config"],
     },
@@ -31,7 +34,7 @@ FIELDS: dict[tuple[str, str], list[str]] = {
         "model", "quantization", "load_format", "dtype", "model_impl", "max_model_len", "max_num_seqs",
         "kv_cache_memory_bytes", "enforce_eager", "compilation_config", "enable_sleep_mode", "enable_prefix_caching",
         "logprobs_mode", "generation_config", "disable_log_stats", "gpu_memory_utilization", "enable_chunked_prefill",
-        "max_num_batched_tokens", "block_size",
+        "max_num_batched_tokens", "block_size", "kv_cache_dtype",
     ],
     ("vllm.sampling_params", "SamplingParams"): [
         "n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos",
@@ -69,7 +72,8 @@ def test_settings_and_results_have_the_fields_that_are_used(module: str, owner: 
 def test_every_option_of_llm_is_in_the_table_above() -> None:
     card = SimpleNamespace(head=SimpleNamespace(weight=torch.empty(0)), device=torch.device("cpu"),
                            base=SimpleNamespace(config={"model_type": "qwen2"}))
-    used = llm_options(card, 512, "name", SimpleNamespace(cache=1 << 20, seqs=8, block=None), False, True)  # type: ignore[arg-type]
+    room: Any = SimpleNamespace(cache=1 << 20, seqs=8, block=None, cache_dtype="fp8")
+    used = llm_options(card, 512, "name", room, False, True)  # type: ignore[arg-type]
     (settings,) = settings_of(SamplingParams(), [5], [0], [2], dict)
     table = {owner: set(names) for (_, owner), names in FIELDS.items()}
     assert set(used) | {"model", "gpu_memory_utilization"} == table["EngineArgs"]
@@ -90,3 +94,15 @@ def test_reset_prefix_cache_says_whether_it_did() -> None:
     from vllm import LLM
 
     assert inspect.signature(LLM.reset_prefix_cache).return_annotation in (bool, "bool")
+
+
+def test_vllm_has_each_form_of_the_cache_and_a_version_without_it_is_refused_by_name(
+    borrow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CACHE_DTYPES:
+        borrow.check_cache_dtype(name)
+    with pytest.raises(BorrowError, match=r"'fp6', which this vLLM does not have \(it has auto, .*fp8"):
+        borrow.check_cache_dtype("fp6")
+    monkeypatch.setattr(borrow, "EngineArgs", make_dataclass("EngineArgs", ["model"]))
+    with pytest.raises(BorrowError, match=r'Leave kv_cache_dtype at "auto", or install vLLM 0\.32'):
+        borrow.check_cache_dtype("fp8")

@@ -1,0 +1,124 @@
+"""What a step takes when complete groups are trained while others are sampled, beside one without that.
+
+    OMP_NUM_THREADS=1 python -m bench.loop.overlap --engine transformers
+    OMP_NUM_THREADS=1 python -m bench.loop.overlap --engine vllm
+
+The model in the package samples 32 prompts 8 times. Each token ends its completion with about the same probability, so
+lengths have a long tail: the longest of 256 is about five times the mean. (The completions say nothing: the temperature
+is high, and a few tokens that mean nothing end them.) The cases take turns, after a step to warm up, and sample with
+the same seeds. `ratio` is the median over rounds of a case's step time divided by that of the step without the switch,
+`share` the completions that were trained before all were sampled.
+"""
+
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+from bench.common import options, tables
+from bench.common.rows import append_row, machine
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
+from lowmem_grpo.recipes.arithmetic import make_dataset
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "overlap.jsonl"
+CASES: dict[str, bool | str] = {"off": False, "in turn": True, "parallel": "parallel"}
+GENERATIONS, ENDING, HOT = 8, range(300, 304), 4.0  # completions of a prompt; tokens that end one; temperature
+TARGET = 0.85
+console = Console(width=110)
+
+
+@dataclass
+class Case:
+    """A setting, and what its steps took."""
+
+    name: str
+    trainer: GRPOTrainer
+    steps: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    def step(self, measured: bool = True) -> None:
+        """One rollout and its update."""
+        self.trainer.clock.restart()
+        began = time.perf_counter()
+        groups = self.trainer.rollout()
+        metrics = self.trainer.update(groups)
+        if measured:
+            self.steps.append(time.perf_counter() - began)
+            self.shares.append(metrics.get("train_while_sampling/share", 0.0))
+            self.lengths += [len(rollout.completion_ids) for group in groups for rollout in group.rollouts]
+
+
+def pays(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """A number that differs between the completions of a prompt."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def make_cases(engine: str, prompts: int, tokens: int, folder: Path) -> list[Case]:
+    """A trainer for each setting; all of one model."""
+    bare, _ = FastLanguageModel.from_pretrained(
+        "tiny", max_seq_length=tokens + 128, load_in_4bit=False, fast_inference=engine
+    )
+    model = FastLanguageModel.get_peft_model(bare, r=16, use_gradient_checkpointing=False)
+    rows, ends = make_dataset("train", 64 * prompts), SamplingParams(stop_token_ids=list(ENDING), temperature=HOT)
+    shared: dict[str, Any] = {
+        "num_generations": GENERATIONS, "max_steps": 1000, "per_device_train_batch_size": 64,
+        "gradient_accumulation_steps": prompts * GENERATIONS // 64, "max_completion_length": tokens,
+        "loss_type": "dapo", "learning_rate": 1e-6, "temperature": HOT, "vllm_sampling_params": ends, "parity_steps": 0,
+        "disable_tqdm": True, "save_strategy": "no", "score_while_sampling": True,
+    }
+    return [Case(name, GRPOTrainer(model, pays, GRPOConfig(
+        output_dir=str(folder / name), train_while_sampling=mode, **shared), rows)) for name, mode in CASES.items()]
+
+
+def measure(cases: list[Case], rounds: int) -> None:
+    """Steps in turn, the order reversed from round to round."""
+    for case in cases:
+        case.step(measured=False)
+    for number in range(rounds):
+        for case in reversed(cases) if number % 2 else cases:
+            case.step()
+        console.print(f"round {number + 1} of {rounds}")
+
+
+def row(case: Case, off: Case, settings: dict[str, Any]) -> dict[str, Any]:
+    """A case's row, compared with the case without the switch."""
+    return {
+        "train_while_sampling": case.name, "step": round(median(case.steps), 4), "share": round(fmean(case.shares), 3),
+        "ratio": round(median(own / other for own, other in zip(case.steps, off.steps, strict=True)), 4),
+        "mean_length": round(fmean(case.lengths), 1), "longest": max(case.lengths), **settings,
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--engine", default="transformers", show_default=True, type=click.Choice(["transformers", "vllm"]))
+@click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=8))
+@click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of a completion at most.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Steps of each case.")
+@options.output(RESULTS)
+def main(engine: str, prompts: int, tokens: int, rounds: int, output: Path) -> None:
+    """Measure all cases in turn."""
+    where = machine()
+    settings = {"engine": engine, "prompts": prompts, "generations": GENERATIONS, "tokens": tokens, "rounds": rounds,
+                "threads": torch.get_num_threads()}
+    with tempfile.TemporaryDirectory() as folder:
+        cases = make_cases(engine, prompts, tokens, Path(folder))
+        measure(cases, rounds)
+    rows = [row(case, cases[0], settings) for case in cases]
+    for found in rows:
+        append_row(output, found | where)
+    table = tables.terminal(None, ("train_while_sampling", "step, s", "x off", "trained early", "longest"), (
+        [found["train_while_sampling"], f"{found['step']:.3f}", f"{found['ratio']:.3f}", f"{found['share']:.0%}",
+         str(found["longest"])] for found in rows
+    ))
+    console.print(table, f"target: at most {TARGET:g} times the step without it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Where an engine's time goes: every second counts in one phase, and every drawn token in one."""
+
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines import pace as module
+from lowmem_grpo.engines.pace import Pace
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the module reads; a test moves it."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def steps(pace: Pace, clock: list[float], *running: int, seconds: float = 1.0) -> None:
+    for count in running:
+        clock[0] += seconds
+        pace.step(count)
+
+
+def test_a_step_after_reading_is_prefill_and_few_sequences_are_the_tail(clock: list[float]) -> None:
+    pace = Pace()
+    pace.begin()
+    pace.read(30)
+    steps(pace, clock, 8, seconds=4.0)
+    steps(pace, clock, 8, 2, 1, 1)
+    assert pace.metrics() == {
+        "time/sampling/prefill_s": 4.0, "time/sampling/full_s": 2.0, "time/sampling/tail_s": 2.0,
+        "time/sampling/tail_share": 0.25, "tokens_per_second/prefill": 7.5, "tokens_per_second/full": 5.0,
+        "tokens_per_second/tail": 1.0, "sampling/most_together": 8, "sampling/preemptions": 0,
+    }
+
+
+def test_what_lies_between_two_pieces_of_work_is_not_counted(clock: list[float]) -> None:
+    pace = Pace()
+    pace.begin()
+    steps(pace, clock, 4)
+    clock[0] += 50
+    pace.resume()
+    steps(pace, clock, 4)
+    clock[0] += 0.5
+    with pace.paused():
+        clock[0] += 30
+    steps(pace, clock, 4)
+    assert pace.spent["full"] == module.Spent(3.5, 12)
+
+
+def test_the_tail_is_measured_against_the_widest_of_its_own_call(clock: list[float]) -> None:
+    pace = Pace()
+    pace.begin()
+    steps(pace, clock, 64)
+    pace.begin()
+    steps(pace, clock, 4, 2, 1)
+    assert pace.spent["tail"].tokens == 0 and pace.most == 64
+    assert [pace.in_tail(running) for running in (0, 1, 4)] == [True, False, False]
+
+
+def test_several_tokens_may_be_drawn_in_a_step(clock: list[float]) -> None:
+    pace = Pace()
+    pace.begin()
+    clock[0] += 2
+    pace.step(4, drawn=11)
+    assert pace.metrics()["tokens_per_second/full"] == 5.5
+
+
+def test_what_is_taken_is_not_measured_again_and_sums_with_others(clock: list[float]) -> None:
+    pace, total = Pace(), Pace()
+    assert pace.metrics() == {}
+    for preemptions in (1, 2):
+        pace.begin()
+        steps(pace, clock, 8, 1)
+        pace.preemptions += preemptions
+        total.add(pace.take())
+        assert pace.metrics() == {}
+    assert total.spent["full"] == module.Spent(2.0, 16) and total.spent["tail"] == module.Spent(2.0, 2)
+    assert total.metrics()["sampling/preemptions"] == 3
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_the_transformers_engine_counts_every_token_once(tiny_policy: Any, tokenizer: Any, rows: int | None) -> None:
+    engine = TransformersEngine(tiny_policy, tokenizer, 64)
+    engine.bound.lowered = rows
+    prompts = [[5, 6, 7], [8, 9]]
+    groups = engine.generate(prompts, SamplingParams(n=4, max_tokens=12, seed=1))
+    rollouts = [rollout for group in groups for rollout in group]
+    drawn = sum(len(rollout.completion_ids) for rollout in rollouts)
+    first = len(rollouts)  # tokens that are drawn from the prompt's own logits
+    pace = engine.pace.take()
+    assert sum(pace.spent[name].tokens for name in ("full", "tail")) == drawn - first
+    assert pace.most == (rows or 8)
+    assert rows or pace.spent["prefill"].tokens == sum(map(len, prompts))

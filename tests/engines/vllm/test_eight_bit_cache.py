@@ -1,0 +1,81 @@
+"""A key-value cache in 8 bits: vLLM holds twice as many tokens, and the parity gate measures what rounding does."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_models import CONTEXT, KV_BYTES, NEEDS_VLLM, engine_on, ids_of, move_adapter, policy_of
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.losses.off_policy import MismatchWatch
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.rollout.parity import ParityError, ParityGate
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.types import RolloutGroup
+
+pytestmark = [*NEEDS_VLLM, pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="vLLM's 8-bit cache on a CPU needs AVX-512")]
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
+PARAMS = SamplingParams(n=4, max_tokens=48, seed=1, ignore_eos=True)
+
+
+def blocks(engine: VLLMEngine) -> int:
+    """Blocks of vLLM's cache."""
+    return int(engine.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+
+
+def measured(policy: Policy, engine: VLLMEngine, bound: float | None = None) -> dict[str, float]:
+    """What the parity gate of a run with this engine finds in its samples."""
+    groups = [RolloutGroup({}, *pair) for pair in zip(PROMPTS, engine.generate(PROMPTS, PARAMS), strict=True)]
+    gate = ParityGate(policy, PARAMS, 1, bound, state=TrainerState(), cache_dtype=engine.cache_dtype,
+                      mismatch=MismatchWatch())
+    return gate.watch(groups)
+
+
+def test_it_holds_twice_the_tokens_and_the_gate_measures_the_rounding_and_advises_without_switching(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = policy_of("llama", torch.bfloat16, False, tmp_path)
+    move_adapter(policy, 0.05)
+    found: dict[str, dict[str, float]] = {}
+    held: dict[str, int] = {}
+    for kind in ("auto", "fp8", "fp8_e5m2"):
+        with engine_on(policy, kv_cache_dtype=kind) as engine, caplog.at_level(logging.WARNING):
+            caplog.clear()
+            found[kind], held[kind] = measured(policy, engine), blocks(engine)
+            advised = [text for text in caplog.messages if "the key-value cache is in 8 bits" in text]
+            assert len(advised) == (kind != "auto")
+            assert all("vllm_importance_sampling_correction is None" in text for text in advised)
+            if kind == "fp8":
+                with pytest.raises(ParityError, match="keys too large for 8 bits"):
+                    measured(policy, engine, bound=1e-4)
+    mean = {kind: metrics["sampling/parity/mean"] for kind, metrics in found.items()}
+    assert held["fp8"] >= 1.9 * held["auto"]
+    assert mean["auto"] <= 0.003
+    assert 2 * mean["auto"] < mean["fp8"] <= 0.03
+    assert 1.5 * mean["fp8"] < mean["fp8_e5m2"] <= 0.06  # one bit of mantissa less
+
+
+def test_the_smallest_cache_of_a_context_has_half_the_bytes_and_room_for_one_sequence(tmp_path: Path) -> None:
+    policy = policy_of("qwen2", torch.bfloat16, False, tmp_path)
+    needed = least_kv_bytes(policy, CONTEXT, cache_dtype="fp8")
+    assert 2 * needed == least_kv_bytes(policy, CONTEXT)
+    longest = SamplingParams(n=1, max_tokens=CONTEXT - 40, seed=1, ignore_eos=True)
+    with engine_on(policy, kv_cache_bytes=needed, kv_cache_dtype="fp8") as engine:
+        (rollouts,) = engine.generate([list(range(20, 60))], longest)
+        assert len(rollouts[0].completion_ids) == CONTEXT - 40
+    with pytest.raises(ValueError, match=f"the key-value cache has {needed - 1:,} bytes; one sequence of"):
+        VLLMEngine(policy, engine.tokenizer, CONTEXT, kv_cache_bytes=needed - 1, kv_cache_dtype="fp8")
+
+
+def test_a_seed_gives_the_same_completions_again_and_the_adapter_reaches_the_sampler(tmp_path: Path) -> None:
+    policy = policy_of("qwen2", torch.float32, False, tmp_path)
+    with engine_on(policy, kv_cache_bytes=KV_BYTES, kv_cache_dtype="fp8_e4m3") as engine:
+        first = ids_of(engine.generate(PROMPTS, PARAMS))
+        assert ids_of(engine.generate(PROMPTS, PARAMS)) == first
+        move_adapter(policy, 0.2)
+        engine.on_policy_update(1)
+        assert ids_of(engine.generate(PROMPTS, PARAMS)) != first

@@ -1,0 +1,59 @@
+"""What is counted of vLLM's steps, against what vLLM itself knows."""
+
+from typing import Any
+
+import pytest
+from small_models import load_model, with_adapter
+from vllm_models import CONTEXT, NEEDS_VLLM, engine_on
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
+from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.models.policy import Policy
+
+pytestmark = NEEDS_VLLM
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
+
+
+def scheduler_of(engine: VLLMEngine) -> Any:
+    return engine.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def test_every_drawn_token_is_counted_once_and_prompts_once_a_group(engine: VLLMEngine) -> None:
+    engine.pace.take()
+    groups = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=30, seed=1))
+    lengths = [len(rollout.completion_ids) for group in groups for rollout in group]
+    pace = engine.pace.take()
+    assert sum(pace.spent[name].tokens for name in ("full", "tail")) == sum(lengths) - len(lengths)
+    assert pace.spent["prefill"].tokens == 7 and pace.most == 8 and pace.preemptions == 0
+    assert pace.spent["prefill"].seconds > 0 and pace.spent["full"].seconds > 0
+
+
+def test_sequences_that_wait_for_a_place_do_not_count_as_running(alone: None) -> None:
+    policy = Policy(with_adapter(load_model("tiny")).eval())
+    with engine_on(policy, max_num_seqs=3) as engine:
+        groups = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=12, seed=1, ignore_eos=True))
+        pace = engine.pace.take()
+    assert pace.most == 3 and sum(len(group) for group in groups) == 8
+    assert pace.spent["tail"].tokens == 0  # two rows are left in the last steps, of three
+    assert pace.spent["full"].tokens == 8 * 11
+
+
+def test_preemptions_are_those_that_vllm_counts(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(with_adapter(load_model("tiny")).eval())
+    least = least_kv_bytes(policy, CONTEXT)
+    with engine_on(policy, max_num_seqs=8, kv_cache_bytes=least) as engine:
+        scheduler, told = scheduler_of(engine), {}
+        step = engine.llm.llm_engine.step
+
+        def spy() -> Any:
+            outputs = step()
+            told.update({name: request.num_preemptions for name, request in scheduler.requests.items()})
+            return outputs
+
+        monkeypatch.setattr(engine.llm.llm_engine, "step", spy)
+        params = SamplingParams(n=4, max_tokens=200, seed=1, ignore_eos=True)
+        groups = engine.generate(PROMPTS, params)
+        pace = engine.pace.take()
+    assert pace.preemptions == sum(told.values()) > 0
+    assert all(len(rollout.completion_ids) == 200 for group in groups for rollout in group)
