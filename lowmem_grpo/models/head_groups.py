@@ -43,9 +43,10 @@ class HeadGroupsFunction(torch.autograd.Function):
             with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):  # in place of hooks that offload
                 parts = [one.detach()[:, place].requires_grad_() for one, place in zip(heads, places, strict=True)]
                 found = ctx.attend(*parts)
-            for whole, place, part in zip(grads, places, torch.autograd.grad(found, parts, grad[:, asked]), strict=True):
+            of_group = torch.autograd.grad(found, parts, grad[:, asked])
+            for whole, place, part in zip(grads, places, of_group, strict=True):
                 whole[:, place] = part
-            del found, parts
+            del found, parts, of_group
         return *(one if needed else None for one, needed in zip(grads, ctx.needs_input_grad, strict=False)), None, None
 
 

@@ -92,7 +92,8 @@ class Causal:
         """query (S, H, Q, K), key and value (S, H_kv, L, K), result (S, H, Q, K). With dropout, whose random numbers
         would be others in the backward pass, the heads stay together."""
         if self.head_groups > 1 and not self.dropout and torch.is_grad_enabled() and query.requires_grad:
-            return by_head_groups(*as_autocast(query, key, value), self.whole, self.head_groups)
+            query, key, value = as_autocast(query, key, value)
+            return by_head_groups(query, key, value, self.whole, self.head_groups)
         return self.whole(query, key, value)
 
     def whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
