@@ -19,6 +19,7 @@ from lowmem_grpo.offload.embedding import embed_on_host, movable
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.optim import make_optimizer
+from lowmem_grpo.train.sums import Sums
 from lowmem_grpo.units import GIB
 
 
@@ -57,7 +58,8 @@ def step(config: dict[str, Any], lengths: list[int], features: Features, rank: i
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         with offload or nullcontext():
-            learner.accumulate(iter([batch]), StepTotals(len(lengths), sum(lengths), sum(lengths)))
+            totals = StepTotals(len(lengths), sum(lengths), sum(lengths))
+            learner.accumulate(iter([batch]), totals, Sums(policy.device))
         activations = torch.cuda.max_memory_allocated()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

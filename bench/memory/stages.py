@@ -16,6 +16,7 @@ class Features:
     host_embedding: bool = False
     mlp_tile: int | None = None  # tokens; None: the loader's size
     logits_chunk: int = 1024  # tokens
+    head_groups: int = 1  # in which attention's backward pass takes the heads
 
 
 @dataclass(frozen=True)

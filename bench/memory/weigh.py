@@ -32,6 +32,7 @@ from lowmem_grpo.offload.pages import ImmediateCopies
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.optim import make_optimizer
+from lowmem_grpo.train.sums import Sums
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.units import GIB
 
@@ -71,6 +72,7 @@ def weigh(
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         make_fake(model)
         policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
+        policy.head_groups = features.head_groups
         with unset_fake_temporarily():  # its tables of 8-bit codes are computed
             optimizer = make_optimizer(policy.trainable, settings)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -83,7 +85,8 @@ def weigh(
                     parameter.grad = torch.zeros_like(parameter)
             copies = CountedCopies(live) if features.checkpointing == "offload" else None
             with ActivationOffload(model, copies):
-                learner.accumulate(iter(fakes), StepTotals(len(lengths), sum(lengths), sum(lengths)))
+                totals = StepTotals(len(lengths), sum(lengths), sum(lengths))
+                learner.accumulate(iter(fakes), totals, Sums(policy.device))
             learner.flags.tables.clear()  # of the guard against NaN, read at the end of a step
             peak, gradients, found = live.peak, live.now, live.breakdown()
             optimizer.step()

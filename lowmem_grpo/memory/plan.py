@@ -35,6 +35,7 @@ class RunSettings:
     spread: float | None = None  # places that attention may lay side by side there, as a multiple of max_tokens; 0: one
     mlp_tile: int | None = None  # tokens; 0 is none
     chunk_rows: int | None = None  # tokens whose logits exist at a time
+    head_groups: int | None = None  # parts in which attention's backward pass takes the heads; 1: all at once
     kv_bytes: int | None = None
     kv_cache_dtype: str = AUTO  # vLLM's: of what it holds keys and values in
     longest_completion: int | None = None  # tokens; None: a completion may fill the context
@@ -48,7 +49,7 @@ class RunSettings:
 
     RANGES: ClassVar[dict[str, Rule]] = {
         **dict.fromkeys(("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences",
-                         "completions_per_step", "longest_completion"), COUNT),
+                         "completions_per_step", "longest_completion", "head_groups"), COUNT),
         "mlp_tile": at_least(0), "spread": ZERO_OR_MORE, "host_bytes": ZERO_OR_MORE, "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),
         "optim": one_of(*OPTIMIZER_BYTES), "kv_cache_dtype": one_of(*CACHE_DTYPES),

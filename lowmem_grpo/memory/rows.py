@@ -30,7 +30,7 @@ WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE, EXPERTS)
 NOTES = {
     INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
     HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
-    WORKSPACE: "fused attention's gradients, for all heads and in float32 (estimated)",
+    WORKSPACE: "fused attention's gradients in float32, of {} (estimated)",
     EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
 }
 
@@ -40,7 +40,7 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     fixed = fixed_rows(shape, settings)
     moments = most_of(step_shapes(shape, settings))
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
-    working = [working_row(component, name, moments) for component in WORKING
+    working = [working_row(component, name, moments, settings.head_groups or 1) for component in WORKING
                if component != EXPERTS or shape.experts is not None]
     allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
     graphs = GRAPHS if settings.engine == "vllm" else 0
@@ -136,7 +136,7 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
     sizes = [(settings.context, 0), *([(min(bound, area), area)] if area else [])]  # no place lies nowhere
     return [
         StepShape(shape, tokens, laid, settings.lora_rank, settings.checkpointing, settings.mlp_tile or 0,
-                  settings.chunk_rows or tokens, settings.form != BITS_16)
+                  settings.chunk_rows or tokens, settings.form != BITS_16, settings.head_groups or 1)
         for tokens, laid in sizes
     ]
 
@@ -153,13 +153,14 @@ def without_card(moment: Moment) -> int:
     return sum(size for component, size in moment.items() if component not in CARD_ONLY)
 
 
-def working_row(component: str, peak: str, moments: dict[str, Moment]) -> Row:
+def working_row(component: str, peak: str, moments: dict[str, Moment], groups: int) -> Row:
     """A component's bytes at the peak; its note says where it holds more at another moment."""
     now = moments[peak].get(component, 0)
     other = max((moment for moment in moments if moment != peak), key=lambda moment: moments[moment].get(component, 0))
     most = moments[other].get(component, 0)
     elsewhere = f"; {most / MIB:,.0f} MiB in {other}" if most > now else ""
-    return Row(component, 0, now, note=NOTES[component] + elsewhere, card_only=component in CARD_ONLY)
+    heads = "all heads" if groups == 1 else f"one of {groups} groups of heads"
+    return Row(component, 0, now, note=NOTES[component].format(heads) + elsewhere, card_only=component in CARD_ONLY)
 
 
 def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -> int:

@@ -39,6 +39,18 @@ class StepShape:
     mlp_tile: int  # R; 0 for none
     chunk_rows: int
     quantized: bool = True
+    head_groups: int = 1  # in which attention's backward pass takes the heads
+
+    @property
+    def by_groups(self) -> bool:
+        """Whether attention keeps only q, k and v, and computes a group of heads again for its gradient."""
+        return self.head_groups > 1
+
+    @property
+    def group(self) -> float:
+        """The share of the heads in the largest group, of whole key heads."""
+        heads = self.model.kv_heads
+        return -(-heads // min(self.head_groups, heads)) / heads
 
     @property
     def hidden(self) -> int:
@@ -60,6 +72,8 @@ class StepShape:
         """Bytes of q and output, k and v, and their float32 log-sums as attention holds them for its backward pass:
         copies side by side, or the packed ones where there is one sequence."""
         one = 2 * WORD * (self.model.queries + self.model.keys) + 4 * self.model.heads
+        if self.by_groups:  # no log-sums; the output of packed tokens is kept, but by what comes next
+            one -= 4 * self.model.heads + (WORD * self.model.queries if self.area else 0)
         return one * (self.area or self.tokens)
 
     @property
@@ -94,14 +108,14 @@ class StepShape:
     def attention_saved(self) -> int:
         """What attention keeps: normed input, q, k, v, output; side by side also its output packed again."""
         kept = self.hidden + self.laid + (self.queries if self.area else 0)
-        if mask_numbers(self.model.window, self.tokens):  # the output of blocks of queries, and put together
+        if mask_numbers(self.model.window, self.tokens) and not self.by_groups:  # of blocks of queries, and together
             kept += WORD * self.model.queries * (self.area or self.tokens)
         if self.model.per_layer:  # Gemma 4: inputs of norms after attention and MLP, and what is added to a layer
             kept += 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer
         if self.model.family.attention.norm:
             kept += self.queries + self.keys + 4 * self.tokens * (self.model.heads + self.model.kv_heads)
         if self.model.family.attention.inner == FUSED and not self.area:
-            kept += 2 * self.queries + self.keys  # v holds all of q, k, v; the output is copied
+            kept += (1 if self.by_groups else 2) * self.queries + self.keys  # v holds all of q, k, v; output copied
         return kept
 
     def delta_saved(self) -> int:
@@ -158,6 +172,9 @@ class StepShape:
         mlp_done = self.saved() - self.attention_saved()
         queries = WORD * self.model.queries * (self.area or self.tokens)
         workspace = (4 if self.model.heads != self.model.kv_heads else 2) * queries
+        if self.by_groups:  # the output is not needed any more; a group has its own, and its gradients
+            grads += int(self.group * of_laid) - (0 if self.area else self.queries)
+            workspace = int(self.group * workspace)
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() - mlp_done + grads + self.angles, WORKSPACE: workspace}
 
     def attention_forward(self) -> Moment:

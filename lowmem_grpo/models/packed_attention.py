@@ -17,6 +17,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.spread import gather, spread
 from lowmem_grpo.memory.token_rows import ALIGNED, prompts_once, window_block, window_reach
+from lowmem_grpo.models.head_groups import by_head_groups
 from lowmem_grpo.types import MicroBatch
 
 Masks = dict[tuple[Any, ...], Tensor]
@@ -33,15 +34,17 @@ class PackedLayout:
     num_sequences: int
     width: int
     once: bool  # each prompt is computed once
+    head_groups: int = 1  # parts in which attention's backward pass takes the heads
     calls: int = 0  # of attention or delta nets with this layout: after a forward pass, the number of layers
     masks: Masks = field(default_factory=dict)  # of windows, for all layers
     stages: Any = None  # of gated delta nets (`delta_net.Stages`), for all layers
 
     @classmethod
-    def of(cls, batch: MicroBatch) -> "PackedLayout":
+    def of(cls, batch: MicroBatch, head_groups: int = 1) -> "PackedLayout":
         sequences = len(batch.cu_seqlens) - 1
         once = sequences > 1 and prompts_once(batch.prompts)
-        return cls(batch.sources, batch.places, batch.copies, batch.prompts, sequences, batch.max_seqlen, once)
+        return cls(batch.sources, batch.places, batch.copies, batch.prompts, sequences, batch.max_seqlen, once,
+                   head_groups)
 
     def spread(self, *packed: Tensor) -> tuple[Tensor, ...]:
         """Each (1, H, T, K) as (S, H, W, K); right of a sequence's end lies any of its tokens."""
@@ -63,7 +66,7 @@ def packed_attention(
     sliding_window: int | None,
 ) -> Tensor:
     """Causal attention within each packed sequence, (1, H, T, K) to (1, T, H, K)."""
-    causal = Causal(scaling, dropout, sliding_window, layout.width, layout.masks)
+    causal = Causal(scaling, dropout, sliding_window, layout.width, layout.masks, layout.head_groups)
     if layout.once:
         return each_prompt_once(query, key, value, layout.prompts, causal)
     return layout.gather(causal(*layout.spread(query, key, value)))
@@ -78,6 +81,7 @@ class Causal:
     window: int | None
     width: int  # tokens of the longest sequence, W
     masks: Masks
+    head_groups: int = 1
 
     @property
     def reach(self) -> int:
@@ -85,7 +89,15 @@ class Causal:
         return self.width if self.window is None else window_reach(self.window, self.width)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query (S, H, Q, K), key and value (S, H_kv, L, K), result (S, H, Q, K)."""
+        """query (S, H, Q, K), key and value (S, H_kv, L, K), result (S, H, Q, K). With dropout, whose random numbers
+        would be others in the backward pass, the heads stay together."""
+        if self.head_groups > 1 and not self.dropout and torch.is_grad_enabled() and query.requires_grad:
+            query, key, value = as_autocast(query, key, value)
+            return by_head_groups(query, key, value, self.whole, self.head_groups)
+        return self.whole(query, key, value)
+
+    def whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The same for all heads that it is given at once."""
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:
             return self.windowed(query, key, value)

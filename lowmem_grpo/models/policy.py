@@ -103,6 +103,7 @@ class Policy:
         self.backbone = getattr(base, base.base_model_prefix)
         self.head = OutputHead.of(base)
         self.autocast_dtype = autocast_dtype
+        self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may want more
         self.dropped: bool | None = None  # whether the last pass had dropout
         self.routed_places = follow_routes(base)  # the layers that have experts, and take routes
         self.route_counts: Tensor | None = None  # (2,) recorded routes that the live router would not take, and all
@@ -142,7 +143,7 @@ class Policy:
     def hidden(self, batch: MicroBatch) -> Tensor:
         """The backbone's last hidden states (T, D) of a packed batch."""
         self.follow_dropout()
-        layout, replay = PackedLayout.of(batch), self.replay_of(batch)
+        layout, replay = PackedLayout.of(batch, self.head_groups), self.replay_of(batch)
         unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers builds no (T, T) mask
         with self.autocast(), knowing(on_host(self.base), batch.host_ids):
             out = self.backbone(

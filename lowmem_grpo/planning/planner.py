@@ -20,6 +20,7 @@ from lowmem_grpo.units import size_text
 
 TILES = (4096, 2048, 1024, 512)  # tokens that an MLP may take at a time, fastest first
 CHUNKS = (1024, 256, 64)  # tokens whose logits may exist at a time
+GROUPS = (2, 4, 8, 16, 32)  # of heads, in attention's backward pass; no more than there are key heads
 MAX_PACKED = 16_384  # tokens in a micro-batch beyond which more sequences gain little speed
 MAX_PACKED_LARGE = 32_768  # the same on a card whose arithmetic is done sooner than the host has launched it
 LARGE = 40 * 10**9  # bytes of such a card that may be filled
@@ -119,7 +120,7 @@ def generous(asked: RunSettings, device: Device) -> RunSettings:
     """The fastest setting in the place of each that was left open."""
     defaults: dict[str, Any] = {
         "max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked), "mlp_tile": TILES[0],
-        "chunk_rows": CHUNKS[0], "host_embedding": False, "optim": "adamw_torch",
+        "chunk_rows": CHUNKS[0], "host_embedding": False, "optim": "adamw_torch", "head_groups": 1,
     }
     return replace(asked, **{name: value for name, value in defaults.items() if getattr(asked, name) is None})
 
@@ -159,6 +160,7 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
         *(("mlp_tile", tile, "smaller tiles of the MLP") for tile in TILES[1:]),
         ("host_embedding", True, "the input embedding is looked up on the host"),
         ("optim", PAGED, "optimizer states in 8 bits, on the host while they are not used"),
+        *(("head_groups", count, "attention's gradient by groups of heads, each computed again") for count in GROUPS),
     ]
     return [step for step in steps if step[0] != "host_embedding" or asked.engine != "vllm"]  # it needs the table
 

@@ -76,7 +76,8 @@ class Training:
         device = self.products(self.weights() + 2 * self.lora(), work)
         device += self.products(self.weights(self.recomputed()) + self.lora(), work) if again else 0.0
         device += work.places * (BACKWARD_ELEMENTWISE + again) * self.elementwise() / self.speed.memory
-        device += (BACKWARD_ATTENTION + again) * self.attention(work)
+        grouped = (self.settings.head_groups or 1) > 1  # each group of heads is computed once more
+        device += (BACKWARD_ATTENTION + again + grouped) * self.attention(work)
         device += count * self.dequantize(self.reads_backward(work.places / count))
         launches, opaque = self.costs.launches_backward, self.costs.opaque_backward
         if not again:

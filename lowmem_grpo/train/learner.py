@@ -161,13 +161,15 @@ class Learner:
         share = self.num_tokens(trained) / max(self.num_tokens(groups), 1)
         return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
 
-    def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals, begun: Sums) -> dict[str, float]:
+    def accumulate(
+        self, batches: Iterator[MicroBatch], totals: StepTotals, begun: Sums | None = None
+    ) -> dict[str, float]:
         """Add the gradient of each micro-batch to what was begun; returns the loss, its metrics over all of them, and
         their number."""
         self.policy.model.train()
-        if not begun.count:
+        sums = Sums(self.policy.device) if begun is None else begun.copied()
+        if not sums.count:
             self.policy.differing_routes()  # those of other passes are not this step's
-        sums = begun.copied()
         self.flags = sums.flags
         for batch in batches:
             self.add(batch, totals, sums)

@@ -48,6 +48,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),
         kv_bytes=model.loaded.keeper.settings.kv_cache_bytes, optim=config.optim,
         host_embedding=bool(on_host(base)),
+        head_groups=1 if getattr(base.config.get_text_config(), "attention_dropout", 0.0) else None,
         kv_cache_dtype=model.loaded.keeper.settings.kv_cache_dtype if engine == VLLM else AUTO,
         completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(),
     )
@@ -97,6 +98,7 @@ def plan_training(
     memory.advice.plan = found = plan_run(settings, model, this_card(policy.device))
     if found is not None:
         bind(memory.train, found, config)
+        policy.head_groups = found.settings.head_groups or 1
         check_room(policy, found)
     return found
 

@@ -29,6 +29,7 @@ from lowmem_grpo.kernels.rope import rope
 from lowmem_grpo.kernels.routed_experts import routed_experts
 from lowmem_grpo.kernels.runs import Runs
 from lowmem_grpo.kernels.spread import gather, spread
+from lowmem_grpo.models.head_groups import by_head_groups
 from lowmem_grpo.models.packed_attention import parts
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -52,6 +53,10 @@ ANGLES = numbers((2, 7, 6), (2, 7, 6))  # in place of cos and sin: both halves o
 
 def turned(q: Tensor, k: Tensor, **options: bool) -> tuple[Tensor, Tensor]:
     return rope(q, k, *(one.to(q.dtype) for one in ANGLES), **options)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
 HEADS, NARROW = (2, 4, 7, 10), (2, 2, 7, 10)  # of q and k
@@ -124,6 +129,7 @@ EXPERTS = expert_problem(5, (3, 2, 33, 7), "plain")
 SQUARE, ADAPTER = torch.randn(33, 33, generator=torch.Generator().manual_seed(1)), [(4, 33), (5, 33), (33, 5)]
 MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which have tests of their own
     "gather": (lambda x: gather(spread([x], *TABLES)[0], *TABLES[:2]), [(len(BATCH.input_ids), 4, 8)]),
+    "groups of heads": (lambda q, k, v: by_head_groups(q * 1, k * 1, v * 1, attended, 2), [(1, 4, 7, 8)] * 3),
     "ranges of heads": (lambda x: parts(x * 1, [(0, 5), (2, 7)]), [(1, 2, 7, 8)]),
     "lora_linear": (lambda x, a, b: lora_linear(x, [SQUARE], [LoRA(a, b)]), ADAPTER),
     "nf4_linear": (lambda x, a, b: nf4_linear(x, quantized(33, 33, torch.float32), a, b), ADAPTER),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from card import DEVICES
 from live_storage import LiveStorage
+from packed_problem import GROUPS, batch_of, outcome, trained
 from small_models import FAMILIES, load_model, random_model, with_adapter
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,16 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowmem_grpo.memory import token_rows
 from lowmem_grpo.models import packed_attention
-from lowmem_grpo.models.attention import without_cudnn
 from lowmem_grpo.models.packed_attention import Causal, PackedLayout
-from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.types import MicroBatch
 
-GROUPS = {  # (prompt, completions) of each group; a prompt's last token belongs to its completions
-    "one group": [(17, [5, 12, 1, 12])], "two groups": [(23, [3, 2, 9]), (6, [10, 7])],
-    "alone among others": [(4, [19]), (11, [3, 8]), (1, [6])], "a prompt of one token": [(1, [5, 3, 11])],
-}
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of the largest of all values: other orders, parts rounded
 
 CASES = [  # the dtype acts on the products alone, not on where a window's blocks lie
@@ -32,17 +27,6 @@ CASES = [  # the dtype acts on the products alone, not on where a window's block
     *((window, block, torch.float32) for window, block in (
         (None, 1024), (1, 1024), (5, 1024), (5, 3), (3, 7), (16, 4), (100, 2))),
 ]
-
-def batch_of(groups: list[tuple[int, list[int]]]) -> MicroBatch:
-    generator = torch.Generator().manual_seed(0)
-    pairs = []
-    for prompt, completions in groups:
-        group = RolloutGroup({}, torch.randint(3, 380, (prompt,), generator=generator).tolist(), [])
-        for length in completions:
-            ids = torch.randint(3, 380, (length,), generator=generator).tolist()
-            pairs.append((group, Rollout(ids, [0.0] * length, "stop")))
-    return collate(pairs)
-
 
 def heads_of(batch: MicroBatch, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Random query, key and value (1, H, T, K), as a model's layer has them, and a gradient of the result."""
@@ -67,14 +51,6 @@ def alone(query: Tensor, key: Tensor, value: Tensor, batch: MicroBatch, window: 
         first = batch.places[tokens] // batch.max_seqlen == number
         result = result.index_copy(2, tokens[first], out[:, :, first])
     return result.transpose(1, 2)
-
-
-def outcome(run: Any, heads: list[Tensor], grad: Tensor) -> dict[str, Tensor]:
-    """The result and every gradient, by the kernels that a model's layer takes."""
-    with without_cudnn():
-        result = run(*heads)
-    grads = torch.autograd.grad(result, heads, grad.to(result))
-    return {"result": result.detach(), **dict(zip(("query", "key", "value"), grads, strict=True))}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -104,14 +80,6 @@ def test_results_and_gradients_are_those_of_each_sequence_alone(
 def always_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are computed once whatever it costs."""
     monkeypatch.setattr(token_rows, "PAIRS_A_CALL", -(10**9))
-
-
-def trained(policy: Policy, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:
-    """Log-probabilities and the adapter's gradients."""
-    policy.model.zero_grad()
-    logprobs, _ = policy.logprobs(batch, 1.0)
-    (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
-    return logprobs.detach(), [parameter.grad.clone() for parameter in policy.trainable]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

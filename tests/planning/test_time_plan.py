@@ -174,6 +174,9 @@ def test_tiles_dequantize_the_mlp_again_and_recomputation_costs_a_forward_pass()
     assert tiled.forward(GSM8K).device > once.forward(GSM8K).device
     assert once.backward(GSM8K).device > 1.3 * kept.backward(GSM8K).device
     assert kept.backward(GSM8K).host < once.backward(GSM8K).host
+    grouped = Training(SHAPE, replace(settings, mlp_tile=4096, head_groups=4), H200, COSTS, 1)
+    more = grouped.backward(GSM8K).device - once.backward(GSM8K).device
+    assert more == pytest.approx(SHAPE.layers * once.attention(GSM8K))  # each group of heads is computed once more
 
 
 def test_layer_inputs_cost_only_what_the_link_takes_longer_than_the_pass() -> None:

@@ -1,5 +1,6 @@
 """A run's own plan: it is made of the settings that the run has, and never stops one."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.peaks import PhasePeaks
-from lowmem_grpo.train.run_memory import bind, plan_run, settings_of
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.train import run_memory
+from lowmem_grpo.train.run_memory import bind, plan_run, plan_training, settings_of
 
 
 def loaded(**options: Any) -> Any:
@@ -57,6 +60,25 @@ def test_a_batch_size_that_no_longer_cuts_is_said_and_one_that_changes_nothing_i
     assert (bound.planned, bound.spread) == (found.settings.max_tokens, found.settings.spread)
     assert bound.planned == 8 * 128, "no more is planned for than a step holds"
     assert len(caplog.messages) == bool(words) and words in caplog.text
+
+
+def test_the_groups_of_heads_that_a_plan_chose_are_those_of_the_runs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = loaded(), GRPOConfig(num_generations=4)
+    policy = Policy(model)
+    assert settings_of(model, config, "transformers", 128).head_groups is None and policy.head_groups == 1
+    found = plan_run(settings_of(model, config, "transformers", 128), model, device("16GiB"))
+    assert found is not None and found.settings.head_groups == 1  # there is room
+    grouped = replace(found, settings=replace(found.settings, head_groups=2, checkpointing=True))
+    monkeypatch.setattr(run_memory, "this_card", lambda _: device("16GiB"))
+    monkeypatch.setattr(run_memory, "plan_run", lambda *_: grouped)
+    assert plan_training(RunMemory(), model, config, policy, "transformers", 128) is grouped
+    assert policy.head_groups == 2
+
+
+def test_heads_stay_together_in_the_plan_of_a_model_whose_attention_drops_out() -> None:
+    model = loaded()
+    model.get_base_model().config.attention_dropout = 0.1
+    assert settings_of(model, GRPOConfig(), "transformers", 128).head_groups == 1
 
 
 def test_a_run_that_does_not_fit_its_plan_is_not_stopped_and_preflight_has_what_it_says() -> None:

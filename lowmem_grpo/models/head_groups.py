@@ -1,0 +1,77 @@
+"""Attention by groups of heads: each group's gradient by itself, so that what it needs does not grow with their number.
+
+    out[:, g] = attention(q[:, g], k[:, g], v[:, g])        a group g: some key heads, and all queries that share them
+    backward  for each group: its attention once more, then dq[:, g], dk[:, g], dv[:, g] of dout[:, g]
+
+The backward pass of fused attention holds sums in float32, and keys that are expanded to as many heads as there are
+queries, for all heads that it is given. Here it is given one group. Nothing but q, k and v is kept, and each group is
+computed once more, which costs one more forward pass of attention. No head is computed from another, so the gradient is
+the same however many groups there are.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowmem_grpo.kernels.first_order import first_order
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class HeadGroupsFunction(torch.autograd.Function):
+    """`attend` of (S, H, Q, K) and twice (S, H_kv, L, K), group by group."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: int) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.attend, ctx.groups = attend, groups
+        result = laid_by_tokens(query)
+        for asked, own in ranges(query.shape[1], key.shape[1], groups):
+            result[:, asked] = attend(query[:, asked], key[:, own], value[:, own])
+        return result
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        heads = ctx.saved_tensors
+        grads = [laid_by_tokens(one) for one in heads]
+        for asked, own in ranges(heads[0].shape[1], heads[1].shape[1], ctx.groups):
+            places = (asked, own, own)
+            with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):  # in place of hooks that offload
+                parts = [one.detach()[:, place].requires_grad_() for one, place in zip(heads, places, strict=True)]
+                found = ctx.attend(*parts)
+            of_group = torch.autograd.grad(found, parts, grad[:, asked])
+            for whole, place, part in zip(grads, places, of_group, strict=True):
+                whole[:, place] = part
+            del found, parts, of_group
+        return *(one if needed else None for one, needed in zip(grads, ctx.needs_input_grad, strict=False)), None, None
+
+
+def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: int) -> Tensor:
+    """`attend(query, key, value)` (S, H, Q, K), whose backward pass takes the heads in `groups` parts, or one for each
+    key head if these are fewer. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random
+    numbers. No second derivative (RuntimeError)."""
+    found: Tensor = HeadGroupsFunction.apply(query, key, value, attend, groups)
+    return found
+
+
+def ranges(heads: int, key_heads: int, groups: int) -> Iterator[tuple[slice, slice]]:
+    """The heads of queries and of keys in each group: whole key heads with their queries, as equal as can be."""
+    count, shared = min(groups, key_heads), heads // key_heads
+    for number in range(count):
+        start, end = key_heads * number // count, key_heads * (number + 1) // count
+        yield slice(start * shared, end * shared), slice(start, end)
+
+
+def laid_by_tokens(like: Tensor) -> Tensor:
+    """(S, H, T, K) without values; in memory it is (S, T, H, K), as layers before and behind attention have it."""
+    rows, heads, tokens, size = like.shape
+    return like.new_empty(rows, tokens, heads, size).transpose(1, 2)
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """A saved tensor stays where it is."""
+    return tensor

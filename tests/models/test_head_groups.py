@@ -1,0 +1,138 @@
+"""Attention by groups of heads: the same gradient however many groups there are, and a peak that does not grow."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from live_storage import LiveStorage
+from packed_problem import GROUPS, batch_of, outcome, trained
+from small_models import load_model, with_adapter
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_grpo.memory import token_rows
+from lowmem_grpo.models.head_groups import by_head_groups, ranges
+from lowmem_grpo.models.packed_attention import Causal, PackedLayout, packed_attention
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.offload.pages import ImmediateCopies
+
+HEADS = {"each its own keys": (4, 4), "shared keys": (8, 2), "odd": (9, 3), "fifteen": (15, 5), "one key head": (3, 1)}
+CASES = [(name, once, window) for name in ("one group", "two groups", "alone among others")
+         for once in (False, True) for window in (None, 5)]
+
+
+def made(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Query, key and value (1, H, T, K) as a layer has them, and a gradient (1, T, H, K)."""
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.randn(1, tokens, count, 16, generator=generator, dtype=dtype)
+             for count in (heads, key_heads, key_heads, heads)]
+    return [one.transpose(1, 2).detach().requires_grad_() for one in found[:3]], found[3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_number_of_groups_changes_no_bit_of_the_result_or_of_a_gradient(kind: str, dtype: torch.dtype) -> None:
+    heads, key_heads = HEADS[kind]
+    for name, once, window in CASES:
+        batch = batch_of(GROUPS[name])
+        tensors, grad = made(heads, key_heads, len(batch.input_ids), dtype)
+
+        def run(groups: int, case: Any = (batch, once, window), tensors: Any = tensors, grad: Any = grad) -> Any:
+            layout = replace(PackedLayout.of(case[0], groups), once=case[1])
+            return outcome(lambda q, k, v: packed_attention(q, k, v, layout, 0.3, 0.0, case[2]), tensors, grad)
+
+        expected = run(1)
+        for groups in (2, 3, 64):
+            found = run(groups)
+            for what, values in expected.items():
+                assert torch.equal(found[what], values), (name, once, window, groups, what)
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "groups", "sizes"), [
+    (32, 8, 8, [4] * 8), (9, 3, 2, [3, 6]), (14, 2, 64, [7, 7]), (7, 1, 4, [7]), (40, 10, 4, [8, 12, 8, 12]),
+])
+def test_groups_are_whole_key_heads_and_every_head_is_in_one(
+    heads: int, key_heads: int, groups: int, sizes: list[int]
+) -> None:
+    found = list(ranges(heads, key_heads, groups))
+    assert [asked.stop - asked.start for asked, _ in found] == sizes
+    assert [number for asked, _ in found for number in range(asked.start, asked.stop)] == list(range(heads))
+    assert all((asked.start, asked.stop) == (own.start * heads // key_heads, own.stop * heads // key_heads)
+               for asked, own in found)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["tiny", "Qwen3", "Gemma3"])
+def test_a_model_learns_the_same_with_prompts_side_by_side_and_computed_once(
+    family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(with_adapter(load_model(family)))
+    if checkpointing:
+        policy.model.enable_input_require_grads()
+        policy.model.gradient_checkpointing_enable()
+        policy.model.train()
+    batch = batch_of([(23, [3, 2, 9]), (6, [10, 7]), (4, [5])])
+    for pairs in (token_rows.PAIRS_A_CALL, -(10**9)):
+        monkeypatch.setattr(token_rows, "PAIRS_A_CALL", pairs)
+        policy.head_groups = 1
+        expected, grads = trained(policy, batch)
+        policy.head_groups = 4
+        found, found_grads = trained(policy, batch)
+        assert torch.equal(found, expected)
+        assert all(torch.equal(one, other) for one, other in zip(found_grads, grads, strict=True))
+
+
+def test_mixed_precision_and_a_backward_pass_inside_the_offload_change_nothing() -> None:
+    policy = Policy(with_adapter(load_model("tiny")), torch.bfloat16)
+    batch = batch_of(GROUPS["two groups"])
+    expected = trained(policy, batch)
+    policy.head_groups = 2
+    with ActivationOffload(policy.model, ImmediateCopies(), min_bytes=1) as offload:
+        found = trained(policy, batch)
+        assert offload.host_bytes_peak > 0
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
+
+
+def test_with_dropout_the_heads_stay_together_since_random_numbers_would_differ() -> None:
+    (query, key, value), _ = made(4, 2, 6, torch.float32)
+    calls: list[int] = []
+    causal = Causal(None, 0.5, None, 6, {}, 2)
+    torch.manual_seed(0)
+    found = causal(query, key, value)
+    torch.manual_seed(0)
+    assert torch.equal(found, causal.whole(query, key, value)) and not calls
+    with torch.no_grad():  # nothing to keep for backward
+        assert Causal(None, 0.0, None, 6, {}, 2)(query, key, value).grad_fn is None
+
+
+def test_keys_that_take_no_gradient_get_none() -> None:
+    (query, key, value), grad = made(4, 2, 6, torch.float32)
+    key = key.detach()
+    result = by_head_groups(query, key, value, Causal(None, 0.0, None, 6, {}).whole, 2)
+    result.backward(grad.transpose(1, 2))
+    assert query.grad is not None and value.grad is not None and key.grad is None
+
+
+def peak_of(groups: int, tokens: int, heads: int, key_heads: int) -> int:
+    """Bytes that the backward pass of one layer's attention holds at most, beside q, k, v and the gradient given."""
+    with FakeTensorMode():
+        tensors = [torch.empty(1, tokens, count, 128, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+                   for count in (heads, key_heads, key_heads)]
+        causal = Causal(None, 0.0, None, tokens, {}, groups)
+        result, grad = causal(*tensors), torch.empty(1, heads, tokens, 128, dtype=torch.bfloat16)
+        with LiveStorage() as live:
+            torch.autograd.grad(result, tensors, grad)
+        return live.peak
+
+
+def test_at_8b_and_131072_tokens_backward_holds_its_gradients_and_one_group() -> None:
+    """dq, dk and dv are 1.5 GiB; a group of 8 has 0.125 GiB of queries, and its result, gradients and log-sums."""
+    gradients = 2 * 131072 * 128 * (32 + 2 * 8)
+    group = gradients // 8
+    found = peak_of(8, 131072, 32, 8)
+    assert gradients < found <= gradients + 2.5 * group
+    assert peak_of(8, 131072, 64, 8) - 2 * 131072 * 128 * (64 + 16) < 2 * 2.5 * group  # grows with a group's heads only
+    assert peak_of(16, 131072, 64, 16) - 2 * 131072 * 128 * (64 + 32) <= 2.5 * group  # and not with their number
