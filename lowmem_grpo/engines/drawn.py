@@ -19,15 +19,11 @@ from lowmem_grpo.types import Rollout
 
 @dataclass
 class Part:
-    """Rows that are decoded together, all with `start` tokens drawn. While decoding, finished rows leave it and `start`
-    grows, so that the rest can be resumed."""
+    """Rows with `start` tokens drawn. While they are decoded, finished rows leave it and `start` grows, so that the
+    rest can be resumed."""
 
     rows: list[int]
     start: int = 0
-
-    def split(self, size: int) -> list["Part"]:
-        """Parts of at most `size` rows, in order."""
-        return [Part(self.rows[i : i + size], self.start) for i in range(0, len(self.rows), size)]
 
 
 @dataclass
@@ -39,8 +35,8 @@ class Drawn:
     prompts: list[list[int]]
     params: SamplingParams
     numbers: Numbers
-    ids: Tensor  # (R, C)
-    logprobs: Tensor  # (R, C)
+    ids: Tensor  # (R, C + 1); the last place is written where others go on, and never read
+    logprobs: Tensor  # (R, C + 1)
     budgets: Tensor  # (R,)
     lengths: Tensor  # (R,) of the completion, or its budget until it is finished
     stopped: Tensor  # (R,) bool
@@ -55,7 +51,7 @@ class Drawn:
                 device: torch.device, finished: FinishedPrompts) -> "Drawn":
         """Before the first token."""
         seed = time.time_ns() % 2**63 if params.seed is None else params.seed
-        total, width, most = len(budgets), max(budgets), torch.tensor(budgets, device=device)
+        total, width, most = len(budgets), max(budgets) + 1, torch.tensor(budgets, device=device)
         return cls(
             prompts, params, Numbers(seed, total, device), torch.zeros(total, width, dtype=torch.long, device=device),
             torch.zeros(total, width, device=device), most, most.clone(),
@@ -70,8 +66,8 @@ class Drawn:
         """The same at several places of each row: (B, S) of places (B, S)."""
         return self.numbers.at_each(rows, places)
 
-    def going_on(self, rows: list[int]) -> list[Continued]:
-        """The rows whose first tokens need not be computed. Here none."""
+    def going_on(self, rows: list[int], running: int) -> list[Continued]:
+        """The rows whose first tokens need not be computed, beside so many that run already. Here none."""
         return []
 
     def prompts_of(self, rows: list[int]) -> tuple[list[list[int]], list[int]]:
@@ -98,7 +94,7 @@ class Drawn:
             again = Routes((*kept.routes.cut(0, held).parts, own[held - len(prompt) :].clone()))
             self.prompt_routes[row] = kept.routes.cut(0, kept.shared(prompt)).then(again)
 
-    def keep(self, rows: Tensor, step: int, fed: Tensor | None) -> None:
+    def keep(self, rows: Tensor, step: int | Tensor, fed: Tensor | None) -> None:
         """Keep the routes of the tokens that were drawn in a step and then fed: the last of `fed` (B, S, layers, k)."""
         if fed is None:
             return
@@ -154,9 +150,8 @@ class Drawn:
         """Undo what an interrupted step may have written about unfinished rows."""
         self.lengths[rows], self.stopped[rows] = self.budgets[rows], False
 
-    def leave(self, state: Decode, left: list[int], step: int | None) -> None:
-        """After a step, the rows of a batch that are not `left` are done and about to be dropped. They have grown by a
-        place in each step since, or, without a step, end at the right edge."""
+    def leave(self, state: Decode, left: list[int]) -> None:
+        """After a step, the rows of a batch that are not `left` are done and about to be dropped."""
 
     def shed(self) -> int:
         """Give back memory that only saves work; returns how many rows that were. Here none."""

@@ -55,9 +55,9 @@ class DrawnTurns(Drawn):
     def uniforms(self, rows: Tensor, places: Tensor) -> Tensor:
         return self.own_numbers[rows[:, None], places]
 
-    def going_on(self, rows: list[int]) -> list[Continued]:
+    def going_on(self, rows: list[int], running: int) -> list[Continued]:
         found = {row: kept for row in rows if (kept := self.kept.take(self.requests[row].key)) is not None}
-        self.kept.trim(self.room - len(rows))
+        self.kept.trim(self.room - running - len(rows))
         held = {row: kept.shared(self.prompts[row]) for row, kept in found.items()}
         new = {row: len(self.prompts[row]) - shared for row, shared in held.items() if shared}
         exactly = any(kept.cache.whole_only for kept in found.values())
@@ -77,18 +77,18 @@ class DrawnTurns(Drawn):
                 self.cached[row] = len(ids)
         return [ids for ids, _ in shared], [len(same) for _, same in shared]
 
-    def leave(self, state: Decode, left: list[int], step: int | None) -> None:
-        """Keep the rows that are done."""
-        rows, width = state.rows.tolist(), state.real.shape[1]
+    def leave(self, state: Decode, left: list[int]) -> None:
+        """Keep the rows that are done. A row has grown by a place in each step since."""
+        rows, held, width = state.rows.tolist(), (state.positions + 1).tolist(), state.real.shape[1]
         done = [place for place, row in enumerate(rows) if row not in left]
         cache = state.cache.copied(torch.tensor(done, device=state.rows.device)) if left else state.cache
         for index, place in enumerate(done):
             request = self.requests[rows[place]]
             rollout = self.finished.rollouts[rows[place]][0]
             completion = rollout.completion_ids
-            end = width if step is None else width - (step + 1 - len(completion))
-            self.kept.rows[request.key] = Kept(request.ids + completion[:-1], cache, index if left else place, end,
-                                               rollout.routes)
+            ids = request.ids + completion[:-1]
+            end = width - (held[place] - len(ids))
+            self.kept.rows[request.key] = Kept(ids, cache, index if left else place, end, rollout.routes)
         self.kept.trim(self.room - len(left))
 
     def shed(self) -> int:

@@ -224,11 +224,17 @@ class Piece:
         return int(self.rows.stop - self.rows.start)
 
 
-def right_aligned(pieces: list[Piece], width: int, room: int = 0) -> GrowingCache:
+def right_aligned(pieces: list[Piece], width: int, room: int = 0, give: bool = False) -> GrowingCache:
     """A cache of `width` places and `room` for more, with the rows of all pieces in order; each ends at the right edge.
-    Places before a row are zero: a weight of 0 in attention would not hide a NaN there."""
-    columns: Any = zip(*(piece.cache.layers for piece in pieces), strict=True)
-    return GrowingCache.holding([layers[0].right_aligned(layers, pieces, width, room) for layers in columns])
+    Places before a row are zero: a weight of 0 in attention would not hide a NaN there. Caches that `give` their layers
+    away lose each as it is copied, so that not all of them are held twice."""
+    made: list[Any] = []
+    for place in range(len(pieces[0].cache.layers)):
+        layers = [piece.cache.layers[place] for piece in pieces]
+        made.append(layers[0].right_aligned(layers, pieces, width, room))
+        for piece in pieces if give else ():
+            piece.cache.layers[place] = None
+    return GrowingCache.holding(made)
 
 
 def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -24,15 +24,16 @@ HOLES, FEW = 0.125, 32  # places of a cache without a token, at most: a share of
 class Tail:
     """Rows that have drawn different numbers of tokens. Their keys and values have holes where guesses were wrong."""
 
-    def __init__(self, passes: Passes, drawn: Drawn, state: Decode, start: int, endings: Endings,
+    def __init__(self, passes: Passes, drawn: Drawn, state: Decode, counts: list[int], endings: Endings,
                  speculation: Speculation, widest: int) -> None:
-        """All rows of the state are unfinished and have drawn `start` tokens, of which the last was not fed. A pass may
-        have `widest` places."""
+        """All rows of the state are unfinished and have drawn `counts` tokens (B,), of which the last was not fed. A
+        pass may have `widest` places."""
         self.passes, self.drawn, self.state, self.endings = passes, drawn, state, endings
         self.speculation, self.widest = speculation, widest
         rows: list[int] = state.rows.tolist()
         self.left, self.ended = set(rows), list[int]()  # unfinished rows, and those that the last pass finished
-        self.answers = dict(zip(rows, drawn.ids[state.rows, :start].tolist(), strict=True))
+        known = drawn.ids[state.rows, : max(counts)].tolist()
+        self.answers = {row: ids[:count] for row, ids, count in zip(rows, known, counts, strict=True)}
         self.budgets = dict(zip(rows, drawn.budgets[state.rows].tolist(), strict=True))
         self.stopped: set[int] = set()  # rows that ended before their budget
         self.lookups: dict[int, Lookup] = {}  # by the prompt
@@ -156,6 +157,6 @@ class Tail:
         """Let the rows that are done leave the batch, without holes."""
         if self.drawn.keeps_rows:
             self.state.close_up()
-        self.drawn.leave(self.state, sorted(self.left), None)
+        self.drawn.leave(self.state, sorted(self.left))
         if self.left:
             self.state.compact()

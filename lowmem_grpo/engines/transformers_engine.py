@@ -18,11 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
+from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.engines.decode import Decode
-from lowmem_grpo.engines.decoding import budget_of, cut_at_stop, draw
+from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
 from lowmem_grpo.engines.drawn import Drawn, Part
 from lowmem_grpo.engines.drawn_turns import DrawnTurns
 from lowmem_grpo.engines.endings import Endings
+from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.kept_rows import Continued, KeptRows
 from lowmem_grpo.engines.kv_cache import left_padded, right_aligned
 from lowmem_grpo.engines.pace import Pace
@@ -35,6 +37,7 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
+ENTER_TOGETHER = 8  # rows that wait enter once there is room for one of so many that may run
 
 
 class TransformersEngine:
@@ -52,7 +55,7 @@ class TransformersEngine:
         self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
         self.speculation: Speculation | None = None
         self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
-        self.pace = Pace()
+        self.pace, self.expected = Pace(), ExpectedLengths()
 
     @property
     def slots(self) -> int | None:
@@ -102,7 +105,10 @@ class TransformersEngine:
         self.pace.begin()
         drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished))
         self.report(drawn, finished.missing)
-        return finished.result()
+        found = finished.result()
+        for prompt, rollouts in zip(prompts, found, strict=True):
+            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+        return found
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         """Turns of episodes in rounds, as `Engine.converse` says. Without a bound on the rows that memory has room for,
@@ -157,96 +163,117 @@ class TransformersEngine:
             drawn.finished.add(prompt, own)
 
     def decode(self, drawn: Drawn) -> Drawn:
-        """Draw every row to its end: all together, or in parts of as many rows as memory has room for."""
-        parts = deque([Part(list(range(len(drawn.ids))))])
-        while parts:
-            part = parts.popleft()
-            size = self.bound.under(len(part.rows)) or 1
-            if size < len(part.rows):
-                parts.extendleft(reversed(part.split(size)))
-                continue
+        """Draw every row to its end: all together, or as many at a time as memory has room for."""
+        waiting, most = deque([Part(self.order(drawn))]), len(drawn.ids)
+        while waiting:
+            size = min(self.bound.under(most) or 1, most)
+            batch = Batch(drawn, Endings(self.tokenizer, drawn.params, self.eos_ids))
             with self.evaluating():
-                failed = tried(lambda held=part: self.decode_part(drawn, held), self.policy.device)  # type: ignore[misc]
+                failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
+                               self.policy.device)
             if isinstance(failed, Shortage):
-                parts.extendleft(reversed(part.split(self.smaller(drawn, size, len(part.rows), failed))))
+                waiting.extendleft(part for part in reversed(batch.parts) if part.rows)
+                most = self.smaller(drawn, size, batch.running, failed)
         return drawn
 
+    def order(self, drawn: Drawn) -> list[int]:
+        """The rows as they are begun: where not all have room at once, those whose prompts had the longest answers
+        first."""
+        rows, n = len(drawn.ids), drawn.params.n
+        if (self.bound.under(rows) or rows) >= rows:
+            return list(range(rows))
+        return [prompt * n + row for prompt in self.expected.order(drawn.prompts) for row in range(n)]
+
     def smaller(self, drawn: Drawn, size: int, left: int, shortage: Shortage) -> int:
-        """How many of the rows that are `left` of `size` to decode at once after a shortage: all, where memory could be
-        had by dropping rows that were only kept, else half."""
+        """How many rows to decode at once after a shortage, with `left` of `size` unfinished: as before, where memory
+        could be had by dropping rows that were only kept, else half of those."""
         if drawn.finished.failed_outside is not None:
             raise drawn.finished.failed_outside  # memory ran out elsewhere, so that the call ends
         what = f"sampling {size} at once"
         if dropped := drawn.shed():
             self.bound.note(what, shortage, f"the keys and values of {dropped} earlier turns are dropped, and the work "
                                             "is repeated")
-            return left
+            return size
         self.bound.lower(what, shortage, size // 2 or None)
         return max(1, left // 2)
 
-    def decode_part(self, drawn: Drawn, part: Part) -> None:
-        """Draw the rows of a part to their ends. `part` keeps up with them: after an error it holds what is left."""
-        rows = torch.tensor(part.rows, device=self.policy.device)
-        drawn.reopen(rows)
+    def decode_together(self, batch: Batch, waiting: deque[Part], size: int) -> None:
+        """Draw rows to their ends, `size` of them at a time, until none wait. After an error, the parts of the batch
+        are what is left of those that began."""
+        drawn, logits = batch.drawn, torch.empty(0)
         self.pace.resume()
-        budget, endings = int(drawn.budgets[rows].max()), Endings(self.tokenizer, drawn.params, self.eos_ids)
-        state, logits = self.begin(drawn, part)
-        self.kv_bytes = max(self.kv_bytes, state.cache.nbytes + drawn.kept_bytes)
-        for step in range(part.start, budget):
-            state.tokens, logprobs = draw(logits, drawn.params, drawn.uniform(state.rows, step))
-            drawn.ids[state.rows, step], drawn.logprobs[state.rows, step] = state.tokens, logprobs.float()
-            ended = state.alive & endings.of(drawn.ids[state.rows, : step + 1])
-            state.alive = state.alive & ~ended & (drawn.lengths[state.rows] > step + 1)
-            left = state.rows[state.alive].tolist()
-            self.pace.step(len(part.rows))
-            drawn.lengths[state.rows[ended]] = step + 1
-            drawn.stopped[state.rows[ended]] = True
-            self.keep_up(drawn, part, left, step + 1)
-            speculates = self.speculation is not None and self.pace.in_tail(len(left))
-            dropped = not left or len(left) < (1 if speculates else COMPACT_BELOW) * len(state.rows)
-            if dropped:
-                drawn.leave(state, left, step)
+        while batch.running or waiting:
+            if waiting and size - batch.running >= max(1, size // ENTER_TOGETHER):
+                logits = self.enter(batch, waiting, size, logits)
+            running = batch.running
+            left = batch.draw(logits)
+            self.pace.step(running)
+            self.keep_up(drawn, batch.keep_up(left))
+            guesses = self.speculation is not None and not waiting and self.pace.in_tail(len(left))
+            enters = bool(waiting) and size - len(left) >= max(1, size // ENTER_TOGETHER)
+            drops = not left or len(left) < (1 if guesses or enters else COMPACT_BELOW) * len(batch.state.rows)
+            if drops:
+                drawn.leave(batch.state, left)
+            if left or waiting:
+                with self.pace.paused():
+                    drawn.between()
             if not left:
-                break
-            with self.pace.paused():
-                drawn.between()
-            if dropped:
-                state.compact()
-            if speculates:
-                return self.decode_tail(drawn, part, state, endings)
-            logits = self.passes.extend(state)
-            drawn.keep(state.rows, step, state.routes)
-            self.kv_bytes = max(self.kv_bytes, state.cache.nbytes + drawn.kept_bytes)
+                batch.clear()
+                continue
+            if drops:
+                batch.compact()
+            if guesses:
+                return self.decode_tail(batch)
+            logits = self.passes.extend(batch.state)
+            batch.keep_routes()
+            self.weigh(batch)
 
-    def decode_tail(self, drawn: Drawn, part: Part, state: Decode, endings: Endings) -> None:
+    def enter(self, batch: Batch, waiting: deque[Part], size: int, logits: Tensor) -> Tensor:
+        """Let rows enter until `size` run; returns the logits (B, V) of all, of which `logits` are those that ran."""
+        while waiting and batch.running < size:
+            first = not batch.parts
+            part = batch.begin(waiting, size - batch.running)
+            state, new = self.begin(batch.drawn, part, batch.running - len(part.rows))
+            batch.enter(part, state)
+            logits = new if first else torch.cat([logits, new])
+            self.weigh(batch)
+        return logits
+
+    def weigh(self, batch: Batch) -> None:
+        """Note the bytes of the cache where they are the most so far."""
+        self.kv_bytes = max(self.kv_bytes, batch.state.cache.nbytes + batch.drawn.kept_bytes)
+
+    def decode_tail(self, batch: Batch) -> None:
         """The same for the last rows, which go on with guesses. What is left of them may have drawn more tokens than
-        the part says: drawn again, these are the same."""
+        the batch says: drawn again, these are the same."""
         assert self.speculation is not None
-        tail = Tail(self.passes, drawn, state, part.start, endings, self.speculation, self.pace.widest)
+        drawn, place, state = batch.drawn, batch.place, batch.state
+        counts = [place] * len(state.rows) if isinstance(place, int) else place.tolist()
+        tail = Tail(self.passes, drawn, state, counts, batch.endings, self.speculation, self.pace.widest)
         while tail.left:
-            running = len(tail.left)
-            self.pace.step(running, tail.step())
-            self.kv_bytes = max(self.kv_bytes, state.cache.nbytes + drawn.kept_bytes)
-            self.keep_up(drawn, part, sorted(tail.left), tail.start)
+            before = set(tail.left)
+            self.pace.step(len(before), tail.step())
+            self.weigh(batch)
+            batch.parts = [Part(sorted(tail.left), tail.start)]
+            self.keep_up(drawn, before - tail.left)
             if len(tail.left) < COMPACT_BELOW * len(state.rows):
                 tail.drop_done()
             if tail.left:
                 with self.pace.paused():
                     drawn.between()
 
-    def keep_up(self, drawn: Drawn, part: Part, left: list[int], start: int) -> None:
-        """Of the rows of a part these are left, with at least so many tokens; the others are done."""
-        before, part.rows, part.start = part.rows, left, start
-        if len(left) == len(before):
+    def keep_up(self, drawn: Drawn, ended: set[int]) -> None:
+        """These rows are done."""
+        if not ended:
             return
-        ended = set(before).difference(left)
         drawn.done |= ended
         if drawn.finished.on_group is not None:
             self.report(drawn, drawn.finish(ended))
 
-    def begin(self, drawn: Drawn, part: Part) -> tuple[Decode, Tensor]:
-        """The state before the next token of a part's rows, and the logits (B, V) of that token."""
-        continued = drawn.going_on(part.rows)
+    def begin(self, drawn: Drawn, part: Part, running: int) -> tuple[Decode, Tensor]:
+        """The state before the next token of a part's rows, and the logits (B, V) of that token, beside so many rows
+        that run."""
+        continued = drawn.going_on(part.rows, running)
         known = {row for more in continued for row in more.rows}
         made = [self.go_on(drawn, more) for more in continued]
         if fresh := [row for row in part.rows if row not in known]:
