@@ -256,6 +256,9 @@ class TransformersEngine:
             self.weigh(batch)
             batch.parts = [Part(sorted(tail.left), tail.start)]
             self.keep_up(drawn, before - tail.left)
+            if tail.left:
+                with self.pace.paused():
+                    drawn.between()
             if len(tail.left) < COMPACT_BELOW * len(state.rows):
                 tail.drop_done()
             if tail.left:
