@@ -1,8 +1,10 @@
 """Rollouts by the trainer's own model through transformers: no second copy, nothing to sync, any device.
 
 All prompts of a call are decoded in one batch. Each prompt is prefilled once, and its cache is repeated for its n
-completions; finished rows leave the batch. If memory runs out, fewer rows are decoded at once. Unfinished rows keep the
-tokens they have and go on from there, because drawing them anew would favour short completions.
+completions; finished rows leave the batch. If memory runs out, fewer rows are decoded at once: the others wait and
+enter as rows are done, those first whose prompts had the longest answers before. Unfinished rows keep the tokens they
+have and go on from there, because drawing them anew would favour short completions. Each row has its own random
+numbers, so that what is drawn does not depend on any of this.
 
 Turns of episodes are decoded in rounds: all that are ready together, then all that follow from them. So what is drawn
 depends on the requests only, and not on how long a tool takes.
