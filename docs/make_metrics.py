@@ -104,6 +104,10 @@ METRICS = {
     "time/train_hidden":
         'with train_while_sampling="parallel": the share of a step in which groups were trained beside sampling, a '
         "part of time/generate",
+    "sampling/speculation/accepted, sampling/speculation/tokens_per_pass, sampling/speculation/passes_share":
+        "with speculation: of the guessed tokens that were tried, the share that was right; tokens that a sequence "
+        "drew in a pass with guesses; and the share of the tail's passes that had any. Evaluation since the last log "
+        "counts as well",
     "train_while_sampling/share, train_while_sampling/dropped":
         "with train_while_sampling: the share of completions that were trained before all were sampled, and whether "
         "that was dropped and made again",

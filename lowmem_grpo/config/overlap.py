@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from lowmem_grpo.rules import Rule, one_of
 
 PARALLEL = "parallel"
+LOOKUP = "lookup"
 
 
 @dataclass(kw_only=True)
@@ -17,7 +18,14 @@ class OverlapSettings:
     "parallel": at the same time, in a thread of its own (on a card in a stream of its own). The policy stays as it is
     until the step ends, so the gradient is the same but for rounding."""
 
-    RANGES: ClassVar[dict[str, Rule]] = {"train_while_sampling": one_of(False, True, PARALLEL)}
+    speculation: str | None = None
+    """"lookup": the next tokens of the last sequences of a call are guessed from the prompt, the other answers of the
+    group and earlier epochs' answers, and several are checked in one pass of the model. The distribution of what is
+    drawn is the same."""
+
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "train_while_sampling": one_of(False, True, PARALLEL), "speculation": one_of(None, LOOKUP),
+    }
 
     def check_overlap(self) -> None:
         """Raise ValueError where a group cannot be trained before all groups are sampled."""

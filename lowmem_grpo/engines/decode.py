@@ -31,16 +31,20 @@ class Decode:
         return cls(GrowingCache() if cache is None else cache, rows, rows, alive, real, lengths - 1)
 
     @classmethod
-    def joined(cls, states: list["Decode"]) -> "Decode":
-        """The rows of all states in one."""
+    def joined(cls, states: list["Decode"], give: bool = False) -> "Decode":
+        """The rows of all states in one. Those of states that `give` their caches away are unfinished; empty places on
+        their left are left out, and there is room for some steps."""
         if len(states) == 1:
             return states[0]
-        widths = [state.real.shape[1] for state in states]
-        pieces = [Piece(state.cache, slice(0, len(state.rows)), 0, width)
-                  for state, width in zip(states, widths, strict=True)]
-        real = [F.pad(state.real, (max(widths) - width, 0)) for state, width in zip(states, widths, strict=True)]
+        lengths = [state.real.shape[1] for state in states]
+        widths = [int(state.positions.max()) + 1 for state in states] if give else lengths
+        pieces = [Piece(state.cache, slice(0, len(state.rows)), length - width, length)
+                  for state, length, width in zip(states, lengths, widths, strict=True)]
+        most = max(widths)
+        real = [F.pad(state.real[:, length - width :], (most - width, 0))
+                for state, length, width in zip(states, lengths, widths, strict=True)]
         return cls(
-            right_aligned(pieces, max(widths)), torch.cat([state.rows for state in states]),
+            right_aligned(pieces, most, most // 8 if give else 0, give), torch.cat([state.rows for state in states]),
             torch.cat([state.tokens for state in states]), torch.cat([state.alive for state in states]),
             torch.cat(real), torch.cat([state.positions for state in states]),
         )
@@ -51,6 +55,27 @@ class Decode:
         self.rows, self.tokens, self.alive = self.rows[keep], self.tokens[keep], self.alive[keep]
         self.real, self.positions = self.real[keep], self.positions[keep]
 
-    def compact(self) -> None:
-        """Drop the rows that have finished."""
-        self.select(self.alive.nonzero().squeeze(-1))
+    def compact(self) -> Tensor:
+        """Drop the rows that have finished; returns where the others were (R,)."""
+        kept = self.alive.nonzero().squeeze(-1)
+        self.select(kept)
+        return kept
+
+    def keep(self, before: int, positions: Tensor, counts: Tensor, tokens: Tensor) -> None:
+        """Of what was fed since there were so many places, at these positions (B,), keep the first `counts` (B,) of
+        each row. They drew `tokens` (B, S), of which the row's last one is that of its last kept place."""
+        width = int(counts.max())
+        self.cache.cut(before + width)
+        kept = torch.arange(width, device=counts.device) < counts[:, None]
+        self.real = torch.cat([self.real[:, :before], kept], dim=1)
+        self.positions = positions + counts
+        last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None]).squeeze(1)
+        self.tokens = torch.where(counts > 0, last, self.tokens)
+
+    def close_up(self) -> None:
+        """Move the tokens of each row to the right edge, without holes between them."""
+        lengths = self.real.sum(-1)
+        width = int(lengths.max())
+        places = self.real.byte().argsort(dim=1, stable=True)[:, -width:]  # those that hold a token come last, in order
+        self.cache.gather(places)
+        self.real = torch.arange(width, device=lengths.device) >= width - lengths[:, None]

@@ -1,10 +1,9 @@
 """What a call of the transformers engine has drawn so far, and the parts in which it draws it."""
 
-import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,46 +12,38 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import FinishedPrompts
 from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.engines.kept_rows import Continued
+from lowmem_grpo.engines.numbers import Numbers
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.types import Rollout
-
-Uniform = Callable[[Tensor, int], Tensor]  # rows (B,) and a step to numbers (B, 1) fp64 from [0, 1)
 
 
 @dataclass
 class Part:
-    """Rows that are decoded together, all with `start` tokens drawn. While decoding, finished rows leave it and `start`
-    grows, so that the rest can be resumed."""
+    """Rows with `start` tokens drawn. While they are decoded, finished rows leave it and `start` grows, so that the
+    rest can be resumed."""
 
     rows: list[int]
     start: int = 0
-
-    def split(self, size: int) -> list["Part"]:
-        """Parts of at most `size` rows, in order."""
-        return [Part(self.rows[i : i + size], self.start) for i in range(0, len(self.rows), size)]
-
-    def generator(self, seed: int, device: torch.device) -> torch.Generator:
-        """Random numbers of this part, from the call's seed for its very beginning, otherwise from a derived one."""
-        if self.rows[0] or self.start:
-            seed = random.Random(f"{seed}-{self.rows[0]}-{self.start}").getrandbits(62)
-        return torch.Generator(device).manual_seed(seed)
 
 
 @dataclass
 class Drawn:
     """What a call has drawn so far: R = prompts * n rows of at most C tokens."""
 
+    keeps_rows: ClassVar[bool] = False  # whether `leave` needs the keys and values of rows that are done
+
     prompts: list[list[int]]
     params: SamplingParams
-    seed: int
-    ids: Tensor  # (R, C)
-    logprobs: Tensor  # (R, C)
+    numbers: Numbers
+    ids: Tensor  # (R, C + 1); the last place is written where others go on, and never read
+    logprobs: Tensor  # (R, C + 1)
     budgets: Tensor  # (R,)
     lengths: Tensor  # (R,) of the completion, or its budget until it is finished
     stopped: Tensor  # (R,) bool
     finished: FinishedPrompts
     unfinished: list[int]  # number of rows, for each prompt
     prompt_routes: dict[int, Routes] = field(default_factory=dict)  # of each row, where the model has experts
+    done: set[int] = field(default_factory=set)  # finished rows
     routes: Tensor | None = None  # (R, C, layers, k) of the drawn tokens that ran; made when the first of them has
 
     @classmethod
@@ -60,20 +51,23 @@ class Drawn:
                 device: torch.device, finished: FinishedPrompts) -> "Drawn":
         """Before the first token."""
         seed = time.time_ns() % 2**63 if params.seed is None else params.seed
-        total, width, most = len(budgets), max(budgets), torch.tensor(budgets, device=device)
+        total, width, most = len(budgets), max(budgets) + 1, torch.tensor(budgets, device=device)
         return cls(
-            prompts, params, seed, torch.zeros(total, width, dtype=torch.long, device=device),
+            prompts, params, Numbers(seed, total, device), torch.zeros(total, width, dtype=torch.long, device=device),
             torch.zeros(total, width, device=device), most, most.clone(),
             torch.zeros(total, dtype=torch.bool, device=device), finished, [params.n] * len(prompts),
         )
 
-    def uniform(self, part: Part, device: torch.device) -> Uniform:
-        """Where the numbers come from that a part is drawn with."""
-        generator = part.generator(self.seed, device)
-        return lambda rows, step: torch.rand(len(rows), 1, dtype=torch.float64, device=device, generator=generator)
+    def uniform(self, rows: Tensor, place: int) -> Tensor:
+        """The numbers (B, 1) fp64 from [0, 1) that the tokens of rows (B,) at a place are drawn with."""
+        return self.numbers.at(rows, place)
 
-    def going_on(self, rows: list[int]) -> list[Continued]:
-        """The rows whose first tokens need not be computed. Here none."""
+    def uniforms(self, rows: Tensor, places: Tensor) -> Tensor:
+        """The same at several places of each row: (B, S) of places (B, S)."""
+        return self.numbers.at_each(rows, places)
+
+    def going_on(self, rows: list[int], running: int) -> list[Continued]:
+        """The rows whose first tokens need not be computed, beside so many that run already. Here none."""
         return []
 
     def prompts_of(self, rows: list[int]) -> tuple[list[list[int]], list[int]]:
@@ -100,13 +94,38 @@ class Drawn:
             again = Routes((*kept.routes.cut(0, held).parts, own[held - len(prompt) :].clone()))
             self.prompt_routes[row] = kept.routes.cut(0, kept.shared(prompt)).then(again)
 
-    def keep(self, rows: Tensor, step: int, fed: Tensor | None) -> None:
+    def keep(self, rows: Tensor, step: int | Tensor, fed: Tensor | None) -> None:
         """Keep the routes of the tokens that were drawn in a step and then fed: the last of `fed` (B, S, layers, k)."""
         if fed is None:
             return
         if self.routes is None:
             self.routes = fed.new_zeros(*self.ids.shape, *fed.shape[2:])
         self.routes[rows, step] = fed[:, -1]
+
+    def put(self, rows: Tensor, places: Tensor, counts: Tensor, tokens: Tensor, logprobs: Tensor,
+            fed: Tensor | None) -> None:
+        """Keep what rows (B,) drew at several places (B, S): the first `counts` (B,) of tokens and logprobs (B, S). The
+        routes `fed` (B, S, layers, k) are of the tokens before them."""
+        row, step = (torch.arange(places.shape[1], device=places.device) < counts[:, None]).nonzero(as_tuple=True)
+        own, place = rows[row], places[row, step]
+        self.ids[own, place], self.logprobs[own, place] = tokens[row, step], logprobs[row, step].float()
+        if fed is not None:
+            self.routes = fed.new_zeros(*self.ids.shape, *fed.shape[2:]) if self.routes is None else self.routes
+            self.routes[own, place - 1] = fed[row, step]
+
+    def end(self, rows: list[int], lengths: list[int], stopped: set[int]) -> None:
+        """These rows have ended with so many tokens, some of them before their budgets."""
+        at = torch.tensor(rows, dtype=torch.long, device=self.ids.device)
+        self.lengths[at] = torch.tensor(lengths, dtype=self.lengths.dtype, device=at.device)
+        self.stopped[at] = torch.tensor([row in stopped for row in rows], dtype=torch.bool, device=at.device)
+
+    def owner(self, row: int) -> int:
+        """The prompt of a row."""
+        return row // self.params.n
+
+    def prompt_of(self, row: int) -> list[int]:
+        """Its tokens."""
+        return self.prompts[self.owner(row)]
 
     def give_routes(self, rows: list[int], rollouts: list[Rollout]) -> None:
         """Give the rollouts of these rows theirs: of the prompt, and of all tokens but the last, which did not run."""
@@ -131,7 +150,7 @@ class Drawn:
         """Undo what an interrupted step may have written about unfinished rows."""
         self.lengths[rows], self.stopped[rows] = self.budgets[rows], False
 
-    def leave(self, state: Decode, left: list[int], step: int) -> None:
+    def leave(self, state: Decode, left: list[int]) -> None:
         """After a step, the rows of a batch that are not `left` are done and about to be dropped."""
 
     def shed(self) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Request
 from lowmem_grpo.engines.decode import Decode
-from lowmem_grpo.engines.drawn import Drawn, Part, Uniform
+from lowmem_grpo.engines.drawn import Drawn
 from lowmem_grpo.engines.kept_rows import Continued, Kept, KeptRows, fed_together
 from lowmem_grpo.types import Rollout
 
@@ -19,8 +20,10 @@ class DrawnTurns(Drawn):
     """What is drawn of the R turns of a round, one row each. The numbers of a row follow from its own seed, so that
     they are the same however the rows are decoded."""
 
+    keeps_rows: ClassVar[bool] = True
+
     requests: list[Request] = field(default_factory=list)
-    numbers: Tensor = field(default_factory=lambda: torch.empty(0))  # (R, C) fp64, each row of its request's seed
+    own_numbers: Tensor = field(default_factory=lambda: torch.empty(0))  # (R, C) fp64, each row of its request's seed
     kept: KeptRows = field(default_factory=KeptRows)
     room: int = 0  # rows that may be in memory together, the kept ones among them
     cached: list[int] = field(default_factory=list)  # (R,) tokens of the prompt that were not computed
@@ -42,16 +45,19 @@ class DrawnTurns(Drawn):
         numbers = torch.zeros(nothing.ids.shape, dtype=torch.float64)
         for row, request in enumerate(requests):
             numbers[row].uniform_(generator=torch.Generator().manual_seed(request.seed))
-        drawn = cls(**vars(nothing), requests=requests, numbers=numbers.to(device), kept=kept, room=room,
+        drawn = cls(**vars(nothing), requests=requests, own_numbers=numbers.to(device), kept=kept, room=room,
                     cached=[0] * len(requests))
         return drawn
 
-    def uniform(self, part: Part, device: torch.device) -> Uniform:
-        return lambda rows, step: self.numbers[rows, step, None]
+    def uniform(self, rows: Tensor, place: int) -> Tensor:
+        return self.own_numbers[rows, place, None]
 
-    def going_on(self, rows: list[int]) -> list[Continued]:
+    def uniforms(self, rows: Tensor, places: Tensor) -> Tensor:
+        return self.own_numbers[rows[:, None], places]
+
+    def going_on(self, rows: list[int], running: int) -> list[Continued]:
         found = {row: kept for row in rows if (kept := self.kept.take(self.requests[row].key)) is not None}
-        self.kept.trim(self.room - len(rows))
+        self.kept.trim(self.room - running - len(rows))
         held = {row: kept.shared(self.prompts[row]) for row, kept in found.items()}
         new = {row: len(self.prompts[row]) - shared for row, shared in held.items() if shared}
         exactly = any(kept.cache.whole_only for kept in found.values())
@@ -71,18 +77,18 @@ class DrawnTurns(Drawn):
                 self.cached[row] = len(ids)
         return [ids for ids, _ in shared], [len(same) for _, same in shared]
 
-    def leave(self, state: Decode, left: list[int], step: int) -> None:
-        """Keep the rows that are done; they have grown by a place in each step since."""
-        rows, width = state.rows.tolist(), state.real.shape[1]
+    def leave(self, state: Decode, left: list[int]) -> None:
+        """Keep the rows that are done. A row has grown by a place in each step since."""
+        rows, held, width = state.rows.tolist(), (state.positions + 1).tolist(), state.real.shape[1]
         done = [place for place, row in enumerate(rows) if row not in left]
         cache = state.cache.copied(torch.tensor(done, device=state.rows.device)) if left else state.cache
         for index, place in enumerate(done):
             request = self.requests[rows[place]]
             rollout = self.finished.rollouts[rows[place]][0]
             completion = rollout.completion_ids
-            end = width - (step + 1 - len(completion))
-            self.kept.rows[request.key] = Kept(request.ids + completion[:-1], cache, index if left else place, end,
-                                               rollout.routes)
+            ids = request.ids + completion[:-1]
+            end = width - (held[place] - len(ids))
+            self.kept.rows[request.key] = Kept(ids, cache, index if left else place, end, rollout.routes)
         self.kept.trim(self.room - len(left))
 
     def shed(self) -> int:

@@ -84,6 +84,15 @@ class GrowingLayer(DynamicLayer):
         self.storage = self.storage.index_select(1, indices)
         self.view(length)
 
+    def gather(self, places: Tensor) -> None:
+        """Keep only these places (B, L) of each row, and some room to grow."""
+        length, like = places.shape[1], self.storage
+        kept = like.new_empty(*like.shape[:3], length + length // 8, like.shape[4])
+        index = places[None, :, None, :, None].expand(2, -1, like.shape[2], -1, like.shape[4])
+        kept[:, :, :, :length] = like.gather(3, index)
+        self.storage = kept
+        self.view(length)
+
 
 class StateLayer(LinearAttentionCacheLayerMixin):
     """What a gated delta net knows of B rows: the last inputs (B, C, W - 1) of its convolution, and the state
@@ -178,6 +187,16 @@ class GrowingCache(Cache):
         """Whether rows can only go on from their last token, as a state holds all tokens before it in one."""
         return any(isinstance(layer, StateLayer) for layer in self.layers)
 
+    def cut(self, length: int) -> None:
+        """Make the first `length` places the cache's content. Only where rows can be cut."""
+        for layer in self.layers:
+            layer.view(length)
+
+    def gather(self, places: Tensor) -> None:
+        """Keep only these places (B, L) of each row. Only where rows can be cut."""
+        for layer in self.layers:
+            layer.gather(places)
+
     def copied(self, rows: Tensor) -> "GrowingCache":
         """A cache of some of the rows (R,), without room to grow."""
         return self.holding([layer.copied(rows) for layer in self.layers])
@@ -205,11 +224,17 @@ class Piece:
         return int(self.rows.stop - self.rows.start)
 
 
-def right_aligned(pieces: list[Piece], width: int, room: int = 0) -> GrowingCache:
+def right_aligned(pieces: list[Piece], width: int, room: int = 0, give: bool = False) -> GrowingCache:
     """A cache of `width` places and `room` for more, with the rows of all pieces in order; each ends at the right edge.
-    Places before a row are zero: a weight of 0 in attention would not hide a NaN there."""
-    columns: Any = zip(*(piece.cache.layers for piece in pieces), strict=True)
-    return GrowingCache.holding([layers[0].right_aligned(layers, pieces, width, room) for layers in columns])
+    Places before a row are zero: a weight of 0 in attention would not hide a NaN there. Caches that `give` their layers
+    away lose each as it is copied, so that not all of them are held twice."""
+    made: list[Any] = []
+    for place in range(len(pieces[0].cache.layers)):
+        layers = [piece.cache.layers[place] for piece in pieces]
+        made.append(layers[0].right_aligned(layers, pieces, width, room))
+        for piece in pieces if give else ():
+            piece.cache.layers[place] = None
+    return GrowingCache.holding(made)
 
 
 def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

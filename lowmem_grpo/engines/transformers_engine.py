@@ -1,8 +1,10 @@
 """Rollouts by the trainer's own model through transformers: no second copy, nothing to sync, any device.
 
 All prompts of a call are decoded in one batch. Each prompt is prefilled once, and its cache is repeated for its n
-completions; finished rows leave the batch. If memory runs out, fewer rows are decoded at once. Unfinished rows keep the
-tokens they have and go on from there, because drawing them anew would favour short completions.
+completions; finished rows leave the batch. If memory runs out, fewer rows are decoded at once: the others wait and
+enter as rows are done, those first whose prompts had the longest answers before. Unfinished rows keep the tokens they
+have and go on from there, because drawing them anew would favour short completions. Each row has its own random
+numbers, so that what is drawn does not depend on any of this.
 
 Turns of episodes are decoded in rounds: all that are ready together, then all that follow from them. So what is drawn
 depends on the requests only, and not on how long a tool takes.
@@ -18,21 +20,26 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
+from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.engines.decode import Decode
-from lowmem_grpo.engines.decoding import budget_of, cut_at_stop, draw
+from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
 from lowmem_grpo.engines.drawn import Drawn, Part
 from lowmem_grpo.engines.drawn_turns import DrawnTurns
+from lowmem_grpo.engines.endings import Endings
+from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.kept_rows import Continued, KeptRows
 from lowmem_grpo.engines.kv_cache import left_padded, right_aligned
 from lowmem_grpo.engines.pace import Pace
-from lowmem_grpo.kernels.logits import LogitShape
-from lowmem_grpo.kernels.matmul import matmul_fp32
+from lowmem_grpo.engines.passes import Passes
+from lowmem_grpo.engines.speculation import Speculation
+from lowmem_grpo.engines.tail import Tail
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
+from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
-FED = 256  # tokens fed at once to rows that are resumed or go on
+ENTER_TOGETHER = 8  # rows that wait enter once there is room for one of so many that may run
 
 
 class TransformersEngine:
@@ -41,15 +48,16 @@ class TransformersEngine:
     name = "transformers"
 
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> None:
-        self.policy = policy
+        self.policy, self.passes = policy, Passes(policy)
         self.tokenizer = tokenizer
         self.max_seq_length = max_seq_length
         self.policy_version = 0
         self.kv_bytes = 0
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
+        self.speculation: Speculation | None = None
         self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
-        self.pace = Pace()
+        self.pace, self.expected = Pace(), ExpectedLengths()
 
     @property
     def slots(self) -> int | None:
@@ -58,6 +66,15 @@ class TransformersEngine:
     def on_policy_update(self, policy_version: int) -> None:
         self.policy_version = policy_version
         self.forget()
+
+    def speculate(self) -> None:
+        """Guess the next tokens of the last rows of each call by lookup, as far as that pays. ValueError for a model
+        that cannot take tokens back."""
+        family = family_of(self.policy.base.config)
+        if family is not None and family.delta_net:
+            raise ValueError(f'speculation="lookup" takes wrong guesses back, and the states of gated delta nets '
+                             f"({type(self.policy.base).__name__}) cannot be taken back; leave speculation out")
+        self.speculation = self.speculation or Speculation()
 
     def sleep(self) -> None:
         self.forget()
@@ -90,7 +107,10 @@ class TransformersEngine:
         self.pace.begin()
         drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished))
         self.report(drawn, finished.missing)
-        return finished.result()
+        found = finished.result()
+        for prompt, rollouts in zip(prompts, found, strict=True):
+            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+        return found
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         """Turns of episodes in rounds, as `Engine.converse` says. Without a bound on the rows that memory has room for,
@@ -139,73 +159,126 @@ class TransformersEngine:
         rollouts = self.rollouts(ids, logprobs, lengths, stopped, drawn.params)
         drawn.give_routes(rows.tolist(), rollouts)
         for place, prompt in enumerate(prompts):
-            drawn.finished.add(prompt, rollouts[place * n : place * n + n])
+            own = rollouts[place * n : place * n + n]
+            if self.speculation is not None:
+                self.speculation.earlier.add(drawn.prompts[prompt], [rollout.completion_ids for rollout in own])
+            drawn.finished.add(prompt, own)
 
     def decode(self, drawn: Drawn) -> Drawn:
-        """Draw every row to its end: all together, or in parts of as many rows as memory has room for."""
-        parts = deque([Part(list(range(len(drawn.ids))))])
-        while parts:
-            part = parts.popleft()
-            size = self.bound.under(len(part.rows)) or 1
-            if size < len(part.rows):
-                parts.extendleft(reversed(part.split(size)))
-                continue
+        """Draw every row to its end: all together, or as many at a time as memory has room for."""
+        waiting, most = deque([Part(self.order(drawn))]), len(drawn.ids)
+        while waiting:
+            size = min(self.bound.under(most) or 1, most)
+            batch = Batch(drawn, Endings(self.tokenizer, drawn.params, self.eos_ids))
             with self.evaluating():
-                failed = tried(lambda held=part: self.decode_part(drawn, held), self.policy.device)  # type: ignore[misc]
+                failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
+                               self.policy.device)
             if isinstance(failed, Shortage):
-                parts.extendleft(reversed(part.split(self.smaller(drawn, size, len(part.rows), failed))))
+                waiting.extendleft(part for part in reversed(batch.parts) if part.rows)
+                most = self.smaller(drawn, size, batch.running, failed)
         return drawn
 
+    def order(self, drawn: Drawn) -> list[int]:
+        """The rows as they are begun: where not all have room at once, those whose prompts had the longest answers
+        first."""
+        rows, n = len(drawn.ids), drawn.params.n
+        if (self.bound.under(rows) or rows) >= rows:
+            return list(range(rows))
+        return [prompt * n + row for prompt in self.expected.order(drawn.prompts) for row in range(n)]
+
     def smaller(self, drawn: Drawn, size: int, left: int, shortage: Shortage) -> int:
-        """How many of the rows that are `left` of `size` to decode at once after a shortage: all, where memory could be
-        had by dropping rows that were only kept, else half."""
+        """How many rows to decode at once after a shortage, with `left` of `size` unfinished: as before, where memory
+        could be had by dropping rows that were only kept, else half of those."""
         if drawn.finished.failed_outside is not None:
             raise drawn.finished.failed_outside  # memory ran out elsewhere, so that the call ends
         what = f"sampling {size} at once"
         if dropped := drawn.shed():
             self.bound.note(what, shortage, f"the keys and values of {dropped} earlier turns are dropped, and the work "
                                             "is repeated")
-            return left
+            return size
         self.bound.lower(what, shortage, size // 2 or None)
         return max(1, left // 2)
 
-    def decode_part(self, drawn: Drawn, part: Part) -> None:
-        """Draw the rows of a part to their ends. `part` keeps up with them: after an error it holds what is left."""
-        params = drawn.params
-        rows = torch.tensor(part.rows, device=self.policy.device)
-        uniform = drawn.uniform(part, self.policy.device)
-        drawn.reopen(rows)
+    def decode_together(self, batch: Batch, waiting: deque[Part], size: int) -> None:
+        """Draw rows to their ends, `size` of them at a time, until none wait. After an error, the parts of the batch
+        are what is left of those that began."""
+        drawn, logits = batch.drawn, torch.empty(0)
         self.pace.resume()
-        budget = int(drawn.budgets[rows].max())
-        state, logits = self.begin(drawn, part)
-        self.kv_bytes = max(self.kv_bytes, state.cache.nbytes + drawn.kept_bytes)
-        for step in range(part.start, budget):
-            state.tokens, logprobs = draw(logits, params, uniform(state.rows, step))
-            drawn.ids[state.rows, step], drawn.logprobs[state.rows, step] = state.tokens, logprobs.float()
-            ended = state.alive & self.ends(state, drawn.ids[:, : step + 1], params)
-            state.alive = state.alive & ~ended & (drawn.lengths[state.rows] > step + 1)
-            left = state.rows[state.alive].tolist()
-            self.pace.step(len(part.rows))
-            drawn.lengths[state.rows[ended]] = step + 1
-            drawn.stopped[state.rows[ended]] = True
-            before, part.rows, part.start = part.rows, left, step + 1
-            if drawn.finished.on_group is not None and len(left) < len(before):
-                self.report(drawn, drawn.finish(set(before).difference(left)))
-            if not left or len(left) < COMPACT_BELOW * len(state.rows):
-                drawn.leave(state, left, step)
+        while batch.running or waiting:
+            if waiting and size - batch.running >= max(1, size // ENTER_TOGETHER):
+                logits = self.enter(batch, waiting, size, logits)
+            running = batch.running
+            left = batch.draw(logits)
+            self.pace.step(running)
+            self.keep_up(drawn, batch.keep_up(left))
+            guesses = self.speculation is not None and not waiting and self.pace.in_tail(len(left))
+            enters = bool(waiting) and size - len(left) >= max(1, size // ENTER_TOGETHER)
+            drops = not left or len(left) < (1 if guesses or enters else COMPACT_BELOW) * len(batch.state.rows)
+            if drops:
+                drawn.leave(batch.state, left)
+            if left or waiting:
+                with self.pace.paused():
+                    drawn.between()
             if not left:
-                break
-            with self.pace.paused():
-                drawn.between()
-            if len(left) < COMPACT_BELOW * len(state.rows):
-                state.compact()
-            logits = self.extend(state)
-            drawn.keep(state.rows, step, state.routes)
-            self.kv_bytes = max(self.kv_bytes, state.cache.nbytes + drawn.kept_bytes)
+                batch.clear()
+                continue
+            if drops:
+                batch.compact()
+            if guesses:
+                return self.decode_tail(batch)
+            logits = self.passes.extend(batch.state)
+            batch.keep_routes()
+            self.weigh(batch)
 
-    def begin(self, drawn: Drawn, part: Part) -> tuple[Decode, Tensor]:
-        """The state before the next token of a part's rows, and the logits (B, V) of that token."""
-        continued = drawn.going_on(part.rows)
+    def enter(self, batch: Batch, waiting: deque[Part], size: int, logits: Tensor) -> Tensor:
+        """Let rows enter until `size` run; returns the logits (B, V) of all, of which `logits` are those that ran."""
+        while waiting and batch.running < size:
+            first = not batch.parts
+            part = batch.begin(waiting, size - batch.running)
+            state, new = self.begin(batch.drawn, part, batch.running - len(part.rows))
+            batch.enter(part, state)
+            logits = new if first else torch.cat([logits, new])
+            self.weigh(batch)
+        return logits
+
+    def weigh(self, batch: Batch) -> None:
+        """Note the bytes of the cache where they are the most so far."""
+        self.kv_bytes = max(self.kv_bytes, batch.state.cache.nbytes + batch.drawn.kept_bytes)
+
+    def decode_tail(self, batch: Batch) -> None:
+        """The same for the last rows, which go on with guesses. What is left of them may have drawn more tokens than
+        the batch says: drawn again, these are the same."""
+        assert self.speculation is not None
+        drawn, place, state = batch.drawn, batch.place, batch.state
+        counts = [place] * len(state.rows) if isinstance(place, int) else place.tolist()
+        tail = Tail(self.passes, drawn, state, counts, batch.endings, self.speculation, self.pace.widest)
+        while tail.left:
+            before = set(tail.left)
+            self.pace.step(len(before), tail.step())
+            self.weigh(batch)
+            batch.parts = [Part(sorted(tail.left), tail.start)]
+            self.keep_up(drawn, before - tail.left)
+            if tail.left:
+                with self.pace.paused():
+                    drawn.between()
+            if len(tail.left) < COMPACT_BELOW * len(state.rows):
+                tail.drop_done()
+            if tail.left:
+                with self.pace.paused():
+                    drawn.between()
+
+    def keep_up(self, drawn: Drawn, ended: set[int]) -> None:
+        """These rows are done."""
+        if not ended:
+            return
+        drawn.done |= ended
+        if drawn.finished.on_group is not None:
+            self.report(drawn, drawn.finish(ended))
+
+    def begin(self, drawn: Drawn, part: Part, running: int) -> tuple[Decode, Tensor]:
+        """The state before the next token of a part's rows, and the logits (B, V) of that token, beside so many rows
+        that run."""
+        continued = drawn.going_on(part.rows, running)
         known = {row for more in continued for row in more.rows}
         made = [self.go_on(drawn, more) for more in continued]
         if fresh := [row for row in part.rows if row not in known]:
@@ -213,7 +286,7 @@ class TransformersEngine:
         state, logits = Decode.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
         if part.start:
             self.pace.read(part.start * len(part.rows))
-            logits = self.feed(state, drawn.ids[state.rows, : part.start])
+            logits = self.passes.feed(state, drawn.ids[state.rows, : part.start])
             drawn.keep(state.rows, part.start - 1, state.routes)  # the others' are known from their first pass
         return state, logits
 
@@ -222,7 +295,7 @@ class TransformersEngine:
         prompts, counts = drawn.prompts_of(rows)
         input_ids, real = left_padded(prompts, self.tokenizer.pad_token_id or 0, self.policy.device)
         state = Decode.of(torch.arange(len(prompts), device=input_ids.device))
-        logits = self.feed(state, input_ids, real, at_once=input_ids.shape[1])
+        logits = self.passes.feed(state, input_ids, real, at_once=input_ids.shape[1])
         self.pace.read(sum(map(len, prompts)))
         drawn.keep_prompts(rows, prompts, counts, state.routes)
         owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
@@ -238,61 +311,10 @@ class TransformersEngine:
                               max(more.held), room=more.fed)
         state = Decode.of(torch.tensor(more.rows, device=device), cache, torch.tensor(more.held, device=device))
         rest = left_padded([ids[-more.fed :] for ids in more.prompts], self.tokenizer.pad_token_id or 0, device)
-        logits = self.feed(state, *rest)
+        logits = self.passes.feed(state, *rest)
         self.pace.read(more.fed * len(more.rows))
         drawn.keep_continued(more, state.routes)
         return state, logits
-
-    def feed(self, state: Decode, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
-        """Feed tokens (B, S), of which the `real` ones are no padding; returns the logits (B, V) of the next ones."""
-        real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
-        routes: list[Tensor] = []
-        for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
-            width = ids.shape[1]
-            causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
-            itself = torch.eye(width, dtype=torch.bool, device=ids.device)  # padding must attend to something
-            before = state.real[:, None].expand(-1, width, -1)
-            mask = torch.cat([before, causal & true[:, None, :] | itself], dim=2)[:, None]
-            positions = (state.positions[:, None] + true.long().cumsum(-1)).clamp(min=0)
-            logits = self.forward(ids, positions, mask, true, state)
-            routes += [] if state.routes is None else [state.routes]
-            state.real = torch.cat([state.real, true], dim=1)
-            state.positions = state.positions + true.sum(-1)
-        state.routes = torch.cat(routes, 1) if routes else None
-        return logits
-
-    def extend(self, state: Decode) -> Tensor:
-        """Feed the tokens last drawn; returns the logits (B, V) of the next ones."""
-        state.positions = state.positions + 1
-        state.real = torch.cat([state.real, state.alive[:, None]], dim=1)
-        state.real[:, -1] = True
-        alive = state.alive[:, None]  # rows that are done are decoded on, but what is kept of them must not change
-        return self.forward(state.tokens[:, None], state.positions[:, None], state.real[:, None, None, :], alive, state)
-
-    def forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: Decode) -> Tensor:
-        """fp32 logits (B, V) after the last of input_ids (B, Q), which are `real` (B, Q); mask (B, 1, Q, L)."""
-        recorder = self.policy.recorder()
-        with self.policy.autocast():
-            out = self.policy.backbone(
-                input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=state.cache,
-                use_cache=True, cached=True, real=real,
-                **({} if recorder is None else {"routes": recorder}),
-            )
-        state.routes = None if recorder is None else recorder.taken(len(input_ids))
-        head = self.policy.head
-        logits = matmul_fp32(out.last_hidden_state[:, -1].to(head.weight.dtype), head.weight.T)
-        return LogitShape(scale=head.logit_scale, softcap=head.softcap).apply_(logits, head.bias)
-
-    def ends(self, state: Decode, ids: Tensor, params: SamplingParams) -> Tensor:
-        """(B,) bool: whether the token last drawn ends its completion."""
-        ending = [*(params.stop_token_ids or []), *([] if params.ignore_eos else self.eos_ids)]
-        ended = torch.isin(state.tokens, torch.tensor(ending, dtype=torch.long, device=state.tokens.device))
-        if params.stop_strings:
-            tail = max(len(stop.encode()) for stop in params.stop_strings) + 4  # a token may be a single byte
-            texts = self.tokenizer.batch_decode(ids[state.rows, -tail:])
-            matches = [any(stop in text for stop in params.stop_strings) for text in texts]
-            ended = ended | torch.tensor(matches, device=ended.device)
-        return ended
 
     def rollouts(
         self, ids: Tensor, logprobs: Tensor, lengths: Tensor, stopped: Tensor, params: SamplingParams

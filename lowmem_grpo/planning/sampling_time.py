@@ -50,14 +50,10 @@ class Sampling:
     kv_itemsize: int = WORD  # bytes of a number of the cache
 
     def steps(self, work: Workload) -> int:
-        """Token steps: those of the longest completion, and more where not all are decoded at a time.
-
-        vLLM gives a free row to the next sequence; the transformers engine begins a round when the last has ended.
-        """
+        """Token steps: those of the longest completion, and more where not all are decoded at a time, as a free row
+        goes to the next sequence."""
         rows = min(self.together, work.sequences)
-        if self.engine == "vllm":
-            return ceil(work.longest + (work.sequences - rows) * work.completion_length / rows)
-        return ceil(work.sequences / rows) * work.longest
+        return ceil(work.longest + (work.sequences - rows) * work.completion_length / rows)
 
     def decode(self, work: Workload) -> float:
         """Seconds of all token steps."""

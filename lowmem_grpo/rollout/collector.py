@@ -207,7 +207,8 @@ class Collector:
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {
             **rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
-            **self.counts, **pools, **self.pace.metrics(), **waiting_share(self.sampled, seconds),
+            **self.counts, **pools, **self.pace.metrics(), **self.sampler.speculation(),
+            **waiting_share(self.sampled, seconds),
             "data/skipped_rows": sum(self.source.skipped.values()),
             "num_tokens": self.state.num_tokens, "tokens_per_second": self.tokens / max(seconds, 1e-9),
         }

@@ -20,6 +20,14 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 logger = logging.getLogger(__name__)
 
 
+def speculate(engine: Any) -> None:
+    """Let an engine guess tokens by lookup. ValueError where it cannot."""
+    if not hasattr(engine, "speculate"):
+        raise ValueError(f'speculation="lookup" is set, and the engine {engine.name} has no speculate(); leave it out, '
+                         'or load the model with fast_inference="transformers"')
+    engine.speculate()
+
+
 class Player(Protocol):
     """What plays episodes with an engine: `Episodes`, or a caller's own function."""
 
@@ -79,6 +87,11 @@ class Sampler:
         """Where the engine's time went since this was asked last; nothing of an engine that does not measure it."""
         pace: Pace | None = getattr(self.engine, "pace", None)
         return Pace() if pace is None else pace.take()
+
+    def speculation(self) -> dict[str, float]:
+        """What became of the engine's guesses since this was asked last; empty where it makes none."""
+        speculation = getattr(self.engine, "speculation", None)
+        return {} if speculation is None else dict(speculation.metrics())
 
     def tells(self) -> bool:
         """Whether the engine can report finished groups; if it cannot, one warning says so."""

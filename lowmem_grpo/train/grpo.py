@@ -22,7 +22,7 @@ from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.collector import Collector
 from lowmem_grpo.rollout.evaluation import Evaluation
 from lowmem_grpo.rollout.parity import ParityGate
-from lowmem_grpo.rollout.sampler import Sampler
+from lowmem_grpo.rollout.sampler import Sampler, speculate
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import mean_of
@@ -108,6 +108,8 @@ class GRPOTrainer(Trainer):
             raise ValueError(
                 f'use_vllm=True, and the engine is {engine.name}: load the model with fast_inference="vllm"'
             )
+        if self.args.speculation:
+            speculate(engine)
         return engine
 
     def sample_with(self, first: Engine, given: bool, eval_dataset: Any, encoder: PromptEncoder) -> None:

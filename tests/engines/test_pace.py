@@ -92,6 +92,7 @@ def test_the_transformers_engine_counts_every_token_once(tiny_policy: Any, token
     drawn = sum(len(rollout.completion_ids) for rollout in rollouts)
     first = len(rollouts)  # tokens that are drawn from the prompt's own logits
     pace = engine.pace.take()
-    assert sum(pace.spent[name].tokens for name in ("full", "tail")) == drawn - first
+    counted = sum(pace.spent[name].tokens for name in ("full", "tail"))
+    assert counted == drawn - first if rows is None else 0 < counted <= drawn - first  # not those beside new prompts
     assert pace.most == (rows or 8)
     assert rows or pace.spent["prefill"].tokens == sum(map(len, prompts))

@@ -1,0 +1,80 @@
+"""Passes of the trainer's model over rows and their cache."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.engines.decode import Decode
+from lowmem_grpo.kernels.logits import LogitShape
+from lowmem_grpo.kernels.matmul import matmul_fp32
+from lowmem_grpo.models.policy import Policy
+
+FED = 256  # tokens fed at once to rows that are resumed or go on
+
+
+class Passes:
+    """Feeds tokens to the model of a policy, and returns logits."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def feed(self, state: Decode, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
+        """Feed tokens (B, S), of which the `real` ones are no padding; returns the logits (B, V) of the next ones."""
+        real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+        routes: list[Tensor] = []
+        for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
+            hidden = self.fed(state, ids, true)[:, -1:]
+            routes += [] if state.routes is None else [state.routes]
+        state.routes = torch.cat(routes, 1) if routes else None
+        return self.logits(hidden).squeeze(1)
+
+    def guessed(self, state: Decode, tokens: Tensor, real: Tensor) -> Tensor:
+        """Feed each row its last token and guesses of the next ones (B, S), left-aligned: the logits (B, S, V) of the
+        token after each. Rows may have places that are not real between those that are."""
+        return self.logits(self.fed(state, tokens, real, order=torch.cat([state.real, real], 1).cumsum(-1)))
+
+    def fed(self, state: Decode, ids: Tensor, real: Tensor, **named: Any) -> Tensor:
+        """The last hidden states (B, S, D) of tokens (B, S) that are fed in one pass."""
+        width = ids.shape[1]
+        causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
+        itself = torch.eye(width, dtype=torch.bool, device=ids.device)  # padding must attend to something
+        before = state.real[:, None].expand(-1, width, -1)
+        mask = torch.cat([before, causal & real[:, None, :] | itself], dim=2)[:, None]
+        positions = (state.positions[:, None] + real.long().cumsum(-1)).clamp(min=0)
+        hidden = self.hidden(ids, positions, mask, real, state, **named)
+        state.real = torch.cat([state.real, real], dim=1)
+        state.positions = state.positions + real.sum(-1)
+        return hidden
+
+    def extend(self, state: Decode) -> Tensor:
+        """Feed the tokens last drawn; returns the logits (B, V) of the next ones."""
+        state.positions = state.positions + 1
+        state.real = torch.cat([state.real, state.alive[:, None]], dim=1)
+        state.real[:, -1] = True
+        alive = state.alive[:, None]  # rows that are done are decoded on, but what is kept of them must not change
+        hidden = self.hidden(state.tokens[:, None], state.positions[:, None], state.real[:, None, None, :], alive,
+                             state)
+        return self.logits(hidden).squeeze(1)
+
+    def hidden(
+        self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: Decode, **named: Any
+    ) -> Tensor:
+        """The last hidden states (B, Q, D) of input_ids (B, Q), which are `real` (B, Q); mask (B, 1, Q, L)."""
+        recorder = self.policy.recorder()
+        with self.policy.autocast():
+            out = self.policy.backbone(
+                input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=state.cache,
+                use_cache=True, cached=True, real=real, **named,
+                **({} if recorder is None else {"routes": recorder}),
+            )
+        state.routes = None if recorder is None else recorder.taken(len(input_ids))
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits (B, Q, V) after hidden states (B, Q, D)."""
+        head = self.policy.head
+        rows = matmul_fp32(hidden.flatten(0, 1).to(head.weight.dtype), head.weight.T)
+        rows = LogitShape(scale=head.logit_scale, softcap=head.softcap).apply_(rows, head.bias)
+        return rows.view(*hidden.shape[:2], -1)

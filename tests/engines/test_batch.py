@@ -1,0 +1,143 @@
+"""Rows that enter as others are done: the same completions as with room for all, in every family."""
+
+from itertools import chain
+from typing import Any
+
+import pytest
+from failing import Failing
+from talks import Talk
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.types import Rollout
+
+CONTEXT = 50
+# the longer a prompt, the sooner its answers end: at different times
+PROMPTS = [[(7 * place + index) % 300 + 5 for place in range(length)]
+           for index, length in enumerate((30, 10, 38, 22, 46, 16))]
+PARAMS = SamplingParams(n=2, max_tokens=34, seed=3, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    return TransformersEngine(policy, tokenizer, CONTEXT)
+
+
+def bounded(engine: TransformersEngine, rows: int) -> TransformersEngine:
+    """The same with room for so many rows."""
+    other = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
+    other.bound.lowered = rows
+    return other
+
+
+def check_same(found: list[list[Rollout]], expected: list[list[Rollout]]) -> None:
+    for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
+        assert (ours.completion_ids, ours.finish_reason, ours.text) == (
+            theirs.completion_ids, theirs.finish_reason, theirs.text)
+        assert ours.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=1e-4)
+
+
+def widths(engine: TransformersEngine) -> list[int]:
+    """The rows of each pass to come."""
+    seen: list[int] = []
+    engine.policy.backbone.register_forward_pre_hook(
+        lambda module, args, named: seen.append(len(named["input_ids"])), with_kwargs=True)
+    return seen
+
+
+def test_completions_are_the_same_with_room_for_fewer_rows(engine: TransformersEngine) -> None:
+    expected = engine.generate(PROMPTS, PARAMS)
+    told: list[int] = []
+    found = bounded(engine, 5).generate(PROMPTS, PARAMS, lambda prompt, group: told.append(prompt))
+    check_same(found, expected)
+    assert sorted(told) == list(range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("stop", [["7"], ["1", "23"]])
+def test_stop_strings_and_end_tokens_are_seen_where_rows_are_at_different_places(
+    tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase, stop: list[str]
+) -> None:
+    engine = TransformersEngine(tiny_policy, tokenizer, CONTEXT)
+    params = SamplingParams(n=4, max_tokens=34, seed=5, stop=stop)
+    prompts = [tokenizer(f"What is {n} + {n}?")["input_ids"] for n in range(5)]
+    expected = engine.generate(prompts, params)
+    assert len({len(rollout.completion_ids) for rollout in chain(*expected)}) > 3
+    check_same(bounded(engine, 6).generate(prompts, params), expected)
+
+
+def test_rows_enter_before_the_last_one_of_the_batch_is_done(
+    tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    engine = bounded(TransformersEngine(tiny_policy, tokenizer, CONTEXT), 4)
+    seen = widths(engine)
+    engine.generate(PROMPTS, PARAMS)
+    longest = [min(34, CONTEXT - len(prompt)) for prompt in PROMPTS]
+    in_turn = sum(max(longest[first : first + 2]) for first in (0, 2, 4))  # two prompts a round
+    assert sum(longest) * 2 / 4 < len(seen) < 0.85 * in_turn
+    assert max(seen) == 4
+
+
+def test_prompts_whose_earlier_answers_were_longest_are_begun_first(
+    tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    engine = TransformersEngine(tiny_policy, tokenizer, CONTEXT)
+    expected = engine.generate(PROMPTS, PARAMS)
+    engine.bound.lowered = 2
+    told: list[int] = []
+    found = engine.generate(PROMPTS, PARAMS, lambda prompt, group: told.append(prompt))
+    check_same(found, expected)
+    assert told == [1, 5, 3, 0, 2, 4]  # one prompt at a time, as two rows run
+    assert sorted(told, key=lambda prompt: len(PROMPTS[prompt])) == told
+
+
+@pytest.mark.parametrize("call", [2, 20, 40])
+def test_a_shortage_among_rows_at_different_places_changes_nothing(
+    tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase, call: int
+) -> None:
+    engine = TransformersEngine(tiny_policy, tokenizer, CONTEXT)
+    expected = engine.generate(PROMPTS, PARAMS)
+    other, hook = bounded(engine, 6), Failing(call)
+    handle = other.policy.backbone.norm.register_forward_hook(hook)
+    try:
+        found = other.generate(PROMPTS, PARAMS)
+    finally:
+        handle.remove()
+    check_same(found, expected)
+    assert hook.raised == 1 and other.bound.lowered == 3
+
+
+def test_guesses_begin_where_rows_are_at_different_places(
+    tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    engine = TransformersEngine(tiny_policy, tokenizer, CONTEXT)
+    expected = engine.generate(PROMPTS, PARAMS)
+    other = bounded(engine, 9)
+    other.speculate()
+    check_same(other.generate(PROMPTS, PARAMS), expected)
+    assert other.pace.spent["tail"].tokens > 0
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_turns_go_on_from_rows_that_left_at_different_places(
+    tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase, rows: int
+) -> None:
+    engine = TransformersEngine(tiny_policy, tokenizer, 2 * CONTEXT)
+
+    def talked(one: TransformersEngine) -> Talk:
+        talk = Talk([prompt[:20] for prompt in PROMPTS], max_tokens=lambda key, turn: 4 + 5 * ((key + turn) % 3))
+        one.converse(talk, SamplingParams(seed=1, ignore_eos=True))
+        return talk
+
+    expected, found = talked(engine), talked(bounded(engine, rows))
+    for key, turns in expected.drawn.items():
+        check_same([found.drawn[key]], [turns])
+
+
+def test_random_numbers_of_far_places_are_each_rows_own(tiny_policy: Policy, tokenizer: Any) -> None:
+    engine = TransformersEngine(tiny_policy, tokenizer, 300)
+    params = SamplingParams(n=1, max_tokens=280, seed=9, ignore_eos=True)
+    prompts = [[5] * 270, [6] * 20, [7] * 30]
+    expected = engine.generate(prompts, params)
+    check_same(bounded(engine, 2).generate(prompts, params), expected)
