@@ -56,7 +56,7 @@ class Case:
         model = FastLanguageModel.get_peft_model(bare, r=8, use_gradient_checkpointing=False).eval()
         draw = random.Random(0)
         self.name, self.engines = name, [model.engine(), model.engine()]
-        self.engines[1].speculate()  # type: ignore[attr-defined]
+        self.engines[1].speculate(SamplingParams())  # type: ignore[attr-defined]
         self.speculation: Any = self.engines[1].speculation  # type: ignore[attr-defined]
         self.prompts = [model.encode([{"role": "user", "content": chain(steps, draw)}])[1] for steps in STEPS[name]]
 

@@ -67,9 +67,9 @@ class TransformersEngine:
         self.policy_version = policy_version
         self.forget()
 
-    def speculate(self) -> None:
-        """Guess the next tokens of the last rows of each call by lookup, as far as that pays. ValueError for a model
-        that cannot take tokens back."""
+    def speculate(self, params: SamplingParams) -> None:
+        """Guess the next tokens of the last rows of each call by lookup, as far as that pays, however they are drawn.
+        ValueError for a model that cannot take tokens back."""
         family = family_of(self.policy.base.config)
         if family is not None and family.delta_net:
             raise ValueError(f'speculation="lookup" takes wrong guesses back, and the states of gated delta nets '

@@ -43,7 +43,7 @@ def attention(
         if packed is not None:
             packed.calls += 1
             return packed_attention(query, key, value, packed, scaling, dropout, sliding_window), None
-        if order is not None and attention_mask is not None:
+        if order is not None and attention_mask is not None and (query.shape[2] > 1 or sliding_window is not None):
             return guessed_attention(query, key, value, attention_mask, order, scaling, sliding_window), None
         if cached and query.shape[2] == 1:
             return cached_attention(query, key, value, attention_mask, scaling, sliding_window), None

@@ -20,12 +20,12 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 logger = logging.getLogger(__name__)
 
 
-def speculate(engine: Any) -> None:
-    """Let an engine guess tokens by lookup. ValueError where it cannot."""
+def speculate(engine: Any, params: SamplingParams) -> None:
+    """Let an engine guess tokens by lookup, for a run that samples so. ValueError where it cannot."""
     if not hasattr(engine, "speculate"):
         raise ValueError(f'speculation="lookup" is set, and the engine {engine.name} has no speculate(); leave it out, '
                          'or load the model with fast_inference="transformers"')
-    engine.speculate()
+    engine.speculate(params)
 
 
 class Player(Protocol):

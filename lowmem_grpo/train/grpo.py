@@ -109,7 +109,7 @@ class GRPOTrainer(Trainer):
                 f'use_vllm=True, and the engine is {engine.name}: load the model with fast_inference="vllm"'
             )
         if self.args.speculation:
-            speculate(engine)
+            speculate(engine, self.args.sampling(None))
         return engine
 
     def sample_with(self, first: Engine, given: bool, eval_dataset: Any, encoder: PromptEncoder) -> None:

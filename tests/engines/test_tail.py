@@ -37,7 +37,7 @@ def plain(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> TransformersEng
 def guessing(engine: TransformersEngine, answers: list[list[Rollout]]) -> TransformersEngine:
     """An engine of the same model that always guesses. It knows answers, but for every ninth token."""
     other = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
-    other.speculate()
+    other.speculate(PARAMS)
     other.speculation = Speculation(comparing=False, left=1_000_000)
     for prompt, group in zip(PROMPTS, answers, strict=True):
         known = [[5 if place % 9 == 8 else token for place, token in enumerate(rollout.completion_ids)]
@@ -108,7 +108,7 @@ def test_groups_are_reported_once_and_what_is_said_in_between_counts_rows(
 def test_a_model_with_states_is_refused_by_name(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = TransformersEngine(Policy(with_adapter(load_model("Qwen3_5"))), tokenizer, CONTEXT)
     with pytest.raises(ValueError, match=r'speculation="lookup" takes wrong guesses back.*Qwen3_5.*leave speculation'):
-        engine.speculate()
+        engine.speculate(PARAMS)
 
 
 def test_routes_of_experts_are_those_of_the_tokens_that_stayed(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from trainer_runs import load, make, moved
 
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.rollout.sampler import speculate
 
 ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. What is the result?\n"} for n in range(1, 5)]
@@ -30,4 +31,4 @@ def test_a_run_with_guesses_samples_the_same_completions_and_logs_what_became_of
 
 def test_an_engine_that_cannot_guess_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r'speculation="lookup" is set, and the engine mine has no speculate\(\)'):
-        speculate(SimpleNamespace(name="mine"))
+        speculate(SimpleNamespace(name="mine"), SamplingParams())

@@ -18,6 +18,7 @@ from lowmem_grpo.engines.base import Calls, Conversation, Meanwhile, OnGroup
 from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
+from lowmem_grpo.engines.vllm import guesses
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.capacity import Capacity
@@ -79,6 +80,7 @@ class VLLMEngine:
             sampling_weights, policy, self.capacity, self.eager)
         self.capacity.check(policy)
         self.kv_bytes, self.policy_version, self.asleep, self.base = 0, 0, False, False
+        self.guesses = False  # whether vLLM is to guess tokens by lookup
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.llm: Any = None
         self.eos_ids = policy.eos_token_ids(tokenizer)
@@ -150,7 +152,7 @@ class VLLMEngine:
                 with undisturbed(self.policy.device):
                     self.llm = self.vllm.LLM(folder, **vllm_settings.llm_options(
                         self.policy, self.max_seq_length, self.vllm.NAME, self.capacity, self.eager, self.sleeps,
-                        self.tells_routes))
+                        self.tells_routes), **(guesses.options() if self.guesses else {}))
             except BaseException as error:
                 self.loan.close()
                 self.vllm.cleanup_dist_env_and_memory()
@@ -158,11 +160,17 @@ class VLLMEngine:
                 raise
         if self.loan.wide is None:
             self.sampling_weights = FOUR
-        PROCESS.clean, self.asleep, self.seqs = True, False, self.capacity.seqs
+        PROCESS.clean, self.asleep, self.seqs, self.guessing = True, False, self.capacity.seqs, self.guesses
         self.cache = self.kv_bytes = self.capacity.cache
         self.prefixes: Hashable = None  # what the cached prefixes were computed with
         self.ending = weakref.finalize(self, end, self.llm, self.loan)
         PROCESS.engine = weakref.ref(self)
+
+    def speculate(self, params: SamplingParams) -> None:
+        """Guess tokens with vLLM's own lookup, from the next call on, for which it is restarted. ValueError where vLLM
+        cannot."""
+        guesses.check(self.policy, params)
+        self.guesses = True
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
@@ -223,7 +231,8 @@ class VLLMEngine:
     def outdated(self) -> bool:
         """Whether vLLM has to be restarted: a call broke off, or it was made for other bounds than hold now."""
         return (self.llm is None or self.unfinished
-                or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache))
+                or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache)
+                or self.guesses != self.guessing)
 
     def run_surely(self, call: Prompts | Turns) -> None:
         """`run` in an engine that is up to date, and once more in a new one if that dies."""
