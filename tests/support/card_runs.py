@@ -44,7 +44,7 @@ def make(
 def sample(folder: Path) -> list[RolloutGroup]:
     """Four groups of four completions with a spread of rewards, sampled on the CPU in float32."""
     torch.manual_seed(0)
-    groups = make(folder, CPU).rollout()
+    groups = make(folder, CPU, seed=1).rollout()
     assert all(any(rollout.advantage for rollout in group.rollouts) for group in groups)
     return groups
 
