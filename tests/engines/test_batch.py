@@ -63,7 +63,7 @@ def test_stop_strings_and_end_tokens_are_seen_where_rows_are_at_different_places
     params = SamplingParams(n=4, max_tokens=34, seed=5, stop=stop)
     prompts = [tokenizer(f"What is {n} + {n}?")["input_ids"] for n in range(5)]
     expected = engine.generate(prompts, params)
-    assert len({len(rollout.completion_ids) for rollout in chain(*expected)}) > 3
+    assert len({len(rollout.completion_ids) for rollout in chain(*expected)}) > 2  # places at which they end
     check_same(bounded(engine, 6).generate(prompts, params), expected)
 
 
@@ -114,7 +114,7 @@ def test_guesses_begin_where_rows_are_at_different_places(
     engine = TransformersEngine(tiny_policy, tokenizer, CONTEXT)
     expected = engine.generate(PROMPTS, PARAMS)
     other = bounded(engine, 9)
-    other.speculate()
+    other.speculate(PARAMS)
     check_same(other.generate(PROMPTS, PARAMS), expected)
     assert other.pace.spent["tail"].tokens > 0
 
