@@ -99,10 +99,12 @@ class Case:
 
 @click.command(help="Guesses by lookup: time with and without them.")
 @click.option("--rounds", default=30, show_default=True)
+@click.option("--case", "cases", type=click.Choice(list(STEPS)), multiple=True, default=list(STEPS),
+              help="All of them, if none is named.")
 @options.output(RESULTS)
-def main(rounds: int, output: Path) -> None:
+def main(rounds: int, cases: tuple[str, ...], output: Path) -> None:
     rows = []
-    for name in STEPS:
+    for name in cases:
         rows.append({"case": name, "rounds": rounds, **Case(name).figures(rounds), **machine()})
         append_row(output, rows[-1])
     console.print(tables.terminal("guesses by lookup", SHOWN, [[str(row.get(name, "")) for name in SHOWN]

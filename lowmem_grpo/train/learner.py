@@ -181,12 +181,12 @@ class Learner:
         self.scaler.scale(out.loss).backward()
         sums.add(batch, out)
 
-    def loss(self, batch: MicroBatch, totals: StepTotals, flags: Flags) -> LossOutput:
+    def loss(self, batch: MicroBatch, totals: StepTotals, flags: Flags | None = None) -> LossOutput:
         """This micro-batch's share of the loss, and its metrics."""
         with self.offload:
             logprobs, entropy = self.policy.logprobs(batch, self.objective.temperature, self.objective.entropy_grad)
         out = self.objective.loss(batch, logprobs, entropy, totals)
-        flags.look(batch, logprobs, out.loss)
+        (flags or self.flags).look(batch, logprobs, out.loss)
         return out
 
     def optim_step(self) -> dict[str, float]:
