@@ -70,11 +70,11 @@ def records(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_the_recipe_finishes_on_the_embedded_model(tmp_path: Path) -> None:
-    result = run(tmp_path / "run", "seed=3")
+    result = run(tmp_path / "run", "seed=4")
     assert result.exit_code == 0, result.output
     assert "can neither summarize nor judge" in result.output and "judge self: 2 calls" in result.output
     summary, line = records(tmp_path / "run")
-    assert (summary["recipe"], summary["status"], summary["judge"], summary["seed"]) == ("judge", "finished", "self", 3)
+    assert (summary["recipe"], summary["status"], summary["judge"], summary["seed"]) == ("judge", "finished", "self", 4)
     assert summary["judging"]["failed"] == 2 and summary["judging"]["cost"] is None
     assert line["judge/ruler/failed"] == 1 and "rewards/facts_kept/mean" in line
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
