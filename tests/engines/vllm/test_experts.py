@@ -160,7 +160,7 @@ def test_a_turn_shares_the_routes_of_the_turn_that_it_goes_on_from() -> None:
 
 def test_a_mixture_asks_for_routes_and_a_dense_model_does_not(tmp_path: Path) -> None:
     policy = mixture(tmp_path, FP32)
-    capacity: Any = SimpleNamespace(cache=1 << 20, seqs=8, block=None)
+    capacity: Any = SimpleNamespace(cache=1 << 20, seqs=8, block=None, cache_dtype="auto")
     asked = [vllm_settings.llm_options(policy, 512, "name", capacity, True, False, routes) for routes in (True, False)]
     assert asked[0]["enable_return_routed_experts"] is True and "enable_return_routed_experts" not in asked[1]
 
