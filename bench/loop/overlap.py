@@ -6,7 +6,7 @@
 The model in the package samples 32 prompts 8 times. Each token ends its completion with about the same probability, so
 lengths have a long tail: the longest of 256 is about five times the mean. (The completions say nothing: the temperature
 is high, and a few tokens that mean nothing end them.) The cases take turns, after a step to warm up, and sample with
-the same seeds. `ratio` is the median over rounds of a case's step time divided by that of the step without the switch,
+the same seeds. The learning rate is zero, so that one case's steps do not change what the others draw. `ratio` is the median over rounds of a case's step time divided by that of the step without the switch,
 `share` the completions that were trained before all were sampled.
 """
 
@@ -70,7 +70,7 @@ def make_cases(engine: str, prompts: int, tokens: int, folder: Path) -> list[Cas
     shared: dict[str, Any] = {
         "num_generations": GENERATIONS, "max_steps": 1000, "per_device_train_batch_size": 64,
         "gradient_accumulation_steps": prompts * GENERATIONS // 64, "max_completion_length": tokens,
-        "loss_type": "dapo", "learning_rate": 1e-6, "temperature": HOT, "vllm_sampling_params": ends, "parity_steps": 0,
+        "loss_type": "dapo", "learning_rate": 0.0, "temperature": HOT, "vllm_sampling_params": ends, "parity_steps": 0,
         "disable_tqdm": True, "save_strategy": "no", "score_while_sampling": True,
     }
     return [Case(name, GRPOTrainer(model, pays, GRPOConfig(

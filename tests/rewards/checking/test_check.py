@@ -194,10 +194,11 @@ def test_pay_signal_and_what_to_do_are_printed_and_the_models_text_is_not_obeyed
     rows = [{"prompt": "[red]\x1b[31m What is 2 + 2?", "answer": "4"}] * 2
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     args = GRPOConfig(**ARGS)
-    result = rewards.check([constant, rewards.number_equal()], rows, model, args, groups=2, console=console)
+    nothing = each("nothing", lambda text: 0.0)
+    result = rewards.check([nothing, rewards.number_equal()], rows, model, args, groups=2, console=console)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("constant", "number_equal", "verifier", "groups with signal:", "95% interval", "sum ", "[red]",
-                 "warning constant: it pays 0.5 for all 8 completions", "What to do: grade in smaller steps"):
+    for text in ("nothing", "number_equal", "verifier", "groups with signal:", "95% interval", "sum ", "[red]",
+                 "warning nothing: it pays 0 for all 8 completions", "What to do: grade in smaller steps"):
         assert text in printed, text
     assert "\x1b" not in printed and len(result.trials) == 2
 

@@ -236,19 +236,20 @@ def test_the_adapter_is_off_while_the_base_model_judges(model: FastPeftModel, mo
 
 def test_memory_that_ran_out_once_is_remembered(model: FastPeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine of one call has learnt holds for that of the next: a loaded model makes a new one each time."""
-    from lowmem_grpo.engines.transformers_engine import TransformersEngine
+    from lowmem_grpo.engines.batch import Batch
 
     judge = rewards.SelfJudge(model, max_tokens=2)
     params = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
     judge.memory.rollout.lower("sampling 4 at once", Shortage("none left", None, 0), 2)
     rows: list[int] = []
-    decode = TransformersEngine.decode_part
+    begin = Batch.begin
 
-    def counted(self: Any, drawn: Any, part: Any) -> None:
+    def counted(self: Any, waiting: Any, room: int) -> Any:
+        part = begin(self, waiting, room)
         rows.append(len(part.rows))
-        decode(self, drawn, part)
+        return part
 
-    monkeypatch.setattr(TransformersEngine, "decode_part", counted)
+    monkeypatch.setattr(Batch, "begin", counted)
     assert len(judge.generate([[1, 2, 3]] * 4, params)) == 4 and rows == [2, 2]
 
 
