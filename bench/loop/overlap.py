@@ -5,8 +5,9 @@
 
 The model in the package samples 32 prompts 8 times. Each token ends its completion with about the same probability, so
 lengths have a long tail: the longest of 256 is about five times the mean. (The completions say nothing: the temperature
-is high, and a few tokens that mean nothing end them.) The cases take turns, after a step to warm up, and sample with
-the same seeds. The learning rate is zero, so that one case's steps do not change what the others draw. `ratio` is the median over rounds of a case's step time divided by that of the step without the switch,
+is high, the model's last norm is halved, and a few tokens that mean nothing end them.) The cases take turns, after a
+step to warm up, and sample with the same seeds. The learning rate is zero, so that one case's steps do not change what
+the others draw. `ratio` is the median over rounds of a case's step time divided by that of the step without the switch,
 `share` the completions that were trained before all were sampled.
 """
 
@@ -28,7 +29,8 @@ from lowmem_grpo.recipes.arithmetic import make_dataset
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "overlap.jsonl"
 CASES: dict[str, bool | str] = {"off": False, "in turn": True, "parallel": "parallel"}
-GENERATIONS, ENDING, HOT = 8, range(300, 304), 4.0  # completions of a prompt; tokens that end one; temperature
+GENERATIONS, ENDING = 8, range(300, 304)  # completions of a prompt; tokens that end one
+HOT, FLAT = 2.0, 0.5  # temperature (the most that vLLM takes); what the logits are multiplied by besides
 TARGET = 0.85
 console = Console(width=110)
 
@@ -65,6 +67,8 @@ def make_cases(engine: str, prompts: int, tokens: int, folder: Path) -> list[Cas
     bare, _ = FastLanguageModel.from_pretrained(
         "tiny", max_seq_length=tokens + 128, load_in_4bit=False, fast_inference=engine
     )
+    with torch.no_grad():
+        bare.get_submodule("model.norm").weight.mul_(FLAT)  # type: ignore[operator]
     model = FastLanguageModel.get_peft_model(bare, r=16, use_gradient_checkpointing=False)
     rows, ends = make_dataset("train", 64 * prompts), SamplingParams(stop_token_ids=list(ENDING), temperature=HOT)
     shared: dict[str, Any] = {
