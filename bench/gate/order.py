@@ -18,7 +18,7 @@ CALLS: dict[int, tuple[str, ...]] = {
     3: ("learner/arithmetic", "rollout/vllm_bnb_lora", "profile/train", "tests/vllm on_card", "tests/vllm",
         "tests/smoke vllm wakes", "tests"),
 }
-NUMBERS = ("kernels", "memory", "rollout", "loop", "profile", "learner", "peers")  # stages that leave rows
+NUMBERS = ("kernels", "memory", "rollout", "loop", "switches", "profile", "learner", "peers")  # stages that leave rows
 TESTS = "tests"  # the stage that leaves none
 DEFAULT = (
     ENGINE, "tests/smoke 4-bit", *(name for call in CALLS.values() for name in call if not name.startswith(TESTS)),

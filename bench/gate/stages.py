@@ -167,17 +167,43 @@ def memory(setup: Setup) -> list[Piece]:
 
 def rollout(setup: Setup) -> list[Piece]:
     """Our engine on the trainer's weights beside vLLM with its own: speed, bytes, agreement, sleep."""
-    common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
-              setup.run, "--rounds", "2" if setup.form != CARD else "3", *setup.rows("rollout"))
-    needs = ("bitsandbytes", "bf16", "vllm")
-    room = (f"card_gib:{40}", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
     seconds = {"lowmem_grpo": 130, "vllm_bf16_lora": 90, "vllm_bnb_lora": 110, "lowmem_grpo_eager": 120,
                "transformers": 300}
     # the engine without vLLM reads lengths from the card, which are zeros there; the smokes walk it
     left_out = ("transformers",) if setup.form == PRETEND else ()
     chosen = [name for name in seconds if name not in left_out] if setup.form != CPU else ["lowmem_grpo"]
-    return [Piece(f"rollout/{name}", script("rollout.bench", *common, "--provider", name), least=seconds[name],
-                  needs=(*needs, *room), sleeps=True) for name in chosen]
+    return rollouts_of(setup, {name: seconds[name] for name in chosen})
+
+
+def rollouts_of(setup: Setup, seconds: dict[str, int]) -> list[Piece]:
+    """Some providers of the benchmark of rollouts, and the seconds that each is expected to take at least."""
+    common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
+              setup.run, "--rounds", "2" if setup.form != CARD else "3", *setup.rows("rollout"))
+    needs = ("bitsandbytes", "bf16", "vllm")
+    room = (f"card_gib:{40}", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
+    return [Piece(f"rollout/{name}", script("rollout.bench", *common, "--provider", name), least=least,
+                  needs=(*needs, *room), sleeps=True) for name, least in seconds.items()]
+
+
+def switches(setup: Setup) -> list[Piece]:
+    """What the switches of docs/rollouts.md gain: the cache in 8 bits and vLLM's guesses on the shape of the rollouts,
+    the others with the model in the package, on answers with a long tail."""
+    few = () if setup.form == CARD else ("--rounds", "1")
+    small = ("--prompts", "8", "--tokens", "64") if setup.form == CPU else ()
+    vllm = ("bf16", "vllm")
+    own: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+        "overlap": (("loop.overlap", *few, *small), ()),
+        "overlap chains": (("loop.overlap", "--mixture", "chains", *few, *small), ()),
+        "overlap vllm": (("loop.overlap", "--engine", "vllm", *few, *small), vllm),
+        "guesses": (("rollout.guesses", *few), ()),
+        "long_tail": (("rollout.long_tail", *few), ()),
+        "long_tail vllm": (("rollout.long_tail", "--engine", "vllm", *few), vllm),
+    }
+    chosen = list(own) if setup.form != CPU else ["overlap chains"]
+    sampled = rollouts_of(setup, {"lowmem_grpo_fp8_cache": 130, "lowmem_grpo_lookup": 130})
+    return [*(sampled if setup.form != CPU else sampled[:1]), *(
+        Piece(f"switches/{name}", script(*own[name][0], *setup.rows(name.partition(" ")[0])), least=90,
+              needs=own[name][1]) for name in chosen)]
 
 
 def loop(setup: Setup) -> list[Piece]:
@@ -233,5 +259,5 @@ def profile(setup: Setup) -> list[Piece]:
 
 STAGES: dict[str, Stage] = {
     "environment": environment, "kernels": kernels, "memory": memory, "rollout": rollout, "loop": loop,
-    "profile": profile, "learner": learner, "peers": peers, "tests": tests,
+    "switches": switches, "profile": profile, "learner": learner, "peers": peers, "tests": tests,
 }

@@ -2,15 +2,21 @@
 
     OMP_NUM_THREADS=1 python -m bench.loop.overlap --engine transformers
     OMP_NUM_THREADS=1 python -m bench.loop.overlap --engine vllm
+    OMP_NUM_THREADS=1 python -m bench.loop.overlap --mixture chains
 
-The model in the package samples 32 prompts 8 times. Each token ends its completion with about the same probability, so
-lengths have a long tail: the longest of 256 is about five times the mean. (The completions say nothing: the temperature
-is high, the model's last norm is halved, and a few tokens that mean nothing end them.) The cases take turns, after a
-step to warm up, and sample with the same seeds. The learning rate is zero, so that one case's steps do not change what
-the others draw. `ratio` is the median over rounds of a case's step time divided by that of the step without the switch,
-`share` the completions that were trained before all were sampled.
+The model in the package samples 32 prompts 8 times. In the mixture "noise" each token ends its completion with about
+the same probability, so lengths have a long tail: the longest of 256 is about five times the mean. (The completions say
+nothing: the temperature is high, the model's last norm is halved, and a few tokens that mean nothing end them.) In
+"chains" it answers 30 short problems and two that take several times as long, at temperature 1 and to the end that it
+chooses, again and again, so that its answers resemble earlier ones; there `speculation="lookup"` is tried too, without
+and with the training.
+
+The cases take turns, after steps to warm up, and sample with the same seeds. The learning rate is zero, so that one
+case's steps do not change what the others draw. `ratio` is the median over rounds of a case's step time divided by that
+of the step without the switch, `share` the completions that were trained before all were sampled.
 """
 
+import random
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -24,14 +30,24 @@ from rich.console import Console
 
 from bench.common import options, tables
 from bench.common.rows import append_row, machine
+from bench.rollout.guesses import LONG as LONG_CHAIN
+from bench.rollout.guesses import SHORT as SHORT_CHAIN
+from bench.rollout.guesses import chain
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.recipes.arithmetic import make_dataset
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "overlap.jsonl"
-CASES: dict[str, bool | str] = {"off": False, "in turn": True, "parallel": "parallel"}
+CASES: dict[str, dict[str, Any]] = {
+    "off": {}, "in turn": {"train_while_sampling": True}, "parallel": {"train_while_sampling": "parallel"},
+    "lookup": {"speculation": "lookup"},
+    "parallel, lookup": {"train_while_sampling": "parallel", "speculation": "lookup"},
+}
+OF = {"noise": ("off", "in turn", "parallel"), "chains": tuple(CASES)}  # the cases of each mixture
+WARM = {"noise": 1, "chains": 4}  # steps; the switch of guesses settles meanwhile
 GENERATIONS, ENDING = 8, range(300, 304)  # completions of a prompt; tokens that end one
 HOT, FLAT = 2.0, 0.5  # temperature (the most that vLLM takes); what the logits are multiplied by besides
-TARGET = 0.85
+LONG = 2  # chains of 32
+TARGETS = "targets: at most 0.85 times the step without it for each switch, 0.7 for both"
 console = Console(width=110)
 
 
@@ -62,28 +78,43 @@ def pays(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def make_cases(engine: str, prompts: int, tokens: int, folder: Path) -> list[Case]:
+def noise(prompts: int, tokens: int) -> tuple[list[dict[str, Any]], SamplingParams]:
+    """Rows, and how they are sampled."""
+    rows = make_dataset("train", 64 * prompts)
+    return rows, SamplingParams(stop_token_ids=list(ENDING), temperature=HOT)
+
+
+def chains(prompts: int, tokens: int) -> tuple[list[dict[str, Any]], SamplingParams]:
+    """The same: in each epoch, which is a step, a 16th of the problems (at least one) are long ones."""
+    draw, few = random.Random(0), max(1, LONG * prompts // 32)
+    asked = [chain(LONG_CHAIN if number < few else SHORT_CHAIN, draw) for number in range(prompts)]
+    return [{"prompt": [{"role": "user", "content": text}], "answer": ""} for text in asked], SamplingParams()
+
+
+def make_cases(mixture: str, engine: str, prompts: int, tokens: int, folder: Path) -> list[Case]:
     """A trainer for each setting; all of one model."""
     bare, _ = FastLanguageModel.from_pretrained(
-        "tiny", max_seq_length=tokens + 128, load_in_4bit=False, fast_inference=engine
+        "tiny", max_seq_length=tokens + 256, load_in_4bit=False, fast_inference=engine
     )
-    with torch.no_grad():
-        bare.get_submodule("model.norm").weight.mul_(FLAT)  # type: ignore[operator]
+    if mixture == "noise":
+        with torch.no_grad():
+            bare.get_submodule("model.norm").weight.mul_(FLAT)  # type: ignore[operator]
     model = FastLanguageModel.get_peft_model(bare, r=16, use_gradient_checkpointing=False)
-    rows, ends = make_dataset("train", 64 * prompts), SamplingParams(stop_token_ids=list(ENDING), temperature=HOT)
+    rows, ends = {"noise": noise, "chains": chains}[mixture](prompts, tokens)
     shared: dict[str, Any] = {
         "num_generations": GENERATIONS, "max_steps": 1000, "per_device_train_batch_size": 64,
         "gradient_accumulation_steps": prompts * GENERATIONS // 64, "max_completion_length": tokens,
-        "loss_type": "dapo", "learning_rate": 0.0, "temperature": HOT, "vllm_sampling_params": ends, "parity_steps": 0,
-        "disable_tqdm": True, "save_strategy": "no", "score_while_sampling": True,
+        "loss_type": "dapo", "learning_rate": 0.0, "temperature": ends.temperature, "vllm_sampling_params": ends,
+        "parity_steps": 0, "disable_tqdm": True, "save_strategy": "no", "score_while_sampling": True,
     }
+    names = [name for name in OF[mixture] if engine == "transformers" or "speculation" not in CASES[name]]
     return [Case(name, GRPOTrainer(model, pays, GRPOConfig(
-        output_dir=str(folder / name), train_while_sampling=mode, **shared), rows)) for name, mode in CASES.items()]
+        output_dir=str(folder / name), **shared, **CASES[name]), rows)) for name in names]
 
 
-def measure(cases: list[Case], rounds: int) -> None:
+def measure(cases: list[Case], rounds: int, warm: int) -> None:
     """Steps in turn, the order reversed from round to round."""
-    for case in cases:
+    for case in cases * warm:
         case.step(measured=False)
     for number in range(rounds):
         for case in reversed(cases) if number % 2 else cases:
@@ -94,7 +125,7 @@ def measure(cases: list[Case], rounds: int) -> None:
 def row(case: Case, off: Case, settings: dict[str, Any]) -> dict[str, Any]:
     """A case's row, compared with the case without the switch."""
     return {
-        "train_while_sampling": case.name, "step": round(median(case.steps), 4), "share": round(fmean(case.shares), 3),
+        "case": case.name, "step": round(median(case.steps), 4), "share": round(fmean(case.shares), 3),
         "ratio": round(median(own / other for own, other in zip(case.steps, off.steps, strict=True)), 4),
         "mean_length": round(fmean(case.lengths), 1), "longest": max(case.lengths), **settings,
     }
@@ -102,26 +133,27 @@ def row(case: Case, off: Case, settings: dict[str, Any]) -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @click.option("--engine", default="transformers", show_default=True, type=click.Choice(["transformers", "vllm"]))
+@click.option("--mixture", default="noise", show_default=True, type=click.Choice(list(OF)))
 @click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=8))
 @click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of a completion at most.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Steps of each case.")
 @options.output(RESULTS)
-def main(engine: str, prompts: int, tokens: int, rounds: int, output: Path) -> None:
+def main(engine: str, mixture: str, prompts: int, tokens: int, rounds: int, output: Path) -> None:
     """Measure all cases in turn."""
     where = machine()
-    settings = {"engine": engine, "prompts": prompts, "generations": GENERATIONS, "tokens": tokens, "rounds": rounds,
-                "threads": torch.get_num_threads()}
+    settings = {"engine": engine, "mixture": mixture, "prompts": prompts, "generations": GENERATIONS, "tokens": tokens,
+                "rounds": rounds, "threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory() as folder:
-        cases = make_cases(engine, prompts, tokens, Path(folder))
-        measure(cases, rounds)
+        cases = make_cases(mixture, engine, prompts, tokens, Path(folder))
+        measure(cases, rounds, WARM[mixture])
     rows = [row(case, cases[0], settings) for case in cases]
     for found in rows:
         append_row(output, found | where)
-    table = tables.terminal(None, ("train_while_sampling", "step, s", "x off", "trained early", "longest"), (
-        [found["train_while_sampling"], f"{found['step']:.3f}", f"{found['ratio']:.3f}", f"{found['share']:.0%}",
+    table = tables.terminal(None, ("case", "step, s", "x off", "trained early", "longest"), (
+        [found["case"], f"{found['step']:.3f}", f"{found['ratio']:.3f}", f"{found['share']:.0%}",
          str(found["longest"])] for found in rows
     ))
-    console.print(table, f"target: at most {TARGET:g} times the step without it")
+    console.print(table, TARGETS)
 
 
 if __name__ == "__main__":

@@ -69,12 +69,12 @@ def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str, eager: bool | None = None) -> FastPeftModel:
-    """The trainer's model with the saved adapter in it."""
+def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str, **settings: Any) -> FastPeftModel:
+    """The trainer's model with the saved adapter in it; more settings of the engine as `from_pretrained` has them."""
     model, _ = FastLanguageModel.from_pretrained(
         str(options.folder), max_seq_length=shape.context, load_in_4bit=four_bit, dtype="bfloat16",
         fast_inference=engine, device=options.device, kv_cache_bytes=shape.kv_bytes, max_num_seqs=shape.sequences,
-        enforce_eager=eager,
+        **settings,
     )
     adapted = FastLanguageModel.get_peft_model(
         model, r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=TARGETS, use_gradient_checkpointing=False
@@ -94,14 +94,18 @@ def milliseconds(call: Callable[[], None]) -> float:
 class Ours:
     """One of our engines on the trainer's NF4 weights and live adapter."""
 
-    def __init__(self, options: Any, shape: Shape, engine: str, eager: bool | None = None) -> None:
-        self.shape, self.model = shape, load_trainer(options, shape, four_bit=True, engine=engine, eager=eager)
+    def __init__(self, options: Any, shape: Shape, engine: str, lookup: bool = False, **settings: Any) -> None:
+        self.shape, self.model = shape, load_trainer(options, shape, four_bit=True, engine=engine, **settings)
         self.engine: Any = self.model.engine()
+        if lookup:
+            self.engine.speculate(self.params(0))
 
     def sample(self, prompts: list[list[int]], seed: int) -> Groups:
-        return self.engine.generate(prompts, SamplingParams(
-            n=self.shape.n, max_tokens=self.shape.completion_tokens, seed=seed, ignore_eos=True
-        ))
+        return self.engine.generate(prompts, self.params(seed))
+
+    def params(self, seed: int) -> SamplingParams:
+        """All completions have the full length."""
+        return SamplingParams(n=self.shape.n, max_tokens=self.shape.completion_tokens, seed=seed, ignore_eos=True)
 
     def measures(self) -> dict[str, Any]:
         held = storages(tensors_of(self.model))
@@ -183,7 +187,9 @@ class VLLM:
 
 PROVIDERS = {
     "lowmem_grpo": lambda options, shape: Ours(options, shape, "vllm"),
-    "lowmem_grpo_eager": lambda options, shape: Ours(options, shape, "vllm", eager=True),
+    "lowmem_grpo_eager": lambda options, shape: Ours(options, shape, "vllm", enforce_eager=True),
+    "lowmem_grpo_fp8_cache": lambda options, shape: Ours(options, shape, "vllm", kv_cache_dtype="fp8"),
+    "lowmem_grpo_lookup": lambda options, shape: Ours(options, shape, "vllm", lookup=True),
     "vllm_bnb_lora": lambda options, shape: VLLM(options, shape, "bitsandbytes"),
     "vllm_bf16_lora": lambda options, shape: VLLM(options, shape, None),
     "transformers": lambda options, shape: Ours(options, shape, "transformers"),
