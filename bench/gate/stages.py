@@ -175,13 +175,13 @@ def rollout(setup: Setup) -> list[Piece]:
     return rollouts_of(setup, {name: seconds[name] for name in chosen})
 
 
-def rollouts_of(setup: Setup, seconds: dict[str, int]) -> list[Piece]:
+def rollouts_of(setup: Setup, seconds: dict[str, int], stage: str = "rollout") -> list[Piece]:
     """Some providers of the benchmark of rollouts, and the seconds that each is expected to take at least."""
     common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
               setup.run, "--rounds", "2" if setup.form != CARD else "3", *setup.rows("rollout"))
     needs = ("bitsandbytes", "bf16", "vllm")
     room = (f"card_gib:{40}", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
-    return [Piece(f"rollout/{name}", script("rollout.bench", *common, "--provider", name), least=least,
+    return [Piece(f"{stage}/{name}", script("rollout.bench", *common, "--provider", name), least=least,
                   needs=(*needs, *room), sleeps=True) for name, least in seconds.items()]
 
 
@@ -200,7 +200,7 @@ def switches(setup: Setup) -> list[Piece]:
         "long_tail vllm": (("rollout.long_tail", "--engine", "vllm", *few), vllm),
     }
     chosen = list(own) if setup.form != CPU else ["overlap chains"]
-    sampled = rollouts_of(setup, {"lowmem_grpo_fp8_cache": 130, "lowmem_grpo_lookup": 130})
+    sampled = rollouts_of(setup, {"lowmem_grpo_fp8_cache": 130, "lowmem_grpo_lookup": 130}, "switches")
     return [*(sampled if setup.form != CPU else sampled[:1]), *(
         Piece(f"switches/{name}", script(*own[name][0], *setup.rows(name.partition(" ")[0])), least=90,
               needs=own[name][1]) for name in chosen)]
