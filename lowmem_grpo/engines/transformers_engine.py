@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
+from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request, Until
 from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.engines.beginning import Beginning
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
@@ -95,7 +95,7 @@ class TransformersEngine:
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: Meanwhile | None = None, until: Until | None = None,
     ) -> list[list[Rollout]]:
         if not prompts:
             return []
@@ -105,7 +105,7 @@ class TransformersEngine:
         budgets = [budget_of(prompt, most, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
         self.kv_bytes = 0
         self.pace.begin()
-        drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished))
+        drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished, until))
         self.report(drawn, finished.missing)
         found = finished.result()
         for prompt, rollouts in zip(prompts, found, strict=True):
@@ -150,8 +150,8 @@ class TransformersEngine:
         """Copy the rows of finished prompts to the host, and report each prompt."""
         if not prompts:
             return
-        n = drawn.params.n
-        rows = torch.tensor([row for prompt in prompts for row in range(prompt * n, prompt * n + n)])
+        n = drawn.enough
+        rows = torch.tensor([row for prompt in prompts for row in drawn.chosen[prompt]])
         parts = (drawn.ids, drawn.logprobs, drawn.lengths, drawn.stopped)
         ids, logprobs, lengths, stopped = (part[rows.to(part.device)].cpu() for part in parts)
         if logprobs.isnan().any():
@@ -211,6 +211,7 @@ class TransformersEngine:
             left = batch.draw(logits)
             self.pace.step(running)
             self.keep_up(drawn, batch.keep_up(left))
+            left = batch.drop(left, waiting)
             guesses = self.speculation is not None and not waiting and self.pace.in_tail(len(left))
             enters = bool(waiting) and size - len(left) >= max(1, size // ENTER_TOGETHER)
             drops = not left or len(left) < (1 if guesses or enters else COMPACT_BELOW) * len(batch.state.rows)
@@ -258,6 +259,8 @@ class TransformersEngine:
             self.weigh(batch)
             batch.parts = [Part(sorted(tail.left), tail.start)]
             self.keep_up(drawn, before - tail.left)
+            tail.leave_out()
+            batch.parts = [Part(sorted(tail.left), tail.start)]
             if tail.left:
                 with self.pace.paused():
                     drawn.between()
@@ -271,9 +274,9 @@ class TransformersEngine:
         """These rows are done."""
         if not ended:
             return
-        drawn.done |= ended
+        complete = drawn.finish(ended)
         if drawn.finished.on_group is not None:
-            self.report(drawn, drawn.finish(ended))
+            self.report(drawn, complete)
 
     def rollouts(
         self, ids: Tensor, logprobs: Tensor, lengths: Tensor, stopped: Tensor, params: SamplingParams
