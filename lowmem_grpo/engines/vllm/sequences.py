@@ -2,7 +2,7 @@
 
 vLLM returns a prompt with n completions when all n are done. As requests of their own, with the seeds that vLLM would
 give them, they draw the same tokens and can be taken back one by one; vLLM computes their prompt once all the same, if
-it caches prefixes. Tokens are told as they are drawn (`RequestOutputKind.DELTA`), so that it is known what a sequence
+it caches prefixes. Their tokens are told as they are drawn (`RequestOutputKind.DELTA`), so that it is known what a sequence
 had when it was taken back.
 """
 
@@ -57,11 +57,9 @@ class Sequences(Prompts):
         """Ask vLLM for all completions of these prompts."""
         rows = [(self.asked[prompt], row) for prompt in missing for row in range(self.n)]
         settings = self.sampling.settings([replace(asked, seed=asked.seed + row) for asked, row in rows])
-        for one in settings:
-            one.output_kind = type(one.output_kind).DELTA
-        names = steps.enqueue([asked.ids for asked, _ in rows], settings)
-        self.open = {number_of(name): Sequence(asked.key, row)
-                     for name, (asked, row) in zip(names, rows, strict=True)}
+        for number, ((asked, row), own) in enumerate(zip(rows, settings, strict=True)):
+            steps.enter(str(number), asked.ids, own)
+            self.open[str(number)] = Sequence(asked.key, row)
 
     def take_in(self, steps: Steps, outputs: list[Any], version: int) -> None:
         """A step was made: finish the prompts of which enough sequences are done, and take the others back."""

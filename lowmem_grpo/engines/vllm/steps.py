@@ -32,6 +32,12 @@ class Steps:
         """Sequences that are not finished."""
         return int(self.llm.llm_engine.get_num_unfinished_requests())
 
+    def enter(self, number: str, prompt: list[int], settings: Any) -> None:
+        """Ask vLLM for one request under this number, whose tokens are told as they are drawn. (`enqueue` lets vLLM
+        tell them in the end only.)"""
+        settings.output_kind = type(settings.output_kind).DELTA
+        self.llm.llm_engine.add_request(number, {"type": "token", "prompt_token_ids": prompt}, settings)
+
     def abort(self, numbers: list[str]) -> None:
         """Take back requests, by their numbers."""
         if numbers:
