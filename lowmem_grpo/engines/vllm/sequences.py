@@ -2,8 +2,8 @@
 
 vLLM returns a prompt with n completions when all n are done. As requests of their own, with the seeds that vLLM would
 give them, they draw the same tokens and can be taken back one by one; vLLM computes their prompt once all the same, if
-it caches prefixes. Their tokens are told as they are drawn (`RequestOutputKind.DELTA`), so that it is known what a sequence
-had when it was taken back.
+it caches prefixes. Their tokens are told as they are drawn (`RequestOutputKind.DELTA`), so that it is known what a
+sequence had when it was taken back.
 """
 
 from dataclasses import dataclass, field, replace
