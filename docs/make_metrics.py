@@ -111,6 +111,11 @@ METRICS = {
     "train_while_sampling/share, train_while_sampling/dropped":
         "with train_while_sampling: the share of completions that were trained before all were sampled, and whether "
         "that was dropped and made again",
+    "sampling/extra/dropped, sampling/extra/dropped_tokens":
+        "with extra_generations: how many completions were dropped, and the tokens that they had drawn",
+    "sampling/extra/kept_length, sampling/extra/dropped_length, sampling/extra/length_bias":
+        "with extra_generations: the mean length of the completions that were taken, and of the dropped ones as far as "
+        "they were drawn; and the bias of the mean length, at least: the first of these less the mean over all",
     "time/sampling/prefill_s, time/sampling/full_s, time/sampling/tail_s":
         "seconds of sampling: steps of the engine that compute prompts, token steps of many sequences, and token steps "
         "of fewer than a quarter of the most that ran together in the call. Waiting for tools is in none of them",

@@ -188,6 +188,11 @@ class GRPOConfig(
         return self.num_generations
 
     @property
+    def sampled_per_prompt(self) -> int:
+        """Completions of a prompt that are sampled at once, with those that may be dropped."""
+        return self.num_generations + self.extra_generations
+
+    @property
     def prompts_per_generation(self) -> int:
         """Prompts of one call of the engine."""
         return self.prompts_per_step * self.optimizer_steps_per_generation
@@ -214,4 +219,5 @@ class GRPOConfig(
     def draws(self) -> Draws:
         """How the prompts of each step are sampled; a seed in `vllm_sampling_params` changes the seeds of all steps."""
         given = self.vllm_sampling_params
-        return Draws(self.prompts_per_generation, self.sampling(given.seed if given else None), self.seed)
+        params = self.sampling(given.seed if given else None)
+        return Draws(self.prompts_per_generation, params, self.seed, self.extra_generations)

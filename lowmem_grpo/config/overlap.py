@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lowmem_grpo.rules import Rule, one_of
+from lowmem_grpo.rules import Rule, at_least, one_of
 
 PARALLEL = "parallel"
 LOOKUP = "lookup"
@@ -23,8 +23,14 @@ class OverlapSettings:
     group and earlier epochs' answers, and several are checked in one pass of the model. The distribution of what is
     drawn is the same."""
 
+    extra_generations: int = 0
+    """Sample so many more completions of each prompt than `num_generations`, and go on as soon as `num_generations` of
+    them are done; the others are dropped. Short completions are done first, so the groups are biased towards them: the
+    log measures by how much."""
+
     RANGES: ClassVar[dict[str, Rule]] = {
         "train_while_sampling": one_of(False, True, PARALLEL), "speculation": one_of(None, LOOKUP),
+        "extra_generations": at_least(0),
     }
 
     def check_overlap(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -20,6 +20,22 @@ class Request:
     ids: list[int]  # (P,) of the prompt; they begin with those of its last turn, unless the history was rewritten
     max_tokens: int  # that may be drawn
     seed: int  # of its random numbers
+
+
+@dataclass
+class Until:
+    """When a call of `generate` ends before all of its sequences have, and what became of the others.
+
+    A prompt is finished as soon as `enough` of its `params.n` completions are done. The engine drops the others, and
+    returns those that are done, in the order of their rows; of those that end in the same step, the first rows."""
+
+    enough: int
+    dropped: dict[int, list[int]] = field(default_factory=dict)  # told by the engine: of each finished prompt, how many
+    # tokens the others had drawn
+
+    def drop(self, prompt: int, tokens: int) -> None:
+        """A sequence of a prompt is dropped, with so many tokens drawn."""
+        self.dropped.setdefault(prompt, []).append(tokens)
 
 
 class Conversation(Protocol):
@@ -42,7 +58,7 @@ class Engine(Protocol):
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: Meanwhile | None = None, until: Until | None = None,
     ) -> list[list[Rollout]]:
         """Sample `params.n` rollouts of each prompt (token ids) with the current policy. Ids are never re-tokenised.
 
@@ -50,6 +66,7 @@ class Engine(Protocol):
         `on_group` in this thread, once for each prompt, as soon as all rollouts of the prompt are finished. It passes
         the same objects that it returns in the end. It calls `meanwhile` in this thread, too, between two steps of
         decoding, with the number of sequences that are not finished. An error raised by either ends the call.
+        `until` lets it end before all sequences have ended; an engine without this parameter samples all of them.
         """
         ...
 

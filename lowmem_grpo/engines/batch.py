@@ -107,6 +107,19 @@ class Batch:
                 part.rows = [row for row in part.rows if row in kept]
         return ended
 
+    def drop(self, left: list[int], waiting: deque[Part]) -> list[int]:
+        """Leave out rows that nobody waits for any more, also of those that have not begun; returns what is left."""
+        if not self.drawn.surplus:
+            return left
+        over = self.drawn.drop({row: part.start for part in (*self.parts, *waiting) for row in part.rows})
+        for part in (*self.parts, *waiting):
+            part.rows = [row for row in part.rows if row not in over]
+        begun = [part for part in waiting if part.rows]
+        waiting.clear()
+        waiting.extend(begun)
+        self.state.alive = self.state.alive & ~torch.isin(self.state.rows, torch.tensor([*over]).to(self.state.rows))
+        return [row for row in left if row not in over]
+
     def compact(self) -> None:
         """Drop the rows that are done."""
         kept = self.state.compact()

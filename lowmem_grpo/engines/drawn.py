@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import FinishedPrompts
+from lowmem_grpo.engines.base import FinishedPrompts, Until
 from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.engines.kept_rows import Continued
 from lowmem_grpo.engines.numbers import Numbers
@@ -45,17 +45,20 @@ class Drawn:
     prompt_routes: dict[int, Routes] = field(default_factory=dict)  # of each row, where the model has experts
     done: set[int] = field(default_factory=set)  # finished rows
     routes: Tensor | None = None  # (R, C, layers, k) of the drawn tokens that ran; made when the first of them has
+    until: Until | None = None  # when a prompt is finished before all of its rows are
+    chosen: dict[int, list[int]] = field(default_factory=dict)  # of each prompt, the rows that count and are done
+    surplus: set[int] = field(default_factory=set)  # rows of finished prompts that are still in a batch, or wait
 
     @classmethod
     def nothing(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int],
-                device: torch.device, finished: FinishedPrompts) -> "Drawn":
+                device: torch.device, finished: FinishedPrompts, until: Until | None = None) -> "Drawn":
         """Before the first token."""
         seed = time.time_ns() % 2**63 if params.seed is None else params.seed
         total, width, most = len(budgets), max(budgets) + 1, torch.tensor(budgets, device=device)
         return cls(
             prompts, params, Numbers(seed, total, device), torch.zeros(total, width, dtype=torch.long, device=device),
             torch.zeros(total, width, device=device), most, most.clone(),
-            torch.zeros(total, dtype=torch.bool, device=device), finished, [params.n] * len(prompts),
+            torch.zeros(total, dtype=torch.bool, device=device), finished, [params.n] * len(prompts), until=until,
         )
 
     def uniform(self, rows: Tensor, place: int) -> Tensor:
@@ -137,10 +140,34 @@ class Drawn:
             rollout.routes = Routes((*self.prompt_routes[row].parts, *own))
 
     def finish(self, rows: set[int]) -> list[int]:
-        """Count rows as finished; returns the prompts that have no unfinished rows left."""
-        for row in rows:
-            self.unfinished[row // self.params.n] -= 1
-        return sorted({row // self.params.n for row in rows if not self.unfinished[row // self.params.n]})
+        """Count rows as finished; returns the prompts that are finished now, because enough of their rows are."""
+        self.done |= rows
+        found: list[int] = []
+        for row in sorted(rows):
+            prompt = self.owner(row)
+            own = self.chosen.setdefault(prompt, [])
+            if len(own) < self.enough:
+                own.append(row)
+                self.unfinished[prompt] -= 1
+                found += [prompt] if len(own) == self.enough else []
+        for prompt in found:
+            self.chosen[prompt].sort()
+            self.surplus |= {*range(prompt * self.params.n, (prompt + 1) * self.params.n)} - {*self.chosen[prompt]}
+            self.unfinished[prompt] = 0
+        return found
+
+    @property
+    def enough(self) -> int:
+        """Rows of a prompt that are waited for."""
+        return self.params.n if self.until is None else self.until.enough
+
+    def drop(self, reached: dict[int, int]) -> set[int]:
+        """The rows that nobody waits for any more. `reached` says how many tokens the unfinished ones have drawn."""
+        over, self.surplus = self.surplus, set()
+        for row in sorted(over):
+            assert self.until is not None
+            self.until.drop(self.owner(row), int(self.lengths[row]) if row in self.done else reached[row])
+        return over
 
     def between(self) -> None:
         """Two steps of decoding are apart."""

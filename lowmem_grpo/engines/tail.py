@@ -153,6 +153,13 @@ class Tail:
             return True
         return False
 
+    def leave_out(self) -> None:
+        """Leave out rows that nobody waits for any more."""
+        if self.drawn.surplus:
+            self.left -= self.drawn.drop({row: len(self.answers[row]) for row in self.left})
+            rows = self.state.rows.tolist()
+            self.state.alive = torch.tensor([row in self.left for row in rows], device=self.state.rows.device)
+
     def drop_done(self) -> None:
         """Let the rows that are done leave the batch, without holes."""
         if self.drawn.keeps_rows:

@@ -19,16 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
+from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request, Until
 from lowmem_grpo.engines.batch import Batch
-from lowmem_grpo.engines.decode import Decode
+from lowmem_grpo.engines.beginning import Beginning
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
 from lowmem_grpo.engines.drawn import Drawn, Part
 from lowmem_grpo.engines.drawn_turns import DrawnTurns
 from lowmem_grpo.engines.endings import Endings
 from lowmem_grpo.engines.expected import ExpectedLengths
-from lowmem_grpo.engines.kept_rows import Continued, KeptRows
-from lowmem_grpo.engines.kv_cache import left_padded, right_aligned
+from lowmem_grpo.engines.kept_rows import KeptRows
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.passes import Passes
 from lowmem_grpo.engines.speculation import Speculation
@@ -58,6 +57,7 @@ class TransformersEngine:
         self.speculation: Speculation | None = None
         self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
+        self.beginning = Beginning(self.passes, self.pace, tokenizer.pad_token_id or 0)
 
     @property
     def slots(self) -> int | None:
@@ -95,7 +95,7 @@ class TransformersEngine:
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: Meanwhile | None = None, until: Until | None = None,
     ) -> list[list[Rollout]]:
         if not prompts:
             return []
@@ -105,7 +105,7 @@ class TransformersEngine:
         budgets = [budget_of(prompt, most, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
         self.kv_bytes = 0
         self.pace.begin()
-        drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished))
+        drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished, until))
         self.report(drawn, finished.missing)
         found = finished.result()
         for prompt, rollouts in zip(prompts, found, strict=True):
@@ -150,8 +150,8 @@ class TransformersEngine:
         """Copy the rows of finished prompts to the host, and report each prompt."""
         if not prompts:
             return
-        n = drawn.params.n
-        rows = torch.tensor([row for prompt in prompts for row in range(prompt * n, prompt * n + n)])
+        n = drawn.enough
+        rows = torch.tensor([row for prompt in prompts for row in drawn.chosen[prompt]])
         parts = (drawn.ids, drawn.logprobs, drawn.lengths, drawn.stopped)
         ids, logprobs, lengths, stopped = (part[rows.to(part.device)].cpu() for part in parts)
         if logprobs.isnan().any():
@@ -211,6 +211,7 @@ class TransformersEngine:
             left = batch.draw(logits)
             self.pace.step(running)
             self.keep_up(drawn, batch.keep_up(left))
+            left = batch.drop(left, waiting)
             guesses = self.speculation is not None and not waiting and self.pace.in_tail(len(left))
             enters = bool(waiting) and size - len(left) >= max(1, size // ENTER_TOGETHER)
             drops = not left or len(left) < (1 if guesses or enters else COMPACT_BELOW) * len(batch.state.rows)
@@ -235,7 +236,7 @@ class TransformersEngine:
         while waiting and batch.running < size:
             first = not batch.parts
             part = batch.begin(waiting, size - batch.running)
-            state, new = self.begin(batch.drawn, part, batch.running - len(part.rows))
+            state, new = self.beginning.begin(batch.drawn, part, batch.running - len(part.rows))
             batch.enter(part, state)
             logits = new if first else torch.cat([logits, new])
             self.weigh(batch)
@@ -258,6 +259,8 @@ class TransformersEngine:
             self.weigh(batch)
             batch.parts = [Part(sorted(tail.left), tail.start)]
             self.keep_up(drawn, before - tail.left)
+            tail.leave_out()
+            batch.parts = [Part(sorted(tail.left), tail.start)]
             if tail.left:
                 with self.pace.paused():
                     drawn.between()
@@ -271,50 +274,9 @@ class TransformersEngine:
         """These rows are done."""
         if not ended:
             return
-        drawn.done |= ended
+        complete = drawn.finish(ended)
         if drawn.finished.on_group is not None:
-            self.report(drawn, drawn.finish(ended))
-
-    def begin(self, drawn: Drawn, part: Part, running: int) -> tuple[Decode, Tensor]:
-        """The state before the next token of a part's rows, and the logits (B, V) of that token, beside so many rows
-        that run."""
-        continued = drawn.going_on(part.rows, running)
-        known = {row for more in continued for row in more.rows}
-        made = [self.go_on(drawn, more) for more in continued]
-        if fresh := [row for row in part.rows if row not in known]:
-            made.append(self.prefill(drawn, fresh))
-        state, logits = Decode.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
-        if part.start:
-            self.pace.read(part.start * len(part.rows))
-            logits = self.passes.feed(state, drawn.ids[state.rows, : part.start])
-            drawn.keep(state.rows, part.start - 1, state.routes)  # the others' are known from their first pass
-        return state, logits
-
-    def prefill(self, drawn: Drawn, rows: list[int]) -> tuple[Decode, Tensor]:
-        """The state after the prompts of B rows, each of which is computed once, and the next tokens' logits (B, V)."""
-        prompts, counts = drawn.prompts_of(rows)
-        input_ids, real = left_padded(prompts, self.tokenizer.pad_token_id or 0, self.policy.device)
-        state = Decode.of(torch.arange(len(prompts), device=input_ids.device))
-        logits = self.passes.feed(state, input_ids, real, at_once=input_ids.shape[1])
-        self.pace.read(sum(map(len, prompts)))
-        drawn.keep_prompts(rows, prompts, counts, state.routes)
-        owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
-        state.select(torch.tensor(owners, device=input_ids.device))
-        logits = logits[state.rows]
-        state.rows = torch.tensor(rows, device=input_ids.device)
-        return state, logits
-
-    def go_on(self, drawn: Drawn, more: Continued) -> tuple[Decode, Tensor]:
-        """The same for prompts whose first tokens are held."""
-        device = self.policy.device
-        cache = right_aligned([kept.piece(held) for kept, held in zip(more.kept, more.held, strict=True)],
-                              max(more.held), room=more.fed)
-        state = Decode.of(torch.tensor(more.rows, device=device), cache, torch.tensor(more.held, device=device))
-        rest = left_padded([ids[-more.fed :] for ids in more.prompts], self.tokenizer.pad_token_id or 0, device)
-        logits = self.passes.feed(state, *rest)
-        self.pace.read(more.fed * len(more.rows))
-        drawn.keep_continued(more, state.routes)
-        return state, logits
+            self.report(drawn, complete)
 
     def rollouts(
         self, ids: Tensor, logprobs: Tensor, lengths: Tensor, stopped: Tensor, params: SamplingParams

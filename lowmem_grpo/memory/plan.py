@@ -25,7 +25,7 @@ class RunSettings:
     """What a run asks for. None leaves a choice to the planner."""
 
     context: int  # tokens of the longest sequence, prompt and completion
-    num_generations: int = 8
+    num_generations: int = 8  # completions of a prompt that are sampled at once
     lora_rank: int = 32
     load_in_4bit: bool = True
     load_in_fp8: bool = False  # in place of 4 bits

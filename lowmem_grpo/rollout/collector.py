@@ -10,6 +10,7 @@ from lowmem_grpo.data.prompts import Prompt, PromptSource
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rollout.extra import ExtraGenerations
 from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
@@ -63,6 +64,7 @@ class Collector:
         self.sampler, self.scoring, self.parity = sampler, scoring, parity
         self.ahead: Ahead | None = None
         self.replay = ReplayBuffer(strategies.replay_buffer_size, strategies.replay_max_age)
+        self.extra = ExtraGenerations(draws.extra)
         self.begin()
 
     def begin(self) -> None:
@@ -72,6 +74,7 @@ class Collector:
         self.watched: dict[str, float] = {}
         self.counts: dict[str, float] = {}
         self.pace = Pace()
+        self.extra.begin()
         self.tokens = 0  # of the completions sampled in this step, with the greedy ones
 
     def collect(self) -> list[RolloutGroup]:
@@ -115,13 +118,17 @@ class Collector:
 
     def sample(self, prompts: list[Prompt], params: SamplingParams, calls: EarlyScoring) -> list[RolloutGroup]:
         """Rollouts of each prompt; what is complete is scored, and perhaps trained, while others are sampled."""
+        params, until = self.extra.asked(params)
         if self.ahead is None:
-            return self.sampler.sample(prompts, params, calls.on_group)
-        self.ahead.begin(prompts, calls)
-        try:
-            return self.sampler.sample(prompts, params, self.ahead.on_group, self.ahead.meanwhile)
-        finally:
-            self.ahead.end()
+            groups = self.sampler.sample(prompts, params, calls.on_group, until=until)
+        else:
+            self.ahead.begin(prompts, calls)
+            try:
+                groups = self.sampler.sample(prompts, params, self.ahead.on_group, self.ahead.meanwhile, until)
+            finally:
+                self.ahead.end()
+        self.extra.note(groups, until)
+        return groups
 
     def score(self, groups: list[RolloutGroup], calls: EarlyScoring) -> dict[str, float]:
         """Set rewards, baselines and advantages of sampled groups; returns what functions logged."""
@@ -207,7 +214,7 @@ class Collector:
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {
             **rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
-            **self.counts, **pools, **self.pace.metrics(), **self.sampler.speculation(),
+            **self.counts, **self.extra.metrics(), **pools, **self.pace.metrics(), **self.sampler.speculation(),
             **waiting_share(self.sampled, seconds),
             "data/skipped_rows": sum(self.source.skipped.values()),
             "num_tokens": self.state.num_tokens, "tokens_per_second": self.tokens / max(seconds, 1e-9),

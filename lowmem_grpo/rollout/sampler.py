@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, as_group
-from lowmem_grpo.engines.base import Engine, Meanwhile, OnGroup
+from lowmem_grpo.engines.base import Engine, Meanwhile, OnGroup, Until
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.rounds import takes
 from lowmem_grpo.fast_model import FastPeftModel
@@ -66,15 +66,17 @@ class Sampler:
 
     def sample(
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: Meanwhile | None = None, until: Until | None = None,
     ) -> list[RolloutGroup]:
         """`params.n` rollouts of each prompt by the current policy, without rewards; `on_group` gets those of each
-        prompt while others are sampled, and `meanwhile` is called between two steps of decoding."""
+        prompt while others are sampled, and `meanwhile` is called between two steps of decoding. `until` lets the
+        call end before all sequences have; episodes have no such end."""
         with self.clock.phase("generate"):
             self.renew()
             self.pace()  # not what was sampled in between, as for an evaluation
             told: dict[str, Any] = {"on_group": on_group} if on_group is not None and self.tells() else {}
             told |= {} if meanwhile is None else {"meanwhile": meanwhile}
+            told |= {} if until is None else {"until": until}
             if self.player is not None:
                 completions = self.player.play(self.engine, prompts, params, on_group)
                 self.clock.tools = (self.clock.tools or 0.0) + self.player.waited

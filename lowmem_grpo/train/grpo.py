@@ -21,6 +21,7 @@ from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.collector import Collector
 from lowmem_grpo.rollout.evaluation import Evaluation
+from lowmem_grpo.rollout.extra import check_extra
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler, speculate
 from lowmem_grpo.rollout.scoring import Scoring
@@ -102,7 +103,7 @@ class GRPOTrainer(Trainer):
 
     def first_engine(self, given: Engine | None) -> Engine:
         """The caller's engine, or the model's own; ValueError where `use_vllm` asks for another."""
-        self.model.loaded.keeper.expect(self.args.prompts_per_generation * self.args.num_generations)
+        self.model.loaded.keeper.expect(self.args.prompts_per_generation * self.args.sampled_per_prompt)
         engine = given or self.model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and engine.name != "vllm":
             raise ValueError(
@@ -110,6 +111,7 @@ class GRPOTrainer(Trainer):
             )
         if self.args.speculation:
             speculate(engine, self.args.sampling(None))
+        check_extra(self.args.extra_generations, self.args.num_generations, engine)
         return engine
 
     def sample_with(self, first: Engine, given: bool, eval_dataset: Any, encoder: PromptEncoder) -> None:

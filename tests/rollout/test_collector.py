@@ -46,7 +46,8 @@ class Loop:
             self, self.scoring, self,  # type: ignore[arg-type]
         )
 
-    def sample(self, prompts: list[Prompt], params: SamplingParams, on_group: Any = None) -> list[RolloutGroup]:
+    def sample(self, prompts: list[Prompt], params: SamplingParams, on_group: Any = None,
+               until: Any = None) -> list[RolloutGroup]:
         self.calls.append((len(prompts), params))
         numbers = [GREEDY] if params.temperature == 0 else range(params.n)
         return [RolloutGroup(prompt.row, prompt.ids, [

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Calls, Conversation, Meanwhile, OnGroup
+from lowmem_grpo.engines.base import Calls, Conversation, Meanwhile, OnGroup, Until
 from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
@@ -28,6 +28,7 @@ from lowmem_grpo.engines.vllm.lifetime import PROCESS, check_alone, end
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter, copy_to_publish
 from lowmem_grpo.engines.vllm.process_state import undisturbed
 from lowmem_grpo.engines.vllm.requests import Prompts, Sampling
+from lowmem_grpo.engines.vllm.sequences import Sequences
 from lowmem_grpo.engines.vllm.steps import Steps
 from lowmem_grpo.engines.vllm.turns import Turns
 from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
@@ -174,7 +175,7 @@ class VLLMEngine:
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: Meanwhile | None = None, until: Until | None = None,
     ) -> list[list[Rollout]]:
         """n rollouts of each prompt. If vLLM dies, a new one is made once and samples what is missing; a second death
         raises, and so does a call that cannot be right. If memory runs out (in waking too), a new one is made with a
@@ -183,7 +184,8 @@ class VLLMEngine:
         if not prompts:
             return []
         waiting = len(prompts) * params.n > self.slots
-        call = Prompts(prompts, self.sampling(params), on_group, meanwhile, self.expected if waiting else None)
+        told = prompts, self.sampling(params), on_group, meanwhile, self.expected if waiting else None
+        call = Prompts(*told) if until is None else Sequences(*told, until)
         with undisturbed(self.policy.device):
             self.in_less_memory(lambda: self.run_surely(call), call)
         found = call.result()

@@ -86,14 +86,18 @@ class Prompts(FinishedPrompts):
 
     def run(self, steps: Steps, version: int) -> None:
         """Sample all that is missing; each prompt is told as it finishes."""
-        missing = self.missing
-        if self.expected is not None:
-            missing = [missing[place] for place in self.expected.order([self.asked[prompt].ids for prompt in missing])]
-        for prompt, output in self.outputs(steps, missing):
+        for prompt, output in self.outputs(steps, self.in_order()):
             with self.outside_the_engine():
                 ids = self.asked[prompt].ids
                 steps.was_read(len(ids))
                 self.add(prompt, one_prompt([self.sampling.rollout(one, ids, version) for one in output.outputs], ids))
+
+    def in_order(self) -> list[int]:
+        """The prompts that are missing, as they enter."""
+        missing = self.missing
+        if self.expected is None:
+            return missing
+        return [missing[place] for place in self.expected.order([self.asked[prompt].ids for prompt in missing])]
 
     def outputs(self, steps: Steps, missing: list[int]) -> Iterator[tuple[int, Any]]:
         """(prompt, vLLM's output with all completions) for the `missing` prompts, in the order in which they finish."""

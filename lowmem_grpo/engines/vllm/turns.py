@@ -34,7 +34,7 @@ class Turns(Calls):
                     steps.was_read(self.give(output, version))
         except Exception:
             if self.failed_outside is not None:
-                steps.llm.llm_engine.abort_request(list(self.keys))
+                steps.abort(list(self.keys))
             raise
 
     def more(self, steps: Steps) -> bool:
