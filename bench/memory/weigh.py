@@ -84,7 +84,9 @@ def weigh(
                 for parameter in policy.trainable:
                     parameter.grad = torch.zeros_like(parameter)
             copies = CountedCopies(live) if features.checkpointing == "offload" else None
-            with ActivationOffload(model, copies):
+            offload = ActivationOffload(model, copies)
+            offload.read_ahead(features.head_groups == 1)
+            with offload:
                 totals = StepTotals(len(lengths), sum(lengths), sum(lengths))
                 learner.accumulate(iter(fakes), totals, Sums(policy.device))
             learner.flags.tables.clear()  # of the guard against NaN, read at the end of a step

@@ -18,7 +18,7 @@ BAND_BYTES = 64 * 2**20  # of dequantized weights at a time
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # an expert, up to which all are computed together
 PAGE_BYTES = 4 * 2**20  # of host memory
-RESIDENT = 2  # layer inputs on the device while the others are on the host
+RESIDENT = 2  # layer inputs on the device while the others are on the host; one where attention is by groups of heads
 INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
     "layer inputs", "layer recompute", "MLP tile", "logits chunk", "U and hidden states", "attention workspace"
 )
@@ -45,6 +45,11 @@ class StepShape:
     def by_groups(self) -> bool:
         """Whether attention keeps only q, k and v, and computes a group of heads again for its gradient."""
         return self.head_groups > 1
+
+    @property
+    def made_again(self) -> bool:
+        """Whether q, k and v are computed again too, once attention's gradient begins."""
+        return self.by_groups and self.model.family.attention.lean
 
     @property
     def group(self) -> float:
@@ -95,8 +100,9 @@ class StepShape:
         """Layer inputs on the device."""
         if not self.checkpointing:
             return 0
-        kept = RESIDENT if self.checkpointing == "offload" else self.model.layers
-        return self.hidden * kept
+        if self.checkpointing != "offload":
+            return self.hidden * self.model.layers
+        return self.hidden * (1 if self.by_groups else RESIDENT)
 
     def host(self) -> int:
         """Layer inputs on the host, in whole pages; what the final norm keeps goes there too."""
@@ -118,6 +124,13 @@ class StepShape:
             kept += (1 if self.by_groups else 2) * self.queries + self.keys  # v holds all of q, k, v; output copied
         return kept
 
+    def attention_waits(self) -> int:
+        """What of this is there while what comes after attention has its gradient."""
+        if not self.made_again:
+            return self.attention_saved()
+        others = 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer if self.model.per_layer else 0
+        return self.hidden + self.queries + others  # normed input, output
+
     def delta_saved(self) -> int:
         """What a gated delta net keeps: normed input; the convolution's input, output and that after SiLU; of the gated
         norm its input, gate and SiLU in float32, and two results."""
@@ -131,7 +144,7 @@ class StepShape:
         mlp = 0 if self.mlp_tile else 2 * WORD * self.tokens * self.model.inner  # gate and up
         if self.model.experts is not None:  # probabilities, the values of the gates, their sum, ids twice
             mlp = self.tokens * (4 * self.model.experts.count + (4 + 4 + 8 + 8) * self.model.experts.taken)
-        return max(self.attention_saved(), self.delta_saved()) + 2 * self.hidden + mlp
+        return max(self.attention_waits(), self.delta_saved()) + 2 * self.hidden + mlp
 
     def layers_kept(self) -> int:
         """What is kept of all layers where nothing is recomputed, or of the one that is."""
@@ -169,13 +182,15 @@ class StepShape:
         """The gradient of attention: of its output, q, k and v; on a card in float32 and for all heads first."""
         of_laid = 2 * WORD * (self.model.queries + self.model.keys) * (self.area or self.tokens)
         grads = self.hidden + of_laid - (self.queries if self.area else 0)  # the packed output is not needed any more
-        mlp_done = self.saved() - self.attention_saved()
+        mlp_done = self.saved() - self.attention_waits()
+        again = self.attention_saved() - self.attention_waits()
         queries = WORD * self.model.queries * (self.area or self.tokens)
         workspace = (4 if self.model.heads != self.model.kv_heads else 2) * queries
         if self.by_groups:  # the output is not needed any more; a group has its own, and its gradients
             grads += int(self.group * of_laid) - (0 if self.area else self.queries)
             workspace = int(self.group * workspace)
-        return {INPUTS: self.inputs(), LAYER: self.layers_kept() - mlp_done + grads + self.angles, WORKSPACE: workspace}
+        return {INPUTS: self.inputs(), LAYER: self.layers_kept() - mlp_done + again + grads + self.angles,
+                WORKSPACE: workspace}
 
     def attention_forward(self) -> Moment:
         """Attention as its layer is recomputed: q, k and v as the layer made them, beside what is laid side by side."""

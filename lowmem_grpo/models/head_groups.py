@@ -7,27 +7,46 @@ The backward pass of fused attention holds sums in float32, and keys that are ex
 queries, for all heads that it is given. Here it is given one group. Nothing but q, k and v is kept, and each group is
 computed once more, which costs one more forward pass of attention. No head is computed from another, so the gradient is
 the same however many groups there are.
+
+Nor do q, k and v wait on the device while what comes behind attention has its gradient: `without_waiting` computes them
+again when attention's turn comes. For that, a node in front of attention keeps them (`HeldFunction`), so that they are
+known again before attention itself would be computed once more, and there recomputation ends.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from lowmem_grpo.kernels.first_order import first_order
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class HeadGroupsFunction(torch.autograd.Function):
-    """`attend` of (S, H, Q, K) and twice (S, H_kv, L, K), group by group."""
+class HeldFunction(torch.autograd.Function):
+    """Query, key and value as they are; they are kept for attention's backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: int) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.attend, ctx.groups = attend, groups
+    def forward(ctx: Any, *heads: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*heads)
+        return tuple(one.view_as(one) for one in heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+class HeadGroupsFunction(torch.autograd.Function):
+    """`attend` of (S, H, Q, K) and twice (S, H_kv, L, K), which `held` keeps, group by group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, held: Node, attend: Attend, groups: int
+    ) -> Tensor:
+        ctx.held, ctx.attend, ctx.groups = held, attend, groups
         result = laid_by_tokens(query)
         for asked, own in ranges(query.shape[1], key.shape[1], groups):
             result[:, asked] = attend(query[:, asked], key[:, own], value[:, own])
@@ -36,7 +55,7 @@ class HeadGroupsFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        heads = ctx.saved_tensors
+        heads = ctx.held.saved_tensors
         grads = [laid_by_tokens(one) for one in heads]
         for asked, own in ranges(heads[0].shape[1], heads[1].shape[1], ctx.groups):
             places = (asked, own, own)
@@ -47,15 +66,24 @@ class HeadGroupsFunction(torch.autograd.Function):
             for whole, place, part in zip(grads, places, of_group, strict=True):
                 whole[:, place] = part
             del found, parts, of_group
-        return *(one if needed else None for one, needed in zip(grads, ctx.needs_input_grad, strict=False)), None, None
+        needed = zip(grads, ctx.needs_input_grad, strict=False)
+        return *(one if wanted else None for one, wanted in needed), None, None, None
 
 
 def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: int) -> Tensor:
     """`attend(query, key, value)` (S, H, Q, K), whose backward pass takes the heads in `groups` parts, or one for each
     key head if these are fewer. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random
     numbers. No second derivative (RuntimeError)."""
-    found: Tensor = HeadGroupsFunction.apply(query, key, value, attend, groups)
+    heads = HeldFunction.apply(query, key, value)
+    held = next(one.grad_fn for one in heads if one.requires_grad)
+    found: Tensor = HeadGroupsFunction.apply(*heads, held, attend, groups)
     return found
+
+
+def without_waiting(module: nn.Module, compute: Callable[..., Any], *given: Any) -> Any:
+    """`compute(*given)` of a module, where nothing but what is given waits for the backward pass."""
+    drops = module.training and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
+    return checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=drops)
 
 
 def ranges(heads: int, key_heads: int, groups: int) -> Iterator[tuple[slice, slice]]:

@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 
 from lowmem_grpo.kernels.rope import rope
 from lowmem_grpo.memory.families import Attention
+from lowmem_grpo.models.head_groups import without_waiting
 from lowmem_grpo.models.lora_layers import JoinedWeights, one_node
 
 
@@ -41,7 +42,18 @@ class LeanAttention(nn.Module):
     ) -> tuple[Tensor, Any]:
         """hidden_states (B, T, D) -> ((B, T, D), what the attention function returns beside its result)."""
         assert position_embeddings is not None
-        cos, sin = position_embeddings
+        given = (hidden_states, *position_embeddings, attention_mask, past_key_values, kwargs)
+        if torch.is_grad_enabled() and getattr(kwargs.get("packed"), "head_groups", 1) > 1:
+            result, weights = without_waiting(self, self.attended, *given)
+        else:
+            result, weights = self.attended(*given)
+        return self.get_submodule("o_proj")(result.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def attended(
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor | None, past_key_values: Any,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Any]:
+        """What the attention function returns: (B, T, H, K), and something beside it."""
         q, k, v = self.heads(hidden_states)
         if not self.form.turns or getattr(self, self.form.turns):
             q, k = TURNS[self.form.position](q, k, cos.detach(), sin.detach())
@@ -50,11 +62,11 @@ class LeanAttention(nn.Module):
         query, key, value = (heads.transpose(1, 2) for heads in (q, k, v))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        result, weights = attention_function(self.config)(
+        found: tuple[Tensor, Any] = attention_function(self.config)(
             self, query, key, value, attention_mask, dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling, sliding_window=self.window, **kwargs,
         )
-        return self.get_submodule("o_proj")(result.reshape(*hidden_states.shape[:-1], -1)), weights
+        return found
 
     @property
     def window(self) -> int | None:

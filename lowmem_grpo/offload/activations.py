@@ -120,6 +120,12 @@ class ActivationOffload:
         if self.store is not None:
             self.entered.pop().__exit__(*error)
 
+    def read_ahead(self, ahead: bool) -> None:
+        """Whether the tensor that is wanted next comes back while another one is in use, which hides its copy and takes
+        its memory."""
+        if self.store is not None:
+            self.store.ahead = ahead
+
     @property
     def host_bytes(self) -> int:
         """Host memory that holds saved tensors now."""

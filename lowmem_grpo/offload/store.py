@@ -1,7 +1,7 @@
 """Tensors that a graph keeps for backward, held on the host; at most two of them are on the device as well.
 
 On their way out, the device keeps a tensor until the copy after the next one starts. On their way back, the one in
-use and the one that is wanted next are on the device.
+use and the one that is wanted next are on the device. Where memory is short (`ahead` is False), there is only one.
 """
 
 import itertools
@@ -63,6 +63,7 @@ class HostStore:
         self.live: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()  # by index
         self.seen: weakref.WeakValueDictionary[tuple, Offloaded] = weakref.WeakValueDictionary()  # by content
         self.residents: dict[int, Resident] = {}  # by index
+        self.ahead = True  # the one that is wanted next comes back before it is
         self.begin()
 
     def begin(self) -> None:
@@ -83,7 +84,7 @@ class HostStore:
     def get(self, packed: Offloaded) -> Tensor:
         """The tensor, ready to be computed with on the device; starts the copy of the one wanted next."""
         tensor = self.recall(packed)
-        following = self.following(packed.index)
+        following = self.following(packed.index) if self.ahead else None
         wanted = {packed.index} if following is None else {packed.index, following.index}
         for index in set(self.residents) - wanted:
             self.retire(index)
@@ -93,7 +94,7 @@ class HostStore:
 
     def send(self, tensor: Tensor, storage: StorageWeakRef) -> Offloaded:
         """Start the copy to the host; the device keeps the tensor meanwhile, and older ones no longer."""
-        while len(self.residents) >= MAX_RESIDENT:
+        while len(self.residents) >= (MAX_RESIDENT if self.ahead else 1):
             self.retire(next(iter(self.residents)))
         flat = tensor.detach().as_strided((span(tensor),), (1,), tensor.storage_offset())
         pages = self.pool.take(flat.numel() * flat.element_size())

@@ -76,7 +76,8 @@ class Training:
         device = self.products(self.weights() + 2 * self.lora(), work)
         device += self.products(self.weights(self.recomputed()) + self.lora(), work) if again else 0.0
         device += work.places * (BACKWARD_ELEMENTWISE + again) * self.elementwise() / self.speed.memory
-        grouped = (self.settings.head_groups or 1) > 1  # each group of heads is computed once more
+        grouped = self.grouped  # each group of heads is computed once more, and q, k and v before it
+        device += self.products(self.weights(self.before_attention()), work) if grouped else 0.0
         device += (BACKWARD_ATTENTION + again + grouped) * self.attention(work)
         device += count * self.dequantize(self.reads_backward(work.places / count))
         launches, opaque = self.costs.launches_backward, self.costs.opaque_backward
@@ -98,7 +99,8 @@ class Training:
         if self.settings.checkpointing != "offload":
             return 0.0
         one_way = WORD * work.places * self.shape.hidden * self.shape.layers / self.speed.pcie
-        return max(0.0, one_way - forward) + max(0.0, one_way - backward)
+        back = one_way if self.grouped else max(0.0, one_way - backward)  # without reading ahead nothing hides it
+        return max(0.0, one_way - forward) + back
 
     def host(self, launches: float, opaque: float) -> float:
         """Seconds that the host takes for one micro-batch's pass."""
@@ -131,6 +133,15 @@ class Training:
     def lora(self) -> int:
         """Numbers of a layer's LoRA."""
         return self.settings.lora_rank * sum(one.rows + one.columns for one in self.shape.linears() if one.experts == 1)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether attention's gradient is taken by groups of heads."""
+        return (self.settings.head_groups or 1) > 1
+
+    def before_attention(self) -> list[Linear]:
+        """What makes q, k and v."""
+        return [one for one in self.shape.linears() if one.name in ("q_proj", "k_proj", "v_proj", "qkv_proj")]
 
     def recomputed(self) -> list[Linear]:
         """What the backward pass computes again: in tiles, all but `down`."""

@@ -183,6 +183,8 @@ class Learner:
 
     def loss(self, batch: MicroBatch, totals: StepTotals, flags: Flags | None = None) -> LossOutput:
         """This micro-batch's share of the loss, and its metrics."""
+        if isinstance(self.offload, ActivationOffload):
+            self.offload.read_ahead(self.policy.head_groups == 1)  # groups say that memory is short
         with self.offload:
             logprobs, entropy = self.policy.logprobs(batch, self.objective.temperature, self.objective.entropy_grad)
         out = self.objective.loss(batch, logprobs, entropy, totals)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.memory import token_rows
-from lowmem_grpo.models.head_groups import by_head_groups, ranges
+from lowmem_grpo.models.head_groups import by_head_groups, ranges, without_waiting
 from lowmem_grpo.models.packed_attention import Causal, PackedLayout, packed_attention
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
@@ -106,6 +106,28 @@ def test_with_dropout_the_heads_stay_together_since_random_numbers_would_differ(
     assert torch.equal(found, causal.whole(query, key, value)) and not calls
     with torch.no_grad():  # nothing to keep for backward
         assert Causal(None, 0.0, None, 6, {}, 2)(query, key, value).grad_fn is None
+
+
+def test_what_is_computed_again_before_attention_ends_there_and_attention_runs_as_often_as_without() -> None:
+    (query, key, value), grad = made(4, 2, 6, torch.float32)
+    causal, calls = Causal(None, 0.0, None, 6, {}), []
+
+    def attend(*heads: Tensor) -> Tensor:
+        calls.append("attention")
+        return causal.whole(*heads)
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls.append("before")
+        return by_head_groups(q * 2, k * 2, v * 2, attend, 2)
+
+    expected = compute(query, key, value)
+    plain = torch.autograd.grad(expected, (query, key, value), grad.transpose(1, 2))
+    assert calls == ["before", *["attention"] * 4]
+    calls.clear()
+    found = without_waiting(torch.nn.Identity(), compute, query, key, value)
+    again = torch.autograd.grad(found, (query, key, value), grad.transpose(1, 2))
+    assert calls == ["before", *["attention"] * 2, "before", *["attention"] * 2]
+    assert torch.equal(found, expected) and all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
 
 
 def test_keys_that_take_no_gradient_get_none() -> None:

@@ -50,6 +50,18 @@ def test_views_of_one_tensor_are_told_apart() -> None:
 # The order of copies
 
 
+def test_without_reading_ahead_one_tensor_is_on_the_device_and_the_gradients_are_the_same() -> None:
+    expected = step(Stack(12), offloading(Stack(12)))
+    model = Stack(12)
+    offload = offloading(model)
+    offload.read_ahead(False)
+    most: list[int] = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: most.append(len(offload.store.residents)))
+    assert same(step(model, offload), expected)
+    assert len(most) == 24 and max(most) == 1
+
+
 def test_at_most_two_copies_are_under_way_and_two_tensors_on_the_device() -> None:
     model = Stack(12)
     offload = offloading(model)
