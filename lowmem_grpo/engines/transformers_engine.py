@@ -105,11 +105,17 @@ class TransformersEngine:
         budgets = [budget_of(prompt, most, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
         self.kv_bytes = 0
         self.pace.begin()
-        drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished, until))
-        self.report(drawn, finished.missing)
+        drawn = Drawn.nothing(prompts, params, budgets, self.policy.device, finished, until)
+        drawn.go_on_from(until.begun if until is not None else {})
+        self.decode(drawn)
+        self.report(drawn, [prompt for prompt in finished.missing if prompt in drawn.complete])
+        if until is not None:
+            until.left = {prompt: drawn.marked(prompt, self.rollouts(*drawn.left_of(prompt), params))
+                          for prompt in finished.missing}
         found = finished.result()
         for prompt, rollouts in zip(prompts, found, strict=True):
-            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+            if rollouts:
+                self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
         return found
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
@@ -166,7 +172,7 @@ class TransformersEngine:
 
     def decode(self, drawn: Drawn) -> Drawn:
         """Draw every row to its end: all together, or as many at a time as memory has room for."""
-        waiting, most = deque([Part(self.order(drawn))]), len(drawn.ids)
+        waiting, most = deque(drawn.parts(self.order(drawn))), len(drawn.ids)
         while waiting:
             size = min(self.bound.under(most) or 1, most)
             batch = Batch(drawn, Endings(self.tokenizer, drawn.params, self.eos_ids))
