@@ -18,6 +18,7 @@ from lowmem_grpo.engines.fixed_cache import STEP, capacity_for
 from lowmem_grpo.engines.passes import Passes
 from lowmem_grpo.engines.token_step import TokenStep, kinds_of_rope
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
@@ -84,10 +85,9 @@ def test_the_cache_grows_in_steps_and_is_as_large_as_said(tiny: TransformersEngi
     prompts = [[100, 5, 7], [9] * 9]
     found, rows = tiny.generate(prompts, LONG), 2 * LONG.n
     check_same(found, growing(tiny).generate(prompts, LONG))
-    config = tiny.policy.base.config
-    place = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     longest = 9 + LONG.max_tokens - 1
-    assert tiny.kv_bytes == rows * capacity_for(longest) * place
+    shape = ModelShape.of(tiny.policy.base.config)
+    assert tiny.kv_bytes == rows * shape.kv_bytes(capacity_for(longest), itemsize=4)
     assert capacity_for(longest) - longest < STEP
     assert recorder.recorded == 3, "once for each length of storage"
 
