@@ -116,6 +116,14 @@ METRICS = {
     "sampling/extra/kept_length, sampling/extra/dropped_length, sampling/extra/length_bias":
         "with extra_generations: the mean length of the completions that were taken, and of the dropped ones as far as "
         "they were drawn; and the bias of the mean length, at least: the first of these less the mean over all",
+    "sampling/partial/carried_share, sampling/partial/age, sampling/partial/max_age":
+        "with partial_rollouts: of the tokens of a step's groups, the share that an older policy drew; their mean and "
+        "largest age in optimizer steps",
+    "sampling/partial/new_length, sampling/partial/carried_length":
+        "with partial_rollouts: mean length of completions that this step began, and of those with tokens of earlier "
+        "steps",
+    "sampling/partial/left_groups, sampling/partial/left_tokens":
+        "with partial_rollouts: what is carried to the next step",
     "time/sampling/prefill_s, time/sampling/full_s, time/sampling/tail_s":
         "seconds of sampling: steps of the engine that compute prompts, token steps of many sequences, and token steps "
         "of fewer than a quarter of the most that ran together in the call. Waiting for tools is in none of them",

@@ -195,11 +195,12 @@ def switches(setup: Setup) -> list[Piece]:
         "overlap": (("loop.overlap", *few, *small), ()),
         "overlap chains": (("loop.overlap", "--mixture", "chains", *few, *small), ()),
         "overlap vllm": (("loop.overlap", "--engine", "vllm", *few, *small), vllm),
+        "token_steps": (("rollout.token_steps", "--device", setup.device, "--rounds", "3"), ()),
         "guesses": (("rollout.guesses", *few), ()),
         "long_tail": (("rollout.long_tail", *few), ()),
         "long_tail vllm": (("rollout.long_tail", "--engine", "vllm", *few), vllm),
     }
-    chosen = list(own) if setup.form != CPU else ["overlap chains"]
+    chosen = list(own) if setup.form != CPU else ["overlap chains", "token_steps"]
     sampled = rollouts_of(setup, {"lowmem_grpo_fp8_cache": 130, "lowmem_grpo_lookup": 130}, "switches")
     return [*(sampled if setup.form != CPU else sampled[:1]), *(
         Piece(f"switches/{name}", script(*own[name][0], *setup.rows(name.partition(" ")[0])), least=90,

@@ -15,24 +15,33 @@ from lowmem_grpo.recipes.lesson import load
 from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.types import RolloutGroup
 
+LOGGED = {"carried": "sampling/partial/carried_share", "bias": "sampling/extra/length_bias"}
+
 
 def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, list[float]]:
-    """Mean reward and share of right answers of each step's samples."""
+    """Mean reward, share of right answers and mean length of each step's samples; and the share of tokens of an older
+    policy, or the bias of the length, where the setting has such."""
     config = {**COMMON, **setting.config, "seed": seed, "max_steps": steps, "output_dir": str(folder)}
     options = ArithmeticOptions(engine=setting.engine, load_in_4bit=setting.four_bit, config=config)
     _, trainer = load(prepare(options, {}, PRESETS), make_lesson(options, seed))
     torch.manual_seed(seed)
     waiting: deque[list[RolloutGroup]] = deque()
-    rewards, right = [], []
+    rewards, right, lengths = [], [], []
+    logged: dict[str, list[float]] = {}
     while trainer.state.global_step < steps:
         groups = trainer.rollout()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards.append(sum(rollout.reward or 0.0 for rollout in rollouts) / len(rollouts))
         right.append(sum(rollout.rewards["correct_answer"] or 0.0 for rollout in rollouts) / len(rollouts))
+        lengths.append(sum(len(rollout.completion_ids) for rollout in rollouts) / len(rollouts))
+        metrics = trainer.collector.metrics(groups, 1.0)
+        for short, name in LOGGED.items():
+            if name in metrics:
+                logged.setdefault(short, []).append(metrics[name])
         waiting.append(groups)
         if len(waiting) > setting.stale:
             trainer.update(waiting.popleft())
-    return {"rewards": rewards, "right": right}
+    return {"rewards": rewards, "right": right, "lengths": lengths, **logged}
 
 
 @click.command()

@@ -37,5 +37,7 @@ SETTINGS = (
     Setting("dr_grpo, vLLM", DR_GRPO, engine="vllm", like="dr_grpo"),
     Setting("dr_grpo, one step stale", DR_GRPO | {"vllm_importance_sampling_correction": False}, stale=1),
     Setting("dr_grpo, one step stale, corrected", DR_GRPO, stale=1, like="dr_grpo"),
+    Setting("dr_grpo, partial rollouts", DR_GRPO | {"partial_rollouts": True}),
+    Setting("dr_grpo, 2 extra generations", DR_GRPO | {"extra_generations": 2}),
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}

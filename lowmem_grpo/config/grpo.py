@@ -102,6 +102,7 @@ class GRPOConfig(
         self.check_advantage_options()
         self.check_replay()
         self.check_overlap()
+        self.check_partial()
         self.turn_limit  # noqa: B018  (refuses a contradiction)
         self.check_credit()
         self.sampling(None)
@@ -196,6 +197,12 @@ class GRPOConfig(
     def prompts_per_generation(self) -> int:
         """Prompts of one call of the engine."""
         return self.prompts_per_step * self.optimizer_steps_per_generation
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts that one call of the engine may sample, with those that the next step goes on with."""
+        ahead = self.partial_rollouts_ahead if self.partial_rollouts else 0.0
+        return math.ceil(self.prompts_per_generation * (1 + ahead))
 
     def rounding(self) -> str | None:
         """What was rounded up, for the user to see; None where everything divides."""

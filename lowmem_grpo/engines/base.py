@@ -1,6 +1,6 @@
 """What the trainer asks of a rollout engine, and what every engine keeps of a call: its finished prompts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,15 +27,27 @@ class Until:
     """When a call of `generate` ends before all of its sequences have, and what became of the others.
 
     A prompt is finished as soon as `enough` of its `params.n` completions are done. The engine drops the others, and
-    returns those that are done, in the order of their rows; of those that end in the same step, the first rows."""
+    returns those that are done, in the order of their rows; of those that end in the same step, the first rows.
+
+    With `prompts` the call ends as soon as so many prompts are finished, those of `surely` among them. For the others
+    it returns no rollouts, and `left` has all n of them: done ones, and unfinished ones with the tokens that they have.
+    `begun` has what an earlier call left of a prompt, which goes on from there with the policy of now."""
 
     enough: int
+    prompts: int | None = None
+    surely: frozenset[int] = frozenset()
+    begun: dict[int, list[Rollout]] = field(default_factory=dict)
+    left: dict[int, list[Rollout]] = field(default_factory=dict)  # told by the engine
     dropped: dict[int, list[int]] = field(default_factory=dict)  # told by the engine: of each finished prompt, how many
     # tokens the others had drawn
 
     def drop(self, prompt: int, tokens: int) -> None:
         """A sequence of a prompt is dropped, with so many tokens drawn."""
         self.dropped.setdefault(prompt, []).append(tokens)
+
+    def ends(self, finished: Collection[int]) -> bool:
+        """Whether the call ends with these prompts finished."""
+        return self.prompts is not None and len(finished) >= self.prompts and self.surely <= {*finished}
 
 
 class Conversation(Protocol):
@@ -152,5 +164,5 @@ class FinishedPrompts(Calls):
         return [prompt for prompt in range(self.prompts) if prompt not in self.rollouts]
 
     def result(self) -> list[list[Rollout]]:
-        """The rollouts of all prompts, in the order of the prompts."""
-        return [self.rollouts[prompt] for prompt in range(self.prompts)]
+        """The rollouts of all prompts, in the order of the prompts; none of those that the call left."""
+        return [self.rollouts.get(prompt, []) for prompt in range(self.prompts)]

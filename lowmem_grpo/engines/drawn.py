@@ -47,6 +47,7 @@ class Drawn:
     routes: Tensor | None = None  # (R, C, layers, k) of the drawn tokens that ran; made when the first of them has
     until: Until | None = None  # when a prompt is finished before all of its rows are
     chosen: dict[int, list[int]] = field(default_factory=dict)  # of each prompt, the rows that count and are done
+    reached: dict[int, int] = field(default_factory=dict)  # tokens of the rows that the call begins with, or leaves
     surplus: set[int] = field(default_factory=set)  # rows of finished prompts that are still in a batch, or wait
 
     @classmethod
@@ -154,7 +155,47 @@ class Drawn:
             self.chosen[prompt].sort()
             self.surplus |= {*range(prompt * self.params.n, (prompt + 1) * self.params.n)} - {*self.chosen[prompt]}
             self.unfinished[prompt] = 0
+        if found and self.until is not None and self.until.ends(self.complete):
+            self.surplus |= {row for row in range(len(self.ids)) if self.owner(row) not in self.complete} - self.done
+            self.unfinished = [0] * len(self.prompts)
         return found
+
+    @property
+    def complete(self) -> set[int]:
+        """The prompts that are finished."""
+        return {prompt for prompt, rows in self.chosen.items() if len(rows) == self.enough}
+
+    def go_on_from(self, begun: dict[int, list[Rollout]]) -> None:
+        """Begin with what an earlier call has left of some prompts."""
+        done: set[int] = set()
+        for prompt, rollouts in begun.items():
+            for row, rollout in enumerate(rollouts, start=prompt * self.params.n):
+                count = self.reached[row] = len(rollout.completion_ids)
+                self.ids[row, :count] = torch.tensor(rollout.completion_ids, dtype=torch.long, device=self.ids.device)
+                self.logprobs[row, :count] = torch.tensor(rollout.rollout_logprobs, device=self.ids.device)
+                if rollout.finish_reason != "unfinished":
+                    done.add(row)
+                    self.lengths[row], self.stopped[row] = count, rollout.finish_reason == "stop"
+        self.finish(done)
+
+    def left_of(self, prompt: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(ids, log-probabilities, lengths, stopped) on the host, of a prompt that the call leaves unfinished."""
+        rows = range(prompt * self.params.n, (prompt + 1) * self.params.n)
+        lengths = [int(self.lengths[row]) if row in self.done else self.reached.get(row, 0) for row in rows]
+        own = slice(rows.start, rows.stop)
+        return self.ids[own].cpu(), self.logprobs[own].cpu(), torch.tensor(lengths), self.stopped[own].cpu()
+
+    def marked(self, prompt: int, rollouts: list[Rollout]) -> list[Rollout]:
+        """Its rollouts, of which those that are not done say so."""
+        for row, rollout in enumerate(rollouts, start=prompt * self.params.n):
+            rollout.finish_reason = rollout.finish_reason if row in self.done else "unfinished"
+        return rollouts
+
+    def parts(self, order: list[int]) -> list[Part]:
+        """The rows that are not done, in this order, but those that were begun earlier first."""
+        begun = {} if self.until is None else self.until.begun
+        rows = sorted((row for row in order if row not in self.done), key=lambda row: self.owner(row) not in begun)
+        return [Part(list(same), start) for start, same in groupby(rows, key=lambda row: self.reached.get(row, 0))]
 
     @property
     def enough(self) -> int:
@@ -166,6 +207,9 @@ class Drawn:
         over, self.surplus = self.surplus, set()
         for row in sorted(over):
             assert self.until is not None
+            if self.owner(row) not in self.complete:
+                self.reached[row] = reached[row]
+                continue
             self.until.drop(self.owner(row), int(self.lengths[row]) if row in self.done else reached[row])
         return over
 

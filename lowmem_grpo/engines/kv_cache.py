@@ -75,6 +75,7 @@ class GrowingLayer(DynamicLayer):
         length = self.get_seq_length()
         grown = self.storage.new_empty(*self.storage.shape[:3], capacity, self.storage.shape[4])
         grown[:, :, :, :length] = self.storage[:, :, :, :length]
+        grown[:, :, :, length:] = 0  # a weight of 0 in attention would not hide a NaN
         self.storage = grown
         self.view(length)
 
@@ -90,6 +91,7 @@ class GrowingLayer(DynamicLayer):
         kept = like.new_empty(*like.shape[:3], length + length // 8, like.shape[4])
         index = places[None, :, None, :, None].expand(2, -1, like.shape[2], -1, like.shape[4])
         kept[:, :, :, :length] = like.gather(3, index)
+        kept[:, :, :, length:] = 0
         self.storage = kept
         self.view(length)
 

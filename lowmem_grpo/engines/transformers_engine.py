@@ -32,12 +32,14 @@ from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.passes import Passes
 from lowmem_grpo.engines.speculation import Speculation
 from lowmem_grpo.engines.tail import Tail
+from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
+RARELY = 0.5  # the same where steps are CUDA graphs, each of which is of one number of rows
 ENTER_TOGETHER = 8  # rows that wait enter once there is room for one of so many that may run
 
 
@@ -57,6 +59,7 @@ class TransformersEngine:
         self.speculation: Speculation | None = None
         self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
+        self.step = TokenStep(self.passes)
         self.beginning = Beginning(self.passes, self.pace, tokenizer.pad_token_id or 0)
 
     @property
@@ -91,6 +94,7 @@ class TransformersEngine:
     def forget(self) -> None:
         """Drop what was computed for turns that may go on."""
         self.kept.rows.clear()
+        self.step.release()
         self.widest = 0
 
     def generate(
@@ -105,11 +109,17 @@ class TransformersEngine:
         budgets = [budget_of(prompt, most, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
         self.kv_bytes = 0
         self.pace.begin()
-        drawn = self.decode(Drawn.nothing(prompts, params, budgets, self.policy.device, finished, until))
-        self.report(drawn, finished.missing)
+        drawn = Drawn.nothing(prompts, params, budgets, self.policy.device, finished, until)
+        drawn.go_on_from(until.begun if until is not None else {})
+        self.decode(drawn)
+        self.report(drawn, [prompt for prompt in finished.missing if prompt in drawn.complete])
+        if until is not None:
+            until.left = {prompt: drawn.marked(prompt, self.rollouts(*drawn.left_of(prompt), params))
+                          for prompt in finished.missing}
         found = finished.result()
         for prompt, rollouts in zip(prompts, found, strict=True):
-            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+            if rollouts:
+                self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
         return found
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
@@ -166,13 +176,14 @@ class TransformersEngine:
 
     def decode(self, drawn: Drawn) -> Drawn:
         """Draw every row to its end: all together, or as many at a time as memory has room for."""
-        waiting, most = deque([Part(self.order(drawn))]), len(drawn.ids)
+        waiting, most = deque(drawn.parts(self.order(drawn))), len(drawn.ids)
         while waiting:
             size = min(self.bound.under(most) or 1, most)
             batch = Batch(drawn, Endings(self.tokenizer, drawn.params, self.eos_ids))
             with self.evaluating():
                 failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
-                               self.policy.device)
+                               self.policy.device, self.step.release)
+            self.step.release()
             if isinstance(failed, Shortage):
                 waiting.extendleft(part for part in reversed(batch.parts) if part.rows)
                 most = self.smaller(drawn, size, batch.running, failed)
@@ -214,7 +225,8 @@ class TransformersEngine:
             left = batch.drop(left, waiting)
             guesses = self.speculation is not None and not waiting and self.pace.in_tail(len(left))
             enters = bool(waiting) and size - len(left) >= max(1, size // ENTER_TOGETHER)
-            drops = not left or len(left) < (1 if guesses or enters else COMPACT_BELOW) * len(batch.state.rows)
+            share = 1 if guesses or enters else COMPACT_BELOW if self.step.record is None else RARELY
+            drops = not left or len(left) < share * len(batch.state.rows)
             if drops:
                 drawn.leave(batch.state, left)
             if left or waiting:
@@ -227,12 +239,13 @@ class TransformersEngine:
                 batch.compact()
             if guesses:
                 return self.decode_tail(batch)
-            logits = self.passes.extend(batch.state)
+            logits = self.step.extend(batch.state)
             batch.keep_routes()
             self.weigh(batch)
 
     def enter(self, batch: Batch, waiting: deque[Part], size: int, logits: Tensor) -> Tensor:
         """Let rows enter until `size` run; returns the logits (B, V) of all, of which `logits` are those that ran."""
+        self.step.release()
         while waiting and batch.running < size:
             first = not batch.parts
             part = batch.begin(waiting, size - batch.running)
@@ -250,6 +263,7 @@ class TransformersEngine:
         """The same for the last rows, which go on with guesses. What is left of them may have drawn more tokens than
         the batch says: drawn again, these are the same."""
         assert self.speculation is not None
+        self.step.release()
         drawn, place, state = batch.drawn, batch.place, batch.state
         counts = [place] * len(state.rows) if isinstance(place, int) else place.tolist()
         tail = Tail(self.passes, drawn, state, counts, batch.endings, self.speculation, self.pace.widest)

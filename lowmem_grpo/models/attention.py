@@ -33,7 +33,8 @@ CHANGES = {  # what a model may ask for that changes the result and that none of
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     packed: PackedLayout | None = None, cached: bool = False, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, softcap: float | None = None, order: Tensor | None = None, **kwargs: Any,
+    sliding_window: int | None = None, softcap: float | None = None, order: Tensor | None = None,
+    newest: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Dispatch to one of the three forms; query (B, H, Q, K), key and value (B, H_kv, L, K), result (B, Q, H, K)."""
     given = kwargs | {"softcap": softcap}
@@ -46,7 +47,7 @@ def attention(
         if order is not None and attention_mask is not None and (query.shape[2] > 1 or sliding_window is not None):
             return guessed_attention(query, key, value, attention_mask, order, scaling, sliding_window), None
         if cached and query.shape[2] == 1:
-            return cached_attention(query, key, value, attention_mask, scaling, sliding_window), None
+            return cached_attention(query, key, value, attention_mask, scaling, sliding_window, newest), None
         if cached and sliding_window is not None and attention_mask is not None:
             attention_mask = attention_mask & window_mask(query.shape[2], key.shape[2], sliding_window, key.device)
         return sdpa_attention_forward(
@@ -68,11 +69,15 @@ def without_cudnn() -> Iterator[None]:
 
 
 def cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, sliding_window: int | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, sliding_window: int | None,
+    newest: Tensor | None = None,
 ) -> Tensor:
-    """One query a row: (B, H, 1, K) against (B, H_kv, L, K). Rows are right-aligned, so a window is the last keys."""
+    """One query a row: (B, H, 1, K) against (B, H_kv, L, K). Rows are right-aligned, so a window is the last keys.
+    Where there are empty places after them, `newest` (1,) is the place of the last key."""
     rows, heads, _, size = query.shape
-    if sliding_window is not None and sliding_window < key.shape[2]:
+    if newest is not None and mask is not None and sliding_window is not None and sliding_window < key.shape[2]:
+        mask = mask & (torch.arange(key.shape[2], device=key.device) > newest - sliding_window)
+    elif sliding_window is not None and sliding_window < key.shape[2]:
         key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
         mask = mask[..., -sliding_window:] if mask is not None else None
     folded = query.view(rows, key.shape[1], heads // key.shape[1], size)

@@ -13,6 +13,7 @@ from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rollout.extra import ExtraGenerations
 from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
 from lowmem_grpo.rollout.parity import ParityGate
+from lowmem_grpo.rollout.partial import PartialRollouts
 from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
@@ -63,6 +64,7 @@ class Collector:
         self.state, self.objective = state, objective
         self.sampler, self.scoring, self.parity = sampler, scoring, parity
         self.ahead: Ahead | None = None
+        self.partial: PartialRollouts | None = None
         self.replay = ReplayBuffer(strategies.replay_buffer_size, strategies.replay_max_age)
         self.extra = ExtraGenerations(draws.extra)
         self.begin()
@@ -80,7 +82,7 @@ class Collector:
     def collect(self) -> list[RolloutGroup]:
         """The groups of the next update, with rewards and advantages."""
         self.begin()
-        places = self.draw(self.draws.count, 0)
+        places = self.draw(self.draws.count, 0) if self.partial is None else self.draw_partly(self.partial)
         surplus = self.resample(places)
         if self.strategies.replay_buffer_size:
             self.replay_into(places)
@@ -112,6 +114,24 @@ class Collector:
             self.sampled += groups
             if not extra_round:
                 self.watched = self.parity.watch(groups)
+            self.logs.append(self.score(groups, calls))
+        self.source.record(prompts, groups)
+        return groups
+
+    def draw_partly(self, partial: PartialRollouts) -> list[RolloutGroup]:
+        """The groups that are complete first, some of them begun in earlier steps, scored. The parity check looks at
+        those that were sampled by the policy of now."""
+        version = self.state.policy_version
+        params = self.draws.of(self.state.global_step)
+        found = partial.sample(self.source, self.sampler, params, self.draws.count, version)
+        prompts, groups = [prompt for prompt, _ in found], [group for _, group in found]
+        self.pace.add(self.sampler.pace())
+        self.tokens += partial.drawn
+        self.state.num_tokens += partial.drawn + sum(len(group.prompt_ids) * len(group.rollouts) for group in groups)
+        self.sampled, self.counts = groups, dict(partial.counts)
+        if new := [group for group in groups if all(one.policy_version == version for one in group.rollouts)]:
+            self.watched = self.parity.watch(new)
+        with self.scoring.begin(prompts) as calls:
             self.logs.append(self.score(groups, calls))
         self.source.record(prompts, groups)
         return groups

@@ -26,6 +26,7 @@ from lowmem_grpo.offload.activations import enable_checkpointing
 from lowmem_grpo.preflight.before_run import before_training, preflight
 from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rollout.partial import PartialRollouts
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import Clock
@@ -93,7 +94,7 @@ class Trainer(Lifecycle):
 
     def write(
         self, callbacks: list[Any] | None, alarms: Alarms | None = None, replay: ReplayBuffer | None = None,
-        log_completions: bool = False,
+        log_completions: bool = False, partial: PartialRollouts | None = None,
     ) -> None:
         """Make what this trainer writes and shows: records, checkpoints, the live view and other listeners."""
         self.view = None if self.args.disable_tqdm else self.view_class()
@@ -103,7 +104,7 @@ class Trainer(Lifecycle):
         self.journal = Journal(self.state, self.records, self.args.logging_steps, alarms, log_completions)
         self.saver = Saver(
             self.records, self.args, self.model, self.learner, self.source, self.state, self.memory, replay,
-            self.scorer.names if self.scorer else [],
+            self.scorer.names if self.scorer else [], partial,
         )
         self.notify("on_init_end")
 

@@ -11,6 +11,7 @@ from peft import PeftModel
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import DataError, PromptSource
 from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.rollout.partial import PartialRollouts
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.checkpoint import CheckpointError, MismatchError
@@ -28,12 +29,15 @@ class Saver:
     def __init__(
         self, records: RunRecords, config: TrainSettings, model: PeftModel, learner: Learner, source: PromptSource,
         state: TrainerState, memory: RunMemory, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = (),
+        partial: PartialRollouts | None = None,
     ) -> None:
-        """`replay` and `reward_names` are those of a run that samples."""
+        """`replay` and `reward_names` are those of a run that samples, `partial` of one that carries sequences."""
         self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
         self.memory, self.reward_names = memory, reward_names
         self.replay = ReplayBuffer(0) if replay is None else replay
+        self.partial = PartialRollouts(1, 1.0) if partial is None else partial
+        self.carries = partial is not None
         self.random = RandomStates(learner.policy.device)
         self.mark()
         self.first = deepcopy((self.snapshot(), learner.optimizer.state_dict(), learner.scheduler.state_dict()))
@@ -57,6 +61,7 @@ class Saver:
         """Remember where a step begins: the prompts drawn, groups kept, tokens seen and random states."""
         self.random.take()
         self.marked = self.source.state(), self.replay.entries, self.state.num_tokens, self.state.epoch
+        self.carried = self.partial.entries
         self.measured = self.learner.objective.state()
 
     def go_back(self) -> None:
@@ -64,6 +69,7 @@ class Saver:
         self.random.restore()
         drawn, self.replay.entries, self.state.num_tokens, self.state.epoch = self.marked
         self.source.restore(drawn)
+        self.partial.entries = self.carried
         self.learner.objective.restore(self.measured)
 
     def note_evaluated(self, metrics: dict[str, Any]) -> None:
@@ -151,7 +157,7 @@ class Saver:
             "trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
             "config": self.config.to_dict(), "memory": self.memory.state(),
             "objective": self.learner.objective.state(), "replay": self.replay.state(),
-            "records": dict(self.records.lines),
+            "records": dict(self.records.lines), "partial": self.partial.state(),
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -172,3 +178,12 @@ class Saver:
         self.learner.objective.restore(saved.get("objective", {}))
         kept, generations = saved.get("replay", []), self.config.completions_per_prompt
         self.replay.restore(kept, self.source.dataset, self.reward_names, generations)
+        self.restore_carried(saved.get("partial", []), generations)
+
+    def restore_carried(self, kept: list[dict[str, Any]], generations: int) -> None:
+        """Go on with the sequences that were carried; a warning counts those that do not fit the settings of now."""
+        fit = [one for one in kept if self.carries and len(one["rollouts"]) == generations]
+        if len(fit) < len(kept):
+            logger.warning("%d of %d prompts that were carried to the next step are dropped: partial_rollouts is off, "
+                           "or num_generations has changed", len(kept) - len(fit), len(kept))
+        self.partial.restore(fit, self.source.dataset)

@@ -190,7 +190,8 @@ class VLLMEngine:
             self.in_less_memory(lambda: self.run_surely(call), call)
         found = call.result()
         for prompt, rollouts in zip(prompts, found, strict=True):
-            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+            if rollouts:
+                self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
         return found
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:

@@ -1,0 +1,99 @@
+"""Decoding without vLLM: token steps at fixed addresses beside those of a growing cache, in one process.
+
+    OMP_NUM_THREADS=1 python -m bench.rollout.token_steps                   the model in the package on the CPU
+    python -m bench.rollout.token_steps --device cuda --rounds 3            with and without CUDA graphs
+
+The ways answer the same prompts, and take turns, in reversed order from round to round: "growing" is the path of models
+whose cache has another form, "fixed" the step at fixed addresses as it is, and "graph" (on a card) the same recorded.
+The ratios are medians over rounds of a way's seconds divided by those of "growing": processor seconds on the CPU,
+seconds on a card. On the CPU at most 1.0 is wanted. It also says whether all ways drew the same tokens.
+"""
+
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+from bench.common import options, tables
+from bench.common.rows import append_row, machine
+from lowmem_grpo import FastLanguageModel, SamplingParams
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "token_steps.jsonl"
+PROMPTS = [[(7 * place + index) % 300 + 5 for place in range(24 + 3 * index)] for index in range(8)]
+console = Console(width=110)
+
+
+class Way:
+    """An engine that takes its steps in one way."""
+
+    def __init__(self, name: str, engine: TransformersEngine, params: SamplingParams) -> None:
+        self.name, self.params, self.seconds = name, params, list[float]()
+        self.engine = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
+        if name == "growing":
+            self.engine.step.unfit = "it is what the others are compared with"
+        if name != "graph":
+            self.engine.step.record, self.engine.step.block = None, 1
+        elif self.engine.step.record is None:
+            raise click.ClickException("a step of this model cannot be a CUDA graph on this device; the log says why")
+
+    def answer(self) -> list[list[int]]:
+        """The tokens of one call, whose time is kept."""
+        on_card = self.engine.policy.device.type == "cuda"
+        clock = time.perf_counter if on_card else time.process_time
+        begin = clock()
+        groups = self.engine.generate(PROMPTS, self.params)
+        if on_card:
+            torch.cuda.synchronize()
+        self.seconds.append(clock() - begin)
+        return [rollout.completion_ids for group in groups for rollout in group]
+
+
+def compare(ways: list[Way], rounds: int) -> dict[str, Any]:
+    """The figures of all ways; ways[0] is what the others are divided by."""
+    drawn = [way.answer() for way in ways]  # to warm up
+    for way in ways:
+        way.seconds.clear()
+    for number in range(rounds):
+        for way in ways if number % 2 == 0 else reversed(ways):
+            way.answer()
+    figures: dict[str, Any] = {"same_tokens": sum(tokens == drawn[0] for tokens in drawn[1:]) == len(ways) - 1}
+    tokens = sum(map(len, drawn[0]))
+    for way in ways:
+        figures[f"{way.name}_tokens_per_second"] = round(tokens / median(way.seconds), 1)
+        ratios = [mine / base for mine, base in zip(way.seconds, ways[0].seconds, strict=True)]
+        figures |= {f"{way.name}_ratio": round(median(ratios), 4),
+                    f"{way.name}_range": [round(min(ratios), 4), round(max(ratios), 4)]}
+    return figures | {"graphs_kept": all(way.engine.step.record is not None for way in ways if way.name == "graph")}
+
+
+@click.command(help=__doc__)
+@options.DEVICE
+@click.option("--rounds", default=15, show_default=True, type=click.IntRange(min=2), help="Calls of each way.")
+@click.option("--tokens", default=96, show_default=True, type=click.IntRange(min=8), help="Of each answer, at most.")
+@options.output(RESULTS)
+def main(device: str | None, rounds: int, tokens: int, output: Path) -> None:
+    where = machine()
+    device, _ = options.place(device, None, where["gpu"])
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=256, load_in_4bit=False, device=device,
+                                                fast_inference="transformers")
+    model = FastLanguageModel.get_peft_model(bare, r=8, use_gradient_checkpointing=False).eval()
+    params, names = SamplingParams(n=4, max_tokens=tokens, seed=3), ["growing", "fixed"]
+    engine: Any = model.engine()
+    ways = [Way(name, engine, params) for name in names + (["graph"] if device == "cuda" else [])]
+    figures = compare(ways, rounds)
+    row = {"device": device, "rows": len(PROMPTS) * params.n, "tokens": tokens, "rounds": rounds,
+           "threads": torch.get_num_threads(), **figures}
+    append_row(output, row | where)
+    cells = [(way.name, f"{figures[way.name + '_tokens_per_second']:,.0f}", f"{figures[way.name + '_ratio']:.4f}",
+              "{:.4f} to {:.4f}".format(*figures[way.name + "_range"])) for way in ways]
+    console.print(tables.terminal(None, ("way", "tokens a second", "seconds / growing", "range"), cells))
+    console.print(f"same tokens: {figures['same_tokens']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""One token for all rows of a batch: the model's pass, with everything that changes from step to step at one address.
+
+On a card the step is recorded as a CUDA graph, once for each number of rows and each length of storage, because the
+host needs longer to launch the kernels of a small step than the card needs to run them. On a CPU, and where a graph
+cannot be had, the same code runs as it is. A model whose cache has another form is decoded by `Passes.extend`.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.engines.decode import Decode
+from lowmem_grpo.engines.fixed_cache import STEP, FixedCache, capacity_for
+from lowmem_grpo.engines.passes import Passes
+from lowmem_grpo.engines.recorded import Recorded
+from lowmem_grpo.memory.families import family_of
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.offload.embedding import on_host
+
+logger = logging.getLogger(__name__)
+WARM = 2  # steps of one form without a graph, in which kernels are compiled and libraries start
+AGREE = 0.02  # of the largest logit: how far the first run of a graph may be from the same step without one
+ASKS = ("dynamic", "longrope")  # kinds of RoPE that read the positions on the host
+
+Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+def other_cache(policy: Policy) -> str:
+    """Why a model's rows cannot have their cache at fixed addresses; "" where they can."""
+    family = family_of(policy.base.config)
+    if policy.routed_layers:
+        return "its experts' routes are recorded"
+    if family is not None and family.delta_net:
+        return "the states of its gated delta nets are replaced in each step"
+    if family is not None and family.unlike_layers:
+        return "its layers lend each other keys"
+    return ""
+
+
+def not_recorded(policy: Policy) -> str:
+    """Why a step of a model cannot be a CUDA graph; "" where it can."""
+    if policy.device.type != "cuda":
+        return f"the model is on the {policy.device.type}"
+    if policy.autocast_dtype is not None:
+        return f"mixed precision converts weights in each step (load the model in {policy.autocast_dtype})"
+    if on_host(policy.base):
+        return "its embedding is on the host"
+    if any(kind in ASKS for kind in kinds_of_rope(policy.base.config.get_text_config())):
+        return f"its RoPE ({', '.join(ASKS)}) looks at the positions on the host"
+    return ""
+
+
+def kinds_of_rope(config: object) -> set[str]:
+    """The kinds of position embedding that a config names, of all its kinds of layers."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    nested = [part for part in settings.values() if isinstance(part, dict)]
+    return {str(part.get("rope_type", "default")) for part in (nested or [settings])}
+
+
+class TokenStep:
+    """Feeds the rows of a batch the tokens they drew last."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+        self.unfit, why = other_cache(passes.policy), not_recorded(passes.policy)
+        self.record: Record | None = None if self.unfit or why else Recorded
+        # places that attention reads: a multiple of this, as a graph is of one length
+        self.block = STEP if self.record else 1
+        self.state: Decode | None = None
+        self.run: Callable[[], Tensor] | None = None
+        if passes.policy.device.type == "cuda" and self.record is None:
+            logger.info("token steps run without a CUDA graph: %s", self.unfit or why)
+
+    def extend(self, state: Decode) -> Tensor:
+        """Feed the tokens last drawn; returns the logits (B, V) of the next ones, which hold until the next call."""
+        if self.unfit:
+            return self.passes.extend(state)
+        width = state.real.shape[1] + 1
+        if state is not self.state or state.positions is not self.positions or width > self.mask.shape[1]:
+            self.hold(state, width)
+        self.tokens.copy_(state.tokens)
+        self.cache.width = -(-width // self.block) * self.block
+        logits = self.logits()
+        state.real = self.mask[:, :width]
+        state.cache.cut(width)
+        return logits
+
+    def hold(self, state: Decode, width: int) -> None:
+        """Give rows a cache, a mask and inputs that stay where they are for the next steps."""
+        self.release()
+        self.state, capacity = state, capacity_for(width)
+        for layer in state.cache.layers:
+            if layer.storage.shape[3] < capacity:
+                layer.reserve(capacity)
+        self.at = torch.full((1,), width - 1, device=state.rows.device)
+        self.tokens, self.positions = state.tokens.clone(), state.positions.clone()
+        self.mask = torch.zeros(len(state.rows), capacity, dtype=torch.bool, device=state.rows.device)
+        self.mask[:, : width - 1] = state.real
+        state.positions = self.positions
+        self.cache = FixedCache(state.cache, self.at, width)
+        self.fed = replace(state, cache=self.cache)
+        self.weights: list[Tensor] = [*self.passes.policy.model.parameters()] if self.record else []
+
+    def release(self) -> None:
+        """Let go of the rows and of the graph."""
+        self.state, self.run, self.steps = None, None, 0
+        self.fed = self.cache = None  # type: ignore[assignment]
+
+    def step(self) -> Tensor:
+        """The work of one step: logits (B, V). Nothing here asks the device for a value."""
+        self.positions.add_(1)
+        self.mask.index_fill_(1, self.at, True)
+        mask, named = self.mask[:, None, None, : self.cache.width], {"newest": self.at} if self.block > 1 else {}
+        hidden = self.passes.hidden(self.tokens[:, None], self.positions[:, None], mask, self.fed.alive[:, None],
+                                    self.fed, **named)
+        logits = self.passes.logits(hidden).squeeze(1)
+        self.at.add_(1)
+        return logits
+
+    def logits(self) -> Tensor:
+        """Of one step, by the graph where there is one of these weights."""
+        if self.run is not None and self.addresses() == self.held:
+            return self.run()
+        if self.run is not None:
+            self.run, self.steps = None, 0  # weights have moved
+        logits = self.step()
+        self.steps += 1
+        if self.record is not None and self.steps >= WARM:
+            self.make(self.record, logits)
+        return logits
+
+    def make(self, record: Record, logits: Tensor) -> None:
+        """Record the step that has just given `logits` (B, V), and hold its first run against them."""
+        try:
+            run = record(self.step)
+        except RuntimeError as error:
+            return self.give_up(f"it could not be recorded ({str(error).splitlines()[0]})")
+        self.at.sub_(1)
+        self.positions.sub_(1)
+        far = (run() - logits).abs().max() / logits.abs().max()
+        if not bool(far <= AGREE) and not bool(logits.isnan().any()):
+            return self.give_up(f"it gave logits that differ by {float(far):.2g} of the largest from the same step "
+                                "without a graph")
+        self.run, self.held = run, self.addresses()
+
+    def give_up(self, why: str) -> None:
+        """No graphs from now on."""
+        logger.warning("token steps go on without a CUDA graph, several times slower where rows are few: %s", why)
+        self.record = None
+
+    def addresses(self) -> list[int]:
+        """Where the weights and adapters are."""
+        return [part.data_ptr() for part in self.weights]

@@ -1,0 +1,217 @@
+"""Steps with everything at one address: the same completions, whether they run as they are or were recorded."""
+
+import logging
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from recorded_steps import Recorder
+from small_models import load_model, with_adapter
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines import token_step
+from lowmem_grpo.engines.fixed_cache import STEP, capacity_for
+from lowmem_grpo.engines.passes import Passes
+from lowmem_grpo.engines.token_step import TokenStep, kinds_of_rope
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.types import Rollout
+
+CONTEXT = 50
+# the longer a prompt, the sooner its answers end: at different times
+PROMPTS = [[(7 * place + index) % 300 + 5 for place in range(length)]
+           for index, length in enumerate((30, 10, 38, 22, 46, 16))]
+PARAMS = SamplingParams(n=2, max_tokens=34, seed=3, ignore_eos=True)
+LONG = SamplingParams(n=2, max_tokens=2 * STEP, seed=3, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    """Of every family."""
+    return TransformersEngine(policy, tokenizer, CONTEXT)
+
+
+@pytest.fixture
+def tiny(tiny_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    return TransformersEngine(tiny_policy, tokenizer, 3 * STEP)
+
+
+def growing(engine: TransformersEngine) -> TransformersEngine:
+    """The same with a cache that grows, and no fixed addresses."""
+    other = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
+    other.step.unfit = "the test asks for the other path"
+    return other
+
+
+def check_same(found: list[list[Rollout]], expected: list[list[Rollout]]) -> None:
+    for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
+        assert (ours.completion_ids, ours.finish_reason) == (theirs.completion_ids, theirs.finish_reason)
+        assert ours.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_completions_are_those_of_a_growing_cache(engine: TransformersEngine, temperature: float) -> None:
+    params = SamplingParams(n=2, max_tokens=34, seed=3, temperature=temperature)
+    expected = growing(engine).generate(PROMPTS, params)
+    found = engine.generate(PROMPTS, params)
+    assert [[one.completion_ids for one in group] for group in found] == [
+        [one.completion_ids for one in group] for group in expected]
+    assert [one.rollout_logprobs for group in found for one in group] == [
+        one.rollout_logprobs for group in expected for one in group], "on a CPU, bit for bit"
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+def test_recorded_steps_draw_the_same_also_where_rows_enter_and_leave(
+    engine: TransformersEngine, rows: int | None
+) -> None:
+    expected = growing(engine).generate(PROMPTS, PARAMS)
+    other = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
+    other.bound.lowered = rows
+    if other.step.unfit:
+        pytest.skip(f"decoded with a growing cache: {other.step.unfit}")
+    recorder = Recorder(other)
+    check_same(other.generate(PROMPTS, PARAMS), expected)
+    assert recorder.ran > 5 * recorder.recorded > 0
+    assert other.step.record is recorder, "the recorded steps agreed with those that run as they are"
+
+
+def test_the_cache_grows_in_steps_and_is_as_large_as_said(tiny: TransformersEngine) -> None:
+    recorder = Recorder(tiny)
+    prompts = [[100, 5, 7], [9] * 9]
+    found, rows = tiny.generate(prompts, LONG), 2 * LONG.n
+    check_same(found, growing(tiny).generate(prompts, LONG))
+    longest = 9 + LONG.max_tokens - 1
+    shape = ModelShape.of(tiny.policy.base.config)
+    assert tiny.kv_bytes == rows * shape.kv_bytes(capacity_for(longest), itemsize=4)
+    assert capacity_for(longest) - longest < STEP
+    assert recorder.recorded == 3, "once for each length of storage"
+
+
+class NothingAsked(TorchDispatchMode):
+    """Fails where the host asks a device for a value, or makes a shape of one."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put_") else ()
+        assert name not in self.FORBIDDEN, f"a step asks the device ({name})"
+        assert not any(one is not None and one.dtype == torch.bool for one in indices), "a step's shapes depend on data"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_asks_the_device_for_nothing_and_its_tensors_stay_where_they_are(engine: TransformersEngine) -> None:
+    if engine.step.unfit:
+        pytest.skip(f"decoded with a growing cache: {engine.step.unfit}")
+    seen: list[list[int]] = []
+    step = engine.step
+    plain = step.step
+
+    def watched() -> Tensor:
+        caches = [layer.storage for layer in step.state.cache.layers]  # type: ignore[union-attr]
+        seen.append([part.data_ptr() for part in (step.tokens, step.positions, step.at, step.mask, *caches)])
+        with NothingAsked():
+            return plain()
+
+    step.step = watched  # type: ignore[method-assign]
+    engine.generate([[100, 5, 7], [9] * 9], SamplingParams(n=2, max_tokens=30, seed=1, ignore_eos=True))
+    assert len(seen) == 29
+    assert all(one == seen[0] for one in seen)
+
+
+def test_adapters_that_an_optimizer_updates_are_seen_by_a_recorded_step(tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = TransformersEngine(Policy(with_adapter(load_model("tiny"))), tokenizer, CONTEXT)
+    recorder, step = Recorder(engine), engine.step
+    weights = engine.policy.trainable
+    optimizer = torch.optim.AdamW(weights, lr=0.05)
+    plain, far = step.logits, []
+
+    def with_an_update() -> Tensor:
+        if recorder.ran != 6:
+            return plain()
+        inputs = step.at.clone(), step.positions.clone()
+        before = plain().clone()
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        for work in (plain, step.step):
+            step.at.copy_(inputs[0])
+            step.positions.copy_(inputs[1])
+            far.append((work() - before).abs().max().item())
+        return before
+
+    step.logits = with_an_update  # type: ignore[method-assign]
+    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    assert recorder.recorded == 1, "updated in place, the adapters are where they were"
+    recorded, as_it_is = far
+    assert recorded == pytest.approx(as_it_is, abs=1e-4) and recorded > 0.1
+
+
+def test_a_step_is_recorded_anew_where_weights_have_moved(tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = TransformersEngine(Policy(with_adapter(load_model("tiny"))), tokenizer, CONTEXT)
+    recorder, step, plain = Recorder(engine), engine.step, engine.step.logits
+
+    def moving() -> Tensor:
+        if recorder.ran == 6:
+            weight = engine.policy.trainable[0]
+            weight.data = weight.data.clone()
+        return plain()
+
+    step.logits = moving  # type: ignore[method-assign]
+    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=18, temperature=0, ignore_eos=True))
+    assert recorder.recorded == 2
+
+
+def test_a_step_that_cannot_be_recorded_is_said_once_and_decoded_as_it_is(
+    tiny: TransformersEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(work: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    tiny.step.record = refuses
+    with caplog.at_level(logging.WARNING):
+        found = tiny.generate(PROMPTS[:2], PARAMS)
+    check_same(found, growing(tiny).generate(PROMPTS[:2], PARAMS))
+    assert [one.getMessage() for one in caplog.records if one.name == token_step.__name__] == [
+        "token steps go on without a CUDA graph, several times slower where rows are few: it could not be recorded "
+        "(operation not permitted when stream is capturing)"]
+    assert tiny.step.record is None
+
+
+def test_a_graph_that_gives_other_logits_is_not_used(
+    tiny: TransformersEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tiny)
+
+    def wrong(work: Any) -> Any:
+        run = recorder(work)
+        return lambda: run() + 1.0
+
+    tiny.step.record = wrong
+    with caplog.at_level(logging.WARNING):
+        found = tiny.generate(PROMPTS[:2], PARAMS)
+    check_same(found, growing(tiny).generate(PROMPTS[:2], PARAMS))
+    assert tiny.step.record is None and recorder.ran == 1
+    assert "differ by" in caplog.text
+
+
+def test_which_families_keep_a_growing_cache_is_said(policy: Policy) -> None:
+    config = policy.base.config.get_text_config()
+    other = {"qwen3_5_text": "delta nets", "gemma4_text": "lend", "qwen3_moe": "experts"}
+    step = TokenStep(Passes(policy))
+    assert other.get(config.model_type, "") in step.unfit
+    assert bool(step.unfit) == (config.model_type in other)
+    assert step.record is None, "on a CPU nothing is recorded"
+
+
+@pytest.mark.parametrize(("settings", "kinds"), [
+    ({"rope_type": "llama3"}, {"llama3"}), (None, {"default"}),
+    ({"full_attention": {"rope_type": "linear"}, "sliding_attention": {"rope_type": "default"}}, {"linear", "default"}),
+])
+def test_kinds_of_rope_are_those_of_all_layers(settings: Any, kinds: set[str]) -> None:
+    assert kinds_of_rope(type("Config", (), {"rope_parameters": settings})()) == kinds
