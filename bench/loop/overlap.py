@@ -137,15 +137,16 @@ def row(case: Case, off: Case, settings: dict[str, Any]) -> dict[str, Any]:
 @click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=8))
 @click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of a completion at most.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Steps of each case.")
+@click.option("--warm", type=click.IntRange(min=1), help="Steps before those.  [default: 1, of chains 4]")
 @options.output(RESULTS)
-def main(engine: str, mixture: str, prompts: int, tokens: int, rounds: int, output: Path) -> None:
+def main(engine: str, mixture: str, prompts: int, tokens: int, rounds: int, warm: int | None, output: Path) -> None:
     """Measure all cases in turn."""
     where = machine()
     settings = {"engine": engine, "mixture": mixture, "prompts": prompts, "generations": GENERATIONS, "tokens": tokens,
                 "rounds": rounds, "threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory() as folder:
         cases = make_cases(mixture, engine, prompts, tokens, Path(folder))
-        measure(cases, rounds, WARM[mixture])
+        measure(cases, rounds, warm or WARM[mixture])
     rows = [row(case, cases[0], settings) for case in cases]
     for found in rows:
         append_row(output, found | where)

@@ -19,7 +19,8 @@ def test_a_run_leaves_a_row_of_every_case_over_the_same_completions(tmp_path: Pa
 
 def test_both_switches_are_tried_together_on_answers_that_resemble_earlier_ones(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    ran("loop.overlap", "--mixture", "chains", "--prompts", 8, "--tokens", 96, "--rounds", 1, "--output", output)
+    ran("loop.overlap", "--mixture", "chains", "--prompts", 8, "--tokens", 64, "--rounds", 1, "--warm", 1,
+        "--output", output)
     rows = {row["case"]: row for row in read_rows(output)}
     assert list(rows) == ["off", "in turn", "parallel", "lookup", "parallel, lookup"]
     assert len({row["mean_length"] for row in rows.values()}) == 1 and rows["parallel, lookup"]["share"] > 0
