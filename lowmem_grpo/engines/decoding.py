@@ -1,9 +1,16 @@
 """Choosing the next token and ending a completion, in the same way for every engine."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.types import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
@@ -62,3 +69,20 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = logits.softmax(-1)
         logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return logits
+
+
+def as_rollouts(
+    rows: Sequence[Tensor], params: SamplingParams, tokenizer: "PreTrainedTokenizerBase", policy_version: int
+) -> list[Rollout]:
+    """Rollouts of rows on the host: token ids (B, C), log-probabilities (B, C), lengths (B,), and whether each ended by
+    itself (B,)."""
+    ids, logprobs, lengths, stopped = rows
+    completions = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=params.skip_special_tokens)
+    return [
+        Rollout(
+            completion_ids=completion, rollout_logprobs=row[: len(completion)].tolist(),
+            finish_reason="stop" if stop else "length", text=cut_at_stop(text, params), policy_version=policy_version,
+        )
+        for completion, row, stop, text in zip(completions, logprobs, stopped.tolist(), texts, strict=True)
+    ]

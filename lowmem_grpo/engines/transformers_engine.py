@@ -22,7 +22,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request, Until
 from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.engines.beginning import Beginning
-from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
+from lowmem_grpo.engines.decoding import as_rollouts, budget_of
 from lowmem_grpo.engines.drawn import Drawn, Part
 from lowmem_grpo.engines.drawn_turns import DrawnTurns
 from lowmem_grpo.engines.endings import Endings
@@ -114,7 +114,7 @@ class TransformersEngine:
         self.decode(drawn)
         self.report(drawn, [prompt for prompt in finished.missing if prompt in drawn.complete])
         if until is not None:
-            until.left = {prompt: drawn.marked(prompt, self.rollouts(*drawn.left_of(prompt), params))
+            until.left = {prompt: drawn.marked(prompt, self.rollouts(drawn, *drawn.left_of(prompt)))
                           for prompt in finished.missing}
         found = finished.result()
         for prompt, rollouts in zip(prompts, found, strict=True):
@@ -166,7 +166,7 @@ class TransformersEngine:
         ids, logprobs, lengths, stopped = (part[rows.to(part.device)].cpu() for part in parts)
         if logprobs.isnan().any():
             raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
-        rollouts = self.rollouts(ids, logprobs, lengths, stopped, drawn.params)
+        rollouts = self.rollouts(drawn, ids, logprobs, lengths, stopped)
         drawn.give_routes(rows.tolist(), rollouts)
         for place, prompt in enumerate(prompts):
             own = rollouts[place * n : place * n + n]
@@ -292,17 +292,6 @@ class TransformersEngine:
         if drawn.finished.on_group is not None:
             self.report(drawn, complete)
 
-    def rollouts(
-        self, ids: Tensor, logprobs: Tensor, lengths: Tensor, stopped: Tensor, params: SamplingParams
-    ) -> list[Rollout]:
-        """Host-side rollouts of the finished rows."""
-        completions = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
-        texts = self.tokenizer.batch_decode(completions, skip_special_tokens=params.skip_special_tokens)
-        return [
-            Rollout(
-                completion_ids=completion, rollout_logprobs=row[: len(completion)].tolist(),
-                finish_reason="stop" if stop else "length", text=cut_at_stop(text, params),
-                policy_version=self.policy_version,
-            )
-            for completion, row, stop, text in zip(completions, logprobs, stopped.tolist(), texts, strict=True)
-        ]
+    def rollouts(self, drawn: Drawn, *rows: Tensor) -> list[Rollout]:
+        """Rows on the host, as `as_rollouts` takes them."""
+        return as_rollouts(rows, drawn.params, self.tokenizer, self.policy_version)

@@ -48,6 +48,7 @@ def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
 
 
 def fp8_launch(rows: int, outputs: int, capability: int) -> Launch:
+    """The launch for so many rows of x and of W; `capability` is 89 for sm_89."""
     return decode_launch(rows, outputs, capability, STEP)
 
 

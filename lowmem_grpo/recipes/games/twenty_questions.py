@@ -129,6 +129,7 @@ def narrowed(low: int, high: int, question: str, answer: str) -> tuple[int, int]
 
 
 def question_of(limit: int) -> str:
+    """The question that halves at a limit."""
     return f"Is it above {limit}?"
 
 
