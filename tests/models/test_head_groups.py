@@ -11,6 +11,7 @@ from small_models import load_model, with_adapter
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.memory import token_rows
 from lowmem_grpo.models.head_groups import by_head_groups, ranges, without_waiting
 from lowmem_grpo.models.packed_attention import Causal, PackedLayout, packed_attention
@@ -158,3 +159,16 @@ def test_at_8b_and_131072_tokens_backward_holds_its_gradients_and_one_group() ->
     assert gradients < found <= gradients + 2.5 * group
     assert peak_of(8, 131072, 64, 8) - 2 * 131072 * 128 * (64 + 16) < 2 * 2.5 * group  # grows with a group's heads only
     assert peak_of(16, 131072, 64, 16) - 2 * 131072 * 128 * (64 + 32) <= 2.5 * group  # and not with their number
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_lora_drops_out_is_the_same_where_queries_are_computed_again(checkpointing: bool) -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(bare, r=4, lora_dropout=0.2, use_gradient_checkpointing=checkpointing)
+    policy, batch = Policy(model.train()), batch_of(GROUPS["two groups"])
+    found = []
+    for policy.head_groups in (1, 4):
+        torch.manual_seed(3)
+        found.append(trained(policy, batch))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
