@@ -1,6 +1,6 @@
 """Does every setting learn, and do settings that should agree learn alike? Arithmetic, with several seeds.
 
-    python -m bench.learning.bench      # 14 settings, five seeds, 30 steps of 128 completions
+    python -m bench.learning.bench      # 15 settings, five seeds, 30 steps of 128 completions
     python -m bench.learning.bench --quick  # two seeds, 20 steps: within 15 minutes on two cores
     python -m bench.learning.bench --report  # only writes docs/learning.md and docs/learning.svg from the rows
 

@@ -15,12 +15,14 @@ from lowmem_grpo.recipes.lesson import load
 from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.types import RolloutGroup
 
-LOGGED = {"carried": "sampling/partial/carried_share", "bias": "sampling/extra/length_bias"}
+LOGGED = {"carried": "sampling/partial/carried_share", "bias": "sampling/extra/length_bias",
+          "guessed": "sampling/speculation/passes_share", "trained_early": "train_while_sampling/share"}
 
 
 def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, list[float]]:
-    """Mean reward, share of right answers and mean length of each step's samples; and the share of tokens of an older
-    policy, or the bias of the length, where the setting has such."""
+    """Mean reward, share of right answers and mean length of each step's samples; and what the
+    setting logs of its own: the share of tokens of an older policy, the bias of the length, the share of passes with
+    guesses, the share of completions that were trained before all were sampled."""
     config = {**COMMON, **setting.config, "seed": seed, "max_steps": steps, "output_dir": str(folder)}
     options = ArithmeticOptions(engine=setting.engine, load_in_4bit=setting.four_bit, config=config)
     _, trainer = load(prepare(options, {}, PRESETS), make_lesson(options, seed))
@@ -35,12 +37,12 @@ def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, list
         right.append(sum(rollout.rewards["correct_answer"] or 0.0 for rollout in rollouts) / len(rollouts))
         lengths.append(sum(len(rollout.completion_ids) for rollout in rollouts) / len(rollouts))
         metrics = trainer.collector.metrics(groups, 1.0)
+        waiting.append(groups)
+        if len(waiting) > setting.stale:
+            metrics |= trainer.update(waiting.popleft())
         for short, name in LOGGED.items():
             if name in metrics:
                 logged.setdefault(short, []).append(metrics[name])
-        waiting.append(groups)
-        if len(waiting) > setting.stale:
-            trainer.update(waiting.popleft())
     return {"rewards": rewards, "right": right, "lengths": lengths, **logged}
 
 
