@@ -1,0 +1,76 @@
+"""`Database`: what a server must know after it was killed, in one SQLite file."""
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+WAITS = 30.0  # seconds for another process that writes
+Row = dict[str, Any]
+
+
+class Database:
+    """A file with a write-ahead log. What `write` has left behind is on the disk, whatever becomes of the process.
+
+    Any thread may use it; one at a time does. Whoever needs tables names them in `tables`, as statements that may be
+    run again (`CREATE TABLE IF NOT EXISTS`).
+    """
+
+    def __init__(self, path: Path, tables: Sequence[str] = ()) -> None:
+        """Open or make the file, which only its owner may read. OSError where that is refused, or it is no database."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        self.path, self.lock = path, threading.RLock()
+        # autocommit: a transaction is begun and ended here, and nowhere by itself
+        self.connection = sqlite3.connect(path, timeout=WAITS, isolation_level=None, check_same_thread=False)
+        self.connection.row_factory = sqlite3.Row
+        try:
+            self.connection.execute("PRAGMA journal_mode=WAL")
+            self.connection.execute("PRAGMA synchronous=FULL")  # a commit waits for the disk
+            self.connection.execute("PRAGMA foreign_keys=ON")
+            self.add(tables)
+        except sqlite3.DatabaseError as error:
+            self.connection.close()
+            raise OSError(f"{path} cannot be used as the server's database: {error}. Move it away, and a new one is "
+                          "made; what it held is then not known") from error
+
+    def add(self, tables: Sequence[str]) -> None:
+        """Make tables that are not there yet."""
+        with self.write() as connection:
+            for statement in tables:
+                connection.execute(statement)
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """Inside is one transaction: all of it, or nothing after an error. OSError where the disk refuses it."""
+        with self.lock:
+            try:
+                self.connection.execute("BEGIN IMMEDIATE")
+                yield self.connection
+                self.connection.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                self.undo()
+                raise OSError(f"{self.path} was not written: {error}; make room on its disk, or mend that") from error
+            except BaseException:
+                self.undo()
+                raise
+
+    def undo(self) -> None:
+        if self.connection.in_transaction:
+            self.connection.execute("ROLLBACK")
+
+    def rows(self, query: str, values: Sequence[Any] = ()) -> list[Row]:
+        """What a query finds."""
+        with self.lock:
+            return [dict(row) for row in self.connection.execute(query, values)]
+
+    def row(self, query: str, values: Sequence[Any] = ()) -> Row | None:
+        """The first row that a query finds, or None."""
+        found = self.rows(query, values)
+        return found[0] if found else None
+
+    def close(self) -> None:
+        with self.lock:
+            self.connection.close()
