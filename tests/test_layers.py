@@ -34,7 +34,7 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
     ("data", "runs", "views"),
     ("export", "fast_model", "loader", "rewards", "environments"),
     ("rollout", "preflight", "train", "chat_templates"),
-    ("service", "agents", "recipes", "commands", "integrations", "cli", "__main__"),
+    ("service", "agents", "recipes", "jobs", "commands", "integrations", "cli", "__main__"),
 ]
 LIBRARIES = {  # what each folder may import beside torch and the standard library
     "kernels": {"triton"},
@@ -55,7 +55,8 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "service": {"fastapi", "openai", "starlette", "transformers", "uvicorn"},
     "agents": {"openai", "pydantic", "tqdm"},
     "recipes": {"click", "datasets", "pydantic", "rich", "tokenizers", "transformers"},
-    "commands": {"click", "transformers"},
+    "jobs": {"fastapi"},
+    "commands": {"click"},
     "integrations": {"packaging", "peft", "transformers", "trl"},
     "cli": {"click"},
 }

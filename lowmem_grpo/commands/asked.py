@@ -49,6 +49,8 @@ def check_recipe(name: str, arguments: Sequence[str]) -> None:
     if asked.engine != "auto":
         asked.fast_inference  # noqa: B018  (refuses an unknown engine)
     asked.checkpointing  # noqa: B018  (refuses an unknown mode)
+    if not 0 < asked.card_share <= 1:
+        raise ValueError(f"card_share is {asked.card_share}; it must be above 0 and at most 1")
     form_of_weights(asked.load_in_4bit, False, asked.load_in_fp8)  # refuses both
     EngineSettings(kv_cache_dtype=asked.kv_cache_dtype).check_for(asked.engine)
     check_model(asked.model)

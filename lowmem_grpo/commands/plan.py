@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -55,6 +54,7 @@ def plan(
         from lowmem_grpo.memory.families import planned_as
         from lowmem_grpo.memory.model_shape import ModelShape
         from lowmem_grpo.memory.plan import RunSettings
+        from lowmem_grpo.models.named import config_of
         from lowmem_grpo.planning import planner
         from lowmem_grpo.planning.time_plan import plan_time
         from lowmem_grpo.planning.workload import PROMPTS, Workload
@@ -94,24 +94,3 @@ def stored_in_fp8(config: Any) -> bool:
 
         return stored_form(config, "the model") == FP8
     return False
-
-
-def config_of(model: str) -> Any:
-    """The config of a model: of a built-in shape, of a folder or file, or from the hub."""
-    from lowmem_grpo.memory.named_configs import named_config
-
-    try:
-        return named_config(model)
-    except ValueError as unknown:
-        if model.count("/") != 1 or Path(model).exists():
-            raise
-        from lowmem_grpo.models.named import find
-
-        try:
-            find(model, weights=False)
-            from transformers import AutoConfig
-
-            return AutoConfig.from_pretrained(model, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            cause = str(error).splitlines()[0]
-            raise ValueError(f"{unknown}. From the hub: {cause}") from error

@@ -31,6 +31,12 @@ def this_card(device: torch.device) -> Device:
     return Device(torch.cuda.get_device_name(device), total, int(total * share))
 
 
+def keep_to(share: float) -> None:
+    """Let this process fill no more than a share of its card. Torch then says that memory ran out where it would."""
+    if share < 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
 class PhasePeaks:
     """Peaks of torch's allocations in each phase of a step, on a card; on the CPU nothing is counted."""
 

@@ -34,3 +34,22 @@ def find(model_name: str, **options: Any) -> str:
 
         find_model(found, **options)
     return found
+
+
+def config_of(model_name: str) -> Any:
+    """The config of a model: of an embedded one, of a built-in shape, of a folder or file, or from the hub."""
+    from lowmem_grpo.memory.named_configs import named_config
+
+    try:
+        return named_config(resolve(model_name) if model_name in EMBEDDED else model_name)
+    except ValueError as unknown:
+        if model_name.count("/") != 1 or Path(model_name).exists():
+            raise
+        try:
+            find(model_name, weights=False)
+            from transformers import AutoConfig
+
+            return AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            cause = str(error).splitlines()[0]
+            raise ValueError(f"{unknown}. From the hub: {cause}") from error

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lowmem_grpo import FastLanguageModel, GRPOTrainer, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel, LoraRequest
+from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.preflight.before_run import refuse_errors
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.recipes.warm_up import SFT, WarmUp
@@ -142,6 +143,7 @@ def in_turns(lesson: Lesson) -> dict[str, Any]:
 
 def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
     """The model with LoRA, and its tokenizer."""
+    keep_to(setup.card_share)
     bare, tokenizer = FastLanguageModel.from_pretrained(
         setup.model, max_seq_length=setup.max_seq_length, load_in_4bit=setup.load_in_4bit,
         load_in_fp8=setup.load_in_fp8, fast_inference=setup.fast_inference, kv_cache_dtype=setup.kv_cache_dtype,

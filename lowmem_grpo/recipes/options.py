@@ -31,6 +31,8 @@ class RecipeOptions:
     kv_cache_dtype: str = "auto"
     """What vLLM holds keys and values in: "auto" for the model's dtype, "fp8" or "fp8_e5m2" for 8-bit floats, of which
     twice as many fit."""
+    card_share: float = 1.0
+    """The part of the card's memory that this run may fill, where other programs need the rest."""
     max_seq_length: int | None = None
     """Most tokens of prompt and completion together; None takes the preset's."""
     lora_rank: int | None = None

@@ -49,6 +49,7 @@ class Setup:
     load_in_4bit: bool
     load_in_fp8: bool
     kv_cache_dtype: str
+    card_share: float
     fast_inference: bool | str
     checkpointing: bool | str
     resume: bool
@@ -88,7 +89,8 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
     return Setup(
         name, either(options.max_seq_length, preset.max_seq_length), rank,
         either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank), four_bit, options.load_in_fp8,
-        options.kv_cache_dtype, options.fast_inference, options.checkpointing, options.resume, GRPOConfig(**settings),
+        options.kv_cache_dtype, options.card_share, options.fast_inference, options.checkpointing, options.resume,
+        GRPOConfig(**settings),
     )
 
 

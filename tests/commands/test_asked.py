@@ -38,6 +38,7 @@ WRONG = {  # command line: words of the refusal
     "generate hi --fp8 --load-in-4bit": "load_in_4bit=True and load_in_fp8=True contradict each other",
     "eval tiny --recipe arithmetic --fp8 --load-in-4bit": "contradict each other",
     "run arithmetic load_in_fp8=true load_in_4bit=true": "contradict each other",
+    "run arithmetic card_share=0": "card_share is 0.0; it must be above 0 and at most 1",
     "run arithmetic kv_cache_dtype=int8": "kv_cache_dtype is 'int8'; it must be one of auto, fp8, fp8_e4m3, fp8_e5m2",
     "run arithmetic kv_cache_dtype=fp8 engine=transformers": "only vLLM holds its cache in 8 bits",
     "plan --model tiny --gpu t4 --kv-cache-dtype int8": "'int8' is not one of 'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2'",

@@ -103,11 +103,14 @@ def itemsize_of(policy: Policy, cache_dtype: str) -> int:
 
 
 def default_kv_bytes(policy: Policy, utilization: float) -> int:
-    """What `utilization` of the card leaves beside what is in use; a fixed size on the CPU."""
+    """What `utilization` of the card leaves beside what is in use; a fixed size on the CPU. A process that keeps to a
+    share of its card takes this part of its share, beside what it uses itself."""
     if policy.device.type != "cuda":
         return CPU_KV_BYTES
     free, total = torch.cuda.mem_get_info(policy.device)
-    return max(0, int(utilization * total) - (total - free))
+    share = torch.cuda.get_per_process_memory_fraction(policy.device)
+    used = total - free if share == 1 else torch.cuda.memory_reserved(policy.device)
+    return max(0, int(utilization * share * total) - used)
 
 
 def check_room(device: torch.device, size: int) -> None:

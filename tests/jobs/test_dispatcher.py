@@ -1,0 +1,203 @@
+"""Jobs start in their order, one after the other or together, and what became of them is known after a restart."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lowmem_grpo.jobs import process
+from lowmem_grpo.jobs.dispatcher import Dispatcher
+from lowmem_grpo.jobs.job import DONE, FAILED, RUNNING, STOPPED, WAITING, Asked, Job
+from lowmem_grpo.jobs.keeper import KEEPER, RUN
+from lowmem_grpo.jobs.queue import JobQueue
+from lowmem_grpo.jobs.room import Weighed
+from lowmem_grpo.service.database import Database
+from lowmem_grpo.units import GIB
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
+RECIPE = '''
+import json, signal, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from lowmem_grpo.recipes.options import RecipeOptions
+
+@dataclass
+class Options(RecipeOptions):
+    what: str = "end"
+
+OPTIONS = Options
+
+def run(options):
+    folder = Path(options.config["output_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    (folder / f"go{options.resume}-{options.card_share}").touch()
+    print("ready", flush=True)
+    if options.what == "fail":
+        raise ValueError("the data are gone")
+    while options.what == "wait" and not (folder.parent / "enough").exists():
+        time.sleep(0.02)
+    (folder / "summary.json").write_text(json.dumps({"status": "finished"}))
+'''
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Path:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "small.py").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[JobQueue]:
+    made = JobQueue(Database(tmp_path / "server.sqlite"), tmp_path / "jobs")
+    yield made
+    for job in made.live():
+        process.stop(made.folder_of(job))
+
+
+@pytest.fixture
+def dispatcher(queue: JobQueue, recipes: Path) -> Dispatcher:
+    return Dispatcher(queue, recipes)
+
+
+def submit(queue: JobQueue, what: str = "end", **fields: object) -> int:
+    return queue.submit(Asked.of({"recipe": "small.py", "options": [f"what={what}"], **fields}), "me").id
+
+
+def until(dispatcher: Dispatcher, holds: Callable[[], object], seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit, [(job.state, job.why) for job in dispatcher.queue.all()]
+        dispatcher.look()
+        time.sleep(0.05)
+
+
+def is_ready(queue: JobQueue, number: int) -> bool:
+    log = queue.folder_of(queue.one(number)) / process.LOG
+    return log.exists() and "ready" in log.read_text()
+
+
+def enough(queue: JobQueue, number: int) -> None:
+    (queue.folder_of(queue.one(number)) / "enough").touch()
+
+
+def job(queue: JobQueue, number: int) -> Job:
+    return queue.one(number)
+
+
+def test_one_after_the_other_and_each_says_what_it_waits_for(queue: JobQueue, dispatcher: Dispatcher) -> None:
+    first, second, third = submit(queue, "wait"), submit(queue), submit(queue, priority=1)
+    queue.began(queue.one(first))
+    process.start(queue.one(first), queue.folder_of(queue.one(first)), dispatcher.recipes)
+    until(dispatcher, lambda: is_ready(queue, first))
+    assert job(queue, third).why == f"waits for job {first}, which has 100% of the card; it asks for 100%"
+    assert job(queue, second).why == "one job is before it in the queue"
+    enough(queue, first)
+    until(dispatcher, lambda: job(queue, second).state == DONE)
+    assert job(queue, first).state == DONE == job(queue, third).state
+    assert job(queue, third).began < job(queue, second).began  # type: ignore[operator]
+
+
+def test_shares_run_together_and_the_run_is_told_its_share(queue: JobQueue, dispatcher: Dispatcher) -> None:
+    both = [submit(queue, "wait", share=0.5) for _ in range(2)]
+    until(dispatcher, lambda: all(is_ready(queue, number) for number in both))
+    assert [one.state for one in queue.live()] == [RUNNING, RUNNING]
+    for number in both:
+        enough(queue, number)
+        assert (queue.folder_of(job(queue, number)) / process.FOLDER / "goFalse-0.5").exists()
+    until(dispatcher, lambda: not queue.live())
+
+
+def test_an_error_is_told_in_the_runs_own_words(queue: JobQueue, dispatcher: Dispatcher) -> None:
+    number = submit(queue, "fail")
+    until(dispatcher, lambda: job(queue, number).is_over)
+    assert job(queue, number).state == FAILED
+    assert job(queue, number).why.startswith("ValueError: the data are gone (exit status 1)")
+
+
+def test_a_job_is_stopped_as_asked_and_goes_on_where_it_was(queue: JobQueue, dispatcher: Dispatcher) -> None:
+    number = submit(queue, "wait")
+    until(dispatcher, lambda: is_ready(queue, number))
+    queue.cancel(number)
+    until(dispatcher, lambda: job(queue, number).is_over)
+    assert (job(queue, number).state, job(queue, number).exit_code) == (STOPPED, 143)
+    queue.resume(number, ["what=end"])
+    until(dispatcher, lambda: job(queue, number).is_over)
+    assert job(queue, number).state == DONE
+    assert (queue.folder_of(job(queue, number)) / process.FOLDER / "goTrue-1.0").exists()
+
+
+def test_the_next_server_finds_a_job_that_runs_and_one_that_ended_meanwhile(
+    queue: JobQueue, dispatcher: Dispatcher, recipes: Path
+) -> None:
+    runs, ends = submit(queue, "wait", share=0.5), submit(queue, "wait", share=0.5)
+    until(dispatcher, lambda: is_ready(queue, runs) and is_ready(queue, ends))
+    enough(queue, ends)
+    limit = time.monotonic() + 20
+    while process.ended(queue.folder_of(job(queue, ends))) is None and time.monotonic() < limit:
+        time.sleep(0.05)
+    following = Dispatcher(queue, recipes)
+    following.look()
+    assert (job(queue, runs).state, job(queue, ends).state) == (RUNNING, DONE)
+    enough(queue, runs)
+    until(following, lambda: job(queue, runs).state == DONE)
+
+
+def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
+    queue: JobQueue, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = submit(queue, "wait")
+    until(dispatcher, lambda: is_ready(queue, number))
+    folder = queue.folder_of(job(queue, number))
+    keeper = next(int(entry.name) for entry in Path("/proc").glob("[0-9]*")
+                  if str(folder).encode() in (entry / "cmdline").read_bytes() and b"jobs.keeper" in
+                  (entry / "cmdline").read_bytes()) if Path("/proc").exists() else 0
+    if not keeper:
+        pytest.skip("needs /proc to find the keeper")
+    run = int((folder / RUN).read_text())
+    os.kill(keeper, signal.SIGKILL)
+    os.kill(run, signal.SIGKILL)
+    monkeypatch.setattr("lowmem_grpo.jobs.dispatcher.COMES_UP", 0.0)
+    until(dispatcher, lambda: job(queue, number).state == WAITING or job(queue, number).goes == 2)
+    monkeypatch.undo()
+    enough(queue, number)
+    until(dispatcher, lambda: job(queue, number).is_over)
+    assert (job(queue, number).state, job(queue, number).goes) == (DONE, 2)
+    assert (folder / process.FOLDER / "goTrue-1.0").exists() and (folder / KEEPER).exists()
+
+
+def test_a_plan_that_fits_no_card_ends_a_job_before_it_begins(queue: JobQueue, recipes: Path) -> None:
+    dispatcher = Dispatcher(queue, recipes, has_card=True)
+    number = submit(queue)
+    dispatcher.plans[number] = (Weighed(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length"), time.time())
+    dispatcher.look()
+    assert job(queue, number).state == FAILED and "lower max_seq_length" in job(queue, number).why
+
+
+def test_on_a_card_a_job_waits_until_its_plan_is_made(queue: JobQueue, recipes: Path) -> None:
+    dispatcher = Dispatcher(queue, recipes, has_card=True)
+    number = submit(queue)
+    dispatcher.look()
+    assert job(queue, number).why == "its memory is being planned"
+    until(dispatcher, lambda: job(queue, number).is_over)  # there is no card to plan for here: nothing is known
+    assert job(queue, number).state == DONE and job(queue, number).peak_bytes is None
+
+
+def test_the_thread_survives_a_full_disk_and_ends_when_asked(
+    queue: JobQueue, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.jobs.dispatcher.EVERY", 0.01)
+    monkeypatch.setattr(queue, "live", lambda: (_ for _ in ()).throw(OSError("no room")))
+    dispatcher.start()
+    limit = time.monotonic() + 10
+    while "no room" not in caplog.text and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert dispatcher.thread.is_alive() and "no room" in caplog.text
+    dispatcher.close()
+    assert not dispatcher.thread.is_alive()

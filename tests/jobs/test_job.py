@@ -1,0 +1,49 @@
+"""What somebody asks the queue for is refused by the field that is wrong."""
+
+import pytest
+
+from lowmem_grpo.jobs.job import Asked, seconds_of
+
+REFUSED = {
+    "recipe is '../x.py'": {"recipe": "../x.py"},
+    "recipe is 3": {"recipe": 3},
+    "a job has no prio; it has": {"recipe": "arithmetic", "prio": 3},
+    "options is 'max_steps=3'; give a list": {"recipe": "arithmetic", "options": "max_steps=3"},
+    "the queue sets output_dir itself": {"recipe": "arithmetic", "options": ["--output-dir=/tmp"]},
+    "the queue sets resume itself": {"recipe": "arithmetic", "options": ["resume=true"]},
+    "priority is 1.5": {"recipe": "arithmetic", "priority": 1.5},
+    "priority is True": {"recipe": "arithmetic", "priority": True},
+    "time_limit is 0": {"recipe": "arithmetic", "time_limit": 0},
+    "time_limit is inf": {"recipe": "arithmetic", "time_limit": float("inf")},
+    "share is 1.5": {"recipe": "arithmetic", "share": 1.5},
+    "share is nan": {"recipe": "arithmetic", "share": float("nan")},
+    "send a JSON object with recipe": {"options": []},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_wrong_field_is_named(words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("?", r"\?")):
+        Asked.of(REFUSED[words])
+
+
+@pytest.mark.parametrize("given", [None, [], "arithmetic", 3])
+def test_what_is_no_object_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="send a JSON object"):
+        Asked.of(given)
+
+
+def test_a_right_one_is_taken() -> None:
+    asked = Asked.of({"recipe": "mine.py", "options": ["max_steps=3"], "priority": -2, "time_limit": 60, "share": 0.5})
+    assert asked == Asked("mine.py", ["max_steps=3"], -2, 60, 0.5)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("45m", 2700), ("2h", 7200), ("1h30m", 5400)])
+def test_times_are_read(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "soon", "-3", "1.5h", "h"])
+def test_other_times_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="the time"):
+        seconds_of(text)
