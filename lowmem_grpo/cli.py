@@ -7,10 +7,12 @@ from lowmem_grpo.commands.doctor import doctor
 from lowmem_grpo.commands.eval import evaluate
 from lowmem_grpo.commands.export import export
 from lowmem_grpo.commands.generate import generate
+from lowmem_grpo.commands.jobs import cancel, jobs, logs, resume, submit
 from lowmem_grpo.commands.new import new
 from lowmem_grpo.commands.plan import plan
 from lowmem_grpo.commands.report import report
 from lowmem_grpo.commands.run import run
+from lowmem_grpo.commands.serve import serve
 
 
 class InOrder(click.Group):
@@ -26,5 +28,5 @@ def main() -> None:
     """Fine-tune language models with GRPO on one GPU, or try it on a CPU with the embedded tiny model."""
 
 
-for command in (run, new, plan, evaluate, generate, export, report, doctor):
+for command in (run, new, plan, evaluate, generate, export, report, serve, submit, jobs, logs, cancel, resume, doctor):
     main.add_command(command)

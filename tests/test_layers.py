@@ -55,7 +55,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "service": {"fastapi", "openai", "starlette", "transformers", "uvicorn"},
     "agents": {"openai", "pydantic", "tqdm"},
     "recipes": {"click", "datasets", "pydantic", "rich", "tokenizers", "transformers"},
-    "jobs": {"fastapi"},
+    "jobs": {"fastapi", "starlette"},
     "commands": {"click"},
     "integrations": {"packaging", "peft", "transformers", "trl"},
     "cli": {"click"},

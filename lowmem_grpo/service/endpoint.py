@@ -9,18 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
-import uvicorn
-
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.gate import HOSTS, LOOPBACK, OneKey
 from lowmem_grpo.service.limits import Limits
 from lowmem_grpo.service.routes import Completions, make_app
+from lowmem_grpo.service.server import BACKLOG, CLOSE, made_for
 from lowmem_grpo.service.sessions import Session, Sessions
 
-READ_AHEAD = 64 * 1024  # bytes of headers that the server holds at most, whatever `Limits` say
-START, CLOSE = 30.0, 5.0  # seconds in which the server comes up; in which replies are ended
+START = 30.0  # seconds in which the server comes up
 S = TypeVar("S", bound=Session)
-BACKLOG = 2048  # connections that wait to be taken
 
 
 class Endpoint:
@@ -45,11 +42,7 @@ class Endpoint:
         self.base_url = f"{self.address}/v1"
         self.closing, self.sessions, self.owned = asyncio.Event(), Sessions(self.limits), owned
         self.completions = Completions(chat, self.sessions, self.limits, self.closing)
-        self.server = uvicorn.Server(uvicorn.Config(
-            make_app(self.completions, OneKey(self.api_key)), http="h11", ws="none", loop="asyncio", lifespan="off",
-            log_config=None, access_log=False, server_header=False, h11_max_incomplete_event_size=READ_AHEAD,
-            timeout_graceful_shutdown=int(CLOSE),
-        ))
+        self.server = made_for(make_app(self.completions, OneKey(self.api_key)))
         self.lock, self.closed = threading.Lock(), False
         self.thread = threading.Thread(target=self.run, name="lowmem-grpo endpoint", daemon=True)
         self.thread.start()

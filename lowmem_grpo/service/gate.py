@@ -1,7 +1,7 @@
 """What every request passes before a route sees it: the host it asks for, the key, and how large it is."""
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -19,10 +19,15 @@ CLOSE = {"Connection": "close"}  # what is left of a body is not read
 
 
 class Gate:
-    """Wraps an application. `holds` says whether a key is one that opens it."""
+    """Wraps an application. `holds` says whose key one is, or whether it is one that opens it: what is false does not.
+    Routes find it as `request.scope["holder"]`."""
 
-    def __init__(self, app: ASGIApp, holds: Callable[[str], bool], limits: Limits) -> None:
-        self.app, self.holds, self.limits = app, holds, limits
+    def __init__(
+        self, app: ASGIApp, holds: Callable[[str], object], limits: Limits, hosts: Sequence[str] | None = HOSTS,
+        without_key: Sequence[str] = WITHOUT_KEY,
+    ) -> None:
+        """`hosts` are the names that a request may ask for; None takes any. The paths `without_key` are open to all."""
+        self.app, self.holds, self.limits, self.hosts, self.without_key = app, holds, limits, hosts, without_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -46,10 +51,13 @@ class Gate:
                                  f"{self.limits.header_bytes} are taken (header_bytes of Limits)", None,
                             "headers_too_large", CLOSE)
         headers = dict(scope["headers"])
-        if name_of(host := headers.get(b"host", b"").decode("latin-1")) not in HOSTS:
-            raise ChatError(421, f"the request is for the host {host!r}; this endpoint is {' or '.join(HOSTS)}, on "
-                                 "this machine only: use its base_url", None, "wrong_host", CLOSE)
-        if scope["path"] not in WITHOUT_KEY and not self.holds(key_of(headers.get(b"authorization", b""))):
+        name = name_of(host := headers.get(b"host", b"").decode("latin-1"))
+        if self.hosts is not None and name not in self.hosts:
+            raise ChatError(421, f"the request is for the host {host!r}; this endpoint is {' or '.join(self.hosts)}, "
+                                 "on this machine only: use its base_url", None, "wrong_host", CLOSE)
+        key = headers.get(b"x-api-key", b"").decode("latin-1") or key_of(headers.get(b"authorization", b""))
+        scope["holder"] = self.holds(key)
+        if scope["path"] not in self.without_key and not scope["holder"]:
             raise ChatError(401, "the key is missing or wrong; send the header 'Authorization: Bearer KEY' with the "
                                  "api_key of this endpoint, which is another in each run", None, "invalid_api_key",
                             CLOSE | {"WWW-Authenticate": "Bearer"})

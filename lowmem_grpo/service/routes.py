@@ -8,19 +8,18 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from lowmem_grpo.service.attention import Attention, ClientGoneError, Slots
 from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
+from lowmem_grpo.service.error_replies import answer_errors
 from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.gate import CLOSE, Gate, as_response, unexpected
+from lowmem_grpo.service.gate import Gate
 from lowmem_grpo.service.limits import Limits
 from lowmem_grpo.service.sessions import Session, Sessions
 from lowmem_grpo.service.streamed import DONE, Events, Gathered, event
 
-CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it
 ROUTES = "POST /v1/chat/completions, GET /v1/models and GET /health"
 
 
@@ -131,24 +130,7 @@ def make_app(completions: Completions, holds: Callable[[str], bool]) -> Gate:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.exception_handler(ChatError)
-    async def refused(request: Request, error: ChatError) -> Response:
-        return as_response(error)
-
-    @app.exception_handler(ClientGoneError)
-    async def left(request: Request, error: ClientGoneError) -> Response:
-        return Response(status_code=CLIENT_LEFT)
-
-    @app.exception_handler(HTTPException)
-    async def no_route(request: Request, error: HTTPException) -> Response:
-        code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
-        return as_response(ChatError(error.status_code, f"there is no {request.method} {request.url.path}; there are "
-                                                        f"{ROUTES}", None, code, dict(error.headers or {})))
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return JSONResponse(unexpected(error), 500, CLOSE)
-
+    answer_errors(app, ROUTES)
     return Gate(app, holds, completions.limits)
 
 

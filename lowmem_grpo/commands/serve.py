@@ -1,0 +1,79 @@
+"""`lowmem-grpo serve`: one card as a service, for programs and people elsewhere."""
+
+from functools import partial
+from pathlib import Path
+
+import click
+
+from lowmem_grpo.views.terminal import plain_errors
+
+LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
+
+
+@click.command(short_help="Serve this card over HTTP: a queue of jobs.")
+@click.option("--port", default=8400, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Which address of this machine listens. Any but "
+              "loopback needs --key-file, and a proxy before it for TLS.")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("~/.lowmem-grpo"),
+              show_default=True, help="What the server keeps; one server at a time has it.")
+@click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="Further users, a line NAME KEY each; with `jobs` after it, they may submit jobs.")
+@click.option("--recipes", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="A folder of recipe files that jobs may name.")
+def serve(port: int, host: str, folder: Path, key_file: Path | None, recipes: Path | None) -> None:
+    """Serve this card: recipes that are submitted wait here, and run when it is free.
+
+    It prints its address, and keeps the key of whoever starts it in the folder, where `lowmem-grpo submit` finds both.
+    Jobs that run go on when the server ends, and the next one finds them.
+    """
+    with plain_errors():
+        from lowmem_grpo.service.home import Address, Home
+
+        try:
+            from lowmem_grpo.jobs.serving import app_of, dispatcher_of
+            from lowmem_grpo.service.server import is_loopback, open_socket, run
+        except ImportError as error:
+            raise ImportError(f"{LACKING} ({error})") from error
+        from lowmem_grpo.service.users import Users, read_users
+
+        others = [] if key_file is None else read_users(key_file)
+        if not is_loopback(host) and not others:
+            raise ValueError(f"--host {host} is reached from other machines; give --key-file FILE, in which each user "
+                             "has a key, and put a proxy with TLS before the server")
+        home = Home(folder)
+        with home.owned() as database:
+            listening = open_socket(host, port)
+            name = "127.0.0.1" if host == "0.0.0.0" else host
+            address = Address(f"http://{name}:{listening.getsockname()[1]}", home.key())
+            path = home.announce(address)
+            dispatcher = dispatcher_of(database, home.jobs, recipes)
+            app = app_of(dispatcher.queue, Users(address.key, others), partial(checked, recipes), not is_loopback(host))
+            click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)")
+            dispatcher.start()
+            try:
+                run(app, [listening])
+            finally:
+                dispatcher.close()
+
+
+def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
+    """ValueError for what the recipe would refuse. A file must be in the folder `recipes`."""
+    from lowmem_grpo.commands.asked import check_recipe
+    from lowmem_grpo.recipes.recipe_file import unknown_recipe
+
+    if recipe.endswith(".py"):
+        if recipes is None or not (recipes / recipe).is_file():
+            where = "has none (--recipes FOLDER gives it some)" if recipes is None else f"has {listed(recipes)}"
+            raise ValueError(f"there is no recipe file {recipe!r} on the server, which {where}")
+        recipe = str(recipes / recipe)
+    elif problem := unknown_recipe(recipe):
+        raise ValueError(problem)
+    try:
+        check_recipe(recipe, options)
+    except click.ClickException as error:
+        raise ValueError(error.format_message()) from error
+
+
+def listed(recipes: Path) -> str:
+    """The recipe files of a folder, in words."""
+    return ", ".join(sorted(path.name for path in recipes.glob("*.py"))) or "no files"

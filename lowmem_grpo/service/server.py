@@ -1,0 +1,63 @@
+"""An HTTP server in the main thread of a program, until Ctrl-C."""
+
+import socket
+from collections.abc import Sequence
+
+import uvicorn
+from fastapi import APIRouter, FastAPI
+from starlette.types import ASGIApp
+
+from lowmem_grpo.service.error_replies import answer_errors
+from lowmem_grpo.service.gate import HOSTS, Gate
+from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.users import Users
+
+READ_AHEAD = 64 * 1024  # bytes of headers that the server holds at most, whatever `Limits` say
+CLOSE = 5.0  # seconds in which replies are ended
+BACKLOG = 2048  # connections that wait to be taken
+
+
+def make_server_app(routers: dict[str, APIRouter], users: Users, limits: Limits, everywhere: bool = False) -> ASGIApp:
+    """An application with routers by their prefixes, behind the gate. `everywhere` takes requests for any name of this
+    machine, not only for loopback."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    for prefix, router in routers.items():
+        app.include_router(router, prefix=prefix)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    answer_errors(app, ", ".join(["GET /health", *(f"those below {prefix}" for prefix in routers)]))
+    return Gate(app, users, limits, None if everywhere else HOSTS)
+
+
+def is_loopback(host: str) -> bool:
+    return host in HOSTS
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens; OSError says what to do where the port cannot be had."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+        found.listen(BACKLOG)
+    except OSError as error:
+        found.close()
+        raise OSError(error.errno, f"the server cannot have port {port} of {host} ({error.strerror}): another program "
+                                   "may have it; give another one with --port, or 0 for a free one") from error
+    return found
+
+
+def run(app: ASGIApp, listening: Sequence[socket.socket]) -> None:
+    """Answer until Ctrl-C or SIGTERM."""
+    made_for(app).run(sockets=list(listening))
+
+
+def made_for(app: ASGIApp) -> uvicorn.Server:
+    """What answers by an application, and writes no log of its own."""
+    return uvicorn.Server(uvicorn.Config(
+        app, http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
+        server_header=False, h11_max_incomplete_event_size=READ_AHEAD, timeout_graceful_shutdown=int(CLOSE),
+    ))

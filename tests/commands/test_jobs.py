@@ -1,0 +1,180 @@
+"""`serve`, `submit`, `jobs`, `logs`, `cancel`, `resume` as a user types them, and over a killed server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="a server needs the extra [serve]")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a server needs the locks of Linux and macOS")
+COMMAND = [sys.executable, "-m", "lowmem_grpo"]
+RECIPE = '''
+import signal, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from lowmem_grpo.recipes.options import RecipeOptions
+
+@dataclass
+class Options(RecipeOptions):
+    wait: bool = False
+
+OPTIONS = Options
+
+def run(options):
+    folder = Path(options.config["output_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    print(f"began, resume={options.resume}", flush=True)
+    while options.wait and not (folder.parent / "enough").exists():
+        time.sleep(0.02)
+'''
+
+
+class Served:
+    """A server in a process of its own, and the commands that ask it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.recipes, self.home = folder, folder / "recipes", folder / "home"
+        self.recipes.mkdir()
+        (self.recipes / "small.py").write_text(RECIPE)
+        self.keys = folder / "keys"
+        self.keys.write_text(f"ann {'a' * 30} jobs\nbob {'b' * 30}\n")
+        self.keys.chmod(0o600)
+        self.start()
+
+    def start(self) -> None:
+        (self.home / "server.json").unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            [*COMMAND, "serve", "--port", "0", "--folder", str(self.home), "--recipes", str(self.recipes),
+             "--key-file", str(self.keys)], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.said = [self.process.stdout.readline() for _ in range(3)]
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*COMMAND, *words, "--server", str(self.home)], capture_output=True, text=True,
+                              timeout=60, check=False)
+
+    def job(self, number: int) -> dict[str, object]:
+        found: dict[str, object] = json.loads(self("jobs", str(number), "--json").stdout)
+        return found
+
+    def until(self, number: int, *states: str) -> dict[str, object]:
+        limit = time.monotonic() + 60
+        while (job := self.job(number))["state"] not in states:
+            assert time.monotonic() < limit, job
+            time.sleep(0.1)
+        return job
+
+    def enough(self, number: int) -> None:
+        (self.home / "jobs" / str(number) / "enough").touch()
+
+    def ask(self, path: str, key: str) -> tuple[int, str]:
+        request = urllib.request.Request(json.loads((self.home / "server.json").read_text())["url"] + path,
+                                         headers={"Authorization": f"Bearer {key}"})
+        try:
+            with urllib.request.urlopen(request, timeout=20) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    made = Served(tmp_path_factory.mktemp("served"))
+    yield made
+    for job in json.loads(made("jobs", "--json").stdout)["jobs"]:
+        made.enough(job["id"])
+    made.process.terminate()
+    made.process.wait(20)
+
+
+def test_the_address_and_the_key_are_printed(served: Served) -> None:
+    assert served.said[0].startswith("serving at http://127.0.0.1:") and served.said[1].startswith("key tml-")
+
+
+def test_a_job_runs_and_its_log_is_followed_to_its_end(served: Served) -> None:
+    number = served("submit", "small.py").stdout.split()[1].rstrip(":")
+    followed = served("logs", "-f", number)
+    assert (followed.returncode, followed.stdout) == (0, "began, resume=False\n")
+    assert f"job {number} is done" in followed.stderr
+    assert "small.py" in served("jobs").stdout
+
+
+REFUSED = {
+    "no option 'max_stepz'; did you mean max_steps": ("submit", "arithmetic", "max_stepz=3"),
+    "no recipe 'aritmetic'; did you mean arithmetic": ("submit", "aritmetic"),
+    "there is no recipe file 'other.py' on the server, which has small.py": ("submit", "other.py"),
+    "the queue sets output_dir itself": ("submit", "arithmetic", "output_dir=/tmp/x"),
+    "the time 'soon' cannot be read": ("submit", "arithmetic", "--time-limit", "soon"),
+    "share is 1.5": ("submit", "arithmetic", "--share", "1.5"),
+    "there is no job 999": ("cancel", "999"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_wrong_is_refused_in_words(words: str, served: Served) -> None:
+    found = served(*REFUSED[words])
+    assert found.returncode == 1 and words in found.stderr and "Traceback" not in found.stderr
+
+
+def test_a_job_outlives_a_killed_server_and_the_next_one_goes_on(served: Served) -> None:
+    runs = int(served("submit", "small.py", "wait=true").stdout.split()[1].rstrip(":"))
+    waits = int(served("submit", "small.py").stdout.split()[1].rstrip(":"))
+    served.until(runs, "running")
+    served.process.send_signal(signal.SIGKILL)
+    served.process.wait(20)
+    served.start()
+    assert served.job(runs)["state"] == "running"
+    served.enough(runs)
+    assert served.until(runs, "done", "failed")["state"] == "done"
+    assert served.until(waits, "done", "failed")["state"] == "done"
+    assert served.job(runs)["goes"] == 1
+
+
+def test_a_stopped_job_is_resumed(served: Served) -> None:
+    number = int(served("submit", "small.py", "wait=true").stdout.split()[1].rstrip(":"))
+    served.until(number, "running")
+    limit = time.monotonic() + 30
+    while "began" not in served("logs", str(number)).stdout and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert "asked to stop" in served("cancel", str(number)).stdout
+    assert served.until(number, "stopped", "failed")["state"] == "stopped"
+    served("resume", str(number), "wait=false")
+    assert served.until(number, "done", "failed")["state"] == "done"
+    assert served("logs", str(number)).stdout == "began, resume=False\nbegan, resume=True\n"
+
+
+def test_only_a_key_with_the_right_reaches_jobs_and_only_its_own(served: Served) -> None:
+    assert served.ask("/jobs", "nobody")[0] == 401
+    status, words = served.ask("/jobs", "b" * 30)
+    assert status == 403 and "the key of bob may not use jobs" in words
+    assert served.ask("/jobs", "a" * 30) == (200, '{"jobs":[]}')
+    assert served.ask("/jobs/1", "a" * 30)[0] == 404
+    assert served.ask("/health", "")[0] == 200
+
+
+def test_a_server_that_is_gone_is_told_from_a_wrong_request(tmp_path: Path) -> None:
+    (tmp_path / "server.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "key": "tml-x"}))
+    found = subprocess.run([*COMMAND, "jobs", "--server", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert found.returncode == 1 and "is not reached" in found.stderr
+
+
+def test_other_machines_are_served_only_with_keys(tmp_path: Path) -> None:
+    found = subprocess.run([*COMMAND, "serve", "--host", "0.0.0.0", "--folder", str(tmp_path)], capture_output=True,
+                           text=True, check=False)
+    assert found.returncode == 1 and "give --key-file FILE" in found.stderr
+
+
+def test_two_servers_do_not_share_a_folder(served: Served) -> None:
+    found = subprocess.run([*COMMAND, "serve", "--port", "0", "--folder", str(served.home)], capture_output=True,
+                           text=True, timeout=60, check=False)
+    assert found.returncode == 1 and "another server has" in found.stderr
+    assert os.path.exists(served.home / "server.json")
