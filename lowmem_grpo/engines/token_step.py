@@ -82,10 +82,12 @@ class TokenStep:
         if state is not self.state or state.positions is not self.positions or width > self.mask.shape[1]:
             self.hold(state, width)
         self.tokens.copy_(state.tokens)
-        self.cache.width = -(-width // self.block) * self.block
+        self.width = -(-width // self.block) * self.block
+        state.cache.cut(self.width)
         logits = self.logits()
         state.real = self.mask[:, :width]
-        state.cache.cut(width)
+        if self.width > width:
+            state.cache.cut(width)
         return logits
 
     def hold(self, state: Decode, width: int) -> None:
@@ -99,8 +101,11 @@ class TokenStep:
         self.tokens, self.positions = state.tokens.clone(), state.positions.clone()
         self.mask = torch.zeros(len(state.rows), capacity, dtype=torch.bool, device=state.rows.device)
         self.mask[:, : width - 1] = state.real
+        # what attention adds to its scores: it would make this of a mask of bools in each layer
+        self.added = torch.zeros_like(self.mask, dtype=state.cache.layers[0].storage.dtype)
+        self.added.masked_fill_(~self.mask, -torch.inf)
         state.positions = self.positions
-        self.cache = FixedCache(state.cache, self.at, width)
+        self.cache = FixedCache(state.cache, self.at)
         self.fed = replace(state, cache=self.cache)
         self.weights: list[Tensor] = [*self.passes.policy.model.parameters()] if self.record else []
 
@@ -113,8 +118,9 @@ class TokenStep:
         """The work of one step: logits (B, V). Nothing here asks the device for a value."""
         self.positions.add_(1)
         self.mask.index_fill_(1, self.at, True)
-        mask, named = self.mask[:, None, None, : self.cache.width], {"newest": self.at} if self.block > 1 else {}
-        hidden = self.passes.hidden(self.tokens[:, None], self.positions[:, None], mask, self.fed.alive[:, None],
+        self.added.index_fill_(1, self.at, 0.0)
+        added, named = self.added[:, None, None, : self.width], {"newest": self.at} if self.block > 1 else {}
+        hidden = self.passes.hidden(self.tokens[:, None], self.positions[:, None], added, self.fed.alive[:, None],
                                     self.fed, **named)
         logits = self.passes.logits(hidden).squeeze(1)
         self.at.add_(1)

@@ -73,10 +73,12 @@ def cached_attention(
     newest: Tensor | None = None,
 ) -> Tensor:
     """One query a row: (B, H, 1, K) against (B, H_kv, L, K). Rows are right-aligned, so a window is the last keys.
-    Where there are empty places after them, `newest` (1,) is the place of the last key."""
+    The mask (B, 1, 1, L) is of bools, or what is added to the scores, in the dtype of the query. Where there are empty
+    places after the keys, `newest` (1,) is the place of the last one."""
     rows, heads, _, size = query.shape
     if newest is not None and mask is not None and sliding_window is not None and sliding_window < key.shape[2]:
-        mask = mask & (torch.arange(key.shape[2], device=key.device) > newest - sliding_window)
+        outside = torch.arange(key.shape[2], device=key.device) <= newest - sliding_window
+        mask = mask.masked_fill(outside, False if mask.dtype == torch.bool else -torch.inf)
     elif sliding_window is not None and sliding_window < key.shape[2]:
         key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
         mask = mask[..., -sliding_window:] if mask is not None else None

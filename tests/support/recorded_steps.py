@@ -51,6 +51,7 @@ class Recorder:
             result = work()
         self.step.at.sub_(1)
         self.step.mask.index_fill_(1, self.step.at, False)
+        self.step.added.index_fill_(1, self.step.at, -torch.inf)
         self.step.positions.sub_(1)
         self.recorded += 1
 
