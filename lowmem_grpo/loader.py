@@ -58,7 +58,8 @@ class FastLanguageModel:
         `kv_cache_bytes` for its key-value cache. It decodes up to `max_num_seqs` sequences together (None: what a run
         samples at once, as far as the cache has room), and `enforce_eager=True` turns CUDA graphs off. Its cache keeps
         whole blocks of `block_size` tokens from one turn to the next (None: vLLM's own, and 32 on the CPU for a
-        `max_seq_length` of at most 2,048). The transformers engine reserves no memory and ignores these five.
+        `max_seq_length` of at most 2,048). The transformers engine reserves no memory, and of these five it takes
+        `enforce_eager` only.
         `sampling_weights="16bit"` lets vLLM dequantize 4-bit or FP8 weights once for each phase of sampling. That is
         faster when many sequences are decoded together, and takes 2 bytes a weight until training begins; "4bit" never
         does it. None does it on a card if the key-value cache of the sequences that are decoded together still fits

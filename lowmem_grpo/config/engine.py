@@ -16,7 +16,7 @@ DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What vLLM's engine is made with. The transformers engine reserves no memory and ignores them."""
+    """What vLLM's engine is made with. The transformers engine reserves no memory, and takes `enforce_eager` only."""
 
     gpu_memory_utilization: float = 0.5  # the share of the card that may be in use, the key-value cache included
     kv_cache_bytes: int | None = None  # of the key-value cache, instead of gpu_memory_utilization

@@ -25,6 +25,7 @@ class Batch:
     def __init__(self, drawn: Drawn, endings: Endings) -> None:
         self.drawn, self.endings = drawn, endings
         self.parts: list[Part] = []  # the unfinished rows; after an error, what is to be resumed
+        self.since = 0  # tokens that each row has drawn since it was asked which are done
         self.counts: Tensor | None = None  # (B,) tokens that the rows have drawn, where they differ
         self.ahead: list[Tensor] = []  # (B, 1) fp64 each: random numbers of the next places, the last of them first
 
@@ -36,7 +37,7 @@ class Batch:
     @property
     def place(self) -> int | Tensor:
         """Tokens that the rows have drawn: of all of them, or (B,)."""
-        return self.parts[0].start if self.counts is None else self.counts
+        return self.parts[0].start + self.since if self.counts is None else self.counts
 
     def begin(self, waiting: deque[Part], room: int) -> Part:
         """Take at most so many of the rows that wait; they belong to the batch from now on, and `enter` it next."""
@@ -59,26 +60,35 @@ class Batch:
         self.counts = torch.cat([counts, torch.full_like(state.rows, part.start)])
         self.ahead = []
 
-    def draw(self, logits: Tensor) -> list[int]:
-        """Draw the next tokens from logits (B, V); returns the rows that are left."""
+    def draw(self, logits: Tensor) -> None:
+        """Draw the next tokens from logits (B, V). Unless there are stop strings, nothing here waits for the device."""
         state, drawn, place = self.state, self.drawn, self.place
         state.tokens, logprobs = draw(logits, drawn.params, self.numbers())
         drawn.ids[state.rows, place], drawn.logprobs[state.rows, place] = state.tokens, logprobs.float()
-        drew = state.alive
-        ended = drew & self.ends()
-        state.alive = drew & ~ended & (drawn.lengths[state.rows] > place + 1)
-        left: list[int] = state.rows[state.alive].tolist()
-        drawn.lengths[state.rows[ended]] = place + 1 if isinstance(place, int) else place[ended] + 1
-        drawn.stopped[state.rows[ended]] = True
+        drew, rows = state.alive, state.rows
+        ended, lengths = drew & self.ends(), drawn.lengths[rows]
+        state.alive = drew & ~ended & (lengths > place + 1)
+        drawn.lengths[rows] = lengths.where(~ended, place + 1)
+        drawn.stopped[rows] = drawn.stopped[rows] | ended
         if self.counts is not None:
             self.counts = self.counts + drew  # a row that is done stays at its end, where nothing is read
-        return left
+        self.since += 1
+
+    def left(self) -> list[int]:
+        """The rows that are not done, asked of the device."""
+        found: list[int] = self.state.rows[self.state.alive].tolist()
+        return found
+
+    @property
+    def at_its_end(self) -> bool:
+        """Whether a row may have drawn as many tokens as there is room for."""
+        return any(part.start + self.since >= self.drawn.ids.shape[1] for part in self.parts)
 
     def numbers(self) -> Tensor:
         """(B, 1) fp64: the random numbers of the rows' next tokens."""
         drawn, rows = self.drawn, self.state.rows
         if self.counts is None:
-            return drawn.uniform(rows, self.parts[0].start)
+            return drawn.uniform(rows, self.parts[0].start + self.since)
         if not self.ahead:
             places = self.counts[:, None] + torch.arange(AHEAD, device=rows.device)
             found = drawn.uniforms(rows, places.clamp(max=drawn.ids.shape[1] - 1))
@@ -96,16 +106,23 @@ class Batch:
                  for row, last in zip(rows.tolist(), place.tolist(), strict=True)]
         return torch.tensor([self.endings.end(text) for text in texts], device=rows.device)
 
-    def keep_up(self, left: list[int]) -> set[int]:
-        """A token was drawn, and these rows are left; returns those that are done."""
-        before, kept = self.running, set(left)
-        ended: set[int] = set()
+    def keep_up(self, left: list[int]) -> dict[int, int]:
+        """These rows are left; returns those that are done, and how many tokens their parts have drawn. Until then, an
+        error leaves the rows where they were the last time: what they drew since is drawn again, and is the same."""
+        kept, before = set(left), self.running
+        ended: dict[int, int] = {}
         for part in self.parts:
-            part.start += 1
+            part.start += self.since
             if len(left) < before:
-                ended |= set(part.rows) - kept
+                ended |= {row: part.start for row in part.rows if row not in kept}
                 part.rows = [row for row in part.rows if row in kept]
+        self.since = 0
         return ended
+
+    def too_many(self, ended: dict[int, int]) -> int:
+        """Tokens that were drawn after the ends of these rows."""
+        lengths = self.drawn.lengths[torch.tensor([*ended], dtype=torch.long, device=self.drawn.ids.device)].tolist()
+        return sum(ended.values()) - sum(lengths)
 
     def drop(self, left: list[int], waiting: deque[Part]) -> list[int]:
         """Leave out rows that nobody waits for any more, also of those that have not begun; returns what is left."""
@@ -130,7 +147,7 @@ class Batch:
 
     def clear(self) -> None:
         """All rows are done."""
-        self.parts, self.counts, self.ahead = [], None, []
+        self.parts, self.counts, self.ahead, self.since = [], None, [], 0
 
     def keep_routes(self) -> None:
         """Keep the routes of the tokens that were drawn last, which have been fed."""

@@ -13,11 +13,14 @@ class Endings:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams, eos_ids: list[int]) -> None:
         self.tokenizer, self.stops = tokenizer, params.stop_strings
         self.tokens = [*(params.stop_token_ids or []), *([] if params.ignore_eos else eos_ids)]
+        self.held: Tensor | None = None  # `tokens` on the device
         self.reach = max((len(stop.encode()) for stop in self.stops), default=0) + 4  # a token may be a single byte
 
     def of(self, ids: Tensor) -> Tensor:
         """(B,) bool: whether the last tokens of completions (B, C) end them."""
-        ended = torch.isin(ids[:, -1], torch.tensor(self.tokens, dtype=torch.long, device=ids.device))
+        if self.held is None or self.held.device != ids.device:  # making it anew in each step would wait for the device
+            self.held = torch.tensor(self.tokens, dtype=torch.long, device=ids.device)
+        ended = torch.isin(ids[:, -1], self.held)
         if self.stops:
             matches = [self.stopped(text) for text in self.tokenizer.batch_decode(ids[:, -self.reach :])]
             ended = ended | torch.tensor(matches, device=ended.device)

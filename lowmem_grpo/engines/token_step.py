@@ -63,9 +63,11 @@ def kinds_of_rope(config: object) -> set[str]:
 class TokenStep:
     """Feeds the rows of a batch the tokens they drew last."""
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: Passes, eager: bool = False) -> None:
+        """`eager` steps are never recorded."""
         self.passes = passes
-        self.unfit, why = other_cache(passes.policy), not_recorded(passes.policy)
+        self.unfit = other_cache(passes.policy)
+        why = not_recorded(passes.policy) or ("enforce_eager is True" if eager else "")
         self.record: Record | None = None if self.unfit or why else Recorded
         # places that attention reads: a multiple of this, as a graph is of one length
         self.block = STEP if self.record else 1

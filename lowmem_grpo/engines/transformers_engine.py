@@ -39,6 +39,7 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
+LOOK = 8  # token steps from one look at which rows are done to the next, where steps are CUDA graphs
 RARELY = 0.5  # the same where steps are CUDA graphs, each of which is of one number of rows
 ENTER_TOGETHER = 8  # rows that wait enter once there is room for one of so many that may run
 
@@ -48,7 +49,10 @@ class TransformersEngine:
 
     name = "transformers"
 
-    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> None:
+    def __init__(
+        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, enforce_eager: bool | None = None
+    ) -> None:
+        """`enforce_eager=True` turns CUDA graphs off."""
         self.policy, self.passes = policy, Passes(policy)
         self.tokenizer = tokenizer
         self.max_seq_length = max_seq_length
@@ -59,7 +63,8 @@ class TransformersEngine:
         self.speculation: Speculation | None = None
         self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
-        self.step = TokenStep(self.passes)
+        self.looks_every = LOOK
+        self.step = TokenStep(self.passes, bool(enforce_eager))
         self.beginning = Beginning(self.passes, self.pace, tokenizer.pad_token_id or 0)
 
     @property
@@ -218,10 +223,15 @@ class TransformersEngine:
         while batch.running or waiting:
             if waiting and size - batch.running >= max(1, size // ENTER_TOGETHER):
                 logits = self.enter(batch, waiting, size, logits)
-            running = batch.running
-            left = batch.draw(logits)
-            self.pace.step(running)
-            self.keep_up(drawn, batch.keep_up(left))
+            batch.draw(logits)
+            if batch.since < self.asks_every(batch) and not batch.at_its_end and not self.pace.reading:
+                logits = self.step.extend(batch.state)
+                self.weigh(batch)
+                continue
+            running, steps, left = batch.running, batch.since, batch.left()
+            ended = batch.keep_up(left)
+            self.pace.step(running, running * steps - (batch.too_many(ended) if steps > 1 else 0))
+            self.keep_up(drawn, {*ended})
             left = batch.drop(left, waiting)
             guesses = self.speculation is not None and not waiting and self.pace.in_tail(len(left))
             enters = bool(waiting) and size - len(left) >= max(1, size // ENTER_TOGETHER)
@@ -242,6 +252,13 @@ class TransformersEngine:
             logits = self.step.extend(batch.state)
             batch.keep_routes()
             self.weigh(batch)
+
+    def asks_every(self, batch: Batch) -> int:
+        """Token steps from one look at which rows are done to the next. A look waits for the card, which then waits for
+        the host; a row that is done meanwhile draws on, and what it drew is not kept. Stop strings are looked for on
+        the host, and which rows end first decides where more are sampled than are needed."""
+        waits = batch.endings.stops or batch.drawn.until is not None
+        return self.looks_every if self.step.record is not None and not waits else 1
 
     def enter(self, batch: Batch, waiting: deque[Part], size: int, logits: Tensor) -> Tensor:
         """Let rows enter until `size` run; returns the logits (B, V) of all, of which `logits` are those that ran."""

@@ -1,6 +1,7 @@
 """Steps with everything at one address: the same completions, whether they run as they are or were recorded."""
 
 import logging
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -14,10 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import token_step
+from lowmem_grpo.engines.batch import Batch
+from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.engines.fixed_cache import STEP, capacity_for
 from lowmem_grpo.engines.passes import Passes
 from lowmem_grpo.engines.token_step import TokenStep, kinds_of_rope
-from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.engines.transformers_engine import LOOK, TransformersEngine
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
@@ -122,6 +125,84 @@ def test_a_step_asks_the_device_for_nothing_and_its_tensors_stay_where_they_are(
     engine.generate([[100, 5, 7], [9] * 9], SamplingParams(n=2, max_tokens=30, seed=1, ignore_eos=True))
     assert len(seen) == 29
     assert all(one == seen[0] for one in seen)
+
+
+DRAWS = {
+    "greedy": {"temperature": 0.0}, "at temperature 1": {}, "top_p and top_k": {"top_p": 0.8, "top_k": 40},
+    "min_p": {"min_p": 0.05, "temperature": 0.7},
+}
+
+
+@pytest.mark.parametrize("how", DRAWS)
+def test_drawing_a_token_asks_the_device_for_nothing(
+    how: str, tiny: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, drew = Batch.draw, []
+
+    def watched(batch: Batch, logits: Tensor) -> None:
+        with NothingAsked() if drew else nullcontext():  # the first one makes the random numbers and the end tokens
+            plain(batch, logits)
+        drew.append(batch.since)
+
+    monkeypatch.setattr(Batch, "draw", watched)
+    tiny.generate(PROMPTS[:2], SamplingParams(n=2, max_tokens=20, seed=1, **DRAWS[how]))
+    assert len(drew) > 5
+
+
+ENDINGS = {
+    "the end token": {}, "several end tokens": {"stop_token_ids": [*range(5, 60)]}, "the budget": {"ignore_eos": True},
+    "a stop string": {"stop": ["1"]},
+}
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+@pytest.mark.parametrize("ends", ENDINGS)
+def test_looking_rarely_at_which_rows_are_done_changes_no_token(
+    ends: str, rows: int | None, tiny: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(n=3, max_tokens=37, seed=5, **ENDINGS[ends])
+    prompts = [*PROMPTS, [7] * (tiny.max_seq_length - 20)]  # the last one has the smallest budget
+    expected = growing(tiny).generate(prompts, params)
+    recorder, looks, steps = Recorder(tiny), [], []
+    tiny.bound.lowered = rows
+    left, extend = Batch.left, TokenStep.extend
+    monkeypatch.setattr(Batch, "left", lambda batch: looks.append(batch.since) or left(batch))
+    monkeypatch.setattr(TokenStep, "extend", lambda step, state: steps.append(1) or extend(step, state))
+    check_same(tiny.generate(prompts, params), expected)
+    spent = tiny.pace.spent
+    first = len(expected) * params.n if rows is None else 0  # tokens drawn straight after prompts count as prefill
+    drawn = sum(len(one.completion_ids) for one in chain(*expected))
+    assert spent["full"].tokens + spent["tail"].tokens <= drawn
+    assert rows is not None or spent["full"].tokens + spent["tail"].tokens == drawn - first, "no token after an end"
+    if ends == "a stop string":
+        assert {*looks} == {1}
+    else:
+        assert max(looks) == LOOK and recorder.ran
+        assert rows is not None or len(looks) < len(steps) / 2
+
+
+def test_a_shortage_between_two_looks_loses_no_token(tiny: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(n=3, max_tokens=37, seed=5)
+    expected = growing(tiny).generate(PROMPTS, params)
+    Recorder(tiny)
+    extend, steps = TokenStep.extend, [0]
+
+    def short(step: TokenStep, state: Decode) -> Tensor:
+        steps[0] += 1
+        if steps[0] == 13:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return extend(step, state)
+
+    monkeypatch.setattr(TokenStep, "extend", short)
+    check_same(tiny.generate(PROMPTS, params), expected)
+    assert steps[0] > 13
+
+
+@pytest.mark.parametrize("eager", [None, False, True])
+def test_enforce_eager_turns_graphs_off(eager: bool | None, tiny: TransformersEngine, monkeypatch: Any) -> None:
+    monkeypatch.setattr(token_step, "not_recorded", lambda policy: "")
+    engine = TransformersEngine(tiny.policy, tiny.tokenizer, CONTEXT, enforce_eager=eager)
+    assert (engine.step.record is None) == (eager is True)
 
 
 def test_adapters_that_an_optimizer_updates_are_seen_by_a_recorded_step(tokenizer: PreTrainedTokenizerBase) -> None:
