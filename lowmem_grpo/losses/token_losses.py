@@ -1,0 +1,106 @@
+"""Losses that are plain sums over tokens, by the names of the Tinker protocol. Whoever calls them normalises, through
+advantages or weights.
+
+Of token t: p is its log-probability, q that of the sampler, A its advantage, w its weight, r = exp(p - q).
+
+    cross_entropy        -w p
+    importance_sampling  -r A
+    ppo                  -min(r A, clip(r) A)
+    cispo                -sg(clip(r)) A p
+    gspo                 as ppo, with the ratio of the whole sequence, exp of the mean of p - q where its mask is 1
+    dro                  -(A p - beta / 2 (p - q)^2)
+
+`sg` has no gradient. The bounds of `clip` are ratios, as in the protocol: 0.8 and 1.2 where none are given.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.losses.sequences import sequence_sums
+
+CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+OFF_POLICY = ("logprobs", "advantages")
+ELSEWHERE = {
+    "stable_reinforce": "its formula is not public; pass loss_fn=\"importance_sampling\", or \"cispo\"",
+    "custom": "the server runs no programs of its clients; pass a function to forward_backward_custom, which computes "
+              "the loss at the client and sends its gradient as weights",
+}
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What a loss needs: values (T,) of each sequence, and settings with their defaults."""
+
+    needs: tuple[str, ...]
+    settings: Mapping[str, float]
+
+
+LOSSES = {
+    "cross_entropy": TokenLoss(("weights",), {}),
+    "importance_sampling": TokenLoss(OFF_POLICY, {}),
+    "ppo": TokenLoss(OFF_POLICY, CLIP),
+    "cispo": TokenLoss(OFF_POLICY, CLIP),
+    "gspo": TokenLoss((*OFF_POLICY, "sequence_ratio_mask"), CLIP),
+    "dro": TokenLoss(OFF_POLICY, {"beta": 0.05}),
+}
+
+
+def loss_named(name: str) -> TokenLoss:
+    """The loss of this name; ValueError says what to take instead of one that is not there."""
+    if name not in LOSSES:
+        why = ELSEWHERE.get(name, "it is not known here")
+        raise ValueError(f"loss_fn {name!r} is not offered: {why}. There are {', '.join(LOSSES)}")
+    return LOSSES[name]
+
+
+def checked_settings(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
+    """The settings of a loss, with the defaults of those that were not given. ValueError names what is wrong."""
+    allowed = loss_named(name).settings
+    for key, value in given.items():
+        if key not in allowed:
+            raise ValueError(f"loss_fn_config has {key!r}, which {name} does not take; it takes "
+                             f"{', '.join(allowed) or 'no settings'}")
+        if isinstance(value, str) or not 0 <= value < float("inf"):
+            raise ValueError(f"loss_fn_config[{key!r}] is {value!r}; it must be a number, at least 0")
+    settings = {**allowed, **{key: float(value) for key, value in given.items()}}
+    if "clip_low_threshold" in settings and settings["clip_low_threshold"] > settings["clip_high_threshold"]:
+        raise ValueError(f"clip_low_threshold is {settings['clip_low_threshold']:g} and clip_high_threshold "
+                         f"{settings['clip_high_threshold']:g}; both are ratios, such as 0.8 and 1.2, the low one "
+                         "below the high one")
+    return settings
+
+
+def token_losses(
+    name: str, logprobs: Tensor, values: Mapping[str, Tensor], settings: Mapping[str, float], sequence_ids: Tensor,
+    sequences: int,
+) -> Tensor:
+    """The loss (N,) of each token, whose sum is to be minimised.
+
+    logprobs (N,) are the policy's; `values` (N,) are what the loss `needs`; `sequence_ids` (N,) int64 tell `sequences`
+    sequences apart. `settings` are all of them, as `checked_settings` returns them.
+    """
+    if name == "cross_entropy":
+        return -values["weights"] * logprobs
+    advantages, change = values["advantages"], logprobs - values["logprobs"]
+    if name == "dro":
+        return -(advantages * logprobs - settings["beta"] / 2 * change.square())
+    if name == "gspo":
+        change = sequence_change(change, values["sequence_ratio_mask"], sequence_ids, sequences)
+    ratio = change.exp()
+    if name == "importance_sampling":
+        return -ratio * advantages
+    clipped = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+    if name == "cispo":
+        return -clipped.detach() * advantages * logprobs
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def sequence_change(change: Tensor, mask: Tensor, sequence_ids: Tensor, sequences: int) -> Tensor:
+    """The mean of `change` (N,) over each sequence, weighted by `mask` (N,), at each of its tokens; 0 where the mask
+    of a sequence is 0 all over."""
+    weight = sequence_sums(mask, sequence_ids, sequences)
+    means = sequence_sums(change * mask, sequence_ids, sequences) / torch.where(weight == 0, 1.0, weight)
+    return means[sequence_ids]

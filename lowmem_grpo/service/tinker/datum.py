@@ -1,0 +1,141 @@
+"""`Datum`: a sequence to train on, as a client sent it, checked."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, loss_named
+from lowmem_grpo.service.tinker import wire
+
+DTYPES = {wire.FLOAT32: torch.float32, wire.INT64: torch.int64, wire.INT32: torch.int32, wire.BFLOAT16: torch.bfloat16}
+TARGETS = "target_tokens"
+KNOWN = {TARGETS, *(name for loss in LOSSES.values() for name in loss.needs)}
+
+
+@dataclass(frozen=True)
+class Datum:
+    """T tokens, a target for each, and what the loss needs of each."""
+
+    ids: list[int]  # (T,)
+    targets: Tensor  # (T,) int64
+    values: dict[str, Tensor]  # (T,) float32 each
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a model can take."""
+
+    vocabulary: int  # ids are below it
+    context: int  # tokens of a sequence
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A call of forward or forward_backward."""
+
+    data: list[Datum]
+    loss: str
+    settings: dict[str, float]
+    forward_only: bool
+
+
+def pass_of(request: Any, bounds: Bounds) -> Pass:
+    """A ForwardBackwardRequest, checked. ValueError names the field that is wrong."""
+    newer = {key: getattr(value, value.WhichOneof("kind") or "text")
+             for key, value in request.loss_fn_config_v2.items()}
+    settings = checked_settings(request.loss_fn, newer or dict(request.loss_fn_config))
+    if not request.data:
+        raise ValueError("data is empty; send at least one datum")
+    needs = loss_named(request.loss_fn).needs
+    return Pass([datum_of(one, f"data[{place}]", needs, bounds, request.loss_fn)
+                 for place, one in enumerate(request.data)], request.loss_fn, settings, request.forward_only)
+
+
+def datum_of(given: Any, where: str, needs: tuple[str, ...], bounds: Bounds, loss: str) -> Datum:
+    """A Datum message, checked. What another loss would need may be there, and is left out."""
+    ids = ids_of(given.model_input, f"{where}.model_input", bounds)
+    if len(ids) > bounds.context:
+        raise ValueError(f"{where}.model_input has {len(ids)} tokens; the server takes at most {bounds.context}")
+    inputs = f"{where}.loss_fn_inputs"
+    if unknown := sorted(given.loss_fn_inputs.keys() - KNOWN):
+        raise ValueError(f"{inputs} has {unknown[0]!r}, which no loss here takes; they take {', '.join(sorted(KNOWN))}")
+    if missing := [name for name in (TARGETS, *needs) if name not in given.loss_fn_inputs]:
+        raise ValueError(f"{inputs} lacks {missing[0]!r}; {loss} needs {', '.join((TARGETS, *needs))}, each with a "
+                         "value for every token of model_input")
+    targets = tensor_of(given.loss_fn_inputs[TARGETS], f"{inputs}[{TARGETS!r}]", len(ids), torch.int64)
+    check_ids(targets, f"{inputs}[{TARGETS!r}]", bounds)
+    return Datum(ids, targets, {name: tensor_of(given.loss_fn_inputs[name], f"{inputs}[{name!r}]", len(ids),
+                                                torch.float32) for name in needs})
+
+
+def ids_of(chunks: Any, where: str, bounds: Bounds) -> list[int]:
+    """The token ids of a model input."""
+    found: list[int] = []
+    for place, chunk in enumerate(chunks):
+        kind, here = chunk.WhichOneof("kind"), f"{where}.chunks[{place}]"
+        if kind != "encoded_text":
+            raise ValueError(f"{here} is {kind or 'of an unknown kind'}; only encoded text is taken: this server "
+                             "trains on text")
+        ids = from_bytes(chunk.encoded_text.tokens, torch.int32, f"{here}.tokens")
+        check_ids(ids, f"{here}.tokens", bounds)
+        found += ids.tolist()
+    if not found:
+        raise ValueError(f"{where} has no tokens; it needs at least one")
+    return found
+
+
+def check_ids(ids: Tensor, where: str, bounds: Bounds) -> None:
+    """ValueError for an id that is none of the model's."""
+    wrong = ((ids < 0) | (ids >= bounds.vocabulary)).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise ValueError(f"{where}[{place}] is {int(ids[place])}; the model's token ids are 0 to "
+                         f"{bounds.vocabulary - 1}")
+
+
+def tensor_of(given: Any, where: str, length: int, dtype: torch.dtype) -> Tensor:
+    """A Tensor message of (length,) values, whole numbers or floats as `dtype` says."""
+    if given.WhichOneof("kind") == "sparse_csr":
+        raise ValueError(f"{where} is sparse, which is not offered yet: send one value for each token")
+    if given.dtype not in DTYPES or DTYPES[given.dtype].is_floating_point != dtype.is_floating_point:
+        raise ValueError(f"{where} has the dtype {given.dtype}; it must be "
+                         + ("1 (float32) or 4 (bfloat16)" if dtype.is_floating_point else "2 (int64) or 3 (int32)"))
+    values = from_bytes(given.dense, DTYPES[given.dtype], where)
+    shape = list(given.shape) or [len(values)]
+    if len(shape) > 1:
+        raise ValueError(f"{where} has the shape {shape}; several targets for a token are not offered yet: send the "
+                         f"shape [{length}]")
+    if math.prod(shape) != len(values) or len(values) != length:
+        raise ValueError(f"{where} has the shape {shape} and {len(values)} values; model_input has {length} tokens, "
+                         "and each needs one value")
+    if dtype.is_floating_point and not bool(values.isfinite().all()):
+        raise ValueError(f"{where} holds NaN or infinity; every value must be a finite number")
+    return values.to(dtype)
+
+
+def from_bytes(data: bytes, dtype: torch.dtype, where: str) -> Tensor:
+    """The values (N,) of bytes, little-endian."""
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{where} has {len(data)} bytes; it must be a multiple of {dtype.itemsize}")
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def output_of(logprobs: list[Tensor], metrics: Mapping[str, float]) -> bytes:
+    """A ForwardBackwardOutput: `logprobs` (T,) float32 of each datum, in the request's order."""
+    message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    message.metrics.update(metrics)
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
+    field = record.fields["logprobs"]
+    field.dtype, field.data = wire.FLOAT32, as_bytes(torch.cat(logprobs).float())
+    ends = torch.tensor([0, *(len(one) * 4 for one in logprobs)]).cumsum(0)
+    field.offsets = as_bytes(ends)
+    return message.SerializeToString()
+
+
+def as_bytes(values: Tensor) -> bytes:
+    """The bytes of values on the host, little-endian."""
+    return values.contiguous().numpy().tobytes()

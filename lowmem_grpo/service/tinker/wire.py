@@ -1,0 +1,128 @@
+"""The protobuf messages of the Tinker protocol, by the numbers of their fields, and the bodies that carry them.
+
+Fields that are not named here are skipped, so that a newer client can be read. The classes are made from the table
+when this file is imported: there is no generated code.
+"""
+
+import io
+import re
+from typing import Any
+
+import zstandard
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from lowmem_grpo.units import MIB
+
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # DType
+STOP, LENGTH = 0, 1  # StopReason
+PROTOBUF = "application/x-protobuf"
+BODY_BYTES = 64 * MIB  # that a compressed body may grow to
+WINDOW = 8 * MIB  # that zstd may look back, whatever a body says
+PACKAGE = "lowmem_grpo_wire"  # of these classes; it is not sent
+# NAME: number field type; `*` is a list, `<X>` a map from text to X, `|` one of several of which one is there
+TABLE = """
+SampleResponse: 1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs,
+    4 prompt_cache_hit_tokens int32
+SampledSequence: 1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs TopkLogprobs
+TopkLogprobs: 1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32
+SparseCsr: 1 values bytes, 2 crow_indices bytes, 3 col_indices bytes
+Tensor: 1 dense bytes|, 2 sparse_csr SparseCsr|, 3 dtype int32, 4 shape int64*
+BatchedTensor: 1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64*
+ArrayRecord: 1 type_tag string, 2 fields <BatchedTensor>, 3 num_datums int64
+ForwardBackwardOutput: 1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3 metrics <double>
+ForwardBackwardRequest: 1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string, 5 loss_fn_config <double>,
+    6 forward_only bool, 7 loss_fn_config_v2 <LossConfigValue>
+LossConfigValue: 1 number double|, 2 text string|
+Datum: 1 model_input Chunk*, 2 loss_fn_inputs <Tensor>
+Chunk: 1 encoded_text EncodedTextChunk|, 2 image ImageChunk|, 3 dmel DmelChunk|
+EncodedTextChunk: 1 tokens bytes
+ImageChunk: 1 data bytes, 2 format string
+DmelChunk: 1 dmel bytes
+"""
+FIELD = re.compile(r"(\d+) (\w+) (<?)(\w+)>?([*|]?)")
+
+
+class BodyError(ValueError):
+    """A body cannot be read at all, so that it is not known whose it is."""
+
+
+def file_of(table: str) -> FileDescriptorProto:
+    """The table as protobuf describes messages."""
+    file = FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
+    for line in table.strip().replace(",\n   ", ",").splitlines():
+        name, fields = line.split(": ")
+        message = file.message_type.add(name=name)
+        for number, field, is_map, kind, mark in FIELD.findall(fields):
+            if is_map:
+                add_map(message, int(number), field, kind)
+            else:
+                add_field(message, int(number), field, kind, mark)
+    return file
+
+
+def add_field(message: DescriptorProto, number: int, name: str, kind: str, mark: str = "") -> None:
+    """A field of a message; one marked `|` belongs to the message's one choice."""
+    field = message.field.add(name=name, number=number)
+    field.label = FieldDescriptorProto.LABEL_REPEATED if mark == "*" else FieldDescriptorProto.LABEL_OPTIONAL
+    if kind[0].isupper():
+        field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
+    else:
+        field.type = FieldDescriptorProto.Type.Value(f"TYPE_{kind.upper()}")
+    if mark == "|":
+        if not message.oneof_decl:
+            message.oneof_decl.add(name="kind")
+        field.oneof_index = 0
+
+
+def add_map(message: DescriptorProto, number: int, name: str, kind: str) -> None:
+    """A map from text, which on the wire is a list of entries."""
+    entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
+    entry.options.map_entry = True
+    add_field(entry, 1, "key", "string")
+    add_field(entry, 2, "value", kind)
+    field = message.field.add(name=name, number=number, label=FieldDescriptorProto.LABEL_REPEATED)
+    field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{PACKAGE}.{message.name}.{entry.name}"
+
+
+POOL = DescriptorPool()
+POOL.Add(file_of(TABLE))
+
+
+def message(name: str) -> type[Message]:
+    """The class of a message of the table."""
+    return GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+ForwardBackwardRequest: Any = message("ForwardBackwardRequest")
+ForwardBackwardOutput: Any = message("ForwardBackwardOutput")
+SampleResponse: Any = message("SampleResponse")
+
+
+def parsed(kind: Any, body: bytes) -> Any:
+    """A body as a message; BodyError where it is none."""
+    try:
+        return kind.FromString(body)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise BodyError(f"the body is no {kind.DESCRIPTOR.name}: {error}; it was cut off, or written by another "
+                        "program than a Tinker client") from None
+
+
+def plain(body: bytes, encoding: str, most: int = BODY_BYTES) -> bytes:
+    """A body without its compression. BodyError where it would be larger than `most` bytes, of which no more are made,
+    or where the encoding is not known."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "zstd":
+        raise BodyError(f"Content-Encoding is {encoding!r}; zstd is taken, or none")
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(io.BytesIO(body)) as reader:
+            grown = reader.read(most + 1)
+    except zstandard.ZstdError as error:
+        raise BodyError(f"the body is no zstd: {error}") from None
+    if len(grown) > most:
+        raise BodyError(f"the body grows to more than {most} bytes, which is the most that is taken: send fewer datums "
+                        "in a call")
+    return grown

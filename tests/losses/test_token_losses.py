@@ -1,0 +1,97 @@
+"""The losses of the Tinker protocol against loops over single tokens, in float64, values and gradients."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses
+
+IDS = torch.tensor([0, 0, 0, 1, 1, 2])
+
+
+def clip(ratio: float, settings: dict[str, float]) -> float:
+    return min(max(ratio, settings["clip_low_threshold"]), settings["clip_high_threshold"])
+
+
+def by_hand(name: str, p: list[float], values: dict[str, list[float]], settings: dict[str, float]
+            ) -> tuple[list[float], list[float]]:
+    """(loss, its derivative by p) of every token, of which gspo's derivative counts the whole sequence's."""
+    losses, slopes = [], [0.0] * len(p)
+    for t in range(len(p)):
+        if name == "cross_entropy":
+            losses.append(-values["weights"][t] * p[t])
+            slopes[t] -= values["weights"][t]
+            continue
+        a, q = values["advantages"][t], values["logprobs"][t]
+        r = math.exp(p[t] - q)
+        if name == "importance_sampling":
+            losses.append(-r * a)
+            slopes[t] -= r * a
+        elif name == "cispo":
+            losses.append(-clip(r, settings) * a * p[t])
+            slopes[t] -= clip(r, settings) * a
+        elif name == "dro":
+            losses.append(-(a * p[t] - settings["beta"] / 2 * (p[t] - q) ** 2))
+            slopes[t] -= a - settings["beta"] * (p[t] - q)
+        else:
+            same = [s for s in range(len(p)) if IDS[s] == IDS[t]] if name == "gspo" else [t]
+            mask = {s: values["sequence_ratio_mask"][s] if name == "gspo" else 1.0 for s in same}
+            weight = sum(mask.values()) or 1.0
+            r = math.exp(sum(mask[s] * (p[s] - values["logprobs"][s]) for s in same) / weight)
+            losses.append(-min(r * a, clip(r, settings) * a))
+            if r * a <= clip(r, settings) * a:
+                for s in same:
+                    slopes[s] -= r * a * mask[s] / weight
+    return losses, slopes
+
+
+def problem() -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    draw = torch.randn(4, 6, dtype=torch.float64)
+    return -draw[0].exp(), {
+        "weights": draw[1], "advantages": draw[2], "logprobs": -draw[0].exp() + 0.3 * draw[3],
+        "sequence_ratio_mask": torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_are_those_of_a_loop_over_tokens(name: str) -> None:
+    logprobs, values = problem()
+    settings = checked_settings(name, {})
+    logprobs.requires_grad_()
+    found = token_losses(name, logprobs, values, settings, IDS, 3)
+    found.sum().backward()
+    losses, slopes = by_hand(name, logprobs.tolist(), {key: one.tolist() for key, one in values.items()}, settings)
+    assert found.tolist() == pytest.approx(losses, rel=1e-12, abs=1e-14)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx(slopes, rel=1e-12, abs=1e-14)
+
+
+def test_the_problem_meets_both_bounds_of_the_ratio_and_both_signs_of_the_advantage() -> None:
+    logprobs, values = problem()
+    ratio = (logprobs - values["logprobs"]).exp()
+    assert (ratio < 0.8).any() and (ratio > 1.2).any()
+    assert (values["advantages"] < 0).any() and (values["advantages"] > 0).any()
+
+
+def test_a_clients_own_loss_has_its_exact_gradient_through_weights_of_any_sign() -> None:
+    logprobs, _ = problem()
+    own = logprobs.clone().requires_grad_()
+    (own.square().sum() / 3 - own.sin().sum()).backward()
+    assert own.grad is not None
+    through = logprobs.clone().requires_grad_()
+    token_losses("cross_entropy", through, {"weights": -own.grad}, {}, IDS, 3).sum().backward()
+    assert through.grad is not None
+    assert torch.equal(through.grad, own.grad)
+
+
+@pytest.mark.parametrize(("name", "given", "told"), [
+    ("stable_reinforce", {}, "importance_sampling"), ("custom", {}, "forward_backward_custom"),
+    ("dpo", {}, "cross_entropy, importance_sampling, ppo"), ("ppo", {"epsilon": 0.2}, "'epsilon'"),
+    ("cispo", {"clip_low_threshold": 1.5}, "both are ratios"), ("dro", {"beta": "high"}, "'high'"),
+    ("dro", {"beta": float("nan")}, "nan"), ("cross_entropy", {"beta": 1.0}, "no settings"),
+])
+def test_what_is_not_offered_is_refused_by_name(name: str, given: dict[str, float | str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        checked_settings(name, given)
