@@ -52,7 +52,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "rollout": {"transformers"},
     "preflight": {"packaging"},
     "train": {"bitsandbytes", "peft", "transformers"},
-    "service": {"fastapi", "google", "openai", "starlette", "transformers", "uvicorn", "zstandard"},
+    "service": {"fastapi", "google", "openai", "peft", "starlette", "transformers", "uvicorn", "zstandard"},
     "agents": {"openai", "pydantic", "tqdm"},
     "recipes": {"click", "datasets", "pydantic", "rich", "tokenizers", "transformers"},
     "jobs": {"fastapi", "starlette"},

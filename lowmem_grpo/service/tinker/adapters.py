@@ -1,0 +1,225 @@
+"""`Adapters`: several LoRA models on one base, each with factors, gradients and moments of its own.
+
+Each is an adapter of PEFT under a name of its own, of which one computes at a time. PEFT takes the others' parameters
+out of the graph (`requires_grad` is False), so that no call can reach the gradients of a model that it does not name.
+Swapping the factors of a single adapter would need copies at each change of model, and one rank for all.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
+
+from lowmem_grpo.losses.token_losses import token_losses
+from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.models.lora_layers import use_kernel_layers
+from lowmem_grpo.models.lora_targets import Scope, lora_targets
+from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.packing import unpack
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.service.tinker.datum import Datum, Pass
+from lowmem_grpo.train.rewind import Gradients
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+
+ALPHA = 32  # as the protocol's own service has it, for every rank: learning rates of its programs fit
+MOST_RANK = 512
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What a client asks of a model."""
+
+    rank: int
+    seed: int
+    attention: bool = True
+    mlp: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= MOST_RANK:
+            raise ValueError(f"lora_config.rank is {self.rank}; it must be 1 to {MOST_RANK}")
+        if not (self.attention or self.mlp):
+            raise ValueError("lora_config has train_attn and train_mlp both false, which leaves nothing to train here: "
+                             "the output head stays as it is; set one of them")
+
+
+@dataclass(frozen=True)
+class Adam:
+    """The settings of one step, under the protocol's names."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0  # 0 does not clip
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            below = 1.0 if name.startswith("beta") else float("inf")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
+                raise ValueError(f"adam_params.{name} is {value!r}; it must be a number, at least 0"
+                                 + (" and below 1" if below == 1 else ""))
+
+
+@dataclass
+class Held:
+    """A model of a client."""
+
+    adapter: str  # PEFT's name of it
+    parameters: dict[str, nn.Parameter]  # by their names, without that of the adapter
+    optimizer: torch.optim.AdamW
+
+
+class Adapters:
+    """Trains models by their ids. One thread uses it. KeyError for an id that was not created."""
+
+    def __init__(self, policy: Policy, packer: Packer, limits: Limits, offload: bool = False) -> None:
+        """`policy` computes with a PEFT model, whose own adapter is never trained here."""
+        if not isinstance(policy.model, PeftModel):
+            raise TypeError(f"the model is a {type(policy.model).__name__}; several adapters need a PEFT model")
+        self.policy, self.packer, self.limits = policy, packer, limits
+        self.model: Any = policy.model
+        self.own: str = self.model.active_adapter
+        self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
+        self.held: dict[str, Held] = {}
+        self.numbers = itertools.count()
+        for parameter in policy.trainable:
+            parameter.requires_grad_(False)
+
+    def create(self, model_id: str, settings: LoraSettings) -> None:
+        """A new model: A drawn from the seed, B zero."""
+        name = f"client{next(self.numbers)}"  # an id may have dots, which no module's name can
+        scope = Scope(finetune_attention_modules=settings.attention, finetune_mlp_modules=settings.mlp)
+        config = LoraConfig(r=settings.rank, lora_alpha=ALPHA, task_type="CAUSAL_LM",
+                            target_modules=lora_targets(self.policy.base, None, scope))
+        use_kernel_layers(config, self.policy.base)
+        with torch.random.fork_rng():
+            torch.manual_seed(settings.seed)
+            self.model.add_adapter(name, config)
+        mark = f".{name}."
+        found = {key.replace(mark, "."): one for key, one in self.model.named_parameters() if mark in key}
+        self.held[model_id] = Held(name, found, torch.optim.AdamW(found.values()))
+        self.rest()
+
+    def delete(self, model_id: str) -> None:
+        """Free a model."""
+        self.model.delete_adapter(self.held.pop(model_id).adapter)
+        self.rest()
+
+    def rest(self) -> None:
+        """No client's model computes, and none is trained."""
+        self.model.set_adapter(self.own)
+        for parameter in self.policy.trainable:
+            parameter.requires_grad_(False)
+
+    @contextmanager
+    def active(self, model_id: str) -> Iterator[Held]:
+        """Inside, this model computes and gets gradients; the others do not."""
+        held = self.held[model_id]
+        self.model.set_adapter(held.adapter)
+        try:
+            yield held
+        finally:
+            self.rest()
+
+    def run(self, model_id: str, asked: Pass) -> tuple[list[Tensor], dict[str, float]]:
+        """(log-probabilities (T,) of each datum's targets, metrics). Unless it is a forward pass only, the gradient of
+        the loss, a sum over tokens, is added to the model's. ValueError, with the gradient as it was, where a
+        log-probability or the gradient is not finite."""
+        groups = [group_of(datum) for datum in asked.data]
+        datums = {id(group.rollouts[0]): datum for group, datum in zip(groups, asked.data, strict=True)}
+        with self.active(model_id), torch.set_grad_enabled(not asked.forward_only):
+            self.model.train()
+            before = Gradients(self.policy.trainable)
+            found, losses = self.packer.run(
+                "a training micro-batch", groups, self.limits,
+                lambda batches: self.passes(batches, datums, asked), before.restore)
+            if problem := self.not_finite(found):
+                before.restore()
+                raise ValueError(problem)
+        tokens = sum(len(datum.ids) for datum in asked.data)
+        return [found[id(group.rollouts[0])] for group in groups], {"loss:sum": losses, "num_tokens:sum": tokens}
+
+    def passes(self, batches: Iterator[MicroBatch], datums: dict[int, Datum], asked: Pass
+               ) -> tuple[dict[int, Tensor], float]:
+        """The log-probabilities of each rollout, by its id, and the loss, over all micro-batches."""
+        found: dict[int, Tensor] = {}
+        total = 0.0
+        for packed in batches:
+            data = [datums[id(rollout)] for rollout in packed.rollouts]
+            batch = replace(packed, targets=torch.cat([datum.targets for datum in data]).to(self.policy.device))
+            with self.offload:
+                logprobs, _ = self.policy.logprobs(batch, 1.0)
+            values = {name: torch.cat([datum.values[name] for datum in data]).to(logprobs) for name in data[0].values}
+            loss = token_losses(asked.loss, logprobs, values, asked.settings, batch.at_trained(batch.sequence_ids),
+                                len(data)).sum()
+            if not asked.forward_only:
+                loss.backward()
+            total += loss.item()
+            parts = unpack(logprobs.detach().float().cpu(), batch)
+            found |= {id(rollout): part for rollout, part in zip(batch.rollouts, parts, strict=True)}
+        return found, total
+
+    def not_finite(self, found: dict[int, Tensor]) -> str | None:
+        """What is not finite after a pass, in words."""
+        if not all(bool(one.isfinite().all()) for one in found.values()):
+            return "a log-probability is NaN or infinite: the model diverged; go back to saved weights"
+        gradients = [one.grad for one in self.policy.trainable if one.grad is not None]
+        if gradients and not bool(torch.stack([one.isfinite().all() for one in gradients]).all()):
+            return ("the gradient is NaN or infinite, and was dropped: advantages or weights are too large, or "
+                    "logprobs are not those of the targets")
+        return None
+
+    def optim_step(self, model_id: str, adam: Adam) -> dict[str, float]:
+        """One step of AdamW with the gradients that were added since the last one, which are then cleared. ValueError
+        where there are none."""
+        held = self.held[model_id]
+        with_gradient = [one for one in held.parameters.values() if one.grad is not None]
+        if not with_gradient:
+            raise ValueError(f"there is no gradient of {model_id}: call forward_backward before optim_step")
+        norm = torch.nn.utils.get_total_norm([one.grad for one in with_gradient if one.grad is not None])
+        if adam.grad_clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(with_gradient, adam.grad_clip_norm, norm)
+        held.optimizer.param_groups[0].update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps,
+                                              weight_decay=adam.weight_decay)
+        held.optimizer.step()
+        held.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm.item(), "learning_rate": adam.learning_rate}
+
+    def state(self, model_id: str) -> dict[str, Tensor]:
+        """Factors and moments of a model, on the host, as `restore` takes them."""
+        held, found = self.held[model_id], {}
+        for name, one in held.parameters.items():
+            found[name] = one.detach().cpu().clone()
+            moments = held.optimizer.state.get(one, {})
+            found |= {f"{name}/{part}": value.cpu().clone() for part, value in moments.items()}
+        return found
+
+    def restore(self, model_id: str, state: dict[str, Tensor]) -> None:
+        """Set factors and moments as `state` returned them; without moments, the optimizer begins anew. Gradients are
+        dropped. ValueError where the state is that of another kind of model."""
+        held = self.held[model_id]
+        shapes = {name: one.shape for name, one in held.parameters.items()}
+        if {name: one.shape for name, one in state.items() if "/" not in name} != shapes:
+            raise ValueError(f"the saved weights do not fit {model_id}: they have another rank or other layers")
+        held.optimizer.zero_grad(set_to_none=True)
+        held.optimizer.state.clear()
+        for name, one in held.parameters.items():
+            one.data.copy_(state[name])
+            moments = {key.partition("/")[2]: value for key, value in state.items() if key.startswith(f"{name}/")}
+            if moments:  # torch keeps the count of steps on the host
+                held.optimizer.state[one] = {part: value.clone().to("cpu" if part == "step" else one.device)
+                                             for part, value in moments.items()}
+
+
+def group_of(datum: Datum) -> RolloutGroup:
+    """A datum as the packer takes it: its first token is a prompt, and all that follows is trained. The targets, which
+    need not be the next tokens, are put in afterwards."""
+    ids = [*datum.ids[1:], int(datum.targets[-1])]
+    return RolloutGroup({}, datum.ids[:1], [Rollout(ids, [0.0] * len(ids), "length")])
