@@ -4,8 +4,8 @@
     python -m bench.attacks.job_kills --count 12
 
 Each job writes the numbers 1 to 40 into a file, a line at a time, and goes on after the last one where it is resumed,
-as a run goes on from its checkpoint. Meanwhile one of these is killed: the server, the keeper of a job, the run, or all of
-them at once, as when a machine stops. A new server is started where there is none. A job whose run was killed is
+as a run goes on from its checkpoint. Meanwhile one of these is killed: the server, the keeper of a job, the run, or all
+of them at once, as when a machine stops. A new server is started where there is none. A job whose run was killed is
 resumed, as its user would. An attack has succeeded where a job does not come to its end, a number is missing or stands
 twice, or two processes ran one job at the same time.
 """

@@ -79,10 +79,14 @@ class Batch:
         found: list[int] = self.state.rows[self.state.alive].tolist()
         return found
 
-    @property
-    def at_its_end(self) -> bool:
-        """Whether a row may have drawn as many tokens as there is room for."""
-        return any(part.start + self.since >= self.drawn.ids.shape[1] for part in self.parts)
+    def wants_a_look(self, every: int) -> bool:
+        """Whether it is time to ask which rows are done: after `every` tokens, since asking waits for the device, which
+        then waits for the host, and where a row may have drawn as many as there is room for. A row that is done
+        meanwhile draws on, and what it drew is not kept. It is after each token where there are stop strings, which are
+        looked for on the host, and where more are sampled than are needed, as those that end first are taken."""
+        at_once = self.endings.stops or self.drawn.until is not None
+        full = any(part.start + self.since >= self.drawn.ids.shape[1] for part in self.parts)
+        return full or self.since >= (1 if at_once else every)
 
     def numbers(self) -> Tensor:
         """(B, 1) fp64: the random numbers of the rows' next tokens."""

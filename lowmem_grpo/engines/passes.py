@@ -1,5 +1,7 @@
 """Passes of the trainer's model over rows and their cache."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +58,17 @@ class Passes:
         hidden = self.hidden(state.tokens[:, None], state.positions[:, None], state.real[:, None, None, :], alive,
                              state)
         return self.logits(hidden).squeeze(1)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, nothing is dropped out and no gradient is computed; the mode of the model comes back."""
+        was_training = self.policy.model.training
+        self.policy.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.policy.model.train(was_training)
 
     def hidden(
         self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: Decode, **named: Any

@@ -11,8 +11,6 @@ depends on the requests only, and not on how long a tool takes.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -39,8 +37,8 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
-LOOK = 8  # token steps from one look at which rows are done to the next, where steps are CUDA graphs
 RARELY = 0.5  # the same where steps are CUDA graphs, each of which is of one number of rows
+LOOK = 8  # token steps from one look at which rows are done to the next, there
 ENTER_TOGETHER = 8  # rows that wait enter once there is room for one of so many that may run
 
 
@@ -63,7 +61,6 @@ class TransformersEngine:
         self.speculation: Speculation | None = None
         self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
-        self.looks_every = LOOK
         self.step = TokenStep(self.passes, bool(enforce_eager))
         self.beginning = Beginning(self.passes, self.pace, tokenizer.pad_token_id or 0)
 
@@ -150,17 +147,6 @@ class TransformersEngine:
         drawn = DrawnTurns.asked(requests, params, budgets, self.policy.device, conversation, self.kept, room)
         self.decode(drawn)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Inside, nothing is dropped out and no gradient is computed; the mode of the model comes back."""
-        was_training = self.policy.model.training
-        self.policy.model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.policy.model.train(was_training)
-
     def report(self, drawn: Drawn, prompts: list[int]) -> None:
         """Copy the rows of finished prompts to the host, and report each prompt."""
         if not prompts:
@@ -185,7 +171,7 @@ class TransformersEngine:
         while waiting:
             size = min(self.bound.under(most) or 1, most)
             batch = Batch(drawn, Endings(self.tokenizer, drawn.params, self.eos_ids))
-            with self.evaluating():
+            with self.passes.evaluating():
                 failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
                                self.policy.device, self.step.release)
             self.step.release()
@@ -219,12 +205,13 @@ class TransformersEngine:
         """Draw rows to their ends, `size` of them at a time, until none wait. After an error, the parts of the batch
         are what is left of those that began."""
         drawn, logits = batch.drawn, torch.empty(0)
+        looks = LOOK if self.step.record is not None else 1
         self.pace.resume()
         while batch.running or waiting:
             if waiting and size - batch.running >= max(1, size // ENTER_TOGETHER):
                 logits = self.enter(batch, waiting, size, logits)
             batch.draw(logits)
-            if batch.since < self.asks_every(batch) and not batch.at_its_end and not self.pace.reading:
+            if not (batch.wants_a_look(looks) or self.pace.reading):
                 logits = self.step.extend(batch.state)
                 self.weigh(batch)
                 continue
@@ -252,13 +239,6 @@ class TransformersEngine:
             logits = self.step.extend(batch.state)
             batch.keep_routes()
             self.weigh(batch)
-
-    def asks_every(self, batch: Batch) -> int:
-        """Token steps from one look at which rows are done to the next. A look waits for the card, which then waits for
-        the host; a row that is done meanwhile draws on, and what it drew is not kept. Stop strings are looked for on
-        the host, and which rows end first decides where more are sampled than are needed."""
-        waits = batch.endings.stops or batch.drawn.until is not None
-        return self.looks_every if self.step.record is not None and not waits else 1
 
     def enter(self, batch: Batch, waiting: deque[Part], size: int, logits: Tensor) -> Tensor:
         """Let rows enter until `size` run; returns the logits (B, V) of all, of which `logits` are those that ran."""
