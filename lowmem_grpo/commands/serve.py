@@ -18,9 +18,16 @@ LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-gr
               show_default=True, help="What the server keeps; one server at a time has it.")
 @click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
               help="Further users, a line NAME KEY each; with `jobs` after it, they may submit jobs.")
+@click.option("--model", help="A model that clients of the Tinker protocol train: its name on the hub, or a folder.")
+@click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2),
+              help="Tokens of a sequence that clients train on.")
+@click.option("--4bit/--16bit", "load_in_4bit", default=True, show_default=True, help="How the model is stored.")
 @click.option("--recipes", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="A folder of recipe files that jobs may name.")
-def serve(port: int, host: str, folder: Path, key_file: Path | None, recipes: Path | None) -> None:
+def serve(
+    port: int, host: str, folder: Path, key_file: Path | None, model: str | None, max_seq_length: int,
+    load_in_4bit: bool, recipes: Path | None,
+) -> None:
     """Serve this card: recipes that are submitted wait here, and run when it is free.
 
     It prints its address, and keeps the key of whoever starts it in the folder, where `lowmem-grpo submit` finds both.
@@ -32,6 +39,7 @@ def serve(port: int, host: str, folder: Path, key_file: Path | None, recipes: Pa
         try:
             from lowmem_grpo.jobs.serving import app_of, dispatcher_of
             from lowmem_grpo.service.server import is_loopback, open_socket, run
+            from lowmem_grpo.service.tinker.serving import serve_model
         except ImportError as error:
             raise ImportError(f"{LACKING} ({error})") from error
         from lowmem_grpo.service.users import Users, read_users
@@ -47,13 +55,18 @@ def serve(port: int, host: str, folder: Path, key_file: Path | None, recipes: Pa
             address = Address(f"http://{name}:{listening.getsockname()[1]}", home.key())
             path = home.announce(address)
             dispatcher = dispatcher_of(database, home.jobs, recipes)
-            app = app_of(dispatcher.queue, Users(address.key, others), partial(checked, recipes), not is_loopback(host))
+            served = None if model is None else serve_model(
+                model, database, home.folder / "models", load_in_4bit=load_in_4bit, max_seq_length=max_seq_length)
+            app = app_of(dispatcher.queue, Users(address.key, others), partial(checked, recipes), not is_loopback(host),
+                         None if served is None else {"/api/v1": served.router})
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)")
             dispatcher.start()
             try:
                 run(app, [listening])
             finally:
                 dispatcher.close()
+                if served is not None:
+                    served.close()
 
 
 def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from starlette.types import ASGIApp
 
 from lowmem_grpo.jobs.dispatcher import Dispatcher
@@ -21,9 +21,13 @@ def dispatcher_of(database: Database, folder: Path, recipes: Path | None) -> Dis
     return Dispatcher(JobQueue(database, folder), recipes and recipes.resolve(), has_card=driver_version() is not None)
 
 
-def app_of(queue: JobQueue, users: Users, check: Check, everywhere: bool = False) -> ASGIApp:
-    """The server's application. `check` raises ValueError for a recipe or an option that is wrong."""
-    return make_server_app({"/jobs": jobs_router(Jobs(queue, owner_of, check))}, users, Limits(), everywhere)
+def app_of(
+    queue: JobQueue, users: Users, check: Check, everywhere: bool = False, others: dict[str, APIRouter] | None = None
+) -> ASGIApp:
+    """The server's application, with `others` by their prefixes beside the queue. `check` raises ValueError for a
+    recipe or an option that is wrong."""
+    routers = {"/jobs": jobs_router(Jobs(queue, owner_of, check)), **(others or {})}
+    return make_server_app(routers, users, Limits(), everywhere)
 
 
 def owner_of(request: Request) -> tuple[str, bool]:

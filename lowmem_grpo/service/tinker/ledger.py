@@ -1,0 +1,167 @@
+"""`Ledger`: what clients asked of their models and what they were answered, in the server's database.
+
+Every request is on the disk before its promise is given, every answer before it is told. A model's state is written
+with each optimizer step, and named in the same transaction as the step's answer: a step whose answer is there is in the
+state, and one whose answer is missing is not.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowmem_grpo.service.database import Database, Row
+from lowmem_grpo.service.tinker.adapters import LoraSettings
+
+TABLES = [
+    "CREATE TABLE IF NOT EXISTS tinker_sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL)",
+    """CREATE TABLE IF NOT EXISTS tinker_models (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, settings TEXT NOT NULL, state TEXT, stepped INTEGER NOT NULL,
+    done INTEGER NOT NULL)""",
+    """CREATE TABLE IF NOT EXISTS tinker_promises (
+    model TEXT NOT NULL REFERENCES tinker_models (id), seq INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB,
+    answer BLOB, media TEXT, PRIMARY KEY (model, seq))""",
+]
+KEPT = 4096  # answers of a model, the newest; a client asks for them within seconds
+AHEAD = 4096  # requests of a model that wait
+JSON = "application/json"
+
+
+class UnknownError(LookupError):
+    """There is no such thing, or it is another user's."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for a model. They are done in the order of `seq`, from 1 on without a gap."""
+
+    model: str
+    seq: int
+    kind: str
+    body: bytes
+
+    @property
+    def id(self) -> str:
+        """Of its promise: the same request has the same one."""
+        return f"{self.model}:{self.seq}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a promise was kept with."""
+
+    body: bytes
+    media: str = JSON
+
+    @classmethod
+    def of(cls, value: dict[str, Any]) -> "Answer":
+        return cls(json.dumps(value).encode())
+
+    @classmethod
+    def failed(cls, message: str, category: str = "user") -> "Answer":
+        """The reply to a request that failed; `category` says by whom: user or server."""
+        return cls.of({"error": message, "category": category})
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as the database has it."""
+
+    id: str
+    owner: str
+    settings: LoraSettings
+    state: str | None  # the file of its state; None before the first step
+    stepped: int  # the seq of the last optimizer step
+    done: int  # the seq that was answered last
+
+    @classmethod
+    def of(cls, row: Row) -> "Model":
+        return cls(**(row | {"settings": LoraSettings(**json.loads(row["settings"]))}))
+
+
+class Ledger:
+    """Any thread may use it; what a method did is on the disk when it returns."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        database.add(TABLES)
+
+    def open_session(self, session: str, owner: str) -> None:
+        with self.database.write() as connection:
+            connection.execute("INSERT INTO tinker_sessions VALUES (?, ?)", (session, owner))
+
+    def check_session(self, session: Any, owner: str) -> None:
+        """UnknownError unless it is a session of this user."""
+        row = self.database.row("SELECT owner FROM tinker_sessions WHERE id = ?", (str(session),))
+        if row is None or row["owner"] != owner:
+            raise UnknownError(f"session_id is {session!r}; there is no such session of yours: make a ServiceClient")
+
+    def add_model(self, model: str, owner: str, settings: LoraSettings) -> None:
+        """A model, with the promise of it. One that is there stays as it is."""
+        with self.database.write() as connection:
+            connection.execute("INSERT OR IGNORE INTO tinker_models VALUES (?, ?, ?, NULL, 0, -1)",
+                               (model, owner, json.dumps(asdict(settings))))
+            connection.execute("INSERT OR IGNORE INTO tinker_promises (model, seq, kind) VALUES (?, 0, 'create_model')",
+                               (model,))
+
+    def model(self, model: Any, owner: str | None = None) -> Model:
+        """A model; with `owner`, only one of theirs, else UnknownError."""
+        row = self.database.row("SELECT * FROM tinker_models WHERE id = ?", (str(model),))
+        if row is None or (owner is not None and row["owner"] != owner):
+            raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
+        return Model.of(row)
+
+    def models(self) -> list[Model]:
+        return [Model.of(row) for row in self.database.rows("SELECT * FROM tinker_models ORDER BY rowid")]
+
+    def ask(self, asked: Asked) -> None:
+        """Keep a request, unless one of its number is there. ValueError for a number that is too far ahead, or done
+        and forgotten."""
+        done = self.model(asked.model).done
+        if not done - KEPT < asked.seq <= done + AHEAD:
+            raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "
+                             "requests wait")
+        with self.database.write() as connection:
+            connection.execute("INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, ?, ?, ?)",
+                               (asked.model, asked.seq, asked.kind, asked.body))
+
+    def next(self, model: str) -> Asked | None:
+        """The request to do next; None where it has not come."""
+        row = self.database.row(
+            "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq = "
+            "(SELECT done + 1 FROM tinker_models WHERE id = ?)", (model, model))
+        return None if row is None else Asked(row["model"], row["seq"], row["kind"], row["body"] or b"")
+
+    def since_step(self, model: Model) -> list[Asked]:
+        """The requests that were answered after the last optimizer step, in order: gradients are made of them."""
+        rows = self.database.rows(
+            "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq > ? AND seq <= ? "
+            "AND body IS NOT NULL ORDER BY seq", (model.id, model.stepped, model.done))
+        return [Asked(**row) for row in rows]
+
+    def keep(self, asked: Asked, answer: Answer, state: str | None = None) -> None:
+        """The answer of a request, and with it the file of the state that an optimizer step left."""
+        with self.database.write() as connection:
+            connection.execute("UPDATE tinker_promises SET answer = ?, media = ? WHERE model = ? AND seq = ?",
+                               (answer.body, answer.media, asked.model, asked.seq))
+            connection.execute("UPDATE tinker_models SET done = ? WHERE id = ?", (asked.seq, asked.model))
+            if state is not None:
+                connection.execute("UPDATE tinker_models SET state = ?, stepped = ? WHERE id = ?",
+                                   (state, asked.seq, asked.model))
+                connection.execute("UPDATE tinker_promises SET body = NULL WHERE model = ? AND seq <= ?",
+                                   (asked.model, asked.seq))
+                connection.execute("DELETE FROM tinker_promises WHERE model = ? AND seq <= ?",
+                                   (asked.model, asked.seq - KEPT))
+
+    def answer(self, promise: str, owner: str) -> Answer | None:
+        """What a promise was kept with; None while it is not. UnknownError for one that is not this user's."""
+        model, _, seq = promise.rpartition(":")
+        unknown = UnknownError(f"request_id is {promise!r}; there is no such promise of yours")
+        try:
+            self.model(model, owner)
+        except UnknownError:
+            raise unknown from None
+        row = self.database.row("SELECT answer, media FROM tinker_promises WHERE model = ? AND seq = ?",
+                                (model, int(seq) if seq.isascii() and seq.isdigit() else -1))
+        if row is None:
+            raise unknown
+        return None if row["answer"] is None else Answer(row["answer"], row["media"])

@@ -1,0 +1,175 @@
+"""The routes of the Tinker protocol below /api/v1, as the client's version 0.38.0 asks for them."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.tinker import wire
+from lowmem_grpo.service.tinker.calls import json_of, lora_of, whole
+from lowmem_grpo.service.tinker.ledger import JSON, Answer, Asked, UnknownError
+from lowmem_grpo.service.tinker.training import CREATE, FORWARD_BACKWARD, OPTIM_STEP, Training
+
+POLL = 20.0  # seconds that a poll is held open; clients give up after 45
+HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
+        "Pass train_unembed=False to say so yourself.")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server is asked about its model."""
+
+    name: str  # under which clients ask for it
+    tokenizer: str  # a name on the hub, or a folder
+    architecture: str
+    context: int
+
+
+def owner_of(request: Request) -> str:
+    """Whose request it is."""
+    name: str = request.scope["holder"].name
+    return name
+
+
+async def checked(call: Callable[[], T]) -> T:
+    """What a call returns, in a thread. What is wrong is the client's, who is not to send it again."""
+    try:
+        return await run_in_threadpool(call)
+    except UnknownError as error:
+        raise ChatError(404, str(error), None, "unknown") from None
+    except ValueError as error:
+        raise ChatError(422, str(error), None, "invalid") from None
+
+
+def tinker_router(training: Training, served: Served) -> APIRouter:
+    """The routes. Those that are not here are answered as unknown, with the list of what there is."""
+    router = APIRouter(redirect_slashes=False)
+    add_session_routes(router, training, served)
+    add_model_routes(router, training, served)
+    add_promise_route(router, training)
+    return router
+
+
+def add_session_routes(router: APIRouter, training: Training, served: Served) -> None:
+    """What a client asks when it starts, and while it lives."""
+
+    @router.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.post("/client/config")
+    async def config() -> dict[str, Any]:
+        return {"proto_compress_fwdbwd": True, "use_pyqwest_transport": False}
+
+    @router.post("/client/dynamic_config")
+    async def dynamic_config() -> dict[str, Any]:
+        return {}
+
+    @router.post("/telemetry")
+    async def telemetry() -> dict[str, str]:
+        return {"status": "accepted"}
+
+    @router.get("/get_server_capabilities")
+    async def capabilities() -> dict[str, Any]:
+        return {"supported_models": [{"model_name": served.name, "max_context_length": served.context,
+                                      "trainable": True, "sampleable": False}]}
+
+    @router.post("/create_session")
+    async def create_session(request: Request) -> dict[str, Any]:
+        session, owner = secrets.token_hex(16), owner_of(request)
+        await checked(lambda: training.ledger.open_session(session, owner))
+        return {"type": "create_session", "session_id": session, "info_message": HEAD}
+
+    @router.post("/session_heartbeat")
+    async def heartbeat(request: Request) -> dict[str, Any]:
+        body, owner = await request.body(), owner_of(request)
+        await checked(lambda: training.ledger.check_session(json_of(body).get("session_id"), owner))
+        return {"type": "session_heartbeat"}
+
+
+def add_model_routes(router: APIRouter, training: Training, served: Served) -> None:
+    """Models, and what is asked of them: promises."""
+
+    @router.post("/create_model")
+    async def create_model(request: Request) -> dict[str, Any]:
+        body, owner = await request.body(), owner_of(request)
+        return await checked(lambda: created(training, served, json_of(body), owner))
+
+    @router.post("/get_info")
+    async def get_info(request: Request) -> dict[str, Any]:
+        body, owner = await request.body(), owner_of(request)
+        model = await checked(lambda: training.ledger.model(json_of(body).get("model_id"), owner))
+        data = {"arch": served.architecture, "model_name": served.name, "tokenizer_id": served.tokenizer}
+        return {"type": "get_info", "model_data": data, "model_id": model.id, "is_lora": True,
+                "lora_rank": model.settings.rank, "model_name": served.name}
+
+    @router.post("/forward_backward")
+    async def forward_backward(request: Request) -> dict[str, Any]:
+        body, owner = await request.body(), owner_of(request)
+        encoding = request.headers.get("content-encoding", "")
+        return await checked(lambda: asked_for_pass(training, wire.plain(body, encoding), owner))
+
+    @router.post("/optim_step")
+    async def optim_step(request: Request) -> dict[str, Any]:
+        body, owner = await request.body(), owner_of(request)
+        return await checked(lambda: asked_for_step(training, body, owner))
+
+
+def created(training: Training, served: Served, given: dict[str, Any], owner: str) -> dict[str, Any]:
+    """The promise of a model."""
+    training.ledger.check_session(given.get("session_id"), owner)
+    if given.get("base_model") != served.name:
+        raise ValueError(f"base_model is {given.get('base_model')!r}; this server has {served.name!r}")
+    model = f"{given['session_id']}:train:{whole(given, 'model_seq_id')}"
+    training.ledger.add_model(model, owner, lora_of(given))
+    training.pump(model)
+    return {"request_id": f"{model}:0", "model_id": model, "type": CREATE}
+
+
+def asked_for_pass(training: Training, body: bytes, owner: str) -> dict[str, Any]:
+    """The promise of a forward_backward; what is wrong in its data is told by the promise."""
+    request = wire.parsed(wire.ForwardBackwardRequest, body)
+    model = training.ledger.model(request.model_id, owner)
+    asked = Asked(model.id, whole({"seq_id": request.seq_id}, "seq_id", 1), FORWARD_BACKWARD, body)
+    return {"request_id": training.ask(asked), "model_id": model.id}
+
+
+def asked_for_step(training: Training, body: bytes, owner: str) -> dict[str, Any]:
+    """The promise of an optim_step."""
+    given = json_of(body)
+    model = training.ledger.model(given.get("model_id"), owner)
+    asked = Asked(model.id, whole(given, "seq_id", 1), OPTIM_STEP, body)
+    return {"request_id": training.ask(asked), "model_id": model.id}
+
+
+def add_promise_route(router: APIRouter, training: Training) -> None:
+    """Where a client waits for what it was promised."""
+
+    @router.post("/retrieve_future")
+    async def retrieve(request: Request) -> Response:
+        body, owner = await request.body(), owner_of(request)
+        promise = str((await checked(lambda: json_of(body))).get("request_id"))
+        answer = await checked(lambda: training.ledger.answer(promise, owner))
+        if answer is None:
+            answer = await waited(training, promise, owner)
+        if answer is None:
+            return Response(f'{{"type": "try_again", "request_id": "{promise}", "queue_state": "active"}}',
+                            media_type=JSON)
+        return Response(answer.body, media_type=answer.media)
+
+
+async def waited(training: Training, promise: str, owner: str) -> Answer | None:
+    """The answer of a promise that was not kept a moment ago; None where it is not kept in the time of a poll."""
+    kept = training.kept(promise)
+    answer = await checked(lambda: training.ledger.answer(promise, owner))
+    if answer is not None:
+        training.forget(promise)
+        return answer
+    await asyncio.wait({asyncio.wrap_future(kept)}, timeout=POLL)
+    return await checked(lambda: training.ledger.answer(promise, owner))

@@ -1,0 +1,51 @@
+"""A model in a server: loaded, with a desk that owns it, and the routes of the Tinker protocol."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+
+from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.memory.cutting import Limits as Cut
+from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.service.database import Database
+from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.service.tinker.adapters import Adapters
+from lowmem_grpo.service.tinker.datum import Bounds
+from lowmem_grpo.service.tinker.ledger import Ledger
+from lowmem_grpo.service.tinker.routes import Served, tinker_router
+from lowmem_grpo.service.tinker.training import Training
+
+MICRO_BATCH = 8192  # tokens that are computed at a time, of several sequences
+
+
+@dataclass
+class ServedModel:
+    """A model with all that answers for it."""
+
+    desk: Desk
+    training: Training
+    router: APIRouter
+
+    def close(self) -> None:
+        """Finish what is being done, and begin no more; the next server goes on."""
+        self.training.close()
+        self.desk.close()
+
+
+def serve_model(name: str, database: Database, folder: Path, **loading: Any) -> ServedModel:
+    """Load a model by its name, and take up what clients had trained. `folder` is for its clients' states; `loading`
+    are options of FastLanguageModel.from_pretrained."""
+    model, _ = FastLanguageModel.from_pretrained(name, **loading)
+    lora = FastLanguageModel.get_peft_model(model, r=1)  # holds the place of an adapter while no client's computes
+    policy = Policy(lora.inner)
+    desk = Desk(lora, policy=policy)
+    cut = Cut(MICRO_BATCH)
+    adapters = Adapters(policy, Packer(policy.device, desk.memory.train), cut, lora.loaded.offload)
+    config = policy.base.config
+    bounds = Bounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
+    training = Training(desk, adapters, Ledger(database), folder, bounds)
+    served = Served(name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
+    return ServedModel(desk, training, tinker_router(training, served))

@@ -1,0 +1,155 @@
+"""`Training`: does what clients ask of their models, in the thread that owns the model, and survives a kill.
+
+    a request is kept -> its turn comes -> it is done -> its answer, with the state of a step, is kept -> it is told
+"""
+
+import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from lowmem_grpo.memory.bounds import MemoryExhaustedError
+from lowmem_grpo.runs.whole_folder import flush
+from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.service.tinker import wire
+from lowmem_grpo.service.tinker.adapters import Adapters
+from lowmem_grpo.service.tinker.calls import adam_of
+from lowmem_grpo.service.tinker.datum import Bounds, output_of, pass_of
+from lowmem_grpo.service.tinker.ledger import Answer, Asked, Ledger, Model
+from lowmem_grpo.service.waiting import DeskClosedError
+
+logger = logging.getLogger(__name__)
+
+CREATE, FORWARD_BACKWARD, OPTIM_STEP = "create_model", "forward_backward", "optim_step"
+
+
+class Training:
+    """One queue for each model, ordered by `seq_id`; models take turns request by request."""
+
+    def __init__(self, desk: Desk, adapters: Adapters, ledger: Ledger, folder: Path, bounds: Bounds) -> None:
+        """`folder` gets a file for each model's state. What an earlier server left is taken up."""
+        self.desk, self.adapters, self.ledger, self.folder, self.bounds = desk, adapters, ledger, folder, bounds
+        self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
+        self.busy: set[str] = set()  # models with a request in the desk
+        self.told: dict[str, Future[None]] = {}  # by promise: done as soon as it is kept
+        folder.mkdir(parents=True, exist_ok=True)
+        known = ledger.models()
+        desk.run(lambda: self.load_all(known)).result()
+        for model in known:
+            self.pump(model.id)
+
+    # For any thread
+
+    def ask(self, asked: Asked) -> str:
+        """Keep a request and return the id of its promise."""
+        self.ledger.ask(asked)
+        self.pump(asked.model)
+        return asked.id
+
+    def pump(self, model: str) -> None:
+        """Let the next request of a model wait for the desk, unless one does."""
+        with self.lock:
+            if model in self.busy or (asked := self.ledger.next(model)) is None:
+                return
+            self.busy.add(model)
+        self.desk.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
+
+    def done(self, asked: Asked, done: "Future[Any]") -> None:
+        """A request left the desk, with or without its answer."""
+        with self.lock:
+            self.busy.discard(asked.model)
+            told = self.told.pop(asked.id, None)
+        if told is not None:
+            told.set_result(None)
+        error = done.exception()
+        if error is None:
+            self.clerk.submit(self.pump, asked.model)  # the desk's own thread asks nothing of it
+        elif not isinstance(error, DeskClosedError):
+            logger.error("%s was not answered: %s", asked.id, error)
+
+    def kept(self, promise: str) -> "Future[None]":
+        """Done as soon as a promise is kept. Ask for it, then the ledger; `forget` it where that has the answer."""
+        with self.lock:
+            return self.told.setdefault(promise, Future())
+
+    def forget(self, promise: str) -> None:
+        """Nobody needs to be told that this promise is kept."""
+        with self.lock:
+            self.told.pop(promise, None)
+
+    def close(self) -> None:
+        """Take no more requests; those that wait are done by the next server. The desk stays open."""
+        self.clerk.shutdown(cancel_futures=True)
+
+    # In the desk's thread
+
+    def do(self, asked: Asked) -> None:
+        """Do a request and keep its answer. An OSError of the disk leaves the model as the disk has it, and the
+        request unanswered."""
+        state = None
+        try:
+            answer = self.answer(asked)
+            if asked.kind == OPTIM_STEP and b'"error"' not in answer.body[:16]:
+                state = self.write(asked)
+            self.ledger.keep(asked, answer, state)
+        except OSError:
+            self.load(self.ledger.model(asked.model))
+            raise
+        if state is not None:
+            self.sweep(asked.model, state)
+
+    def answer(self, asked: Asked) -> Answer:
+        """What a client is answered; a failure with the field that is wrong, and nothing of what is inside."""
+        try:
+            if asked.kind == CREATE:
+                self.adapters.create(asked.model, self.ledger.model(asked.model).settings)
+                return Answer.of({"model_id": asked.model, "type": CREATE})
+            if asked.kind == OPTIM_STEP:
+                return Answer.of({"metrics": self.adapters.optim_step(asked.model, adam_of(asked.body))})
+            return self.forward_backward(asked)
+        except (ValueError, MemoryExhaustedError) as error:
+            return Answer.failed(str(error))
+        except OSError:
+            raise
+        except Exception:
+            logger.exception("%s failed", asked.id)
+            return Answer.failed("the request failed in the server, whose log says more", "server")
+
+    def forward_backward(self, asked: Asked) -> Answer:
+        found = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
+        return Answer(output_of(*self.adapters.run(asked.model, found)), wire.PROTOBUF)
+
+    def write(self, asked: Asked) -> str:
+        """A model's state in a file, which is on the disk when this returns."""
+        name = f"{asked.model}.{asked.seq}.safetensors".replace(":", "_")
+        path = self.folder / name
+        save_file(self.adapters.state(asked.model), path)
+        flush(path)
+        flush(self.folder)
+        return name
+
+    def sweep(self, model: str, state: str) -> None:
+        """Delete the states of a model but this one."""
+        for path in self.folder.glob(f"{model.replace(':', '_')}.*.safetensors"):
+            if path.name != state:
+                path.unlink(missing_ok=True)
+
+    def load_all(self, models: list[Model]) -> None:
+        """Those that were created; the others are created when their first request is done."""
+        for model in models:
+            if model.done >= 0:
+                self.load(model)
+
+    def load(self, model: Model) -> None:
+        """Make a model as the disk has it: its state, and the gradients of the requests since its last step."""
+        if model.id in self.adapters.held:
+            self.adapters.delete(model.id)
+        self.adapters.create(model.id, model.settings)
+        if model.state is not None:
+            self.adapters.restore(model.id, load_file(self.folder / model.state))
+        for asked in self.ledger.since_step(model):
+            if asked.kind == FORWARD_BACKWARD:
+                self.answer(asked)

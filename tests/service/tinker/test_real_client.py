@@ -1,0 +1,109 @@
+"""The real client of the Tinker protocol against a server at a loopback address."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lowmem_grpo.service.database import Database
+from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.server import made_for, make_server_app, open_socket
+from lowmem_grpo.service.tinker.serving import ServedModel, serve_model
+from lowmem_grpo.service.users import Users
+
+tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")
+KEY = "tml-" + "k" * 32
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServedModel, str]]:
+    """A model, and the address where it is served."""
+    folder = tmp_path_factory.mktemp("server")
+    database = Database(folder / "server.sqlite")
+    model = serve_model("tiny", database, folder / "models", load_in_4bit=False, max_seq_length=64)
+    listening: socket.socket = open_socket("127.0.0.1", 0)
+    server = made_for(make_server_app({"/api/v1": model.router}, Users(KEY), Limits()))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield model, f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+    model.close()
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def client(served: tuple[ServedModel, str]) -> Any:
+    return tinker.ServiceClient(base_url=served[1], api_key=KEY)
+
+
+def datum(ids: list[int], targets: list[int], **values: list[float]) -> Any:
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids),
+                        loss_fn_inputs={"target_tokens": targets, **values})
+
+
+def data(count: int = 3) -> list[Any]:
+    return [datum([5 + n % 300, 6, 7, 8], [6, 7, 8, 9], weights=[0.0, 1.0, 1.0, -0.5]) for n in range(count)]
+
+
+def test_a_program_trains_and_its_loss_falls(client: Any) -> None:
+    training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
+    assert training.get_info().lora_rank == 8
+    asked = [(training.forward_backward(data(), "cross_entropy"), training.optim_step(tinker.AdamParams(
+        learning_rate=0.001))) for _ in range(4)]  # none of them waits for the one before
+    losses = []
+    for passed, stepped in asked:
+        found = passed.result()
+        losses.append(found.metrics["loss:sum"])
+        logprobs = [one["logprobs"].to_torch() for one in found.loss_fn_outputs]
+        assert [len(one) for one in logprobs] == [4, 4, 4]
+        weights = torch.tensor([0.0, 1.0, 1.0, -0.5])
+        assert -sum(float((weights * one).sum()) for one in logprobs) == pytest.approx(losses[-1], rel=1e-5)
+        assert stepped.result().metrics["grad_norm"] > 0
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5
+
+
+def test_a_loss_of_the_programs_own_has_the_gradient_of_the_same_loss_here(client: Any, served: Any) -> None:
+    own, ours = (client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result() for _ in range(2))
+
+    def squared(given: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return sum((one.exp() * torch.tensor([1.0, -1.0, 0.5, 2.0])).sum() for one in logprobs), {}
+
+    own.forward_backward_custom(data(), squared).result()
+    behaved = ours.forward(data(), "cross_entropy").result()
+    again = [datum([5 + n, 6, 7, 8], [6, 7, 8, 9], logprobs=one["logprobs"].to_torch().tolist(),
+                   advantages=(-one["logprobs"].to_torch().exp() * torch.tensor([1.0, -1.0, 0.5, 2.0])).tolist())
+             for n, one in enumerate(behaved.loss_fn_outputs)]
+    ours.forward_backward(again, "importance_sampling").result()
+    held = served[0].training.adapters.held
+    found = [one.grad for one in held[own.model_id].parameters.values()]
+    expected = [one.grad for one in held[ours.model_id].parameters.values()]
+    assert sum(float(one.norm()) for one in expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "dro"])
+def test_each_loss_with_old_log_probabilities_runs_with_its_settings(client: Any, loss: str) -> None:
+    training = client.create_lora_training_client(base_model="tiny", rank=2, train_unembed=False).result()
+    given = [datum([5, 6], [6, 7], logprobs=[-3.0, -2.0], advantages=[1.0, -1.0])]
+    settings = {"beta": 0.1} if loss == "dro" else {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+    assert "loss:sum" in training.forward_backward(given, loss, settings).result().metrics
+
+
+def test_an_unknown_loss_is_refused_with_what_to_use_and_the_client_goes_on(client: Any) -> None:
+    training = client.create_lora_training_client(base_model="tiny", rank=2).result()
+    with pytest.raises(Exception, match="importance_sampling"):
+        training.forward_backward(data(1), "stable_reinforce").result()
+    assert training.forward_backward(data(1), "cross_entropy").result().metrics
+
+
+def test_a_batch_of_many_requests_adds_up_in_their_order(client: Any) -> None:
+    training = client.create_lora_training_client(base_model="tiny", rank=2).result()
+    found = training.forward_backward(data(1500), "cross_entropy").result()  # two requests of at most 1,024
+    assert len(found.loss_fn_outputs) == 1500
+    assert torch.equal(found.loss_fn_outputs[0]["logprobs"].to_torch(),
+                       training.forward(data(1), "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch())
