@@ -9,6 +9,9 @@ The weight is the large operand of the tensor cores and M, padded to 8, 16, 32 o
 to nothing. Each weight is scaled in float32 and rounded to x.dtype before the product: these are the very values that
 training multiplies with. The SPLIT warps of a block share out K as the batch of a batched product and add up in a fixed
 order at the end: enough warps for narrow weights without a second kernel, and the same bits every time.
+
+Before sm_80 Triton uses no tensor cores, and a block takes 8 rows of x at most. More rows (`taken_rows`) are shared out
+over blocks of 8 in the same launch, and get the bits that they would get on their own.
 """
 
 from collections.abc import Sequence
@@ -22,6 +25,13 @@ from lowmem_grpo.kernels.triton_import import tl, triton
 
 MAX_MATRICES = 3  # that lie adjacent in a weight
 WIDE = 8192  # outputs from which on there are enough blocks for larger ones
+# Rows up to which the kernels are better than a product with the weight dequantized first, by form and by the compute
+# capability from which on it holds. Below 80 these are estimates, from data sheets (planning/card_speeds.py) and from
+# the instructions of the compiled loops (planning/costs.py), in picoseconds a weight and 8 rows:
+#
+#     T4, sm_75    NF4: kernel 2.6, dequantize and multiply 15.7: 5 blocks.    FP8: 4.2 and 17.4: 4 blocks
+#     V100, sm_70  NF4: 1.4 and 5.6: 4 blocks.                                 FP8: 1.9 and 6.2: 3 blocks
+TAKEN_ROWS = {"nf4": {80: 64, 75: 40, 0: 32}, "fp8": {80: 64, 75: 32, 0: 24}}
 # Arguments whose value does not change the code: no new compilation where one of them is 1 or a multiple of 16.
 VARYING = ["m_size", "matrices", "second", "third", "bias_size"]
 
@@ -38,21 +48,28 @@ def decode_ref(
     return out if bias is None else out + bias
 
 
-def takes_rows(x: Tensor, features: Sequence[int]) -> bool:
-    """Whether x (M, K) has few 16-bit rows on CUDA, and there are weights to multiply them with."""
+def takes_rows(x: Tensor, features: Sequence[int], form: str) -> bool:
+    """Whether x (M, K) has few 16-bit rows on CUDA, and there are weights of this form to multiply them with."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or len(features) > MAX_MATRICES:
         return False
-    return 0 < x.shape[0] <= max_rows(capability(x.device)) and sum(features) > 0
+    return 0 < x.shape[0] <= taken_rows(capability(x.device), form) and sum(features) > 0
 
 
 def max_rows(capability: int) -> int:
-    """Rows from which on it is better to dequantize: Triton uses no tensor cores before sm_80."""
+    """Rows that one block takes: Triton uses no tensor cores before sm_80."""
     return 64 if capability >= 80 else 8
+
+
+def taken_rows(capability: int, form: str) -> int:
+    """Rows that the kernel of this form, "nf4" or "fp8", takes in as many blocks as they need; for more it is better to
+    dequantize."""
+    return next(most for least, most in TAKEN_ROWS[form].items() if capability >= least)
 
 
 def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> Launch:
     """One warp for each share of K, as many as shared memory has room for their columns of x; each takes `step` bytes
-    of a row of W at a time."""
+    of a row of W at a time. Rows beyond `max_rows` are for further blocks."""
+    rows = min(rows, max_rows(capability))
     if capability < 80:
         block_m = 1 if rows == 1 else max(4, next_power_of_2(rows))
         constexprs = {"BLOCK_M": block_m, "BLOCK_N": 32, "SPLIT": 4, "BYTES": step}
@@ -62,6 +79,11 @@ def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> L
     split = min(8 if wide else 16, (256 if roomy else 128) // block_m)
     constexprs = {"BLOCK_M": block_m, "BLOCK_N": 64 if wide and block_m < 64 else 32, "SPLIT": split, "BYTES": step}
     return Launch(constexprs, num_warps=split, num_stages=3 if roomy and block_m == 8 else 2)
+
+
+def grid(rows: int, outputs: int, launch: Launch) -> tuple[int, int]:
+    """Blocks of outputs, and blocks of rows."""
+    return triton.cdiv(outputs, launch.constexprs["BLOCK_N"]), triton.cdiv(rows, launch.constexprs["BLOCK_M"])
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from lowmem_grpo.kernels.few_rows import (
     finish,
     finish_arguments,
     given_adapters,
+    grid,
     launches,
     takes_rows,
     variant,
@@ -44,7 +45,7 @@ def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
     """Whether the kernel takes x (M, K): few 16-bit rows on CUDA, rows of W that begin at multiples of 16 bytes, and a
     scale for each 64 columns of them."""
     one_scale = weight.scales.shape[1] == 1 or weight.block[1] % STEP == 0
-    return takes_rows(x, weight.out_features) and x.shape[1] % 16 == 0 and one_scale
+    return takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
 
 
 def fp8_launch(rows: int, outputs: int, capability: int) -> Launch:
@@ -66,6 +67,11 @@ def fp8_decode_kernel(
     split = tl.arange(0, SPLIT)
     k = tl.arange(0, BYTES)
     columns = chunks * 16  # so the compiler knows that rows begin at multiples of 16 bytes
+    first_row = tl.program_id(1) * BLOCK_M
+    out_ptr += first_row * n_size
+    x_ptr += first_row * columns
+    xa_ptr += first_row * matrices * rank
+    m_size -= first_row
     row = tl.where(n < n_size, n, 0)
     code_rows = codes_ptr + row.to(tl.int64)[None, :, None] * columns + k[None, None, :]
     x_rows = x_ptr + m[None, :, None] * columns + k[None, None, :]
@@ -107,7 +113,7 @@ def fp8_decode_triton(
     rows, outputs, chip = x.shape[0], sum(out_features), capability(x.device)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     launch = fp8_launch(rows, outputs, chip)
-    fp8_decode_kernel[(triton.cdiv(outputs, launch.constexprs["BLOCK_N"]),)](
+    fp8_decode_kernel[grid(rows, outputs, launch)](
         out, x, codes, scales, codes.shape[1] // 16, block_rows, block_columns, scales.shape[1],
         *finish_arguments(x, scales, out_features, xa, lora_b, scale, scale_tensor, bias),
         BY_ROW=scales.shape[1] == 1, NATIVE=chip >= NATIVE, **launch.options,

@@ -22,6 +22,7 @@ from lowmem_grpo.kernels.few_rows import (
     finish,
     finish_arguments,
     given_adapters,
+    grid,
     launches,
     takes_rows,
     variant,
@@ -44,7 +45,7 @@ def nf4_decode_ref(
 
 def can_decode_nf4(x: Tensor, weight: NF4Weight) -> bool:
     """Whether the kernel takes x (M, K): few 16-bit rows on CUDA, and rows of W made of whole blocks of 64 or more."""
-    return takes_rows(x, weight.out_features) and weight.blocksize >= 64 and x.shape[1] % weight.blocksize == 0
+    return takes_rows(x, weight.out_features, "nf4") and weight.blocksize >= 64 and x.shape[1] % weight.blocksize == 0
 
 
 def candidates(rows: int, capability: int) -> dict[str, Launch]:
@@ -67,12 +68,17 @@ def nf4_decode_kernel(
     SHUFFLE: tl.constexpr,
 ):
     dtype = x_ptr.dtype.element_ty
+    row_bytes = tl.multiple_of(row_bytes, 32)  # whole blocks of 64
+    first_row = tl.program_id(1) * BLOCK_M
+    out_ptr += first_row * n_size
+    x_ptr += first_row * (2 * row_bytes)
+    xa_ptr += first_row * matrices * rank
+    m_size -= first_row
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     split = tl.arange(0, SPLIT)
     n_inside = n < n_size
     m_inside = m < m_size
-    row_bytes = tl.multiple_of(row_bytes, 32)  # whole blocks of 64
     row = tl.where(n_inside, n, 0).to(tl.int64) * row_bytes
     packed_rows = packed_ptr + row[None, :, None] + tl.arange(0, BYTES)[None, None, :]
     x_rows = x_ptr + m[None, :, None] * (2 * row_bytes) + tl.arange(0, 2 * BYTES)[None, None, :]
@@ -136,7 +142,7 @@ def nf4_decode_triton(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     launch = launch or decode_launch(rows, outputs, capability(x.device))
     nested = nested_code is not None
-    nf4_decode_kernel[(triton.cdiv(outputs, launch.constexprs["BLOCK_N"]),)](
+    nf4_decode_kernel[grid(rows, outputs, launch)](
         out, x, packed, absmax, code, nested_code if nested else code, nested_absmax if nested else code,
         offset if nested else code, columns // 2, 0 if offset is None else offset.ndim,
         (blocksize // 2).bit_length() - 1, first_block, nested_blocksize.bit_length() - 1,

@@ -35,11 +35,20 @@ OPTIMIZER_US_PER_TENSOR = 30.0  # of the host: norms, clipping, the step; an ass
 ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
 DECODE_SHARE = 0.82  # of its bound that the 4-bit decode kernel reaches: 60% of the bytes' rate, where 73% is the bound
 
+
+def blocks_of_8(counted: dict[int, float], most: int) -> dict[int, float]:
+    """Instructions by rows, of a kernel that takes up to `most` of them in blocks of 8."""
+    return counted | {rows: rows // 8 * counted[8] for rows in range(16, most + 1, 8)}
+
+
 # Instructions a weight of the decode kernels by rows (at most), counted in their compiled loops: by form, and by the
 # compute capability from which on they hold. Before sm_80 there are no tensor cores, and before sm_89 no type e4m3.
+# There, blocks of 8 rows take more of them (kernels/few_rows.py: TAKEN_ROWS), each with instructions of its own.
 DECODE_INSTRUCTIONS = {
-    "nf4": {80: {8: 5.0, 32: 6.7, 64: 9.1}, 0: {1: 8.0, 8: 17.6}},
-    "fp8": {89: {8: 5.3, 32: 6.0, 64: 8.6}, 80: {8: 12.7, 32: 13.3, 64: 15.8}, 0: {1: 15.4, 8: 24.7}},
+    "nf4": {80: {8: 5.0, 32: 6.7, 64: 9.1},
+            75: blocks_of_8({1: 8.0, 8: 17.6}, 40), 0: blocks_of_8({1: 8.0, 8: 17.6}, 32)},
+    "fp8": {89: {8: 5.3, 32: 6.0, 64: 8.6}, 80: {8: 12.7, 32: 13.3, 64: 15.8},
+            75: blocks_of_8({1: 15.4, 8: 24.7}, 32), 0: blocks_of_8({1: 15.4, 8: 24.7}, 24)},
 }
 
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a

@@ -90,11 +90,15 @@ class Sampling:
         if instructions is None:
             return plain + dequantize_seconds(one, self.speed, self.form)
         bound = max(
-            one.bytes_in(self.form) / self.speed.memory,
+            self.reads_of(rows) * one.bytes_in(self.form) / self.speed.memory,
             2 * rows * one.weights / block_outputs(one.rows, rows) / self.speed.l2,
             instructions * one.weights / self.speed.lanes,
         )
         return bound / DECODE_SHARE
+
+    def reads_of(self, rows: int) -> int:
+        """How often the kernel reads a weight: once for each block of rows."""
+        return 1 if self.speed.capability >= 80 else -(-rows // 8)
 
     def routed(self, one: Linear, rows: int) -> float:
         """Seconds of a stack of experts: those that some row takes are read, and dequantized where they are not in 16

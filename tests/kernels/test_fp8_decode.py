@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_grpo.kernels import few_rows
-from lowmem_grpo.kernels.few_rows import decode_ref, max_rows
+from lowmem_grpo.kernels.few_rows import decode_ref, taken_rows
 from lowmem_grpo.kernels.fp8 import FP8Weight, scales_shape
 from lowmem_grpo.kernels.fp8_decode import (
     fp8_decode,
@@ -194,11 +194,23 @@ def test_a_card_multiplies_few_rows_with_the_codes_as_they_are(name: str, monkey
     assert not can_decode(torch.empty(1, columns, dtype=torch.bfloat16), in_fp8((4, columns))), "a CPU tensor"
 
 
+@interpreted
+def test_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowmem_grpo.kernels.fp8_decode.capability", lambda device: 75)
+    for features, columns, kind in (((33,), 80, "row"), ((5, 64, 2), 144, "128")):
+        arguments = problem(32, features, columns, kind, rank=17)
+        y = in_triton(**arguments)
+        for first in (0, 8, 24):
+            rows = {name: arguments[name][first : first + 8] for name in ("x", "xa")}
+            assert torch.equal(y[first : first + 8], in_triton(**(arguments | rows)))
+        assert_no_worse(problem(21, features, columns, kind, rank=17))
+
+
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_launch_is_listed(capability: int) -> None:
     for dtype in HALVES:
         listed = [(one.launch, one.constexprs) for one in variants(capability, dtype)]
-        for rows, outputs, by_row in product(range(1, max_rows(capability) + 1), (1, 8191, 8192, 150_000),
+        for rows, outputs, by_row in product(range(1, taken_rows(capability, "fp8") + 1), (1, 8191, 8192, 150_000),
                                              (True, False)):
             wanted = {"BY_ROW": by_row, "NATIVE": capability >= 89}
             assert (fp8_launch(rows, outputs, capability), wanted) in listed

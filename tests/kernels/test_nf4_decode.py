@@ -11,7 +11,8 @@ from nf4_problem import ONE, ROUNDING, THREE, problem, wide
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowmem_grpo.kernels.few_rows import decode_launch, max_rows
+from lowmem_grpo.kernels import few_rows
+from lowmem_grpo.kernels.few_rows import decode_launch, taken_rows
 from lowmem_grpo.kernels.frozen import can_decode, project
 from lowmem_grpo.kernels.launch import Launch
 from lowmem_grpo.kernels.launch import capability as capability_of
@@ -66,6 +67,41 @@ def test_candidate_launches_are_as_accurate_as_the_reference(rows: int) -> None:
             assert_as_accurate(name, y, nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
 
 
+@interpreted
+@pytest.mark.parametrize("rows", [9, 16, 21, 40])
+def test_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(rows: int) -> None:
+    launch = decode_launch(rows, 70, 75)
+    assert launch.constexprs["BLOCK_M"] == 8
+    for size, rank, double in ((((70,), 1088), 40, False), (((64, 128, 64), 768), 3, True)):
+        arguments = problem(rows, size, torch.float32, double, rank)
+        plain = {name: arguments[name] for name in ("x", "weight", "bias")}  # torch rounds x A^T as its rows are many
+        y = in_triton(plain, launch)
+        for first in range(0, rows, 8):
+            assert torch.equal(y[first : first + 8], in_triton(plain | {"x": plain["x"][first : first + 8]}, launch))
+        assert_as_accurate("y", in_triton(arguments, launch), nf4_linear_ref(**arguments),
+                           nf4_linear_ref(**wide(arguments)), ROUNDING[torch.float32])
+
+
+def test_cards_without_tensor_cores_in_triton_take_some_more_rows_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, most in ((70, 32), (75, 40), (80, 64), (90, 64), (120, 64)):
+        monkeypatch.setattr(few_rows, "capability", lambda device, chip=capability: chip)
+        weight = problem(1, ((64,), 128), torch.float32)["weight"]
+        with FakeTensorMode(), torch.device("cuda"):
+            for rows in (1, most, most + 1):
+                assert can_decode(torch.empty(rows, 128, dtype=torch.float16), weight) == (rows <= most)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gpu_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(dtype: torch.dtype) -> None:
+    arguments = problem(40, ((4096,), 4096), dtype, True, 16, device="cuda")
+    launch = decode_launch(8, 4096, capability_of(arguments["x"].device))
+    y = in_triton(arguments, launch)
+    for first in range(0, 40, 8):
+        alone = arguments | {"x": arguments["x"][first : first + 8]}
+        torch.testing.assert_close(y[first : first + 8], in_triton(alone, launch))  # x A^T may round otherwise
+
+
 @gpu
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gpu_candidate_launches_give_what_the_rules_gives(dtype: torch.dtype) -> None:
@@ -103,7 +139,7 @@ def test_decode_kernel_does_without_lora_and_bias() -> None:
 def test_every_launch_of_the_decode_kernel_is_listed(capability: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         listed = [variant.launch for variant in variants(capability, dtype)]
-        for rows, outputs in product(range(1, max_rows(capability) + 1), (1, 100, 8191, 8192, 150_000)):
+        for rows, outputs in product(range(1, taken_rows(capability, "nf4") + 1), (1, 100, 8191, 8192, 150_000)):
             assert decode_launch(rows, outputs, capability) in listed
             if dtype == torch.bfloat16:  # in which they are timed
                 assert all(launch in listed for launch in candidates(rows, capability).values())
