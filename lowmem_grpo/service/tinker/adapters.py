@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.runs.whole_folder import flush, remove, removed_after
 from lowmem_grpo.service.tinker.datum import Datum, Pass
 from lowmem_grpo.train.rewind import Gradients
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
@@ -200,6 +202,17 @@ class Adapters:
             moments = held.optimizer.state.get(one, {})
             found |= {f"{name}/{part}": value.cpu().clone() for part, value in moments.items()}
         return found
+
+    def snapshot(self, model_id: str, folder: Path) -> None:
+        """Write a copy of the factors, as PEFT stores an adapter, on the disk when this returns."""
+        name, aside = self.held[model_id].adapter, folder.with_name(f"{folder.name}.new")
+        with removed_after(aside):
+            self.model.save_pretrained(str(aside), selected_adapters=[name])
+            for path in (aside / name).iterdir():
+                flush(path)
+            remove(folder)
+            (aside / name).rename(folder)
+        flush(folder.parent)
 
     def restore(self, model_id: str, state: dict[str, Tensor]) -> None:
         """Set factors and moments as `state` returned them; without moments, the optimizer begins anew. Gradients are

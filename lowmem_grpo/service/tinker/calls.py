@@ -59,3 +59,13 @@ def lora_of(given: dict[str, Any]) -> LoraSettings:
             raise ValueError(f"lora_config.{name} is {lora[name]!r}; it must be true or false")
     seed = secrets.randbits(31) if lora.get("seed") is None else whole(lora, "seed")
     return LoraSettings(whole(lora, "rank", 1), seed, lora.get("train_attn", True), lora.get("train_mlp", True))
+
+
+def sampler_of(given: dict[str, Any]) -> int:
+    """The number of the sampling session of a save_weights_for_sampler."""
+    if given.get("path") is not None:
+        raise ValueError("path is given; weights under a name are not offered yet: use "
+                         "save_weights_and_get_sampling_client")
+    if given.get("kind", "snapshot") != "snapshot":
+        raise ValueError(f"kind is {given['kind']!r}; only snapshot is offered")
+    return whole(given, "sampling_session_seq_id")

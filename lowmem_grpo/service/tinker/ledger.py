@@ -20,6 +20,7 @@ TABLES = [
     """CREATE TABLE IF NOT EXISTS tinker_promises (
     model TEXT NOT NULL REFERENCES tinker_models (id), seq INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB,
     answer BLOB, media TEXT, PRIMARY KEY (model, seq))""",
+    "CREATE TABLE IF NOT EXISTS tinker_samplers (id TEXT PRIMARY KEY, owner TEXT NOT NULL, snapshot TEXT)",
 ]
 KEPT = 4096  # answers of a model, the newest; a client asks for them within seconds
 AHEAD = 4096  # requests of a model that wait
@@ -151,6 +152,19 @@ class Ledger:
                                    (asked.model, asked.seq))
                 connection.execute("DELETE FROM tinker_promises WHERE model = ? AND seq <= ?",
                                    (asked.model, asked.seq - KEPT))
+
+    def add_sampler(self, sampler: str, owner: str, snapshot: str | None) -> None:
+        """Where samples come from: the folder of a snapshot, or None for the base model. One that is there stays."""
+        with self.database.write() as connection:
+            connection.execute("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
+
+    def snapshot_of(self, sampler: Any, owner: str) -> str | None:
+        """What a sampler samples from; UnknownError for one that is not this user's."""
+        row = self.database.row("SELECT * FROM tinker_samplers WHERE id = ?", (str(sampler),))
+        if row is None or row["owner"] != owner:
+            raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours")
+        found: str | None = row["snapshot"]
+        return found
 
     def answer(self, promise: str, owner: str) -> Answer | None:
         """What a promise was kept with; None while it is not. UnknownError for one that is not this user's."""

@@ -13,7 +13,8 @@ from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.calls import json_of, lora_of, whole
 from lowmem_grpo.service.tinker.ledger import JSON, Answer, Asked, UnknownError
-from lowmem_grpo.service.tinker.training import CREATE, FORWARD_BACKWARD, OPTIM_STEP, Training
+from lowmem_grpo.service.tinker.sampling import Sampling
+from lowmem_grpo.service.tinker.training import CREATE, FORWARD_BACKWARD, OPTIM_STEP, SNAPSHOT, Training
 
 POLL = 20.0  # seconds that a poll is held open; clients give up after 45
 HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
@@ -47,12 +48,13 @@ async def checked(call: Callable[[], T]) -> T:
         raise ChatError(422, str(error), None, "invalid") from None
 
 
-def tinker_router(training: Training, served: Served) -> APIRouter:
+def tinker_router(training: Training, sampling: Sampling, served: Served) -> APIRouter:
     """The routes. Those that are not here are answered as unknown, with the list of what there is."""
     router = APIRouter(redirect_slashes=False)
     add_session_routes(router, training, served)
     add_model_routes(router, training, served)
-    add_promise_route(router, training)
+    add_sampling_routes(router, training, sampling, served)
+    add_promise_route(router, training, sampling)
     return router
 
 
@@ -78,7 +80,7 @@ def add_session_routes(router: APIRouter, training: Training, served: Served) ->
     @router.get("/get_server_capabilities")
     async def capabilities() -> dict[str, Any]:
         return {"supported_models": [{"model_name": served.name, "max_context_length": served.context,
-                                      "trainable": True, "sampleable": False}]}
+                                      "trainable": True, "sampleable": True}]}
 
     @router.post("/create_session")
     async def create_session(request: Request) -> dict[str, Any]:
@@ -118,7 +120,12 @@ def add_model_routes(router: APIRouter, training: Training, served: Served) -> N
     @router.post("/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
         body, owner = await request.body(), owner_of(request)
-        return await checked(lambda: asked_for_step(training, body, owner))
+        return await checked(lambda: asked_in_json(training, OPTIM_STEP, body, owner))
+
+    @router.post("/save_weights_for_sampler")
+    async def save_weights_for_sampler(request: Request) -> dict[str, Any]:
+        body, owner = await request.body(), owner_of(request)
+        return await checked(lambda: asked_in_json(training, SNAPSHOT, body, owner))
 
 
 def created(training: Training, served: Served, given: dict[str, Any], owner: str) -> dict[str, Any]:
@@ -140,24 +147,67 @@ def asked_for_pass(training: Training, body: bytes, owner: str) -> dict[str, Any
     return {"request_id": training.ask(asked), "model_id": model.id}
 
 
-def asked_for_step(training: Training, body: bytes, owner: str) -> dict[str, Any]:
-    """The promise of an optim_step."""
+def asked_in_json(training: Training, kind: str, body: bytes, owner: str) -> dict[str, Any]:
+    """The promise of an optim_step or of a snapshot."""
     given = json_of(body)
     model = training.ledger.model(given.get("model_id"), owner)
-    asked = Asked(model.id, whole(given, "seq_id", 1), OPTIM_STEP, body)
+    asked = Asked(model.id, whole(given, "seq_id", 1), kind, body)
     return {"request_id": training.ask(asked), "model_id": model.id}
 
 
-def add_promise_route(router: APIRouter, training: Training) -> None:
+def add_sampling_routes(router: APIRouter, training: Training, sampling: Sampling, served: Served) -> None:
+    """Sampling sessions, and samples of them."""
+
+    @router.post("/create_sampling_session")
+    async def create_sampling_session(request: Request) -> dict[str, Any]:
+        body, owner = await request.body(), owner_of(request)
+        sampler = await checked(lambda: base_sampler(training, served, json_of(body), owner))
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    @router.get("/samplers/{sampler}")
+    async def sampler_info(sampler: str, request: Request) -> dict[str, Any]:
+        owner = owner_of(request)
+        await checked(lambda: training.ledger.snapshot_of(sampler, owner))
+        return {"sampler_id": sampler, "base_model": served.name, "model_path": None}
+
+    @router.post("/asample")
+    async def asample(request: Request) -> dict[str, Any]:
+        body, owner = await request.body(), owner_of(request)
+        return await checked(lambda: asked_for_sample(training, sampling, json_of(body), owner))
+
+
+def base_sampler(training: Training, served: Served, given: dict[str, Any], owner: str) -> str:
+    """A sampling session of the base model."""
+    training.ledger.check_session(given.get("session_id"), owner)
+    if given.get("model_path") is not None:
+        raise ValueError("model_path is given; weights under a name are not offered yet: use "
+                         "save_weights_and_get_sampling_client")
+    if given.get("base_model") != served.name:
+        raise ValueError(f"base_model is {given.get('base_model')!r}; this server has {served.name!r}")
+    sampler = f"{given['session_id']}:sample:{whole(given, 'sampling_session_seq_id')}"
+    training.ledger.add_sampler(sampler, owner, None)
+    return sampler
+
+
+def asked_for_sample(training: Training, sampling: Sampling, given: dict[str, Any], owner: str) -> dict[str, Any]:
+    """The promise of a sample."""
+    sampler = given.get("sampling_session_id")
+    snapshot = training.ledger.snapshot_of(sampler, owner)
+    return sampling.ask(given, str(sampler), None if snapshot is None else training.snapshots / snapshot, owner)
+
+
+def add_promise_route(router: APIRouter, training: Training, sampling: Sampling) -> None:
     """Where a client waits for what it was promised."""
 
     @router.post("/retrieve_future")
     async def retrieve(request: Request) -> Response:
         body, owner = await request.body(), owner_of(request)
         promise = str((await checked(lambda: json_of(body))).get("request_id"))
-        answer = await checked(lambda: training.ledger.answer(promise, owner))
-        if answer is None:
-            answer = await waited(training, promise, owner)
+        if ":sample:" in promise:
+            answer = await sampled(sampling, promise, owner)
+        else:
+            answer = await checked(lambda: training.ledger.answer(promise, owner)) or await waited(
+                training, promise, owner)
         if answer is None:
             return Response(f'{{"type": "try_again", "request_id": "{promise}", "queue_state": "active"}}',
                             media_type=JSON)
@@ -173,3 +223,14 @@ async def waited(training: Training, promise: str, owner: str) -> Answer | None:
         return answer
     await asyncio.wait({asyncio.wrap_future(kept)}, timeout=POLL)
     return await checked(lambda: training.ledger.answer(promise, owner))
+
+
+async def sampled(sampling: Sampling, name: str, owner: str) -> Answer | None:
+    """The answer of a sample; None where it is not there in the time of a poll. A client that is told 410 asks for the
+    sample again: it was an earlier server's."""
+    try:
+        promise = sampling.find(name, owner)
+    except UnknownError as error:
+        raise ChatError(410, str(error), None, "gone") from None
+    _, left = await asyncio.wait({asyncio.wrap_future(part) for part in promise.parts}, timeout=POLL)
+    return None if left else await run_in_threadpool(promise.answer)

@@ -16,6 +16,7 @@ from lowmem_grpo.service.tinker.adapters import Adapters
 from lowmem_grpo.service.tinker.datum import Bounds
 from lowmem_grpo.service.tinker.ledger import Ledger
 from lowmem_grpo.service.tinker.routes import Served, tinker_router
+from lowmem_grpo.service.tinker.sampling import Sampling
 from lowmem_grpo.service.tinker.training import Training
 
 MICRO_BATCH = 8192  # tokens that are computed at a time, of several sequences
@@ -48,4 +49,4 @@ def serve_model(name: str, database: Database, folder: Path, **loading: Any) -> 
     bounds = Bounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
     training = Training(desk, adapters, Ledger(database), folder, bounds)
     served = Served(name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
-    return ServedModel(desk, training, tinker_router(training, served))
+    return ServedModel(desk, training, tinker_router(training, Sampling(desk, bounds), served))

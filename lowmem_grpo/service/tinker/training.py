@@ -16,14 +16,15 @@ from lowmem_grpo.runs.whole_folder import flush
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import Adapters
-from lowmem_grpo.service.tinker.calls import adam_of
+from lowmem_grpo.service.tinker.calls import adam_of, json_of, sampler_of
 from lowmem_grpo.service.tinker.datum import Bounds, output_of, pass_of
 from lowmem_grpo.service.tinker.ledger import Answer, Asked, Ledger, Model
 from lowmem_grpo.service.waiting import DeskClosedError
 
 logger = logging.getLogger(__name__)
 
-CREATE, FORWARD_BACKWARD, OPTIM_STEP = "create_model", "forward_backward", "optim_step"
+CREATE, FORWARD_BACKWARD, OPTIM_STEP, SNAPSHOT = ("create_model", "forward_backward", "optim_step",
+                                                  "save_weights_for_sampler")
 
 
 class Training:
@@ -35,7 +36,8 @@ class Training:
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
         self.busy: set[str] = set()  # models with a request in the desk
         self.told: dict[str, Future[None]] = {}  # by promise: done as soon as it is kept
-        folder.mkdir(parents=True, exist_ok=True)
+        self.snapshots = folder / "snapshots"
+        self.snapshots.mkdir(parents=True, exist_ok=True)
         known = ledger.models()
         desk.run(lambda: self.load_all(known)).result()
         for model in known:
@@ -109,6 +111,8 @@ class Training:
                 return Answer.of({"model_id": asked.model, "type": CREATE})
             if asked.kind == OPTIM_STEP:
                 return Answer.of({"metrics": self.adapters.optim_step(asked.model, adam_of(asked.body))})
+            if asked.kind == SNAPSHOT:
+                return self.snapshot(asked)
             return self.forward_backward(asked)
         except (ValueError, MemoryExhaustedError) as error:
             return Answer.failed(str(error))
@@ -121,6 +125,15 @@ class Training:
     def forward_backward(self, asked: Asked) -> Answer:
         found = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
         return Answer(output_of(*self.adapters.run(asked.model, found)), wire.PROTOBUF)
+
+    def snapshot(self, asked: Asked) -> Answer:
+        """A copy of a model's factors, and a sampling session that samples from it."""
+        number, model = sampler_of(json_of(asked.body)), self.ledger.model(asked.model)
+        sampler = f"{model.id}:sample:{number}"
+        folder = self.snapshots / sampler.replace(":", "_")
+        self.adapters.snapshot(model.id, folder)
+        self.ledger.add_sampler(sampler, model.owner, folder.name)
+        return Answer.of({"type": SNAPSHOT, "sampling_session_id": sampler})
 
     def write(self, asked: Asked) -> str:
         """A model's state in a file, which is on the disk when this returns."""

@@ -107,3 +107,34 @@ def test_a_batch_of_many_requests_adds_up_in_their_order(client: Any) -> None:
     assert len(found.loss_fn_outputs) == 1500
     assert torch.equal(found.loss_fn_outputs[0]["logprobs"].to_torch(),
                        training.forward(data(1), "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch())
+
+
+def test_a_snapshot_samples_with_the_adapter_and_stays_as_it_was_while_training_goes_on(client: Any) -> None:
+    training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
+    base = client.create_sampling_client(base_model="tiny").result()
+    given = datum([5, 6, 7, 8], [6, 7, 8, 9], weights=[1.0] * 4)
+    for _ in range(3):
+        training.forward_backward([given], "cross_entropy").result()
+        training.optim_step(tinker.AdamParams(learning_rate=0.003)).result()
+    snapshot = training.save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput.from_ints([5, 6, 7, 8, 9])
+    of_training = training.forward([given], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
+    found = snapshot.compute_logprobs(prompt).result()
+    assert found[0] is None and found[1:] == pytest.approx(of_training.tolist(), rel=1e-4)
+    assert sum(base.compute_logprobs(prompt).result()[1:]) < sum(found[1:]) - 1
+    training.forward_backward([given], "cross_entropy").result()
+    training.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+    assert snapshot.compute_logprobs(prompt).result() == found
+
+
+def test_samples_have_their_number_their_seed_and_their_log_probabilities(client: Any) -> None:
+    base = client.create_sampling_client(base_model="tiny").result()
+    prompt = tinker.ModelInput.from_ints([5, 6, 7, 8])
+    params = tinker.SamplingParams(max_tokens=6, seed=11, temperature=1.0, stop=[])
+    first, again = (base.sample(prompt=prompt, num_samples=3, sampling_params=params).result() for _ in range(2))
+    tokens = [list(one.tokens) for one in first.sequences]
+    assert tokens == [list(one.tokens) for one in again.sequences] and len({tuple(one) for one in tokens}) > 1
+    assert [(len(one), sequence.stop_reason) for one, sequence in zip(tokens, first.sequences, strict=True)] == [
+        (6, "length")] * 3
+    whole = base.compute_logprobs(tinker.ModelInput.from_ints([5, 6, 7, 8, *tokens[0]])).result()
+    assert list(first.sequences[0].logprobs) == pytest.approx(whole[4:], rel=1e-3, abs=1e-4)
