@@ -1,4 +1,4 @@
-"""A queue of jobs, and a server that clients train on, under kills: a part of what the commands in bench/attacks try."""
+"""A queue of jobs, and a server that clients train on, under kills: a part of what `bench/attacks` tries."""
 
 import os
 import subprocess
