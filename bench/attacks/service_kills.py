@@ -6,8 +6,8 @@
 Two clients train a model each through the Tinker protocol: two calls of forward_backward and a step of Adam, again and
 again. They send each request until it is answered, with the same number, as the protocol's own client does. The server
 is killed by SIGKILL some time after it was started: while it loads, restores what was trained, computes, writes a
-state, or answers. The next one is started over the same folder. In the end every answer, and every number of the factors
-and of the optimizer's moments, must be those of a server that nobody killed, bit for bit.
+state, or answers. The next one is started over the same folder. In the end every answer, and every number of the
+factors and of the optimizer's moments, must be those of a server that nobody killed, bit for bit.
 """
 
 import http.client

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lowmem_grpo.service.tinker.adapters import Adam, LoraSettings
@@ -61,11 +61,48 @@ def lora_of(given: dict[str, Any]) -> LoraSettings:
     return LoraSettings(whole(lora, "rank", 1), seed, lora.get("train_attn", True), lora.get("train_mlp", True))
 
 
-def sampler_of(given: dict[str, Any]) -> int:
-    """The number of the sampling session of a save_weights_for_sampler."""
-    if given.get("path") is not None:
-        raise ValueError("path is given; weights under a name are not offered yet: use "
-                         "save_weights_and_get_sampling_client")
+@dataclass(frozen=True)
+class SaveCall:
+    """A save_weights or save_weights_for_sampler."""
+
+    name: str | None
+    """What to save under; None is a snapshot of no name."""
+    sampler: int
+    """The number of the sampling session that a snapshot gets."""
+    overwrite: bool
+    seconds: int | None
+    """How long it is kept; None is for ever."""
+
+
+def save_of(given: dict[str, Any], nameless: bool) -> SaveCall:
+    """The settings of a save, which may have no name where it is `nameless`."""
+    name, seconds = given.get("path"), given.get("ttl_seconds")
     if given.get("kind", "snapshot") != "snapshot":
         raise ValueError(f"kind is {given['kind']!r}; only snapshot is offered")
-    return whole(given, "sampling_session_seq_id")
+    if name is None and not nameless:
+        raise ValueError("path is missing; give the weights a name")
+    if not isinstance(given.get("overwrite", False), bool):
+        raise ValueError(f"overwrite is {given['overwrite']!r}; it must be true or false")
+    return SaveCall(name, whole(given, "sampling_session_seq_id") if name is None else 0, given.get("overwrite", False),
+                    None if seconds is None else whole(given, "ttl_seconds", 1))
+
+
+@dataclass(frozen=True)
+class LoadCall:
+    """A load_weights."""
+
+    path: str
+    optimizer: bool
+    """Whether Adam's moments come along."""
+
+
+def load_of(given: dict[str, Any]) -> LoadCall:
+    """The settings of a load."""
+    optimizer = given.get("optimizer_config") or {}
+    if not isinstance(optimizer, dict) or optimizer.get("type", "adamw") not in ADAM:
+        raise ValueError(f"optimizer_config is {optimizer!r}; only Adam is offered: leave it out")
+    if given.get("weights_access_token") is not None:
+        raise ValueError("weights_access_token is given; only weights of your own key can be loaded")
+    if not isinstance(given.get("optimizer"), bool):
+        raise ValueError(f"optimizer is {given.get('optimizer')!r}; it must be true or false")
+    return LoadCall(str(given.get("path")), given["optimizer"])

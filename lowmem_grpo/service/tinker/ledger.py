@@ -6,6 +6,8 @@ state, and one whose answer is missing is not.
 """
 
 import json
+import sqlite3
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,13 +98,15 @@ class Ledger:
         if row is None or row["owner"] != owner:
             raise UnknownError(f"session_id is {session!r}; there is no such session of yours: make a ServiceClient")
 
-    def add_model(self, model: str, owner: str, settings: LoraSettings) -> None:
-        """A model, with the promise of it. One that is there stays as it is."""
+    def add_model(
+        self, model: str, owner: str, settings: LoraSettings, kind: str = "create_model", body: bytes | None = None
+    ) -> None:
+        """A model, with the promise of it: its first request. One that is there stays as it is."""
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_models VALUES (?, ?, ?, NULL, 0, -1)",
                                (model, owner, json.dumps(asdict(settings))))
-            connection.execute("INSERT OR IGNORE INTO tinker_promises (model, seq, kind) VALUES (?, 0, 'create_model')",
-                               (model,))
+            connection.execute("INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, 0, ?, ?)",
+                               (model, kind, body))
 
     def model(self, model: Any, owner: str | None = None) -> Model:
         """A model; with `owner`, only one of theirs, else UnknownError."""
@@ -139,9 +143,15 @@ class Ledger:
             "AND body IS NOT NULL ORDER BY seq", (model.id, model.stepped, model.done))
         return [Asked(**row) for row in rows]
 
-    def keep(self, asked: Asked, answer: Answer, state: str | None = None) -> None:
-        """The answer of a request, and with it the file of the state that an optimizer step left."""
+    def keep(
+        self, asked: Asked, answer: Answer, state: str | None = None,
+        also: Callable[[sqlite3.Connection], None] | None = None,
+    ) -> None:
+        """The answer of a request, and with it the file of the state that it left, where it is a step or put other
+        weights in; and what `also` writes."""
         with self.database.write() as connection:
+            if also is not None:
+                also(connection)
             connection.execute("UPDATE tinker_promises SET answer = ?, media = ? WHERE model = ? AND seq = ?",
                                (answer.body, answer.media, asked.model, asked.seq))
             connection.execute("UPDATE tinker_models SET done = ? WHERE id = ?", (asked.seq, asked.model))

@@ -2,58 +2,31 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.tinker import wire
+from lowmem_grpo.service.tinker.asking import Served, asked_in_json, checked, owner_of
 from lowmem_grpo.service.tinker.calls import json_of, lora_of, whole
 from lowmem_grpo.service.tinker.ledger import JSON, Answer, Asked, UnknownError
 from lowmem_grpo.service.tinker.sampling import Sampling
+from lowmem_grpo.service.tinker.saved_routes import add_saved_routes
+from lowmem_grpo.service.tinker.shelf import SAMPLING
 from lowmem_grpo.service.tinker.training import CREATE, FORWARD_BACKWARD, OPTIM_STEP, SNAPSHOT, Training
 
 POLL = 20.0  # seconds that a poll is held open; clients give up after 45
 HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
         "Pass train_unembed=False to say so yourself.")
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Served:
-    """What the server is asked about its model."""
-
-    name: str  # under which clients ask for it
-    tokenizer: str  # a name on the hub, or a folder
-    architecture: str
-    context: int
-
-
-def owner_of(request: Request) -> str:
-    """Whose request it is."""
-    name: str = request.scope["holder"].name
-    return name
-
-
-async def checked(call: Callable[[], T]) -> T:
-    """What a call returns, in a thread. What is wrong is the client's, who is not to send it again."""
-    try:
-        return await run_in_threadpool(call)
-    except UnknownError as error:
-        raise ChatError(404, str(error), None, "unknown") from None
-    except ValueError as error:
-        raise ChatError(422, str(error), None, "invalid") from None
-
-
 def tinker_router(training: Training, sampling: Sampling, served: Served) -> APIRouter:
     """The routes. Those that are not here are answered as unknown, with the list of what there is."""
     router = APIRouter(redirect_slashes=False)
     add_session_routes(router, training, served)
     add_model_routes(router, training, served)
     add_sampling_routes(router, training, sampling, served)
+    add_saved_routes(router, training, served)
     add_promise_route(router, training, sampling)
     return router
 
@@ -147,21 +120,13 @@ def asked_for_pass(training: Training, body: bytes, owner: str) -> dict[str, Any
     return {"request_id": training.ask(asked), "model_id": model.id}
 
 
-def asked_in_json(training: Training, kind: str, body: bytes, owner: str) -> dict[str, Any]:
-    """The promise of an optim_step or of a snapshot."""
-    given = json_of(body)
-    model = training.ledger.model(given.get("model_id"), owner)
-    asked = Asked(model.id, whole(given, "seq_id", 1), kind, body)
-    return {"request_id": training.ask(asked), "model_id": model.id}
-
-
 def add_sampling_routes(router: APIRouter, training: Training, sampling: Sampling, served: Served) -> None:
     """Sampling sessions, and samples of them."""
 
     @router.post("/create_sampling_session")
     async def create_sampling_session(request: Request) -> dict[str, Any]:
         body, owner = await request.body(), owner_of(request)
-        sampler = await checked(lambda: base_sampler(training, served, json_of(body), owner))
+        sampler = await checked(lambda: new_sampler(training, served, json_of(body), owner))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     @router.get("/samplers/{sampler}")
@@ -176,16 +141,16 @@ def add_sampling_routes(router: APIRouter, training: Training, sampling: Samplin
         return await checked(lambda: asked_for_sample(training, sampling, json_of(body), owner))
 
 
-def base_sampler(training: Training, served: Served, given: dict[str, Any], owner: str) -> str:
-    """A sampling session of the base model."""
+def new_sampler(training: Training, served: Served, given: dict[str, Any], owner: str) -> str:
+    """A sampling session of the base model, or of weights under a name."""
     training.ledger.check_session(given.get("session_id"), owner)
-    if given.get("model_path") is not None:
-        raise ValueError("model_path is given; weights under a name are not offered yet: use "
-                         "save_weights_and_get_sampling_client")
-    if given.get("base_model") != served.name:
+    sampler, snapshot = f"{given['session_id']}:sample:{whole(given, 'sampling_session_seq_id')}", None
+    if given.get("base_model") not in (served.name, *([None] if given.get("model_path") else [])):
         raise ValueError(f"base_model is {given.get('base_model')!r}; this server has {served.name!r}")
-    sampler = f"{given['session_id']}:sample:{whole(given, 'sampling_session_seq_id')}"
-    training.ledger.add_sampler(sampler, owner, None)
+    if given.get("model_path") is not None:
+        found = training.shelf.find(given["model_path"], owner, SAMPLING)
+        snapshot = str((training.shelf.folder / found.file).relative_to(training.folder))
+    training.ledger.add_sampler(sampler, owner, snapshot)
     return sampler
 
 
@@ -193,7 +158,7 @@ def asked_for_sample(training: Training, sampling: Sampling, given: dict[str, An
     """The promise of a sample."""
     sampler = given.get("sampling_session_id")
     snapshot = training.ledger.snapshot_of(sampler, owner)
-    return sampling.ask(given, str(sampler), None if snapshot is None else training.snapshots / snapshot, owner)
+    return sampling.ask(given, str(sampler), None if snapshot is None else training.folder / snapshot, owner)
 
 
 def add_promise_route(router: APIRouter, training: Training, sampling: Sampling) -> None:

@@ -5,6 +5,7 @@
 
 import logging
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from lowmem_grpo.runs.whole_folder import flush
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import Adapters
-from lowmem_grpo.service.tinker.calls import adam_of, json_of, sampler_of
+from lowmem_grpo.service.tinker.calls import adam_of, json_of, load_of, save_of
 from lowmem_grpo.service.tinker.datum import Bounds, output_of, pass_of
-from lowmem_grpo.service.tinker.ledger import Answer, Asked, Ledger, Model
+from lowmem_grpo.service.tinker.ledger import Answer, Asked, Ledger, Model, UnknownError
+from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
 from lowmem_grpo.service.waiting import DeskClosedError
 
 logger = logging.getLogger(__name__)
 
-CREATE, FORWARD_BACKWARD, OPTIM_STEP, SNAPSHOT = ("create_model", "forward_backward", "optim_step",
-                                                  "save_weights_for_sampler")
+CREATE, FORWARD_BACKWARD, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
+    "create_model", "forward_backward", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
+CHANGES = (OPTIM_STEP, LOAD)  # after these the model's state is written
 
 
 class Training:
@@ -38,6 +41,7 @@ class Training:
         self.told: dict[str, Future[None]] = {}  # by promise: done as soon as it is kept
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True, exist_ok=True)
+        self.shelf = Shelf(ledger.database, folder / "saved")
         known = ledger.models()
         desk.run(lambda: self.load_all(known)).result()
         for model in known:
@@ -91,30 +95,35 @@ class Training:
     def do(self, asked: Asked) -> None:
         """Do a request and keep its answer. An OSError of the disk leaves the model as the disk has it, and the
         request unanswered."""
-        state = None
+        state, saved = None, list[Saved]()
         try:
-            answer = self.answer(asked)
-            if asked.kind == OPTIM_STEP and b'"error"' not in answer.body[:16]:
+            answer = self.answer(asked, saved)
+            if asked.kind in CHANGES and b'"error"' not in answer.body[:16]:
                 state = self.write(asked)
-            self.ledger.keep(asked, answer, state)
+            self.ledger.keep(asked, answer, state, lambda connection: self.shelf.put(connection, saved))
         except OSError:
             self.load(self.ledger.model(asked.model))
             raise
         if state is not None:
             self.sweep(asked.model, state)
+        if saved:
+            self.shelf.sweep()
 
-    def answer(self, asked: Asked) -> Answer:
-        """What a client is answered; a failure with the field that is wrong, and nothing of what is inside."""
+    def answer(self, asked: Asked, saved: list[Saved]) -> Answer:
+        """What a client is answered; a failure with the field that is wrong, and nothing of what is inside. What is now
+        to be on the shelf is added to `saved`."""
         try:
             if asked.kind == CREATE:
-                self.adapters.create(asked.model, self.ledger.model(asked.model).settings)
+                self.create(self.ledger.model(asked.model))
                 return Answer.of({"model_id": asked.model, "type": CREATE})
             if asked.kind == OPTIM_STEP:
                 return Answer.of({"metrics": self.adapters.optim_step(asked.model, adam_of(asked.body))})
-            if asked.kind == SNAPSHOT:
-                return self.snapshot(asked)
+            if asked.kind in (SNAPSHOT, SAVE):
+                return self.save(asked, saved)
+            if asked.kind == LOAD:
+                return self.load_saved(asked)
             return self.forward_backward(asked)
-        except (ValueError, MemoryExhaustedError) as error:
+        except (ValueError, UnknownError, MemoryExhaustedError) as error:
             return Answer.failed(str(error))
         except OSError:
             raise
@@ -126,23 +135,55 @@ class Training:
         found = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
         return Answer(output_of(*self.adapters.run(asked.model, found)), wire.PROTOBUF)
 
-    def snapshot(self, asked: Asked) -> Answer:
-        """A copy of a model's factors, and a sampling session that samples from it."""
-        number, model = sampler_of(json_of(asked.body)), self.ledger.model(asked.model)
-        sampler = f"{model.id}:sample:{number}"
-        folder = self.snapshots / sampler.replace(":", "_")
-        self.adapters.snapshot(model.id, folder)
-        self.ledger.add_sampler(sampler, model.owner, folder.name)
-        return Answer.of({"type": SNAPSHOT, "sampling_session_id": sampler})
+    def save(self, asked: Asked, saved: list[Saved]) -> Answer:
+        """A copy of a model under a name; or without one, and a sampling session that samples from it."""
+        call, model = save_of(json_of(asked.body), asked.kind == SNAPSHOT), self.ledger.model(asked.model)
+        if call.name is None:
+            sampler = f"{model.id}:sample:{call.sampler}"
+            folder = self.snapshots / sampler.replace(":", "_")
+            self.adapters.snapshot(model.id, folder)
+            self.ledger.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
+            return Answer.of({"type": SNAPSHOT, "sampling_session_id": sampler})
+        kind = SAMPLING if asked.kind == SNAPSHOT else TRAINING
+        path = path_of(model.id, kind, call.name)
+        self.shelf.check_free(path, model.owner, call.overwrite or kind == SAMPLING)
+        place, now = self.shelf.place(model.id, kind, call.name, asked.seq), time.time()
+        if kind == SAMPLING:
+            self.adapters.snapshot(model.id, place)
+        else:
+            self.write_state(model.id, place)
+        expires = None if call.seconds is None else now + call.seconds
+        saved.append(Saved(path, model.owner, model.id, model.settings, place.name, size_of(place), now, expires))
+        return Answer.of({"type": asked.kind, "path": path})
+
+    def load_saved(self, asked: Asked) -> Answer:
+        """Put saved weights into a model, which is made where this is its first request."""
+        call, model = load_of(json_of(asked.body)), self.ledger.model(asked.model)
+        found = self.shelf.find(call.path, model.owner, TRAINING)
+        if asked.seq == 0:
+            self.create(model)
+        state = load_file(self.shelf.folder / found.file)
+        kept = {name: value for name, value in state.items() if call.optimizer or "/" not in name}
+        self.adapters.restore(model.id, kept)
+        return Answer.of({"type": LOAD, "path": found.path, "model_id": model.id})
+
+    def create(self, model: Model) -> None:
+        """A model as it is before its first step."""
+        if model.id in self.adapters.held:
+            self.adapters.delete(model.id)
+        self.adapters.create(model.id, model.settings)
 
     def write(self, asked: Asked) -> str:
         """A model's state in a file, which is on the disk when this returns."""
         name = f"{asked.model}.{asked.seq}.safetensors".replace(":", "_")
-        path = self.folder / name
-        save_file(self.adapters.state(asked.model), path)
-        flush(path)
-        flush(self.folder)
+        self.write_state(asked.model, self.folder / name)
         return name
+
+    def write_state(self, model: str, path: Path) -> None:
+        """A model's factors and moments, which are on the disk when this returns."""
+        save_file(self.adapters.state(model), path)
+        flush(path)
+        flush(path.parent)
 
     def sweep(self, model: str, state: str) -> None:
         """Delete the states of a model but this one."""
@@ -158,11 +199,9 @@ class Training:
 
     def load(self, model: Model) -> None:
         """Make a model as the disk has it: its state, and the gradients of the requests since its last step."""
-        if model.id in self.adapters.held:
-            self.adapters.delete(model.id)
-        self.adapters.create(model.id, model.settings)
+        self.create(model)
         if model.state is not None:
             self.adapters.restore(model.id, load_file(self.folder / model.state))
         for asked in self.ledger.since_step(model):
             if asked.kind == FORWARD_BACKWARD:
-                self.answer(asked)
+                self.answer(asked, [])

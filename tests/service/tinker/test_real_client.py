@@ -138,3 +138,26 @@ def test_samples_have_their_number_their_seed_and_their_log_probabilities(client
         (6, "length")] * 3
     whole = base.compute_logprobs(tinker.ModelInput.from_ints([5, 6, 7, 8, *tokens[0]])).result()
     assert list(first.sequences[0].logprobs) == pytest.approx(whole[4:], rel=1e-3, abs=1e-4)
+
+
+def test_weights_under_a_name_are_trained_on_and_sampled_with(client: Any) -> None:
+    training = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    training.forward_backward(data(), "cross_entropy").result()
+    training.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
+    state = training.save_state("half").result().path
+    path = training.save_weights_for_sampler("half").result().path
+    again = client.create_training_client_from_state_with_optimizer(state).result()
+    fresh = client.create_training_client_from_state(state).result()
+    found = [one.forward(data(1), "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch().tolist()
+             for one in (training, again, fresh)]
+    assert found[0] == found[1] == found[2]
+    sampler = client.create_sampling_client(model_path=path).result()
+    logprobs = sampler.compute_logprobs(tinker.ModelInput.from_ints([5, 6, 7, 8, 9])).result()
+    assert logprobs[1:] == pytest.approx(found[0], rel=1e-4)
+    rest = client.create_rest_client()
+    assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
+    names = {one.checkpoint_id for one in rest.list_user_checkpoints().result().checkpoints}
+    assert {"weights/half", "sampler_weights/half"} <= names
+    rest.delete_checkpoint_from_tinker_path(state).result()
+    with pytest.raises(Exception, match="no such weights"):
+        client.create_training_client_from_state(state).result()

@@ -1,0 +1,49 @@
+"""What the routes of the Tinker protocol share: whose request it is, what is wrong with it, its promise."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.concurrency import run_in_threadpool
+
+from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.tinker.calls import json_of, whole
+from lowmem_grpo.service.tinker.ledger import Asked, UnknownError
+from lowmem_grpo.service.tinker.training import Training
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server is asked about its model."""
+
+    name: str  # under which clients ask for it
+    tokenizer: str  # a name on the hub, or a folder
+    architecture: str
+    context: int
+
+
+def owner_of(request: Request) -> str:
+    """Whose request it is."""
+    name: str = request.scope["holder"].name
+    return name
+
+
+async def checked(call: Callable[[], T]) -> T:
+    """What a call returns, in a thread. What is wrong is the client's, who is not to send it again."""
+    try:
+        return await run_in_threadpool(call)
+    except UnknownError as error:
+        raise ChatError(404, str(error), None, "unknown") from None
+    except ValueError as error:
+        raise ChatError(422, str(error), None, "invalid") from None
+
+
+def asked_in_json(training: Training, kind: str, body: bytes, owner: str) -> dict[str, Any]:
+    """The promise of a request whose body is JSON."""
+    given = json_of(body)
+    model = training.ledger.model(given.get("model_id"), owner)
+    asked = Asked(model.id, whole(given, "seq_id", 1), kind, body)
+    return {"request_id": training.ask(asked), "model_id": model.id}
