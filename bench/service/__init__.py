@@ -1,0 +1,1 @@
+"""Programs of others against `lowmem-grpo serve`."""
