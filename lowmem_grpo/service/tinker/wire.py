@@ -112,7 +112,7 @@ def parsed(kind: Any, body: bytes) -> Any:
 
 def plain(body: bytes, encoding: str, most: int = BODY_BYTES) -> bytes:
     """A body without its compression. BodyError where it would be larger than `most` bytes, of which no more are made,
-    or where the encoding is not known."""
+    where it was cut off, or where the encoding is not known."""
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":
@@ -120,9 +120,13 @@ def plain(body: bytes, encoding: str, most: int = BODY_BYTES) -> bytes:
     try:
         with zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(io.BytesIO(body)) as reader:
             grown = reader.read(most + 1)
+        told = zstandard.frame_content_size(body)
     except zstandard.ZstdError as error:
         raise BodyError(f"the body is no zstd: {error}") from None
     if len(grown) > most:
         raise BodyError(f"the body grows to more than {most} bytes, which is the most that is taken: send fewer datums "
                         "in a call")
+    if told != len(grown):  # -1 where the frame does not tell: a reader cannot see then that it was cut off
+        raise BodyError(f"the body grew to {len(grown)} bytes, and its zstd frame tells {told}: it was cut off, or "
+                        "written without its size; compress it in one piece")
     return grown

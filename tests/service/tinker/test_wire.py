@@ -1,5 +1,7 @@
 """Bodies of the wire: field numbers, what is skipped, and what cannot be read."""
 
+import random
+
 import pytest
 import zstandard
 
@@ -59,3 +61,18 @@ def test_what_is_no_zstd_and_other_encodings_are_refused() -> None:
     with pytest.raises(wire.BodyError, match="'br'"):
         wire.plain(b"plain", "br")
     assert wire.plain(b"plain", "") == b"plain"
+
+
+@pytest.mark.parametrize("kept", [0, 3, 10, 1000, 150_000, -1])
+def test_a_compressed_body_that_was_cut_off_is_refused(kept: int) -> None:
+    """A reader of zstd returns what it has without an error, which could be a call with fewer datums."""
+    packed = zstandard.ZstdCompressor().compress(random.Random(0).randbytes(300_000))
+    assert len(wire.plain(packed, "zstd")) == 300_000
+    with pytest.raises(wire.BodyError, match=r"cut off|no zstd"):
+        wire.plain(packed[:kept], "zstd")
+
+
+def test_a_compressed_body_without_its_size_is_refused_with_what_to_do() -> None:
+    packed = zstandard.ZstdCompressor(write_content_size=False).compress(b"\0" * 4096)
+    with pytest.raises(wire.BodyError, match="compress it in one piece"):
+        wire.plain(packed, "zstd")
