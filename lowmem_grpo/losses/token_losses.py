@@ -89,13 +89,22 @@ def token_losses(
         return -(advantages * logprobs - settings["beta"] / 2 * change.square())
     if name == "gspo":
         change = sequence_change(change, values["sequence_ratio_mask"], sequence_ids, sequences)
-    ratio = change.exp()
     if name == "importance_sampling":
-        return -ratio * advantages
-    clipped = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+        return -change.where(advantages != 0, 0.0).exp() * advantages  # an overflowing ratio times 0 would be NaN
+    low, high = settings["clip_low_threshold"], settings["clip_high_threshold"]
     if name == "cispo":
-        return -clipped.detach() * advantages * logprobs
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+        return -change.detach().exp().clamp(low, high) * advantages * logprobs
+    return -held_ratio(change, low, high, advantages) * advantages
+
+
+def held_ratio(change: Tensor, low: float, high: float, advantages: Tensor) -> Tensor:
+    """exp(change) as it stands in min(r A, clip(r) A): at most `high` where A is above 0, at least `low` where it is
+    below, without a gradient where a bound holds, and finite there however large `change` is."""
+    upper = torch.where(advantages < 0, torch.inf, torch.full_like(change, high))
+    lower = torch.where(advantages > 0, 0.0, torch.full_like(change, low))
+    inside = (change <= upper.log()) & (change >= lower.log())
+    bound = torch.where(change > upper.log(), upper, lower)
+    return torch.where(inside, change.where(inside, 0.0).exp(), bound)
 
 
 def sequence_change(change: Tensor, mask: Tensor, sequence_ids: Tensor, sequences: int) -> Tensor:

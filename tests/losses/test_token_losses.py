@@ -95,3 +95,34 @@ def test_a_clients_own_loss_has_its_exact_gradient_through_weights_of_any_sign()
 def test_what_is_not_offered_is_refused_by_name(name: str, given: dict[str, float | str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         checked_settings(name, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("change", [-1000.0, -200.0, 200.0, 1000.0])
+def test_a_ratio_that_overflows_is_no_nan_where_its_bound_or_an_advantage_of_zero_holds(
+    change: float, name: str, dtype: torch.dtype
+) -> None:
+    for advantage in (1.0, 0.0, -1.0):
+        if change > 0 and (advantage < 0 or (advantage > 0 and name == "importance_sampling")) and name != "cispo":
+            continue  # the loss itself is infinite there
+        logprobs = torch.full((2,), -1.0, dtype=dtype, requires_grad=True)
+        values = {"advantages": torch.tensor([advantage, 0.5], dtype=dtype),
+                  "logprobs": torch.tensor([-1.0 - change, -1.0], dtype=dtype), "sequence_ratio_mask": torch.ones(2)}
+        found = token_losses(name, logprobs, values, checked_settings(name, {}), torch.tensor([0, 1]), 2)
+        found.sum().backward()
+        assert logprobs.grad is not None and found.isfinite().all() and logprobs.grad.isfinite().all()
+        ratio = {True: 1.2, False: 0.8 if advantage < 0 or name == "cispo" else 0.0}[change > 0]
+        expected = -ratio * advantage * (-1.0 if name == "cispo" else 1.0)
+        assert found[0].item() == pytest.approx(0.0 if name == "importance_sampling" else expected, abs=1e-6)
+        assert logprobs.grad[0].item() == pytest.approx(-ratio * advantage if name == "cispo" else 0.0, abs=1e-6)
+        assert logprobs.grad[1].item() == pytest.approx(-0.5)
+
+
+def test_a_bound_of_zero_holds_too() -> None:
+    settings = checked_settings("ppo", {"clip_low_threshold": 0.0, "clip_high_threshold": 0.0})
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    values = {"advantages": torch.tensor([1.0, -1.0]), "logprobs": torch.tensor([-1.0, -1.0])}
+    found = token_losses("ppo", logprobs, values, settings, torch.tensor([0, 1]), 2)
+    found.sum().backward()
+    assert found.tolist() == [0.0, 1.0] and logprobs.grad is not None and logprobs.grad.tolist() == [0.0, 1.0]

@@ -186,6 +186,10 @@ class Adapters:
         if not with_gradient:
             raise ValueError(f"there is no gradient of {model_id}: call forward_backward before optim_step")
         norm = torch.nn.utils.get_total_norm([one.grad for one in with_gradient if one.grad is not None])
+        if not bool(norm.isfinite()):
+            held.optimizer.zero_grad(set_to_none=True)
+            raise ValueError("the norm of the gradient is not finite, and the gradient was dropped: advantages or "
+                             "weights are too large; call forward_backward with smaller ones")
         if adam.grad_clip_norm:
             torch.nn.utils.clip_grads_with_norm_(with_gradient, adam.grad_clip_norm, norm)
         held.optimizer.param_groups[0].update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps,

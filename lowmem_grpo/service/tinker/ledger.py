@@ -6,6 +6,7 @@ state, and one whose answer is missing is not.
 """
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +28,8 @@ TABLES = [
 KEPT = 4096  # answers of a model, the newest; a client asks for them within seconds
 AHEAD = 4096  # requests of a model that wait
 JSON = "application/json"
+MISSING = "missing"  # the kind of a request that never came
+NUMBER = re.compile("0|[1-9][0-9]{0,9}")  # as promises are named
 
 
 class UnknownError(LookupError):
@@ -118,16 +121,39 @@ class Ledger:
     def models(self) -> list[Model]:
         return [Model.of(row) for row in self.database.rows("SELECT * FROM tinker_models ORDER BY rowid")]
 
-    def ask(self, asked: Asked) -> None:
-        """Keep a request, unless one of its number is there. ValueError for a number that is too far ahead, or done
-        and forgotten."""
+    def ask(self, asked: Asked) -> Asked | None:
+        """Keep a request, unless one of its number is there, which is returned (without its body, once that is no
+        longer needed). ValueError for a number that is too far ahead, or done and forgotten."""
         done = self.model(asked.model).done
         if not done - KEPT < asked.seq <= done + AHEAD:
             raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "
                              "requests wait")
         with self.database.write() as connection:
-            connection.execute("INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, ?, ?, ?)",
-                               (asked.model, asked.seq, asked.kind, asked.body))
+            made = connection.execute(
+                "INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, ?, ?, ?)",
+                (asked.model, asked.seq, asked.kind, asked.body))
+        if made.rowcount:
+            return None
+        row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?",
+                                (asked.model, asked.seq)) or {"kind": asked.kind, "body": None}
+        return Asked(asked.model, asked.seq, row["kind"], row["body"] or b"")
+
+    def gap(self, model: str) -> int | None:
+        """The number of the request to do next, where it has not come and later ones have."""
+        row = self.database.row(
+            "SELECT done + 1 AS seq FROM tinker_models WHERE id = ? AND EXISTS (SELECT 1 FROM tinker_promises WHERE "
+            "model = id AND seq > done + 1) AND NOT EXISTS (SELECT 1 FROM tinker_promises WHERE model = id AND "
+            "seq = done + 1)", (model,))
+        return None if row is None else int(row["seq"])
+
+    def step_over(self, model: str, seq: int, answer: Answer) -> None:
+        """Answer a request that never came, unless it has come meanwhile."""
+        with self.database.write() as connection:
+            made = connection.execute(
+                "INSERT OR IGNORE INTO tinker_promises (model, seq, kind, answer, media) VALUES (?, ?, ?, ?, ?)",
+                (model, seq, MISSING, answer.body, answer.media))
+            if made.rowcount:
+                connection.execute("UPDATE tinker_models SET done = ? WHERE id = ? AND done = ?", (seq, model, seq - 1))
 
     def next(self, model: str) -> Asked | None:
         """The request to do next; None where it has not come."""
@@ -137,10 +163,11 @@ class Ledger:
         return None if row is None else Asked(row["model"], row["seq"], row["kind"], row["body"] or b"")
 
     def since_step(self, model: Model) -> list[Asked]:
-        """The requests that were answered after the last optimizer step, in order: gradients are made of them."""
+        """The requests that were answered after the last optimizer step, in order: gradients are made of them. One that
+        failed added nothing then, and may not now; its answer is JSON."""
         rows = self.database.rows(
             "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq > ? AND seq <= ? "
-            "AND body IS NOT NULL ORDER BY seq", (model.id, model.stepped, model.done))
+            "AND body IS NOT NULL AND media != ? ORDER BY seq", (model.id, model.stepped, model.done, JSON))
         return [Asked(**row) for row in rows]
 
     def keep(
@@ -179,13 +206,14 @@ class Ledger:
     def answer(self, promise: str, owner: str) -> Answer | None:
         """What a promise was kept with; None while it is not. UnknownError for one that is not this user's."""
         model, _, seq = promise.rpartition(":")
+        number = int(seq) if NUMBER.fullmatch(seq) else -1
         unknown = UnknownError(f"request_id is {promise!r}; there is no such promise of yours")
         try:
             self.model(model, owner)
         except UnknownError:
             raise unknown from None
         row = self.database.row("SELECT answer, media FROM tinker_promises WHERE model = ? AND seq = ?",
-                                (model, int(seq) if seq.isascii() and seq.isdigit() else -1))
+                                (model, number))
         if row is None:
             raise unknown
         return None if row["answer"] is None else Answer(row["answer"], row["media"])

@@ -186,7 +186,9 @@ async def waited(training: Training, promise: str, owner: str) -> Answer | None:
     if answer is not None:
         training.forget(promise)
         return answer
-    await asyncio.wait({asyncio.wrap_future(kept)}, timeout=POLL)
+    _, waiting = await asyncio.wait({asyncio.wrap_future(kept)}, timeout=POLL)
+    if waiting:
+        await checked(lambda: training.look_for_gap(promise.rpartition(":")[0]))
     return await checked(lambda: training.ledger.answer(promise, owner))
 
 

@@ -19,7 +19,7 @@ from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import Adapters
 from lowmem_grpo.service.tinker.calls import adam_of, json_of, load_of, save_of
 from lowmem_grpo.service.tinker.datum import Bounds, output_of, pass_of
-from lowmem_grpo.service.tinker.ledger import Answer, Asked, Ledger, Model, UnknownError
+from lowmem_grpo.service.tinker.ledger import MISSING, Answer, Asked, Ledger, Model, UnknownError
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
 from lowmem_grpo.service.waiting import DeskClosedError
 
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 CREATE, FORWARD_BACKWARD, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
     "create_model", "forward_backward", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
+GAP = 60.0  # seconds in which a request may come after later ones
 CHANGES = (OPTIM_STEP, LOAD)  # after these the model's state is written
 
 
@@ -39,6 +40,7 @@ class Training:
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
         self.busy: set[str] = set()  # models with a request in the desk
         self.told: dict[str, Future[None]] = {}  # by promise: done as soon as it is kept
+        self.gaps: dict[str, tuple[int, float]] = {}  # by model: the request that is missing, and since when it is
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self.shelf = Shelf(ledger.database, folder / "saved")
@@ -50,10 +52,31 @@ class Training:
     # For any thread
 
     def ask(self, asked: Asked) -> str:
-        """Keep a request and return the id of its promise."""
-        self.ledger.ask(asked)
+        """Keep a request and return the id of its promise. ValueError where its number was used for another one."""
+        earlier = self.ledger.ask(asked)
+        if earlier is not None and not same(earlier, asked):
+            raise ValueError(f"seq_id is {asked.seq}, which {asked.model} was sent with another {earlier.kind} before: "
+                             "two programs may be using one model; let each create its own")
         self.pump(asked.model)
         return asked.id
+
+    def look_for_gap(self, model: str) -> None:
+        """Answer a request that others wait for and that never came, so that these are done: it was refused before it
+        had a promise, or lost. It has some time to come."""
+        missing, now = self.ledger.gap(model), time.monotonic()
+        with self.lock:
+            if missing is None:
+                self.gaps.pop(model, None)
+                return
+            seq, since = self.gaps.get(model, (missing, now))
+            self.gaps[model] = (missing, now) if seq != missing else (seq, since)
+            if seq != missing or now - since < GAP:
+                return
+            del self.gaps[model]
+        self.ledger.step_over(model, missing, Answer.failed(
+            f"seq_id {missing} did not come within {GAP:g} seconds, while later ones waited: send it anew under a "
+            "number of its own"))
+        self.pump(model)
 
     def pump(self, model: str) -> None:
         """Let the next request of a model wait for the desk, unless one does."""
@@ -205,3 +228,16 @@ class Training:
         for asked in self.ledger.since_step(model):
             if asked.kind == FORWARD_BACKWARD:
                 self.answer(asked, [])
+
+
+def same(one: Asked, other: Asked) -> bool:
+    """Whether two requests of a number ask for the same. One whose body is no longer needed is taken to, and one that
+    came too late, whose promise says so."""
+    if one.kind == MISSING:
+        return True
+    if one.kind != other.kind or not one.body or one.body == other.body:
+        return one.kind == other.kind
+    if one.kind == FORWARD_BACKWARD:  # a message has several forms in bytes
+        return bool(wire.parsed(wire.ForwardBackwardRequest, one.body) == wire.parsed(wire.ForwardBackwardRequest,
+                                                                                      other.body))
+    return json_of(one.body) == json_of(other.body)

@@ -42,10 +42,10 @@ def test_requests_are_done_in_the_order_of_their_numbers_not_of_their_arrival(se
 def test_a_repeated_number_gets_the_same_promise_and_is_done_once(server: Server) -> None:
     model = server.create()
     first = server.forward_backward(model, 1, seed=1)
-    again = server.forward_backward(model, 1, seed=2)
+    again = server.forward_backward(model, 1, seed=1)
     assert first == again
     before = server.wait(first).content
-    server.forward_backward(model, 1, seed=2)
+    server.forward_backward(model, 1, seed=1)
     assert server.wait(first).content == before
     step = server.optim_step(model, 2)
     server.wait(step)
@@ -164,3 +164,75 @@ def test_two_clients_that_take_turns_leave_each_others_models_alone(server: Serv
     other.wait(other.optim_step(own, 3))
     assert same(server.state(mine), other.state(own))
     other.close()
+
+
+def test_a_pass_that_failed_adds_nothing_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(tmp_path)
+    model = server.create()
+    server.wait(server.forward_backward(model, 1, 1))
+    adapters = server.model.training.adapters
+    plain = adapters.run
+    monkeypatch.setattr(adapters, "run", lambda *given: (_ for _ in ()).throw(ValueError("no room")))
+    assert server.wait(server.forward_backward(model, 2, 2)).json()["error"] == "no room"
+    monkeypatch.setattr(adapters, "run", plain)
+    server.close()
+    following = Server(tmp_path)
+    found = following.wait(following.optim_step(model, 3)).json()["metrics"]["grad_norm"]
+    other = following.create(number=5)
+    following.wait(following.forward_backward(other, 1, 1))
+    assert following.wait(following.optim_step(other, 2)).json()["metrics"]["grad_norm"] == found
+    following.close()
+
+
+@pytest.mark.parametrize("number", ["9" * 30, "007", "-1", "1.0", "", "\u0661"])
+def test_a_promise_of_no_plain_number_is_unknown(number: str, tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    model = server.create()
+    reply = server.wait({"request_id": f"{model}:{number}"})
+    assert reply.status_code == 404 and "no such promise" in reply.text
+    assert server.model.training.told == {}
+    server.close()
+
+
+def test_a_gradient_whose_norm_overflows_is_dropped_and_the_moments_stay_finite(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    model = server.create()
+    server.wait(server.forward_backward(model, 1, 1))
+    held = server.model.training.adapters.held[model]
+    for one in held.parameters.values():
+        if one.grad is not None:
+            one.grad.fill_(3e38)
+    assert "norm of the gradient is not finite" in server.wait(server.optim_step(model, 2)).json()["error"]
+    server.wait(server.forward_backward(model, 3, 1))
+    assert server.wait(server.optim_step(model, 4)).json()["metrics"]["grad_norm"] > 0
+    server.close()
+
+
+def test_a_number_that_was_used_for_another_request_is_refused_by_name(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    model = server.create()
+    first = server.forward_backward(model, 1, 1)
+    assert server.forward_backward(model, 1, 1) == first, "the same again has the same promise"
+    for reply in (server.forward_backward(model, 1, 2), server.optim_step(model, 1)):
+        assert "seq_id is 1, which" in reply["error"]["message"] and "two programs" in reply["error"]["message"]
+    server.close()
+
+
+def test_a_request_that_never_comes_holds_up_the_others_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.service.tinker.routes.POLL", 0.05)
+    server = Server(tmp_path)
+    model = server.create()
+    server.wait(server.forward_backward(model, 1, 1))
+    late = server.optim_step(model, 3)
+    assert server.wait(late).json()["type"] == "try_again"
+    assert server.wait(late).json()["type"] == "try_again", "it has a minute to come"
+    monkeypatch.setattr("lowmem_grpo.service.tinker.training.GAP", 0.0)
+    reply = server.wait(late)
+    while reply.json().get("type") == "try_again":
+        reply = server.wait(late)
+    assert reply.json()["metrics"]["grad_norm"] > 0
+    came_too_late = server.wait(server.forward_backward(model, 2, 1)).json()
+    assert "seq_id 2 did not come within" in came_too_late["error"]
+    server.close()
