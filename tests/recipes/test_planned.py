@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from card import gpu
 
 from lowmem_grpo.engines.vllm.capacity import default_kv_bytes
 from lowmem_grpo.jobs.room import Weighed
@@ -15,7 +16,6 @@ from lowmem_grpo.recipes.options import fill
 from lowmem_grpo.recipes.planned import planned
 from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.units import GIB
-from tests.support.card import gpu
 
 
 def setup_of(recipe: str, *arguments: str) -> Any:
