@@ -213,9 +213,11 @@ class Drawn:
             self.until.drop(self.owner(row), int(self.lengths[row]) if row in self.done else reached[row])
         return over
 
-    def between(self) -> None:
-        """Two steps of decoding are apart."""
-        self.finished.between(sum(self.unfinished))
+    def between(self, steps: int = 1) -> None:
+        """So many steps of decoding have ended, and the next one has not begun. The caller is told once for each, as it
+        may count them."""
+        for _ in range(steps):
+            self.finished.between(sum(self.unfinished))
 
     def reopen(self, rows: Tensor) -> None:
         """Undo what an interrupted step may have written about unfinished rows."""

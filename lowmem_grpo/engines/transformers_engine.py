@@ -228,7 +228,7 @@ class TransformersEngine:
                 drawn.leave(batch.state, left)
             if left or waiting:
                 with self.pace.paused():
-                    drawn.between()
+                    drawn.between(steps)
             if not left:
                 batch.clear()
                 continue

@@ -181,6 +181,19 @@ def test_looking_rarely_at_which_rows_are_done_changes_no_token(
         assert rows is not None or len(looks) < len(steps) / 2
 
 
+@pytest.mark.parametrize("rows", [None, 5])
+def test_who_counts_steps_between_two_looks_is_told_of_all(tiny: TransformersEngine, rows: int | None) -> None:
+    def told(engine: TransformersEngine) -> list[int]:
+        running: list[int] = []
+        engine.bound.lowered = rows
+        engine.generate(PROMPTS, PARAMS, None, running.append)
+        return running
+
+    steps = len(told(growing(tiny)))
+    Recorder(tiny)
+    assert steps <= len(told(tiny)) <= steps * (1 if rows is None else 1.5)
+
+
 def test_a_shortage_between_two_looks_loses_no_token(tiny: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(n=3, max_tokens=37, seed=5)
     expected = growing(tiny).generate(PROMPTS, params)
