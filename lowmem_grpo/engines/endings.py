@@ -20,7 +20,7 @@ class Endings:
         """(B,) bool: whether the last tokens of completions (B, C) end them."""
         if self.held is None or self.held.device != ids.device:  # making it anew in each step would wait for the device
             self.held = torch.tensor(self.tokens, dtype=torch.long, device=ids.device)
-        ended = torch.isin(ids[:, -1], self.held)
+        ended = (ids[:, -1:] == self.held).any(-1)  # `isin` sorts where there are many, which may wait for the device
         if self.stops:
             matches = [self.stopped(text) for text in self.tokenizer.batch_decode(ids[:, -self.reach :])]
             ended = ended | torch.tensor(matches, device=ended.device)
