@@ -9,7 +9,7 @@ from starlette.concurrency import run_in_threadpool
 
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.tinker.calls import json_of, whole
-from lowmem_grpo.service.tinker.ledger import Asked, UnknownError
+from lowmem_grpo.service.tinker.ledger import Asked, FinishedError, UnknownError
 from lowmem_grpo.service.tinker.training import Training
 
 T = TypeVar("T")
@@ -37,6 +37,8 @@ async def checked(call: Callable[[], T]) -> T:
         return await run_in_threadpool(call)
     except UnknownError as error:
         raise ChatError(404, str(error), None, "unknown") from None
+    except FinishedError as error:
+        raise ChatError(410, str(error), None, "finished") from None
     except ValueError as error:
         raise ChatError(422, str(error), None, "invalid") from None
 

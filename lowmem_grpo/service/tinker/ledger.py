@@ -5,6 +5,7 @@ with each optimizer step, and named in the same transaction as the step's answer
 state, and one whose answer is missing is not.
 """
 
+import contextlib
 import json
 import re
 import sqlite3
@@ -16,7 +17,7 @@ from lowmem_grpo.service.database import Database, Row
 from lowmem_grpo.service.tinker.adapters import LoraSettings
 
 TABLES = [
-    "CREATE TABLE IF NOT EXISTS tinker_sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS tinker_sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, finished TEXT)",
     """CREATE TABLE IF NOT EXISTS tinker_models (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, settings TEXT NOT NULL, state TEXT, stepped INTEGER NOT NULL,
     done INTEGER NOT NULL)""",
@@ -34,6 +35,10 @@ NUMBER = re.compile("0|[1-9][0-9]{0,9}")  # as promises are named
 
 class UnknownError(LookupError):
     """There is no such thing, or it is another user's."""
+
+
+class FinishedError(LookupError):
+    """It is over."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,24 @@ class Ledger:
 
     def open_session(self, session: str, owner: str) -> None:
         with self.database.write() as connection:
-            connection.execute("INSERT INTO tinker_sessions VALUES (?, ?)", (session, owner))
+            connection.execute("INSERT INTO tinker_sessions (id, owner) VALUES (?, ?)", (session, owner))
 
     def check_session(self, session: Any, owner: str) -> None:
-        """UnknownError unless it is a session of this user."""
-        row = self.database.row("SELECT owner FROM tinker_sessions WHERE id = ?", (str(session),))
+        """UnknownError unless it is a session of this user, FinishedError where its client has ended it."""
+        row = self.database.row("SELECT owner, finished FROM tinker_sessions WHERE id = ?", (str(session),))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"session_id is {session!r}; there is no such session of yours: make a ServiceClient")
+        if row["finished"] is not None:
+            raise FinishedError(f"session_id is {session!r}; its client ended it ({row['finished']}): make a new "
+                                "ServiceClient")
+
+    def finish_session(self, session: str, owner: str, reason: str) -> None:
+        """Keep why a client ended its session; the first reason stays. Its models and weights stay too."""
+        with contextlib.suppress(FinishedError):
+            self.check_session(session, owner)
+        with self.database.write() as connection:
+            connection.execute("UPDATE tinker_sessions SET finished = ? WHERE id = ? AND finished IS NULL",
+                               (reason, session))
 
     def add_model(
         self, model: str, owner: str, settings: LoraSettings, kind: str = "create_model", body: bytes | None = None

@@ -18,8 +18,11 @@ from lowmem_grpo.service.tinker.shelf import SAMPLING
 from lowmem_grpo.service.tinker.training import CREATE, FORWARD_BACKWARD, OPTIM_STEP, SNAPSHOT, Training
 
 POLL = 20.0  # seconds that a poll is held open; clients give up after 45
+REASONS = ("success", "errored", "interrupted")
 HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
         "Pass train_unembed=False to say so yourself.")
+
+
 def tinker_router(training: Training, sampling: Sampling, served: Served) -> APIRouter:
     """The routes. Those that are not here are answered as unknown, with the list of what there is."""
     router = APIRouter(redirect_slashes=False)
@@ -66,6 +69,21 @@ def add_session_routes(router: APIRouter, training: Training, served: Served) ->
         body, owner = await request.body(), owner_of(request)
         await checked(lambda: training.ledger.check_session(json_of(body).get("session_id"), owner))
         return {"type": "session_heartbeat"}
+
+    @router.post("/sessions/{session}/finish")
+    async def finish(session: str, request: Request) -> dict[str, Any]:
+        body, owner = await request.body(), owner_of(request)
+        await checked(lambda: training.ledger.finish_session(session, owner, reason_of(json_of(body))))
+        return {"type": "finish_session"}
+
+
+def reason_of(given: dict[str, Any]) -> str:
+    """Why a client ends its session, of {"reason": {"type"}}. ValueError for another one."""
+    reason = given.get("reason")
+    named = reason.get("type") if isinstance(reason, dict) else reason
+    if named not in REASONS:
+        raise ValueError(f"reason.type is {named!r}; allowed are {', '.join(REASONS)}")
+    return str(named)
 
 
 def add_model_routes(router: APIRouter, training: Training, served: Served) -> None:

@@ -30,6 +30,7 @@ from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.lifetime import PROCESS
+from lowmem_grpo.memory import bounds
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.named_configs import named_config
@@ -128,7 +129,7 @@ def test_a_cache_that_cannot_wake_is_made_smaller_and_the_run_goes_on(
     assert (engine.kv_bytes, machine.caches[-1], memory.rollout.kv_bytes) == (left * unit,) * 3
     assert memory.metrics() == {"memory/oom_train": 0, "memory/oom_generate": failures}
     assert memory.rollout.lowered is None and engine.seqs == 16, "fewer sequences would free nothing"
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in caplog.records if record.name == bounds.__name__]
     assert len(lines) == failures
     mib = unit / 2**20
     assert f"with {4 * mib:.1f} MiB of key-value cache (before: {8 * mib:.1f} MiB)" in lines[0]
@@ -282,7 +283,7 @@ def test_without_a_pool_the_cache_stays_on_the_card_and_the_log_says_so(
     assert (engine.asleep, engine.kv_bytes) == (False, 8 * unit)
     assert all_sampled(engine.generate(PROMPTS, PARAMS))
     engine.restart()
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == vllm_engine.__name__]
     assert "no memory pool" in line and "9.0 MiB stays on the card while training" in line
     engine.close()
     kept, freed = (build_plan(sleeps=sleeps) for sleeps in (False, True))

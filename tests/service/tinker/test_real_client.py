@@ -36,8 +36,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServedMod
 
 
 @pytest.fixture(scope="module")
-def client(served: tuple[ServedModel, str]) -> Any:
-    return tinker.ServiceClient(base_url=served[1], api_key=KEY)
+def client(served: tuple[ServedModel, str]) -> Iterator[Any]:
+    made = tinker.ServiceClient(base_url=served[1], api_key=KEY)
+    yield made
+    made.close("success").result(30)  # or its thread would go on asking, and warning in the logs of other tests
 
 
 def datum(ids: list[int], targets: list[int], **values: list[float]) -> Any:

@@ -39,6 +39,21 @@ def test_requests_are_done_in_the_order_of_their_numbers_not_of_their_arrival(se
     assert any("/exp_avg" in name for name in states[0])
 
 
+def test_a_session_that_its_client_ended_takes_no_more_models_and_says_so(server: Server) -> None:
+    session = server.post("create_session", {"tags": []}).json()["session_id"]
+    ended = {"reason": {"type": "success"}, "detail": None}
+    assert server.post(f"sessions/{session}/finish", ended, OTHER).status_code == 404
+    assert server.post(f"sessions/{session}/finish", {"reason": {"type": "bored"}}).status_code == 422
+    assert server.post("session_heartbeat", {"session_id": session}).status_code == 200
+    for reason in ("success", "errored"):  # the first one stays
+        assert server.post(f"sessions/{session}/finish", {"reason": {"type": reason}}).status_code == 200
+    told = server.post("session_heartbeat", {"session_id": session})
+    assert told.status_code == 410 and "its client ended it (success)" in told.text
+    made = server.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny",
+                                        "lora_config": {"rank": 4}})
+    assert made.status_code == 410
+
+
 def test_a_repeated_number_gets_the_same_promise_and_is_done_once(server: Server) -> None:
     model = server.create()
     first = server.forward_backward(model, 1, seed=1)
