@@ -19,7 +19,7 @@ from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.units import count_text
 from lowmem_grpo.views.accuracy import deciding, threshold
-from lowmem_grpo.views.alarm_list import alarms_section
+from lowmem_grpo.views.alarm_list import Warned, alarmed, alarms_section
 from lowmem_grpo.views.chart import Chart, how_smoothed
 from lowmem_grpo.views.charts import Record, figures, taught
 from lowmem_grpo.views.headline import NOTHING, clipped, headline
@@ -105,18 +105,33 @@ class Content:
         return "".join(f'<div id="{name}">{html}</div>' for name, html in self.sections.items())
 
 
-def content(name: str, rows: list[Record], completions: list[Record], summary: Record, note: str = "") -> Content:
-    """What the report and the live page show. `note` says what of the run `rows` and `completions` leave out."""
-    charts, right = figures(rows, completions, summary), deciding(completions, summary)
+@dataclass(frozen=True)
+class LeftOut:
+    """What is known of a run beside the rows and the samples that a page keeps of it."""
+
+    judged: list[Record]
+    """Samples whose rewards are drawn as the curve of the accuracy."""
+    logged: int
+    """How many completions the run has logged."""
+    alarms: dict[str, Warned]
+    note: str = ""
+
+
+def content(
+    name: str, rows: list[Record], completions: list[Record], summary: Record, left_out: LeftOut | None = None
+) -> Content:
+    """What the report and the live page show. `left_out` says what of the run `rows` and `completions` lack."""
+    lacks = left_out or LeftOut(completions, len(completions), alarmed(rows))
+    charts, right = figures(rows, lacks.judged, summary), deciding(lacks.judged, summary)
     most = max(2, min(MOST_POINTS, ALL_POINTS // max(1, sum(len(chart.lines) for chart in charts))))
     sections = {"top": headline(name, rows, summary, missing(rows, completions, summary)),
-                "alarms": alarms_section(rows), "curves": curves_section(charts, most, note)}
+                "alarms": alarms_section(lacks.alarms), "curves": curves_section(charts, most, lacks.note)}
     played = any(sample.get("turns") for sample in completions)
     data = {"charts": [hover_data(chart, most) for chart in charts], "right": right if len(right) == 1 else [],
             "above": threshold(summary), "endings": ENDINGS if played else {}}
     for longest in LONGEST:
         sections["pairs"] = before_after_section(summary, longest)
-        sections["samples"] = samples_section(len(completions), len(completions) + 1, played)
+        sections["samples"] = samples_section(len(completions), lacks.logged + 1, played)
         sections["settings"] = settings_section(summary.get("config") or {}, longest)
         found = Content(str(summary.get("recipe") or name), sections, data | {"samples": []})
         room = MOST_BYTES - size(page(found.title, found.body(), found.data))
@@ -124,7 +139,7 @@ def content(name: str, rows: list[Record], completions: list[Record], summary: R
             break
     samples = fitting(completions, room, longest)
     sections["samples"] = "" if taught(summary) and not completions else \
-        samples_section(len(samples), len(completions), played)
+        samples_section(len(samples), lacks.logged, played)
     return Content(found.title, sections, data | {"samples": samples})
 
 
