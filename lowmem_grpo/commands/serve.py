@@ -58,7 +58,7 @@ def serve(
             served = None if model is None else serve_model(
                 model, database, home.folder / "models", load_in_4bit=load_in_4bit, max_seq_length=max_seq_length)
             app = app_of(dispatcher.queue, Users(address.key, others), partial(checked, recipes), not is_loopback(host),
-                         None if served is None else {"/api/v1": served.router})
+                         None if served is None else served.routers())
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)")
             dispatcher.start()
             try:

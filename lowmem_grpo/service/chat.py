@@ -2,26 +2,23 @@
 
 import asyncio
 import copy
-import random
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import ToolFormError
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.service.drawing import Drawing, params_of, version_of
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.histories import Histories, Opening
 from lowmem_grpo.service.reply import Answer, Reply, TokenTexts
 from lowmem_grpo.service.request import ChatRequest
-from lowmem_grpo.service.waiting import DeskClosedError
 from lowmem_grpo.types import Turn
 
 Names = Callable[[], Mapping[str, Path | str | None]]  # of models: the adapter of each, as `Call` has it
@@ -98,28 +95,21 @@ class Chat:
 
     def begin(self, asked: ChatRequest, session: str) -> "Talk":
         """Make the prompt, and let the calls wait at the desk."""
-        names = self.names()
-        if asked.model not in names:
-            raise ChatError(404, f"the model {asked.model!r} is not served here; there are {', '.join(names)}", "model",
-                            "model_not_found")
+        adapter = self.adapter(asked.model)
         try:
             opening = self.histories.begin(asked.messages, asked.tools, session, asked.model, asked.template_kwargs,
                                            asked.turn)
         except (RendererError, ToolFormError) as error:
             raise ChatError(400, str(error), "tools" if isinstance(error, ToolFormError) else "messages") from error
-        return Talk(self, asked, opening, names[asked.model])
+        return Talk(self, asked, opening, adapter)
 
-    def params(self, asked: ChatRequest, prompt: int, place: int) -> SamplingParams:
-        """How a choice is drawn behind a prompt of so many tokens; context_length_exceeded where there is no room."""
-        room = self.desk.context - prompt
-        if room < 1:
-            raise ChatError(
-                400, f"This model's maximum context length is {self.desk.context} tokens. However, your messages "
-                f"resulted in {prompt} tokens. Please reduce the length of the messages, or load the model with a "
-                "larger max_seq_length", "messages", "context_length_exceeded")
-        bounds = (room, asked.max_tokens, self.max_turn_tokens)
-        seed = None if asked.seed is None else random.Random(f"{asked.seed}-{place}").getrandbits(62)
-        return SamplingParams(max_tokens=min(one for one in bounds if one is not None), seed=seed, **asked.sampling)
+    def adapter(self, model: str) -> Path | str | None:
+        """The adapter of a model by its name, as `Call` has it. ChatError for a name that is not served."""
+        names = self.names()
+        if model not in names:
+            raise ChatError(404, f"the model {model!r} is not served here; there are {', '.join(names)}", "model",
+                            "model_not_found")
+        return names[model]
 
 
 class Talk:
@@ -127,32 +117,21 @@ class Talk:
 
     def __init__(self, chat: Chat, asked: ChatRequest, opening: Opening, adapter: Path | str | None) -> None:
         self.chat, self.asked, self.opening = chat, asked, opening
-        self.kept = 0
-        step = asked.model.rpartition("@")[2]
-        version = int(step) if step.isdecimal() else None
+        self.kept, self.drawing = 0, Drawing(chat.desk, ())
+        version, prompt, most = version_of(asked.model), len(opening.ids), chat.max_turn_tokens
         try:
             self.calls = [
-                Call(opening.ids, chat.params(asked, len(opening.ids), place), adapter,
+                Call(opening.ids, params_of(asked, prompt, place, chat.desk.context, most, "messages"), adapter,
                      opening.key if place == 0 else chat.histories.next_key(), version) for place in range(asked.n)]
         except ChatError:
             self.end()
             raise
-        self.futures: list[Future[Turn]] = [chat.desk.submit(call) for call in self.calls]
+        self.drawing = Drawing(chat.desk, self.calls)
 
     async def answer(self, place: int) -> Answer:
         """A choice, as soon as its turn is drawn."""
-        asked, call = self.asked, self.calls[place]
-        try:
-            turn = await asyncio.wrap_future(self.futures[place])
-            likeliest = None
-            if asked.top_logprobs:
-                likeliest = await asyncio.wrap_future(self.chat.desk.likeliest(call, turn, asked.top_logprobs))
-        except DeskClosedError as error:
-            raise ChatError(503, str(error)) from error
-        except ValueError as error:  # such as a temperature that vLLM would change
-            raise ChatError(400, str(error)) from error
-        except Exception as error:
-            raise ChatError(500, f"the engine could not answer ({type(error).__name__}: {error})") from error
+        asked = self.asked
+        turn, likeliest = await self.drawing.turn(place, asked.top_logprobs)
         reading = self.chat.histories.read(self.opening, turn) if asked.reads_calls else Reading(turn.text)
         if not asked.parallel:
             reading.calls = reading.calls[:1]
@@ -169,6 +148,5 @@ class Talk:
 
     def end(self) -> None:
         """The request is answered, or nobody waits for the answer any more."""
-        for future in getattr(self, "futures", ()):
-            future.cancel()
+        self.drawing.end()
         self.chat.histories.end(self.opening, self.kept > 0)

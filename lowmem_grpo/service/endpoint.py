@@ -41,7 +41,7 @@ class Endpoint:
         self.address = f"http://{LOOPBACK}:{self.socket.getsockname()[1]}"
         self.base_url = f"{self.address}/v1"
         self.closing, self.sessions, self.owned = asyncio.Event(), Sessions(self.limits), owned
-        self.completions = Completions(chat, self.sessions, self.limits, self.closing)
+        self.completions = Completions(lambda holder: chat, self.sessions, self.limits, self.closing)
         self.server = made_for(make_app(self.completions, OneKey(self.api_key)))
         self.lock, self.closed = threading.Lock(), False
         self.thread = threading.Thread(target=self.run, name="lowmem-grpo endpoint", daemon=True)

@@ -1,4 +1,4 @@
-"""The fields of a request for a chat completion: what each may be, and what to do instead of those that are refused."""
+"""The fields of requests for completions: what each may be, and what to do instead of those that are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from lowmem_grpo.rules import TRUTH, ZERO_OR_MORE, Rule, at_least, one_of
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.messages import shown
 
-MOST_COMPLETIONS, MOST_LIKELIEST = 128, 20
+MOST_COMPLETIONS, MOST_LIKELIEST, MOST_TEXTS = 128, 20, 4096
 NO_SOUND = "Only text is made here; leave it out."
 OF_THE_CALLER = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # nothing here depends on them
 REFUSED: dict[str, Fixed] = {
@@ -70,17 +70,33 @@ FIELDS: dict[str, Rule] = {
 }
 
 
-def check(name: str, value: Any) -> None:
+OF_TEXT: dict[str, Rule] = {  # of a request that has a plain prompt in place of messages
+    **{name: FIELDS[name] for name in ("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed",
+                                       "stop", "stream", "stream_options", "return_token_ids")},
+    "prompt": of_type(str | list, "a text, a list of token ids, or a list of these"),
+    "logprobs": whole(0, MOST_LIKELIEST),
+}
+REFUSED_OF_TEXT: dict[str, Fixed] = {
+    **REFUSED,
+    **only("A reply has the completion only; put the prompt before it yourself.", echo=(None, False)),
+    **only("Every completion is told; ask for n, and choose among them.", best_of=(None, 1)),
+    **only("The model continues a text, and does not fill gaps.", suffix=(None, "")),
+}
+
+
+def check(
+    name: str, value: Any, known: dict[str, Rule] = FIELDS, refused: dict[str, Fixed] = REFUSED,
+) -> None:
     """ChatError for a field that is not known, or with a value that it cannot have."""
     if name in OF_THE_CALLER:
         return
-    if name in REFUSED:
-        fixed = REFUSED[name]
+    if name in refused:
+        fixed = refused[name]
         if value not in fixed.values or isinstance(value, bool) != isinstance(fixed.values[-1], bool):
             raise ChatError(400, f"{name} is {shown(value)}, which is not supported. {fixed.advice}", name,
                             "unsupported_parameter")
-    elif name not in FIELDS:
+    elif name not in known:
         raise ChatError(400, f"{name} is not a field that is known here; leave it out. Known are "
-                        f"{', '.join(sorted(FIELDS))}", name, "unknown_parameter")
-    elif not FIELDS[name][1](value) or (isinstance(value, bool) and FIELDS[name] is not TRUTH):
-        raise ChatError(400, f"{name} is {shown(value)}; it must be {FIELDS[name][0]}", name, "invalid_value")
+                        f"{', '.join(sorted(known))}", name, "unknown_parameter")
+    elif not known[name][1](value) or (isinstance(value, bool) and known[name] is not TRUTH):
+        raise ChatError(400, f"{name} is {shown(value)}; it must be {known[name][0]}", name, "invalid_value")

@@ -84,16 +84,18 @@ class Histories:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, history: str = "append", max_tokens: int = 8_000_000,
         max_turns: int = 50_000, template_kwargs: Mapping[str, Any] | None = None,
-        parse: Callable[..., Any] | str | None = None,
+        parse: Callable[..., Any] | str | None = None, keys: Iterator[int] | None = None,
     ) -> None:
-        """`history` is as in GRPOConfig. Raises ValueError for another one."""
+        """`history` is as in GRPOConfig. Raises ValueError for another one. `keys` are numbers for conversations, to be
+        shared by all histories of one desk."""
         if history not in HISTORIES:
             raise ValueError(f"history is {history!r}; allowed are {', '.join(HISTORIES)}")
         if max_tokens < 1 or max_turns < 1:
             raise ValueError(f"max_tokens is {max_tokens} and max_turns is {max_turns}; both must be 1 or above")
         self.append, self.max_tokens, self.max_turns = history == "append", max_tokens, max_turns
         self.dialects = Dialects(tokenizer, template_kwargs, parse)
-        self.lock, self.numbers, self.keys = threading.RLock(), itertools.count(), itertools.count()
+        self.lock, self.numbers = threading.RLock(), itertools.count()
+        self.keys = itertools.count() if keys is None else keys
         self.mark = secrets.token_hex(3)  # so that names of another process are not found here
         self.held: OrderedDict[str, Held] = OrderedDict()  # used longest ago first; a turn before the one it continues
         self.ends: dict[bytes, list[Held]] = {}  # by digest

@@ -3,6 +3,7 @@
 import json
 import re
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,13 @@ class TokenTexts:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self.by_bytes = "ByteLevel" in str(getattr(backend, "decoder", ""))
         self.added = set(tokenizer.added_tokens_decoder)
+        self.lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with those that the tokenizer puts around it."""
+        with self.lock:
+            ids: list[int] = self.tokenizer(text).input_ids
+        return ids
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of a token, which may be a part of a letter."""

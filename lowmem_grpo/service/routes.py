@@ -17,56 +17,89 @@ from lowmem_grpo.service.error_replies import answer_errors
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.gate import Gate
 from lowmem_grpo.service.limits import Limits
-from lowmem_grpo.service.sessions import Session, Sessions
+from lowmem_grpo.service.sessions import Sessions
 from lowmem_grpo.service.streamed import DONE, Events, Gathered, event
+from lowmem_grpo.service.text_completions import TextCompletions
 
-ROUTES = "POST /v1/chat/completions, GET /v1/models and GET /health"
+ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
+Chats = Callable[[Any], Chat]  # by whose key the request has, as the gate found it
 
 
 class Completions:
-    """Answers requests by a Chat."""
+    """Answers requests by the Chat of whoever asks."""
 
-    def __init__(self, chat: Chat, sessions: Sessions, limits: Limits, closing: asyncio.Event) -> None:
-        self.chat, self.sessions, self.limits, self.closing = chat, sessions, limits, closing
+    def __init__(self, chats: Chats, sessions: Sessions, limits: Limits, closing: asyncio.Event) -> None:
+        self.chats, self.sessions, self.limits, self.closing = chats, sessions, limits, closing
         self.slots = Slots(limits)
 
-    async def answer(self, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
         """The reply to POST /chat/completions."""
+        body, chat = await self.body(request), self.chats(request.scope["holder"])
+        return await Answering(self, request, body, chat, chat).response()
+
+    async def text(self, request: Request) -> Response:
+        """The reply to POST /completions."""
+        body, chat = await self.body(request), self.chats(request.scope["holder"])
+        return await Answering(self, request, body, chat, TextCompletions(chat)).response()
+
+    async def body(self, request: Request) -> dict[str, Any]:
+        """The request's JSON object."""
         try:
             async with asyncio.timeout(self.limits.seconds):
-                body = body_of(await request.body(), self.limits)
+                return body_of(await request.body(), self.limits)
         except TimeoutError:
             raise ChatError(408, f"the request's body did not come within {self.limits.seconds:g} seconds", None,
                             "timeout") from None
-        session = self.sessions.find(request.path_params.get("session"))
-        if body.get("stream") is True:
-            events = self.events(request, body, session)
-            return Events(after(await anext(events), events))
-        return JSONResponse(await self.whole(request, body, session))
 
-    async def whole(self, request: Request, body: dict[str, Any], session: Session | None) -> dict[str, Any]:
+    def models(self, request: Request) -> list[dict[str, Any]]:
+        """What can be asked for."""
+        return [{"id": name, "object": "model", "created": self.since, "owned_by": "lowmem-grpo"}
+                for name in self.chats(request.scope["holder"]).models()]
+
+    since = int(time.time())  # this program's start
+
+
+class Answering:
+    """One request that is being answered."""
+
+    def __init__(
+        self, completions: Completions, request: Request, body: dict[str, Any], chat: Chat,
+        source: Chat | TextCompletions,
+    ) -> None:
+        """`source` makes the reply. Raises ChatError where the session that the address names is not open."""
+        self.slots, self.body, self.chat, self.source = completions.slots, body, chat, source
+        self.session = completions.sessions.find(request.path_params.get("session"))
+        self.name = self.session.name if self.session else ""
+        self.client = Attention(request.receive, completions.closing, completions.limits.seconds)
+
+    async def response(self) -> Response:
+        """The reply, in one piece or in several."""
+        if self.body.get("stream") is True:
+            events = self.events()
+            return Events(after(await anext(events), events))
+        return JSONResponse(await self.whole())
+
+    async def whole(self) -> dict[str, Any]:
         """The reply in one piece."""
-        async with Attention(request.receive, self.closing, self.limits.seconds) as client:
-            reply = await client.wait_for(self.create(body, session))
+        async with self.client as client:
+            reply = await client.wait_for(self.create())
             await client.still_there()
-            self.record(session, body, reply["choices"])
+            self.record(reply["choices"])
             return reply
 
-    async def create(self, body: dict[str, Any], session: Session | None) -> dict[str, Any]:
+    async def create(self) -> dict[str, Any]:
         async with self.slots.one():
-            return await self.chat.create(body, session.name if session else "")
+            return await self.source.create(self.body, self.name)
 
-    async def events(
-        self, request: Request, body: dict[str, Any], session: Session | None
-    ) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The reply in pieces. Raises ChatError only before the first: a later error is an event of its own."""
         gathered, begun = Gathered(), False
-        async with (Attention(request.receive, self.closing, self.limits.seconds) as client,
-                    aclosing(self.chunks(body, session)) as chunks):
+        async with self.client as client, aclosing(self.chunks()) as chunks:
             try:
                 while (chunk := await client.wait_for(anext(chunks, None))) is not None:
                     await client.still_there()
-                    self.record(session, body, gathered.finished_by(chunk))
+                    if self.session is not None:
+                        self.record(gathered.finished_by(chunk))
                     begun = True
                     yield event(chunk)
                 yield DONE
@@ -78,42 +111,47 @@ class Completions:
                     raise
                 yield event(error.body())
 
-    async def chunks(self, body: dict[str, Any], session: Session | None) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         async with self.slots.one():
-            async for chunk in self.chat.stream(body, session.name if session else ""):
+            async for chunk in self.source.stream(self.body, self.name):
                 yield chunk
 
-    def record(self, session: Session | None, body: dict[str, Any], choices: list[dict[str, Any]]) -> None:
+    def record(self, choices: list[dict[str, Any]]) -> None:
         """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own."""
-        if session is not None and self.chat.names()[body["model"]] == LIVE:
-            session.record(body, choices, self.chat.histories.parent)
+        if self.session is not None and self.chat.names()[self.body["model"]] == LIVE:
+            self.session.record(self.body, choices, self.chat.histories.parent)
 
-    def models(self) -> list[dict[str, Any]]:
-        """What can be asked for."""
-        return [{"id": name, "object": "model", "created": self.since, "owned_by": "lowmem-grpo"}
-                for name in self.chat.models()]
 
-    since = int(time.time())  # this program's start
+def text_router(completions: Completions) -> APIRouter:
+    """The route of plain prompts, which belong to no session."""
+    router = APIRouter(redirect_slashes=False)
+
+    @router.post("/completions", response_model=None)
+    async def text_completions(request: Request) -> Response:
+        return await completions.text(request)
+
+    return router
 
 
 def chat_router(completions: Completions) -> APIRouter:
-    """The routes below /v1."""
+    """The other routes below /v1."""
     router = APIRouter(redirect_slashes=False)
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
-        return await completions.answer(request)
+        return await completions.chat(request)
 
     @router.get("/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": completions.models()}
+    async def models(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": completions.models(request)}
 
     @router.get("/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        for found in completions.models():
+    async def model(name: str, request: Request) -> dict[str, Any]:
+        models = completions.models(request)
+        for found in models:
             if found["id"] == name:
                 return found
-        known = ", ".join(completions.chat.models())
+        known = ", ".join(found["id"] for found in models)
         raise ChatError(404, f"there is no model {name!r}; there are {known}", "model", "model_not_found")
 
     return router
@@ -124,6 +162,7 @@ def make_app(completions: Completions, holds: Callable[[str], bool]) -> Gate:
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     router = chat_router(completions)
     app.include_router(router, prefix="/v1")
+    app.include_router(text_router(completions), prefix="/v1")
     app.include_router(router, prefix="/s/{session}/v1")
 
     @app.get("/health")

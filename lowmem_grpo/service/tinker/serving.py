@@ -1,5 +1,6 @@
-"""A model in a server: loaded, with a desk that owns it, and the routes of the Tinker protocol."""
+"""A model in a server: loaded, with a desk that owns it, the routes of the Tinker protocol, and OpenAI's."""
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.routes import Completions, chat_router, text_router
+from lowmem_grpo.service.sessions import Sessions
 from lowmem_grpo.service.tinker.adapters import Adapters
+from lowmem_grpo.service.tinker.chats import Chats
 from lowmem_grpo.service.tinker.datum import Bounds
 from lowmem_grpo.service.tinker.ledger import Ledger
 from lowmem_grpo.service.tinker.routes import Served, tinker_router
@@ -20,6 +25,7 @@ from lowmem_grpo.service.tinker.sampling import Sampling
 from lowmem_grpo.service.tinker.training import Training
 
 MICRO_BATCH = 8192  # tokens that are computed at a time, of several sequences
+AT_A_TIME = 2048  # requests over OpenAI's routes that are answered at a time; the desk decodes them together
 
 
 @dataclass
@@ -29,6 +35,13 @@ class ServedModel:
     desk: Desk
     training: Training
     router: APIRouter
+    completions: Completions
+
+    def routers(self) -> dict[str, APIRouter]:
+        """All that answers for it, by the prefixes of the paths."""
+        openai = chat_router(self.completions)
+        openai.include_router(text_router(self.completions))
+        return {"/api/v1": self.router, "/v1": openai}
 
     def close(self) -> None:
         """Finish what is being done, and begin no more; the next server goes on."""
@@ -49,4 +62,7 @@ def serve_model(name: str, database: Database, folder: Path, **loading: Any) -> 
     bounds = Bounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
     training = Training(desk, adapters, Ledger(database), folder, bounds)
     served = Served(name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
-    return ServedModel(desk, training, tinker_router(training, Sampling(desk, bounds), served))
+    router = tinker_router(training, Sampling(desk, bounds), served)
+    limits = Limits(concurrent=AT_A_TIME)
+    completions = Completions(Chats(desk, training.shelf, name), Sessions(limits), limits, asyncio.Event())
+    return ServedModel(desk, training, router, completions)

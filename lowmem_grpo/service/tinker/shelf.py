@@ -74,6 +74,13 @@ class Shelf:
                              "sample with")
         return found
 
+    def holds(self, path: str, owner: str) -> bool:
+        """Whether this user has weights of any kind there."""
+        try:
+            return bool(self.find(path, owner))
+        except UnknownError:
+            return False
+
     def all(self, owner: str, model: str | None = None) -> list[Saved]:
         """This user's weights, the newest first; of one model, or of all."""
         rows = self.database.rows("SELECT * FROM tinker_saved WHERE owner = ? AND (expires IS NULL OR expires > ?) "
@@ -88,13 +95,8 @@ class Shelf:
 
     def check_free(self, path: str, owner: str, overwrite: bool) -> None:
         """ValueError where there are weights of this name already, which are not to be replaced."""
-        if overwrite:
-            return
-        try:
-            self.find(path, owner)
-        except UnknownError:
-            return
-        raise ValueError(f"{path} is there already: give another name, or overwrite=True")
+        if not overwrite and self.holds(path, owner):
+            raise ValueError(f"{path} is there already: give another name, or overwrite=True")
 
     def put(self, connection: sqlite3.Connection, saved: list[Saved]) -> None:
         """A row for each, in the transaction of whoever answers the request."""
