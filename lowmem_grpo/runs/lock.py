@@ -122,8 +122,11 @@ def is_alive(owner: dict[str, Any]) -> bool:
     if owner.get("boot") != boot() or owner.get("pid") == os.getpid():
         return False
     try:
-        os.kill(int(owner["pid"]), 0)
-    except (ProcessLookupError, KeyError, ValueError, TypeError):
+        number = int(owner["pid"])
+        if number < 1:
+            return False  # which stands for a group of processes
+        os.kill(number, 0)
+    except (ProcessLookupError, KeyError, ValueError, TypeError, OverflowError):
         return False
     except PermissionError:
         return True  # another user's

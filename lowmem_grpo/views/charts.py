@@ -47,6 +47,10 @@ CHARTS = (
           {"tokens_per_second": "tokens/s", "tokens_per_second/full": "at full width",
            "tokens_per_second/tail": "in the tail"}, from_zero=True),
     Chart("Peak memory", "", "GiB", {"memory/peak_bytes": "peak"}, scale=1 / GIB, from_zero=True, smooth=False),
+    Chart("Memory against the plan", "peak of each phase", "GiB",
+          {"memory/generate_bytes": "sampling", "memory/planned_generate_bytes": "sampling, planned",
+           "memory/train_bytes": "training", "memory/planned_train_bytes": "training, planned"}, scale=1 / GIB,
+          from_zero=True, smooth=False),
     Chart("Loss", "not a measure of progress; watch the reward", "loss", {"loss": "loss"}),
     Chart("Gradient norm", "", "norm", {"grad_norm": "norm"}, from_zero=True),
     Chart("Learning rate", "", "learning rate", {"learning_rate": "rate"}, from_zero=True, smooth=False),
@@ -60,6 +64,16 @@ OF_TAUGHT = (  # in place of those above, where the rows hold the answers
           {"tokens_per_second": "tokens/s"}, from_zero=True),
     Chart("Trained tokens", "", "tokens of a step", {"completions/tokens": "tokens"}, from_zero=True),
 )
+
+
+DRAWN = {name for chart in (*OF_EPISODES, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
+TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # by other charts and by tiles
+FAMILIES = ("rewards/", "verdicts/", "episodes/")
+
+
+def is_drawn(name: str) -> bool:
+    """Whether a page about a run shows a metric."""
+    return name in DRAWN or name in TOLD or name.startswith(FAMILIES)
 
 
 def taught(summary: Record) -> bool:

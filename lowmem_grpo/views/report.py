@@ -8,6 +8,7 @@ puts into `textContent`.
 import json
 import os
 from collections import defaultdict
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,7 @@ from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.units import count_text
 from lowmem_grpo.views.accuracy import deciding, threshold
+from lowmem_grpo.views.alarm_list import Warned, alarmed, alarms_section
 from lowmem_grpo.views.chart import Chart, how_smoothed
 from lowmem_grpo.views.charts import Record, figures, taught
 from lowmem_grpo.views.headline import NOTHING, clipped, headline
@@ -86,39 +88,80 @@ def summary_of_run(run_dir: Path) -> Record:
 
 def render(name: str, rows: list[Record], completions: list[Record], summary: Record) -> str:
     """The whole page, as many samples in it as there is room for."""
-    charts, right = figures(rows, completions, summary), deciding(completions, summary)
+    shown = content(name, rows, completions, summary)
+    return page(shown.title, shown.body(), shown.data)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a page shows of a run: its sections as HTML by their names, and the data that its script reads."""
+
+    title: str
+    sections: dict[str, str]
+    data: Record
+
+    def body(self) -> str:
+        """Each section in an element of its name, which a page that follows a run replaces."""
+        return "".join(f'<div id="{name}">{html}</div>' for name, html in self.sections.items())
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What is known of a run beside the rows and the samples that a page keeps of it."""
+
+    judged: list[Record]
+    """Samples whose rewards are drawn as the curve of the accuracy."""
+    logged: int
+    """How many completions the run has logged."""
+    alarms: dict[str, Warned]
+    note: str = ""
+
+
+def content(
+    name: str, rows: list[Record], completions: list[Record], summary: Record, left_out: LeftOut | None = None
+) -> Content:
+    """What the report and the live page show. `left_out` says what of the run `rows` and `completions` lack."""
+    lacks = left_out or LeftOut(completions, len(completions), alarmed(rows))
+    charts, right = figures(rows, lacks.judged, summary), deciding(lacks.judged, summary)
     most = max(2, min(MOST_POINTS, ALL_POINTS // max(1, sum(len(chart.lines) for chart in charts))))
-    above = headline(name, rows, summary, missing(rows, completions, summary)) + curves_section(charts, most)
+    sections = {"top": headline(name, rows, summary, missing(rows, completions, summary)),
+                "alarms": alarms_section(lacks.alarms), "curves": curves_section(charts, most, lacks.note)}
     played = any(sample.get("turns") for sample in completions)
     data = {"charts": [hover_data(chart, most) for chart in charts], "right": right if len(right) == 1 else [],
             "above": threshold(summary), "endings": ENDINGS if played else {}}
-    title = str(summary.get("recipe") or name)
     for longest in LONGEST:
-        top = above + before_after_section(summary, longest)
-        end = settings_section(summary.get("config") or {}, longest)
-        browser = samples_section(len(completions), len(completions) + 1, played)
-        room = MOST_BYTES - size(page(title, top + browser + end, data | {"samples": []}))
+        sections["pairs"] = before_after_section(summary, longest)
+        sections["samples"] = samples_section(len(completions), lacks.logged + 1, played)
+        sections["settings"] = settings_section(summary.get("config") or {}, longest)
+        found = Content(str(summary.get("recipe") or name), sections, data | {"samples": []})
+        room = MOST_BYTES - size(page(found.title, found.body(), found.data))
         if room >= ROOM_FOR_SAMPLES:
             break
     samples = fitting(completions, room, longest)
-    browser = "" if taught(summary) and not completions else samples_section(len(samples), len(completions), played)
-    return page(title, top + browser + end, data | {"samples": samples})
+    sections["samples"] = "" if taught(summary) and not completions else \
+        samples_section(len(samples), lacks.logged, played)
+    return Content(found.title, sections, data | {"samples": samples})
 
 
 def page(title: str, body: str, data: Record) -> str:
     """The HTML file with this body; its script reads `data`."""
-    assets = files("lowmem_grpo") / "assets" / "report"
+    assets = files("lowmem_grpo") / "assets" / "page"
     held = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="color-scheme" content="light dark"><title>{escape(title)}</title>
-<style>{css()}{line_rules()}{(assets / "report.css").read_text()}</style></head>
+<style>{style()}</style></head>
 <body><main>{body}</main>
 <script type="application/json" id="data">{held}</script>
-<script>{(assets / "report.js").read_text()}</script></body></html>
+<script>{(assets / "run.js").read_text()}</script></body></html>
 """
+
+
+def style() -> str:
+    """The style sheet of the pages about runs."""
+    return css() + line_rules() + (files("lowmem_grpo") / "assets" / "page" / "run.css").read_text()
 
 
 def size(text: str) -> int:
@@ -174,12 +217,12 @@ def spread(samples: list[Record], limit: int = MAX_SAMPLES) -> list[Record]:
     return [sample for step in kept for sample in by_step[step][:per_step]]
 
 
-def curves_section(charts: list[Chart], most: int) -> str:
-    """The charts, each with its legend."""
+def curves_section(charts: list[Chart], most: int, note: str = "") -> str:
+    """The charts, each with its legend, below a note."""
     if not charts:
         return '<section><h2>Curves</h2><p class="card">No steps logged yet.</p></section>'
     drawn = "".join(figure(chart, most) for chart in charts)
-    return (f'<section><h2>Curves by step</h2><p class="quiet">{how_smoothed(charts)}</p>'
+    return (f'<section><h2>Curves by step</h2><p class="quiet">{escape(note)} {how_smoothed(charts)}</p>'
             f'<div class="charts">{drawn}</div></section>')
 
 

@@ -1,9 +1,10 @@
-const { charts, samples, right, above, endings } = JSON.parse(document.getElementById("data").textContent);
+let charts = [], samples = [], right = [], above = 0, endings = {};  // what the page shows, as the server wrote it
+let steps = [], rewards = [], columns = [], played = false, FIRST = 20, limit = FIRST;
 const element = id => document.getElementById(id);
 const shown = (value, share) => share ? +(100 * value).toPrecision(4) + "%" : String(+value.toPrecision(4));
 const nearest = (steps, at) => steps.reduce((best, step, i) =>
   Math.abs(step - at) < Math.abs(steps[best] - at) ? i : best, 0);
-document.querySelectorAll("svg.plot").forEach((plot, i) => {
+const follow = () => document.querySelectorAll("svg.plot").forEach((plot, i) => {
   const chart = charts[i], guide = plot.querySelector(".guide"), told = plot.parentNode.querySelector("output");
   const mark = x => { guide.setAttribute("x1", x); guide.setAttribute("x2", x); };
   plot.addEventListener("pointermove", event => {
@@ -19,18 +20,13 @@ document.querySelectorAll("svg.plot").forEach((plot, i) => {
   plot.addEventListener("pointerleave", () => { told.textContent = ""; mark(-9); });
 });
 
-const steps = [...new Set(samples.map(sample => sample.step))].sort((a, b) => a - b);
-const rewards = [...new Set(samples.flatMap(sample => Object.keys(sample.rewards || {})))];
 const number = value => value == null ? "–" : String(+value.toFixed(3));
-const columns = [
+const told = () => [
   ["step", "n", s => s.step], ["prompt", "prompt", s => s.prompt], ["completion", "completion", s => s.completion],
   ...rewards.map(name => [name, "n", s => number((s.rewards || {})[name])]), ["total", "n", s => number(s.reward)],
   ["advantage", "n", s => number(s.advantage)], ["tokens", "n", s => s.tokens], ["ended by", "", s => s.finish_reason]];
 const verdict = sample => right.length && (sample.rewards || {})[right[0]] != null
   ? sample.rewards[right[0]] > above : null;
-const played = element("rows")?.className === "episodes";
-const FIRST = played ? 6 : 20;
-let limit = FIRST;
 function add(parent, tag, css, content) {
   const child = parent.appendChild(document.createElement(tag));
   child.className = css;
@@ -110,7 +106,8 @@ function fill() {
   element("count").textContent = found.length + (found.length === 1 ? " sample" : " samples");
   element("more").hidden = found.length <= limit;
 }
-if (samples.length) {
+function browse() {
+  if (!samples.length || !element("rows")) return;
   if (right.length && !played) add(element("head"), "th", "", "verdict");
   for (const [name, css] of played ? [] : columns) add(element("head"), "th", css, name);
   element("step").max = steps.length - 1;
@@ -120,3 +117,14 @@ if (samples.length) {
   element("more").addEventListener("click", () => { limit += 100; fill(); });
   fill();
 }
+function show(data) {
+  ({ charts, samples, right, above, endings } = data);
+  steps = [...new Set(samples.map(sample => sample.step))].sort((a, b) => a - b);
+  rewards = [...new Set(samples.flatMap(sample => Object.keys(sample.rewards || {})))];
+  columns = told();
+  played = element("rows")?.className === "episodes";
+  limit = FIRST = played ? 6 : 20;
+  follow();
+  browse();
+}
+if (element("data")) show(JSON.parse(element("data").textContent));

@@ -1,0 +1,146 @@
+"""The runs below a folder, and what each is doing, from the files that it wrote."""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.runs.lock import FILE, OWNER_BYTES, boot, is_alive
+from lowmem_grpo.runs.records import EARLIER, METRICS, SUMMARY
+from lowmem_grpo.views.dashboard.plain_file import end_of, json_file
+
+DEPTH = 4  # folders below the watched one in which runs are looked for
+MOST_FOLDERS, MOST_RUNS = 20_000, 500  # that are looked at, and that are shown
+SILENT = 3600.0  # seconds after which a run of another machine that writes nothing is no longer taken for running
+LOCKS = Path("/proc/locks")
+WORDS = {
+    "running": "running", "finished": "done", "failed": "failed", "interrupted": "stopped", "killed": "killed",
+    "silent": "silent", "nothing": "not begun",
+}
+ENDED = ("finished", "failed", "interrupted")  # as a summary says it
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run: its name below the watched folder, its state of `WORDS`, and who writes into it."""
+
+    name: str
+    path: Path
+    state: str
+    summary: dict[str, Any]
+    owner: dict[str, Any]
+    written: float  # seconds since 1970: when its newest record was
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether its process is one of this machine that can be told to stop."""
+        return self.state == "running" and holds_lock(self.path / FILE, self.owner)
+
+    @property
+    def where(self) -> str:
+        """Which process writes into it, in words."""
+        if self.state not in ("running", "silent"):
+            return ""
+        host = self.owner.get("host")
+        return f"process {self.owner.get('pid')}" + (f" on {host}" if host != socket.gethostname() else "")
+
+
+def runs_below(folder: Path) -> list[Run]:
+    """The runs in a folder and below it, those that run first, then the newest; the newest `MOST_RUNS` at most."""
+    paths = sorted(islice(run_folders(folder), MOST_FOLDERS), key=newest, reverse=True)
+    found = [run_of(path, folder) for path in paths[:MOST_RUNS]]
+    return sorted(found, key=lambda run: (run.state != "running", -run.written))
+
+
+def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Each folder that holds records of a run, or that a run has taken."""
+    if is_run(folder):
+        yield folder
+    try:
+        inner = [each.name for each in os.scandir(folder) if each.is_dir(follow_symlinks=False)] if depth else []
+    except OSError:
+        inner = []
+    for name in sorted(inner):
+        if name != EARLIER and not name.startswith(("checkpoint-", ".")):
+            yield from run_folders(folder / name, depth - 1)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds what a run writes."""
+    return any((folder / name).is_file() for name in (METRICS, SUMMARY, FILE))
+
+
+def one_run(folder: Path, name: str) -> Run | None:
+    """The run with this name, if it lies below the folder: a name never leads out of it."""
+    path = folder if name == "." else folder / name
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve()) and ".." not in path.relative_to(folder).parts
+        return run_of(path, folder) if inside and is_run(path) else None
+    except (OSError, ValueError):  # a name with a null byte, one that is too long, or one from the root
+        return None
+
+
+def run_of(path: Path, folder: Path) -> Run:
+    """What the files of a run say."""
+    summary, owner, written = json_file(path / SUMMARY), owner_of(path / FILE), newest(path)
+    name = path.relative_to(folder).as_posix()
+    return Run(name, path, state_of(path, summary, owner, time.time() - written), summary, owner, written)
+
+
+def state_of(path: Path, summary: dict[str, Any], owner: dict[str, Any], age: float) -> str:
+    """A run whose process lives is running; of another machine's process nobody knows, so it is silent when it has
+    written nothing for long. Otherwise the summary says how it ended; if that says nothing, or a later go on it left
+    its lock behind, it was killed."""
+    if owner and is_alive(owner):
+        return "silent" if owner.get("host") != socket.gethostname() and age > SILENT else "running"
+    status = str(summary.get("status") or "")
+    if status in ENDED and not owner:
+        return status
+    return "killed" if owner or (path / METRICS).is_file() else "nothing"
+
+
+def owner_of(path: Path) -> dict[str, Any]:
+    """Who the lock's file names; empty where there is none."""
+    try:
+        owner = json.loads(end_of(path, OWNER_BYTES))
+    except (ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def newest(path: Path) -> float:
+    """When the newest of the records was written; 0.0 where there are none."""
+    times = [0.0]
+    for name in (METRICS, SUMMARY, FILE):
+        with suppress(OSError):
+            times.append((path / name).lstat().st_mtime)
+    return max(times)
+
+
+def holds_lock(path: Path, owner: dict[str, Any]) -> bool:
+    """Whether the process that a lock's file names does hold the lock, by the system's own list: the number of a
+    process that ended may be another one's by now."""
+    if owner.get("host") != socket.gethostname() or owner.get("boot") != boot() or not is_alive(owner):
+        return False
+    try:
+        wanted, lines = str(path.stat().st_ino), LOCKS.read_text().splitlines()
+    except OSError:
+        return False
+    held = [line.split() for line in lines if "FLOCK" in line]
+    return any(words[4] == str(owner.get("pid")) and words[5].rpartition(":")[2] == wanted for words in held
+               if len(words) > 5)
+
+
+def stop(run: Run) -> None:
+    """Tell a run to end after its step and save, as Ctrl-C does. ValueError where it cannot be told."""
+    if not run.can_stop:
+        why = f"{run.where} is not one of this machine that holds it" if run.where else f"it is {WORDS[run.state]}"
+        raise ValueError(f"{run.name} cannot be stopped from here: {why}")
+    os.kill(int(run.owner["pid"]), signal.SIGTERM)
