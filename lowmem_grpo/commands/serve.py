@@ -17,7 +17,10 @@ LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-gr
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("~/.lowmem-grpo"),
               show_default=True, help="What the server keeps; one server at a time has it.")
 @click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              help="Further users, a line NAME KEY each; with `jobs` after it, they may submit jobs.")
+              help="Further users, a line NAME KEY each; with `jobs` after it, they may submit jobs. Limits of a user "
+              "come after it too, as in --limits.")
+@click.option("--limits", default="", help="What each key may have, such as \"requests=4096 bodies=1GiB storage=100GiB "
+              "models=64\": unanswered requests, their bodies, what is saved, and models. These are the defaults.")
 @click.option("--model", help="A model that clients of the Tinker protocol train: its name on the hub, or a folder.")
 @click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2),
               help="Tokens of a sequence that clients train on.")
@@ -25,7 +28,7 @@ LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-gr
 @click.option("--recipes", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="A folder of recipe files that jobs may name.")
 def serve(
-    port: int, host: str, folder: Path, key_file: Path | None, model: str | None, max_seq_length: int,
+    port: int, host: str, folder: Path, key_file: Path | None, limits: str, model: str | None, max_seq_length: int,
     load_in_4bit: bool, recipes: Path | None,
 ) -> None:
     """Serve this card: recipes that are submitted wait here, and run when it is free.
@@ -42,9 +45,12 @@ def serve(
             from lowmem_grpo.service.tinker.serving import serve_model
         except ImportError as error:
             raise ImportError(f"{LACKING} ({error})") from error
+        from lowmem_grpo.service.allowance import Allowance, Allowances
         from lowmem_grpo.service.users import Users, read_users
 
-        others = [] if key_file is None else read_users(key_file)
+        usual = Allowance().but(limits.split())
+        others = [] if key_file is None else read_users(key_file, usual)
+        allowances = Allowances(usual, {user.name: user.allowance for user, _ in others if user.allowance})
         if not is_loopback(host) and not others:
             raise ValueError(f"--host {host} is reached from other machines; give --key-file FILE, in which each user "
                              "has a key, and put a proxy with TLS before the server")
@@ -56,7 +62,8 @@ def serve(
             path = home.announce(address)
             dispatcher = dispatcher_of(database, home.jobs, recipes)
             served = None if model is None else serve_model(
-                model, database, home.folder / "models", load_in_4bit=load_in_4bit, max_seq_length=max_seq_length)
+                model, database, home.folder / "models", allowances, load_in_4bit=load_in_4bit,
+                max_seq_length=max_seq_length)
             app = app_of(dispatcher.queue, Users(address.key, others), partial(checked, recipes), not is_loopback(host),
                          None if served is None else served.routers())
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)")

@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 class Database:
-    """A file with a write-ahead log. What `write` has left behind is on the disk, whatever becomes of the process.
+    """A file with a write-ahead log. What `write` has left behind is there, whatever becomes of the process.
 
     Any thread may use it; one at a time does. Whoever needs tables names them in `tables`, as statements that may be
     run again (`CREATE TABLE IF NOT EXISTS`).
@@ -26,9 +26,10 @@ class Database:
         # autocommit: a transaction is begun and ended here, and nowhere by itself
         self.connection = sqlite3.connect(path, timeout=WAITS, isolation_level=None, check_same_thread=False)
         self.connection.row_factory = sqlite3.Row
+        self.waits: bool | None = None
         try:
             self.connection.execute("PRAGMA journal_mode=WAL")
-            self.connection.execute("PRAGMA synchronous=FULL")  # a commit waits for the disk
+            self.wait_for_disk(True)
             self.connection.execute("PRAGMA foreign_keys=ON")
             self.add(tables)
         except sqlite3.DatabaseError as error:
@@ -42,11 +43,22 @@ class Database:
             for statement in tables:
                 connection.execute(statement)
 
+    def wait_for_disk(self, waits: bool) -> None:
+        """Whether commits wait for the disk, from here on."""
+        if waits != self.waits:
+            self.connection.execute(f"PRAGMA synchronous={'FULL' if waits else 'NORMAL'}")
+            self.waits = waits
+
     @contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
-        """Inside is one transaction: all of it, or nothing after an error. OSError where the disk refuses it."""
+    def write(self, waits: bool = True) -> Iterator[sqlite3.Connection]:
+        """Inside is one transaction: all of it, or nothing after an error. OSError where the disk refuses it.
+
+        One that does not wait for the disk outlives a kill of the process, but not the end of the machine's power; then
+        those that came last are gone, and no other. The next one that waits puts it on the disk too.
+        """
         with self.lock:
             try:
+                self.wait_for_disk(waits)
                 self.connection.execute("BEGIN IMMEDIATE")
                 yield self.connection
                 self.connection.execute("COMMIT")

@@ -107,7 +107,7 @@ def listening(host: str, port: int) -> socket.socket:
                          "ssh -L 8000:127.0.0.1:PORT MACHINE")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
         raise ValueError(f"port is {port!r}; it must be a whole number from 0 to 65535, where 0 takes a free one")
-    found = socket.socket()
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as in server.py
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((LOOPBACK, port))

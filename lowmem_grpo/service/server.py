@@ -38,7 +38,8 @@ def is_loopback(host: str) -> bool:
 
 def open_socket(host: str, port: int) -> socket.socket:
     """A socket that listens; OSError says what to do where the port cannot be had."""
-    found = socket.socket()
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # by which asyncio knows TCP: else a
+    # reply's head waits 40 ms for the client's acknowledgement before its body is sent
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))

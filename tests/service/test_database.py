@@ -86,3 +86,17 @@ def test_a_full_disk_is_said_and_nothing_is_lost(database: Database) -> None:
     with pytest.raises(OSError, match="was not written"):
         add(database, "b" * 100_000, 1)
     assert database.rows("SELECT name FROM things") == [{"name": "a"}]
+
+
+def test_a_transaction_that_does_not_wait_outlives_a_kill_and_the_next_one_waits_again(tmp_path: Path) -> None:
+    database = Database(tmp_path / "d.sqlite", ["CREATE TABLE IF NOT EXISTS t (a)"])
+    with database.write(waits=False) as connection:
+        connection.execute("INSERT INTO t VALUES (1)")
+    assert database.row("PRAGMA synchronous") == {"synchronous": 1}
+    other = Database(tmp_path / "d.sqlite")
+    assert other.rows("SELECT a FROM t") == [{"a": 1}]
+    with database.write() as connection:
+        connection.execute("INSERT INTO t VALUES (2)")
+    assert database.row("PRAGMA synchronous") == {"synchronous": 2}
+    database.close()
+    other.close()

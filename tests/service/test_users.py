@@ -1,9 +1,11 @@
 """Keys: who holds which, and what is wrong in a key file, by its line."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
+from lowmem_grpo.service.allowance import Allowance
 from lowmem_grpo.service.users import JOBS, LEAST, OWNER, User, Users, new_key, read_users
 
 KEY = "k" * LEAST
@@ -36,7 +38,20 @@ def test_a_key_file_is_read_with_its_comments(tmp_path: Path) -> None:
     assert read_users(path) == [(User("ann", (JOBS,)), KEY), (User("bob"), KEY + "2")]
 
 
+def test_limits_after_a_key_change_the_usual_ones(tmp_path: Path) -> None:
+    path = written(tmp_path, f"ann {KEY} models=3 jobs\nbob {KEY}2\n")
+    [(ann, _), (bob, _)] = read_users(path, Allowance(requests=5))
+    assert ann == User("ann", (JOBS,), Allowance(requests=5, models=3)) and bob.allowance is None
+
+
+def test_a_hash_in_the_file_stands_for_a_key_and_is_none_itself(tmp_path: Path) -> None:
+    hash_of = f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"
+    users = Users(new_key(), read_users(written(tmp_path, f"ann {hash_of}\n")))
+    assert users(KEY) == User("ann") and users(hash_of) is None
+
+
 @pytest.mark.parametrize(("line", "words"), [
+    (f"ann {KEY} storage=lots", "'storage=lots' is no limit"),
     ("ann", "line 2: write NAME KEY"), ("ann short", "the key of ann has 5 characters"),
     (f"owner {KEY}", "the name is 'owner'"), (f"a/b {KEY}", "the name is 'a/b'"),
     (f"ann {KEY} root", "there is no right root; there is jobs"),

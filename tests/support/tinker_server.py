@@ -8,6 +8,7 @@ import torch
 from starlette.testclient import TestClient
 from torch import Tensor
 
+from lowmem_grpo.service.allowance import Allowances
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.limits import Limits
 from lowmem_grpo.service.server import make_server_app
@@ -23,9 +24,9 @@ API = "/api/v1"
 class Server:
     """A served tiny model over a folder, and a plain client of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, allowances: Allowances | None = None) -> None:
         self.database = Database(folder / "server.sqlite")
-        self.model: ServedModel = serve_model("tiny", self.database, folder / "models", load_in_4bit=False,
+        self.model: ServedModel = serve_model("tiny", self.database, folder / "models", allowances, load_in_4bit=False,
                                               max_seq_length=64)
         users = Users(OWNER, [(User("other"), OTHER)])
         app = make_server_app({API: self.model.router}, users, Limits())
@@ -53,7 +54,16 @@ class Server:
                                         "adam_params": {"learning_rate": 0.01, "grad_clip_norm": 1.0}}).json()
 
     def state(self, model: str) -> dict[str, Tensor]:
-        return self.model.desk.run(lambda: self.model.training.adapters.state(model)).result()
+        """Of a model in memory; one that is not is as the disk has it."""
+        training = self.model.training
+        held = training.adapters.held
+
+        def read() -> dict[str, Tensor]:
+            if model not in held:
+                training.load(training.ledger.model(model))
+            return training.adapters.state(model)
+
+        return self.model.desk.run(read).result()
 
     def close(self) -> None:
         self.model.close()

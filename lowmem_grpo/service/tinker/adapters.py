@@ -69,6 +69,10 @@ class Adam:
                                  + (" and below 1" if below == 1 else ""))
 
 
+class DroppedError(ValueError):
+    """A step was not made, and the gradient for it is gone."""
+
+
 @dataclass
 class Held:
     """A model of a client."""
@@ -180,7 +184,7 @@ class Adapters:
 
     def optim_step(self, model_id: str, adam: Adam) -> dict[str, float]:
         """One step of AdamW with the gradients that were added since the last one, which are then cleared. ValueError
-        where there are none."""
+        where there are none, DroppedError where their norm is not finite."""
         held = self.held[model_id]
         with_gradient = [one for one in held.parameters.values() if one.grad is not None]
         if not with_gradient:
@@ -188,7 +192,7 @@ class Adapters:
         norm = torch.nn.utils.get_total_norm([one.grad for one in with_gradient if one.grad is not None])
         if not bool(norm.isfinite()):
             held.optimizer.zero_grad(set_to_none=True)
-            raise ValueError("the norm of the gradient is not finite, and the gradient was dropped: advantages or "
+            raise DroppedError("the norm of the gradient is not finite, and the gradient was dropped: advantages or "
                              "weights are too large; call forward_backward with smaller ones")
         if adam.grad_clip_norm:
             torch.nn.utils.clip_grads_with_norm_(with_gradient, adam.grad_clip_norm, norm)
@@ -197,6 +201,11 @@ class Adapters:
         held.optimizer.step()
         held.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm.item(), "learning_rate": adam.learning_rate}
+
+    def size(self, model_id: str, moments: bool = False) -> int:
+        """Bytes of a model's factors, with room for Adam's moments on demand."""
+        found = sum(one.numel() * one.element_size() for one in self.held[model_id].parameters.values())
+        return found * 3 if moments else found
 
     def state(self, model_id: str) -> dict[str, Tensor]:
         """Factors and moments of a model, on the host, as `restore` takes them."""

@@ -11,6 +11,7 @@ from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.tinker.calls import json_of, whole
 from lowmem_grpo.service.tinker.ledger import Asked, FinishedError, UnknownError
 from lowmem_grpo.service.tinker.training import Training
+from lowmem_grpo.service.tinker.usage import BusyError
 
 T = TypeVar("T")
 
@@ -39,6 +40,8 @@ async def checked(call: Callable[[], T]) -> T:
         raise ChatError(404, str(error), None, "unknown") from None
     except FinishedError as error:
         raise ChatError(410, str(error), None, "finished") from None
+    except BusyError as error:
+        raise ChatError(429, str(error), None, "rate_limit_exceeded", {"Retry-After": "1"}) from None
     except ValueError as error:
         raise ChatError(422, str(error), None, "invalid") from None
 

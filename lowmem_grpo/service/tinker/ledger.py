@@ -1,8 +1,11 @@
 """`Ledger`: what clients asked of their models and what they were answered, in the server's database.
 
-Every request is on the disk before its promise is given, every answer before it is told. A model's state is written
-with each optimizer step, and named in the same transaction as the step's answer: a step whose answer is there is in the
-state, and one whose answer is missing is not.
+Every request is kept before its promise is given, every answer before it is told: a kill of the server loses neither. A
+model's state is written with each optimizer step, and named in the same transaction as the step's answer: a step whose
+answer is there is in the state, and one whose answer is missing is not.
+
+Answers are on the disk before they are told, so that they outlive the machine's power too. A request that was not
+answered when that went may be gone: its promise is then not known any more.
 """
 
 import contextlib
@@ -25,11 +28,16 @@ TABLES = [
     model TEXT NOT NULL REFERENCES tinker_models (id), seq INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB,
     answer BLOB, media TEXT, PRIMARY KEY (model, seq))""",
     "CREATE TABLE IF NOT EXISTS tinker_samplers (id TEXT PRIMARY KEY, owner TEXT NOT NULL, snapshot TEXT)",
+    """CREATE INDEX IF NOT EXISTS tinker_open ON tinker_promises (model, answer IS NULL, LENGTH(body))
+    WHERE answer IS NULL OR body IS NOT NULL""",
 ]
 KEPT = 4096  # answers of a model, the newest; a client asks for them within seconds
 AHEAD = 4096  # requests of a model that wait
 JSON = "application/json"
+PASS = "forward_backward"  # the kind of a request that may add gradients
 MISSING = "missing"  # the kind of a request that never came
+REFUSED = "refused"  # the kind of a request that went beyond a limit; its body says which
+ADDED, CHANGED = "added", "changed"  # what an answered request did: gradients, or the model's state
 NUMBER = re.compile("0|[1-9][0-9]{0,9}")  # as promises are named
 
 
@@ -62,15 +70,25 @@ class Answer:
 
     body: bytes
     media: str = JSON
+    effect: str = ""  # ADDED or CHANGED
 
     @classmethod
-    def of(cls, value: dict[str, Any]) -> "Answer":
-        return cls(json.dumps(value).encode())
+    def of(cls, value: dict[str, Any], effect: str = "") -> "Answer":
+        return cls(json.dumps(value).encode(), JSON, effect)
 
     @classmethod
-    def failed(cls, message: str, category: str = "user") -> "Answer":
+    def failed(cls, message: str, category: str = "user", effect: str = "") -> "Answer":
         """The reply to a request that failed; `category` says by whom: user or server."""
-        return cls.of({"error": message, "category": category})
+        return cls.of({"error": message, "category": category}, effect)
+
+
+@dataclass(frozen=True)
+class Open:
+    """What a user's requests take."""
+
+    requests: int  # that are not answered
+    bodies: int  # bytes that are kept
+    next: bool  # whether one of them is the next of its model, and so will be answered
 
 
 @dataclass(frozen=True)
@@ -90,11 +108,24 @@ class Model:
 
 
 class Ledger:
-    """Any thread may use it; what a method did is on the disk when it returns."""
+    """Any thread may use it; what a method did outlives a kill when it returns."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
         database.add(TABLES)
+
+    def open_of(self, owner: str) -> Open:
+        """What this user's requests take now."""
+        found = self.database.rows(
+            "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
+            "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "
+            "WHERE owner = ? AND (answer IS NULL OR body IS NOT NULL)", (owner,))[0]
+        return Open(int(found["requests"]), int(found["bodies"]), found["next"] > 0)
+
+    def asked(self, model: str, seq: int) -> Asked | None:
+        """The request of a number, without its body, once that is no longer needed; None where there is none."""
+        row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?", (model, seq))
+        return None if row is None else Asked(model, seq, row["kind"], row["body"] or b"")
 
     def open_session(self, session: str, owner: str) -> None:
         with self.database.write() as connection:
@@ -134,25 +165,24 @@ class Ledger:
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
         return Model.of(row)
 
-    def models(self) -> list[Model]:
-        return [Model.of(row) for row in self.database.rows("SELECT * FROM tinker_models ORDER BY rowid")]
+    def models(self, owner: str | None = None) -> list[Model]:
+        """All models, or a user's, the oldest first."""
+        found = self.database.rows("SELECT * FROM tinker_models WHERE owner = ? OR ? IS NULL ORDER BY rowid",
+                                   (owner, owner))
+        return [Model.of(row) for row in found]
 
     def ask(self, asked: Asked) -> Asked | None:
-        """Keep a request, unless one of its number is there, which is returned (without its body, once that is no
-        longer needed). ValueError for a number that is too far ahead, or done and forgotten."""
+        """Keep a request, unless one of its number is there, which is returned. ValueError for a number that is too far
+        ahead, or done and forgotten."""
         done = self.model(asked.model).done
         if not done - KEPT < asked.seq <= done + AHEAD:
             raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "
                              "requests wait")
-        with self.database.write() as connection:
+        with self.database.write(waits=False) as connection:
             made = connection.execute(
                 "INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, ?, ?, ?)",
                 (asked.model, asked.seq, asked.kind, asked.body))
-        if made.rowcount:
-            return None
-        row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?",
-                                (asked.model, asked.seq)) or {"kind": asked.kind, "body": None}
-        return Asked(asked.model, asked.seq, row["kind"], row["body"] or b"")
+        return None if made.rowcount else self.asked(asked.model, asked.seq)
 
     def gap(self, model: str) -> int | None:
         """The number of the request to do next, where it has not come and later ones have."""
@@ -191,12 +221,14 @@ class Ledger:
         also: Callable[[sqlite3.Connection], None] | None = None,
     ) -> None:
         """The answer of a request, and with it the file of the state that it left, where it is a step or put other
-        weights in; and what `also` writes."""
+        weights in; and what `also` writes. Its body stays where gradients are made of it."""
         with self.database.write() as connection:
             if also is not None:
                 also(connection)
-            connection.execute("UPDATE tinker_promises SET answer = ?, media = ? WHERE model = ? AND seq = ?",
-                               (answer.body, answer.media, asked.model, asked.seq))
+            connection.execute(
+                "UPDATE tinker_promises SET answer = ?, media = ?, body = CASE WHEN ? THEN body END "
+                "WHERE model = ? AND seq = ?",
+                (answer.body, answer.media, answer.effect == ADDED, asked.model, asked.seq))
             connection.execute("UPDATE tinker_models SET done = ? WHERE id = ?", (asked.seq, asked.model))
             if state is not None:
                 connection.execute("UPDATE tinker_models SET state = ?, stepped = ? WHERE id = ?",
@@ -210,6 +242,12 @@ class Ledger:
         """Where samples come from: the folder of a snapshot, or None for the base model. One that is there stays."""
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
+
+    def snapshots(self, owner: str) -> list[str]:
+        """The folders that this user's samplers sample from, as they were added."""
+        found = self.database.rows("SELECT DISTINCT snapshot FROM tinker_samplers WHERE owner = ? AND snapshot IS NOT "
+                                   "NULL", (owner,))
+        return [row["snapshot"] for row in found]
 
     def snapshot_of(self, sampler: Any, owner: str) -> str | None:
         """What a sampler samples from; UnknownError for one that is not this user's."""

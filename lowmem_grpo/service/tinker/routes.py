@@ -11,11 +11,11 @@ from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.asking import Served, asked_in_json, checked, owner_of
 from lowmem_grpo.service.tinker.calls import json_of, lora_of, whole
-from lowmem_grpo.service.tinker.ledger import JSON, Answer, Asked, UnknownError
+from lowmem_grpo.service.tinker.ledger import JSON, PASS, Answer, Asked, UnknownError
 from lowmem_grpo.service.tinker.sampling import Sampling
 from lowmem_grpo.service.tinker.saved_routes import add_saved_routes
 from lowmem_grpo.service.tinker.shelf import SAMPLING
-from lowmem_grpo.service.tinker.training import CREATE, FORWARD_BACKWARD, OPTIM_STEP, SNAPSHOT, Training
+from lowmem_grpo.service.tinker.training import CREATE, OPTIM_STEP, SNAPSHOT, Training
 
 POLL = 20.0  # seconds that a poll is held open; clients give up after 45
 REASONS = ("success", "errored", "interrupted")
@@ -125,7 +125,9 @@ def created(training: Training, served: Served, given: dict[str, Any], owner: st
     if given.get("base_model") != served.name:
         raise ValueError(f"base_model is {given.get('base_model')!r}; this server has {served.name!r}")
     model = f"{given['session_id']}:train:{whole(given, 'model_seq_id')}"
-    training.ledger.add_model(model, owner, lora_of(given))
+    settings = lora_of(given)
+    training.usage.check_model(model, owner)
+    training.ledger.add_model(model, owner, settings)
     training.pump(model)
     return {"request_id": f"{model}:0", "model_id": model, "type": CREATE}
 
@@ -134,7 +136,7 @@ def asked_for_pass(training: Training, body: bytes, owner: str) -> dict[str, Any
     """The promise of a forward_backward; what is wrong in its data is told by the promise."""
     request = wire.parsed(wire.ForwardBackwardRequest, body)
     model = training.ledger.model(request.model_id, owner)
-    asked = Asked(model.id, whole({"seq_id": request.seq_id}, "seq_id", 1), FORWARD_BACKWARD, body)
+    asked = Asked(model.id, whole({"seq_id": request.seq_id}, "seq_id", 1), PASS, body)
     return {"request_id": training.ask(asked), "model_id": model.id}
 
 

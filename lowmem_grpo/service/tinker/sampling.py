@@ -1,7 +1,9 @@
 """`Sampling`: completions and log-probabilities of prompts, from the base model or a snapshot of a client's adapter."""
 
+import itertools
 import secrets
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.calls import whole
 from lowmem_grpo.service.tinker.datum import Bounds, as_bytes, check_ids
 from lowmem_grpo.service.tinker.ledger import Answer, UnknownError
+from lowmem_grpo.service.tinker.usage import Usage
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
 NOT_OFFERED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
@@ -49,6 +52,12 @@ class Promise:
     def parts(self) -> "list[Future[Any]]":
         return [*self.turns, *([] if self.prompt is None else [self.prompt])]
 
+    def when_done(self, told: Callable[[], None]) -> None:
+        """Call a function as soon as all parts are done."""
+        left = itertools.count(1 - len(self.parts))
+        for part in self.parts:
+            part.add_done_callback(lambda _: told() if next(left) == 0 else None)
+
     def answer(self) -> Answer:
         """Once all its parts are done."""
         for part in self.parts:
@@ -71,8 +80,8 @@ def int32(ids: list[int]) -> bytes:
 class Sampling:
     """Answers samples by the desk, which decodes calls from one snapshot together."""
 
-    def __init__(self, desk: Desk, bounds: Bounds) -> None:
-        self.desk, self.bounds = desk, bounds
+    def __init__(self, desk: Desk, bounds: Bounds, usage: Usage) -> None:
+        self.desk, self.bounds, self.usage = desk, bounds, usage
         self.lock = threading.Lock()
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
 
@@ -87,14 +96,17 @@ class Sampling:
             return {"request_id": name, "sample_sequence_ids": self.promises[name].ids}
 
     def begun(self, asked: Sample, adapter: Path | None, owner: str) -> Promise:
-        """A promise whose parts wait for the desk."""
+        """A promise whose parts wait for the desk. BusyError where its user waits for too many."""
+        self.usage.begin_sample(owner)
         seed = asked.params.seed
         turns = [self.desk.submit(Call(asked.ids, replace(asked.params, seed=None if seed is None else seed + number),
                                        adapter)) for number in range(asked.count)]
         prompt = None
         if asked.prompt_logprobs:
             prompt = self.desk.run(lambda: self.logprobs(asked.ids, adapter), sleep=False)
-        return Promise(owner, turns, prompt, [f"seq-{secrets.token_hex(8)}" for _ in turns])
+        promise = Promise(owner, turns, prompt, [f"seq-{secrets.token_hex(8)}" for _ in turns])
+        promise.when_done(lambda: self.usage.end_sample(owner))
+        return promise
 
     def tidy(self) -> None:
         """Forget the oldest promises that are kept, above those that clients may still ask for."""

@@ -61,6 +61,7 @@ def asked_to_load(training: Training, served: Served, body: bytes, owner: str) -
         raise ValueError(f"base_model is {given.get('base_model')!r}; this server has {served.name!r}")
     found = training.shelf.find(load_of(given).path, owner, TRAINING)
     model = f"{given['session_id']}:train:{whole(given, 'model_seq_id')}"
+    training.usage.check_model(model, owner)
     training.ledger.add_model(model, owner, found.settings, LOAD, body)
     training.pump(model)
     return {"request_id": f"{model}:0", "model_id": model, "type": LOAD}

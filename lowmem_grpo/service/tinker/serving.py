@@ -11,6 +11,7 @@ from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.memory.cutting import Limits as Cut
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.service.allowance import Allowances
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.limits import Limits
@@ -49,9 +50,11 @@ class ServedModel:
         self.desk.close()
 
 
-def serve_model(name: str, database: Database, folder: Path, **loading: Any) -> ServedModel:
-    """Load a model by its name, and take up what clients had trained. `folder` is for its clients' states; `loading`
-    are options of FastLanguageModel.from_pretrained."""
+def serve_model(
+    name: str, database: Database, folder: Path, allowances: Allowances | None = None, **loading: Any
+) -> ServedModel:
+    """Load a model by its name, and take up what clients had trained. `folder` is for its clients' states; `allowances`
+    are what each may have; `loading` are options of FastLanguageModel.from_pretrained."""
     model, _ = FastLanguageModel.from_pretrained(name, **loading)
     lora = FastLanguageModel.get_peft_model(model, r=1)  # holds the place of an adapter while no client's computes
     policy = Policy(lora.inner)
@@ -60,9 +63,9 @@ def serve_model(name: str, database: Database, folder: Path, **loading: Any) -> 
     adapters = Adapters(policy, Packer(policy.device, desk.memory.train), cut, lora.loaded.offload)
     config = policy.base.config
     bounds = Bounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
-    training = Training(desk, adapters, Ledger(database), folder, bounds)
+    training = Training(desk, adapters, Ledger(database), folder, bounds, allowances)
     served = Served(name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
-    router = tinker_router(training, Sampling(desk, bounds), served)
+    router = tinker_router(training, Sampling(desk, bounds, training.usage), served)
     limits = Limits(concurrent=AT_A_TIME)
     completions = Completions(Chats(desk, training.shelf, name), Sessions(limits), limits, asyncio.Event())
     return ServedModel(desk, training, router, completions)

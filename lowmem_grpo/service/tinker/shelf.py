@@ -124,5 +124,5 @@ class Shelf:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of the files in a folder."""
+    """Bytes of a file, or of the files in a folder; 0 where it is gone."""
     return sum(one.stat().st_size for one in (path.rglob("*") if path.is_dir() else [path]) if one.is_file())

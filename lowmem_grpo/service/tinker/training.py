@@ -14,28 +14,45 @@ from safetensors.torch import load_file, save_file
 
 from lowmem_grpo.memory.bounds import MemoryExhaustedError
 from lowmem_grpo.runs.whole_folder import flush
+from lowmem_grpo.service.allowance import Allowances
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.adapters import Adapters
+from lowmem_grpo.service.tinker.adapters import Adapters, DroppedError
 from lowmem_grpo.service.tinker.calls import adam_of, json_of, load_of, save_of
 from lowmem_grpo.service.tinker.datum import Bounds, output_of, pass_of
-from lowmem_grpo.service.tinker.ledger import MISSING, Answer, Asked, Ledger, Model, UnknownError
+from lowmem_grpo.service.tinker.ledger import (
+    ADDED,
+    CHANGED,
+    MISSING,
+    PASS,
+    REFUSED,
+    Answer,
+    Asked,
+    Ledger,
+    Model,
+    UnknownError,
+)
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
+from lowmem_grpo.service.tinker.usage import Usage
 from lowmem_grpo.service.waiting import DeskClosedError
 
 logger = logging.getLogger(__name__)
 
-CREATE, FORWARD_BACKWARD, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
-    "create_model", "forward_backward", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
+CREATE, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
+    "create_model", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
 GAP = 60.0  # seconds in which a request may come after later ones
-CHANGES = (OPTIM_STEP, LOAD)  # after these the model's state is written
+HELD = 16  # models in the card's memory; what was asked longest ago is read from the disk again when it is asked
 
 
 class Training:
     """One queue for each model, ordered by `seq_id`; models take turns request by request."""
 
-    def __init__(self, desk: Desk, adapters: Adapters, ledger: Ledger, folder: Path, bounds: Bounds) -> None:
-        """`folder` gets a file for each model's state. What an earlier server left is taken up."""
+    def __init__(
+        self, desk: Desk, adapters: Adapters, ledger: Ledger, folder: Path, bounds: Bounds,
+        allowances: Allowances | None = None,
+    ) -> None:
+        """`folder` gets a file for each model's state. What an earlier server left is taken up. `allowances` are what
+        users may have of it."""
         self.desk, self.adapters, self.ledger, self.folder, self.bounds = desk, adapters, ledger, folder, bounds
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
         self.busy: set[str] = set()  # models with a request in the desk
@@ -44,16 +61,18 @@ class Training:
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self.shelf = Shelf(ledger.database, folder / "saved")
-        known = ledger.models()
-        desk.run(lambda: self.load_all(known)).result()
-        for model in known:
+        self.usage = Usage(allowances or Allowances(), ledger, self.shelf, folder)
+        for model in ledger.models():
             self.pump(model.id)
 
     # For any thread
 
     def ask(self, asked: Asked) -> str:
-        """Keep a request and return the id of its promise. ValueError where its number was used for another one."""
-        earlier = self.ledger.ask(asked)
+        """Keep a request and return the id of its promise. ValueError where its number was used for another one,
+        BusyError where it is to come again."""
+        earlier = self.ledger.asked(asked.model, asked.seq)
+        if earlier is None:
+            earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
         if earlier is not None and not same(earlier, asked):
             raise ValueError(f"seq_id is {asked.seq}, which {asked.model} was sent with another {earlier.kind} before: "
                              "two programs may be using one model; let each create its own")
@@ -121,7 +140,7 @@ class Training:
         state, saved = None, list[Saved]()
         try:
             answer = self.answer(asked, saved)
-            if asked.kind in CHANGES and b'"error"' not in answer.body[:16]:
+            if answer.effect == CHANGED:
                 state = self.write(asked)
             self.ledger.keep(asked, answer, state, lambda connection: self.shelf.put(connection, saved))
         except OSError:
@@ -136,16 +155,21 @@ class Training:
         """What a client is answered; a failure with the field that is wrong, and nothing of what is inside. What is now
         to be on the shelf is added to `saved`."""
         try:
+            if asked.kind == REFUSED:
+                return Answer.failed(asked.body.decode())
+            self.hold(asked)
             if asked.kind == CREATE:
                 self.create(self.ledger.model(asked.model))
                 return Answer.of({"model_id": asked.model, "type": CREATE})
             if asked.kind == OPTIM_STEP:
-                return Answer.of({"metrics": self.adapters.optim_step(asked.model, adam_of(asked.body))})
+                return self.optim_step(asked)
             if asked.kind in (SNAPSHOT, SAVE):
                 return self.save(asked, saved)
             if asked.kind == LOAD:
                 return self.load_saved(asked)
             return self.forward_backward(asked)
+        except DroppedError as error:
+            return Answer.failed(str(error), effect=CHANGED)
         except (ValueError, UnknownError, MemoryExhaustedError) as error:
             return Answer.failed(str(error))
         except OSError:
@@ -156,7 +180,14 @@ class Training:
 
     def forward_backward(self, asked: Asked) -> Answer:
         found = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
-        return Answer(output_of(*self.adapters.run(asked.model, found)), wire.PROTOBUF)
+        done = output_of(*self.adapters.run(asked.model, found))
+        return Answer(done, wire.PROTOBUF, "" if found.forward_only else ADDED)
+
+    def optim_step(self, asked: Asked) -> Answer:
+        adam, model = adam_of(asked.body), self.ledger.model(asked.model)
+        if model.state is None:
+            self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=True))
+        return Answer.of({"metrics": self.adapters.optim_step(asked.model, adam)}, CHANGED)
 
     def save(self, asked: Asked, saved: list[Saved]) -> Answer:
         """A copy of a model under a name; or without one, and a sampling session that samples from it."""
@@ -164,12 +195,14 @@ class Training:
         if call.name is None:
             sampler = f"{model.id}:sample:{call.sampler}"
             folder = self.snapshots / sampler.replace(":", "_")
+            self.usage.check_storage(model.owner, self.adapters.size(model.id))
             self.adapters.snapshot(model.id, folder)
             self.ledger.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
             return Answer.of({"type": SNAPSHOT, "sampling_session_id": sampler})
         kind = SAMPLING if asked.kind == SNAPSHOT else TRAINING
         path = path_of(model.id, kind, call.name)
         self.shelf.check_free(path, model.owner, call.overwrite or kind == SAMPLING)
+        self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=kind == TRAINING))
         place, now = self.shelf.place(model.id, kind, call.name, asked.seq), time.time()
         if kind == SAMPLING:
             self.adapters.snapshot(model.id, place)
@@ -183,12 +216,14 @@ class Training:
         """Put saved weights into a model, which is made where this is its first request."""
         call, model = load_of(json_of(asked.body)), self.ledger.model(asked.model)
         found = self.shelf.find(call.path, model.owner, TRAINING)
+        if model.state is None:
+            self.usage.check_storage(model.owner, found.size)
         if asked.seq == 0:
             self.create(model)
         state = load_file(self.shelf.folder / found.file)
         kept = {name: value for name, value in state.items() if call.optimizer or "/" not in name}
         self.adapters.restore(model.id, kept)
-        return Answer.of({"type": LOAD, "path": found.path, "model_id": model.id})
+        return Answer.of({"type": LOAD, "path": found.path, "model_id": model.id}, CHANGED)
 
     def create(self, model: Model) -> None:
         """A model as it is before its first step."""
@@ -214,11 +249,15 @@ class Training:
             if path.name != state:
                 path.unlink(missing_ok=True)
 
-    def load_all(self, models: list[Model]) -> None:
-        """Those that were created; the others are created when their first request is done."""
-        for model in models:
-            if model.done >= 0:
-                self.load(model)
+    def hold(self, asked: Asked) -> None:
+        """Have the model of a request in memory, and at most HELD."""
+        held = self.adapters.held
+        if asked.model in held:
+            held[asked.model] = held.pop(asked.model)  # the last to be let go
+        elif asked.seq > 0:
+            self.load(self.ledger.model(asked.model))
+        while len(held) > HELD:
+            self.adapters.delete(next(iter(held)))
 
     def load(self, model: Model) -> None:
         """Make a model as the disk has it: its state, and the gradients of the requests since its last step."""
@@ -226,18 +265,18 @@ class Training:
         if model.state is not None:
             self.adapters.restore(model.id, load_file(self.folder / model.state))
         for asked in self.ledger.since_step(model):
-            if asked.kind == FORWARD_BACKWARD:
+            if asked.kind == PASS:
                 self.answer(asked, [])
 
 
 def same(one: Asked, other: Asked) -> bool:
     """Whether two requests of a number ask for the same. One whose body is no longer needed is taken to, and one that
     came too late, whose promise says so."""
-    if one.kind == MISSING:
+    if one.kind in (MISSING, REFUSED):
         return True
     if one.kind != other.kind or not one.body or one.body == other.body:
         return one.kind == other.kind
-    if one.kind == FORWARD_BACKWARD:  # a message has several forms in bytes
+    if one.kind == PASS:  # a message has several forms in bytes
         return bool(wire.parsed(wire.ForwardBackwardRequest, one.body) == wire.parsed(wire.ForwardBackwardRequest,
                                                                                       other.body))
     return json_of(one.body) == json_of(other.body)

@@ -1,0 +1,83 @@
+"""`Usage`: what each user has of the server now, against what their key may have."""
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+from lowmem_grpo.service.allowance import Allowances
+from lowmem_grpo.service.tinker.ledger import PASS, REFUSED, Asked, Ledger, Model
+from lowmem_grpo.service.tinker.shelf import Shelf, size_of
+from lowmem_grpo.units import size_text
+
+SMALL = 16 * 1024  # bytes of a step or a save, which is taken where bodies are at their limit: it may make room
+
+
+class BusyError(Exception):
+    """Too much waits for its answer; the same request is taken later."""
+
+
+class Usage:
+    """Any thread may use it."""
+
+    def __init__(self, allowances: Allowances, ledger: Ledger, shelf: Shelf, folder: Path) -> None:
+        """`folder` has the models' states, and the snapshots that samplers name."""
+        self.allowances, self.ledger, self.shelf, self.folder = allowances, ledger, shelf, folder
+        self.lock, self.samples = threading.Lock(), Counter[str]()
+
+    def taken(self, asked: Asked, model: Model) -> Asked:
+        """A request as it is kept: in its turn one above a limit fails, with a message that says so. BusyError where
+        there is room as soon as others are answered."""
+        have, may = self.ledger.open_of(model.owner), self.allowances.of(model.owner)
+        requests = have.requests + self.samples[model.owner]
+        if requests >= may.requests and asked.seq > model.done + 1:
+            told = too_many(requests, may.requests)
+        elif have.bodies + len(asked.body) > may.bodies and (asked.kind == PASS or len(asked.body) > SMALL):
+            told = (f"bodies: {size_text(have.bodies)} of this key's requests are kept, and this one has "
+                    f"{size_text(len(asked.body))}; at most {size_text(may.bodies)} are: call optim_step, which frees "
+                    "them, or send fewer or shorter sequences for a step")
+        else:
+            return asked
+        if have.next:
+            raise BusyError(told)
+        return Asked(asked.model, asked.seq, REFUSED, told.encode())
+
+    def begin_sample(self, owner: str) -> None:
+        """BusyError where no more may wait. Each is to be ended."""
+        may = self.allowances.of(owner).requests
+        requests = self.ledger.open_of(owner).requests + self.samples[owner]
+        if requests >= may:
+            raise BusyError(too_many(requests, may))
+        with self.lock:
+            self.samples[owner] += 1
+
+    def end_sample(self, owner: str) -> None:
+        with self.lock:
+            self.samples[owner] -= 1
+
+    def check_model(self, model: str, owner: str) -> None:
+        """ValueError where a user has as many models as they may, and this is another one."""
+        have, may = {one.id for one in self.ledger.models(owner)}, self.allowances.of(owner).models
+        if model not in have and len(have) >= may:
+            raise ValueError(f"models: this key has {len(have)}, and may have {may}: unload those that are done "
+                             "(list_training_runs names them, and POST unload_model unloads one)")
+
+    def check_storage(self, owner: str, more: int) -> None:
+        """ValueError where so many bytes more are not to be written for a user."""
+        have, may = self.stored(owner), self.allowances.of(owner).storage
+        if have + more > may:
+            raise ValueError(f"storage: this key has {size_text(have)} on the disk, this takes {size_text(more)} more, "
+                             f"and {size_text(may)} is the most: delete saved weights (list_user_checkpoints names "
+                             "them), or unload models that are done")
+
+    def stored(self, owner: str) -> int:
+        """Bytes of a user's files."""
+        states = [self.folder / model.state for model in self.ledger.models(owner) if model.state is not None]
+        snapshots = [self.folder / name for name in self.ledger.snapshots(owner)]
+        saved = [self.shelf.folder / one.file for one in self.shelf.all(owner)]
+        return sum(size_of(path) for path in {*states, *snapshots, *saved})
+
+
+def too_many(requests: int, most: int) -> str:
+    """What a user is told who waits for too much."""
+    return (f"requests: {requests} of this key are not answered, and at most {most} may be: wait for some of them "
+            "before you send more")
