@@ -13,6 +13,7 @@ from lowmem_grpo.commands.plan import plan
 from lowmem_grpo.commands.report import report
 from lowmem_grpo.commands.run import run
 from lowmem_grpo.commands.serve import serve
+from lowmem_grpo.commands.watch import watch
 
 
 class InOrder(click.Group):
@@ -28,5 +29,7 @@ def main() -> None:
     """Fine-tune language models with GRPO on one GPU, or try it on a CPU with the embedded tiny model."""
 
 
-for command in (run, new, plan, evaluate, generate, export, report, serve, submit, jobs, logs, cancel, resume, doctor):
+for command in (
+    run, new, plan, evaluate, generate, export, report, watch, serve, submit, jobs, logs, cancel, resume, doctor,
+):
     main.add_command(command)

@@ -14,21 +14,23 @@ NOTHING = "\u2013"  # a dash where a value is missing
 LONGEST_ERROR = 6000  # characters
 
 
-def headline(name: str, rows: list[Record], summary: Record, missing: list[str]) -> str:
-    """Title and status, why a run ended early, accuracy, and tiles. `missing` is what the run did not leave behind."""
-    status = str(summary.get("status") or "running")
+def headline(name: str, rows: list[Record], summary: Record, missing: list[str], state: str = "") -> str:
+    """Title and status, why a run ended early, accuracy, and tiles. `missing` is what the run did not leave behind,
+    `state` what is known in place of the summary's status: that it is running, killed or silent now."""
+    status = state or str(summary.get("status") or "running")
     title = escape(str(summary.get("recipe") or name))
     parts = [summary.get("model"), "supervised fine-tuning" if taught(summary) else None,
              name if summary.get("recipe") else None]
     about = " · ".join(escape(str(part)) for part in parts if part)
     tiles = "".join(tile(label, value) for label, value in facts_of(rows, summary).items())
     return (f'<header><h1>{title} <span class="status {escape(status)}">{escape(status)}</span></h1>'
-            f'<p class="quiet">{about}</p>{ending(status, rows, summary, missing)}{accuracy(summary)}'
+            f'<p class="quiet">{about}</p>{ending(status, rows, summary, missing, bool(state))}{accuracy(summary)}'
             f'<div class="tiles">{tiles}</div></header>')
 
 
-def ending(status: str, rows: list[Record], summary: Record, missing: list[str]) -> str:
-    """Why a run is not finished and what to do, and what this page lacks; empty for a finished run with everything."""
+def ending(status: str, rows: list[Record], summary: Record, missing: list[str], known: bool = False) -> str:
+    """Why a run is not finished and what to do, and what this page lacks; empty for a finished run with everything.
+    `known` says that the status is that of now, and not that of when the page was written."""
     step, steps = reached(rows, summary)
     place = f"after step {step:,} of {steps:,}" if steps else f"after step {step:,}"
     said = {
@@ -38,7 +40,13 @@ def ending(status: str, rows: list[Record], summary: Record, missing: list[str])
                        "resume=true goes on.",
         "running": f"This page was written {place}, while the run was going on. If it no longer is, it was killed; "
                    "resume=true goes on from its last checkpoint.",
+        "killed": f"This run was killed {place}: its process is gone, and did not say why. The same command with "
+                  "resume=true goes on from its last checkpoint.",
+        "silent": f"This run has written nothing for long {place}. Its process is on another machine, so that nobody "
+                  "here knows whether it lives.",
     }.get(status, f"The status of this run is {status}, {place}.")
+    if known and status == "running":
+        return ""
     why = str(summary.get("error") or "")
     if status == "failed" and not why:
         said += " Why was not recorded; the output of the command tells."

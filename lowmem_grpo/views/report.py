@@ -99,6 +99,8 @@ class Content:
     title: str
     sections: dict[str, str]
     data: Record
+    note: str = ""
+    """What is said above its curves."""
 
     def body(self) -> str:
         """Each section in an element of its name, which a page that follows a run replaces."""
@@ -115,6 +117,8 @@ class LeftOut:
     """How many completions the run has logged."""
     alarms: dict[str, Warned]
     note: str = ""
+    state: str = ""
+    """What is known now in place of the summary's status: running, killed or silent."""
 
 
 def content(
@@ -124,7 +128,7 @@ def content(
     lacks = left_out or LeftOut(completions, len(completions), alarmed(rows))
     charts, right = figures(rows, lacks.judged, summary), deciding(lacks.judged, summary)
     most = max(2, min(MOST_POINTS, ALL_POINTS // max(1, sum(len(chart.lines) for chart in charts))))
-    sections = {"top": headline(name, rows, summary, missing(rows, completions, summary)),
+    sections = {"top": headline(name, rows, summary, missing(rows, completions, summary), lacks.state),
                 "alarms": alarms_section(lacks.alarms), "curves": curves_section(charts, most, lacks.note)}
     played = any(sample.get("turns") for sample in completions)
     data = {"charts": [hover_data(chart, most) for chart in charts], "right": right if len(right) == 1 else [],
@@ -140,23 +144,30 @@ def content(
     samples = fitting(completions, room, longest)
     sections["samples"] = "" if taught(summary) and not completions else \
         samples_section(len(samples), lacks.logged, played)
-    return Content(found.title, sections, data | {"samples": samples})
+    return Content(found.title, sections, data | {"samples": samples}, f"{lacks.note} {how_smoothed(charts)}")
 
 
 def page(title: str, body: str, data: Record) -> str:
     """The HTML file with this body; its script reads `data`."""
-    assets = files("lowmem_grpo") / "assets" / "page"
+    assets = files("lowmem_grpo") / "assets"
     held = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="color-scheme" content="light dark"><title>{escape(title)}</title>
-<style>{style()}</style></head>
+<style>{style()}{(assets / "uplot" / "uPlot.min.css").read_text()}</style></head>
 <body><main>{body}</main>
 <script type="application/json" id="data">{held}</script>
-<script>{(assets / "run.js").read_text()}</script></body></html>
+<script>{drawing_script()}{(assets / "page" / "run.js").read_text()}</script></body></html>
 """
+
+
+def drawing_script() -> str:
+    """uPlot with its licence in place of its first line, which names an address."""
+    folder = files("lowmem_grpo") / "assets" / "uplot"
+    script = (folder / "uPlot.min.js").read_text(encoding="utf-8").partition("\n")[2]
+    return f"/*! uPlot\n{(folder / 'LICENSE').read_text(encoding='utf-8')}*/\n{script}\n"
 
 
 def style() -> str:
@@ -222,8 +233,13 @@ def curves_section(charts: list[Chart], most: int, note: str = "") -> str:
     if not charts:
         return '<section><h2>Curves</h2><p class="card">No steps logged yet.</p></section>'
     drawn = "".join(figure(chart, most) for chart in charts)
-    return (f'<section><h2>Curves by step</h2><p class="quiet">{escape(note)} {how_smoothed(charts)}</p>'
-            f'<div class="charts">{drawn}</div></section>')
+    words = note_line(f"{note} {how_smoothed(charts)}")
+    return f'<section><h2>Curves by step</h2>{words}<div class="charts">{drawn}</div></section>'
+
+
+def note_line(words: str) -> str:
+    """What is said above the curves."""
+    return f'<p class="quiet" id="note">{escape(words.strip())}</p>'
 
 
 def figure(chart: Chart, most: int) -> str:
@@ -287,7 +303,7 @@ def samples_section(kept: int, logged: int, played: bool) -> str:
         why = "No completions logged yet." if not logged else f"None of {logged:,} completions fits into this page."
         return f'<section><h2>Samples over time</h2><p class="card">{why}</p></section>'
     capped = f"{logged:,} completions were logged; this page holds {kept:,} of them, spread evenly over the steps."
-    note = f'<p class="quiet">{capped}</p>' if kept < logged else ""
+    note = f'<p class="quiet" id="capped">{capped if kept < logged else ""}</p>'
     return f"""<section><h2>Samples over time</h2>{note}
 <div class="controls"><label>Step <input type="range" id="step" min="0" step="1"> <b id="at"></b></label>
 <label><input type="checkbox" id="all"> all steps</label>

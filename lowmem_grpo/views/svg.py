@@ -1,6 +1,6 @@
 """A chart as a small inline SVG, whose colours are the page's own: light, dark, or on paper.
 
-Nothing is drawn by a script; the page's script only reads `hover_data` to tell the values at the pointer.
+It is what paper and a browser without scripts show; elsewhere the page's script draws `hover_data` in its place.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,9 +54,8 @@ def drawing(chart: Chart, most: int = MOST_POINTS) -> str:
         parts += areas(frame, chart.lines, most)
     else:
         parts += [curve(frame, chart, line, f"l{place % len(LINES)}", most) for place, line in enumerate(chart.lines)]
-    guide = f'<line class="guide" y1="{TOP}" y2="{HEIGHT - BOTTOM}" x1="-9" x2="-9"/>'
     return (f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}, by step">'
-            f'{"".join(parts)}{guide}</svg>')
+            f'{"".join(parts)}</svg>')
 
 
 def axes(frame: Frame, title: str) -> str:
@@ -147,12 +146,44 @@ def lowest(points: Points, choose: Callable[..., tuple[float, float]]) -> tuple[
 
 
 def hover_data(chart: Chart, most: int = MOST_POINTS) -> dict[str, Any]:
-    """Where the plot lies in the drawing, and the values that it shows, in plain numbers."""
-    frame = frame_of(chart)
-    lines = [(line.name, thinned(line.points, most)) for line in chart.lines]
-    return {
-        "title": chart.title, "share": chart.share, "left": round(frame.left, 1), "right": WIDTH - RIGHT,
-        "first": frame.steps.low, "last": frame.steps.high,
-        "lines": [[name, [step for step, _ in points], [float(f"{value:.4g}") for _, value in points]]
-                  for name, points in lines],
-    }
+    """What the page's script draws, in plain numbers: a line has at most about `most` points."""
+    found = [line_data(chart, line, most) for line in chart.lines]
+    return {"title": chart.title, "axis": chart.axis, "share": chart.share, "stacked": chart.stacked,
+            "zero": chart.from_zero or chart.share, "lines": [lines for lines, _ in found],
+            "more": [more for _, more in found]}
+
+
+def line_data(chart: Chart, line: Line, most: int) -> tuple[list[Any], dict[str, Any]]:
+    """A line as name, steps and values; and how it is drawn: its smoothed values, and the edges around it."""
+    bold = smoothed(chart, line)
+    places = even(len(line.points), most) if chart.stacked else telling(line.points, most)
+    more: dict[str, Any] = {"kind": "dots" if line.dots else "level" if line.level else "curve"}
+    if bold is not line:
+        more["bold"] = [short(bold.points[place][1]) for place in places]
+    if bold.edges:
+        more |= {name: [short(bold.edges[place][side]) for place in places if place < len(bold.edges)]
+                 for side, name in enumerate(("low", "high"))}
+    steps, values = [line.points[place][0] for place in places], [short(line.points[place][1]) for place in places]
+    return [line.name, steps, values], more
+
+
+def short(value: float) -> float:
+    """A value with as many digits as a chart can show."""
+    return float(f"{value:.4g}")
+
+
+def even(count: int, most: int) -> list[int]:
+    """At most `most` of the places 0 to `count` - 1, evenly spaced, with the first and the last."""
+    return list(range(count)) if count <= most else [place * (count - 1) // (most - 1) for place in range(most)]
+
+
+def telling(points: Points, most: int) -> list[int]:
+    """Those of the lowest and the highest point of each stretch, so that no spike is lost, and the last; at most
+    `most`."""
+    if len(points) <= most:
+        return list(range(len(points)))
+    half = max(1, (most - 1) // 2)
+    edges = [place * len(points) // half for place in range(half + 1)]
+    found = {choose(range(start, end), key=lambda place: points[place][1])
+             for start, end in pairwise(edges) for choose in (min, max)}
+    return sorted(found | {len(points) - 1})

@@ -25,6 +25,7 @@ SAMPLES, NEWEST = 600, 200  # samples that are kept over the run, and of its end
 JUDGED = 20_000  # samples whose rewards are kept for the curve of the accuracy
 LAST_BYTES = 64 * 1024 * 1024  # of completions.jsonl that are read when a run is first looked at
 LOOK_SECONDS = 0.25  # that a look reads; a long run is read in several
+NOW = ("running", "killed", "silent")  # states that a summary does not know
 UNFIT = (TypeError, KeyError, AttributeError, IndexError, ValueError, OverflowError)  # a summary of another form
 
 
@@ -80,11 +81,13 @@ class Followed:
             rows, judged = self.series.rows(), self.judged.samples()
         return shown(lambda summary: figures(rows, judged, summary), json_file(self.path / SUMMARY))
 
-    def content(self) -> Content:
-        """What the page shows, as far as it was read."""
+    def content(self, state: str = "") -> Content:
+        """What the page shows, as far as it was read. `state` is what is known beside the summary: that the run is
+        running, killed or silent."""
         with self.lock:
             rows, samples = self.series.rows(), self.samples.samples()
-            lacks = LeftOut(self.judged.samples(), self.logged, dict(self.series.warned), self.note())
+            lacks = LeftOut(self.judged.samples(), self.logged, dict(self.series.warned), self.note(),
+                            state if state in NOW else "")
         name = self.path.resolve().name
         return shown(lambda summary: content(name, rows, samples, summary, lacks), json_file(self.path / SUMMARY))
 
@@ -97,7 +100,7 @@ class Followed:
         if self.series.width > 1:
             steps, width = count_text(self.series.steps, "step"), self.series.width
             said.append(f"Of {steps}, each {width} are drawn as their lowest and their highest value; medians above "
-                        "are of these.")
+                        "and bold lines are of these.")
         if self.completions.skipped:
             said.append(f"Completions are read from the last {size_text(LAST_BYTES)} of their file.")
         if damaged := self.metrics.damaged + self.completions.damaged:

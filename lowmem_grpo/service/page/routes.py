@@ -1,0 +1,121 @@
+"""The routes of the page, and the application that has them."""
+
+from importlib.resources import files
+
+from fastapi import FastAPI, Request, Response
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lowmem_grpo.service.error_replies import answer_errors
+from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.gate import HOSTS, Gate
+from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.page.page import Page
+from lowmem_grpo.units import MIB
+from lowmem_grpo.views.report import style
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
+                               "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; "
+                               "require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+SCRIPTS = {"uplot.js": "uplot/uPlot.min.js", "run.js": "page/run.js", "live.js": "page/live.js"}
+STYLES = {"uplot.css": "uplot/uPlot.min.css", "live.css": "page/live.css"}
+KINDS = {"js": "text/javascript", "css": "text/css"}
+
+
+def page_app(page: Page, everywhere: bool = False) -> ASGIApp:
+    """The page at `/` and below `/page`. `everywhere` takes requests for any name of this machine."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    add_shown(app, page)
+    add_done(app, page)
+    answer_errors(app, "GET / and those below /page")
+    gate = Gate(app, lambda key: True, Limits(body_bytes=MIB), None if everywhere else HOSTS)
+    return WithHeaders(gate)
+
+
+def add_shown(app: FastAPI, page: Page) -> None:
+    """What is looked at."""
+
+    @app.get("/")
+    async def whole(request: Request) -> Response:
+        return await page.show(request)
+
+    @app.get("/page/sections")
+    async def sections(request: Request) -> Response:
+        return await page.show(request, curves=False)
+
+    @app.get("/page/curves")
+    async def curves(request: Request) -> Response:
+        return await page.curves(request)
+
+    @app.get("/page/events")
+    async def events(request: Request) -> Response:
+        return await page.events(request)
+
+    @app.get("/page/files/{name}")
+    async def file(name: str) -> Response:
+        return Response(asset(name), media_type=KINDS[name.rpartition(".")[2]])
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+
+def add_done(app: FastAPI, page: Page) -> None:
+    """What changes something."""
+
+    @app.get("/page/enter")
+    async def enter(request: Request) -> Response:
+        return await page.enter(request)
+
+    @app.post("/page/enter")
+    async def enter_by_key(request: Request) -> Response:
+        return await page.enter_by_key(request)
+
+    @app.post("/page/leave")
+    async def leave(request: Request) -> Response:
+        return await page.leave(request)
+
+    @app.post("/page/do/{action}")
+    async def act(action: str, request: Request) -> Response:
+        return await page.act(request, action)
+
+
+def asset(name: str) -> str:
+    """A script or a style sheet of the page. ChatError where there is none."""
+    if name == "run.css":
+        return style()
+    if (path := (SCRIPTS | STYLES).get(name)) is None:
+        raise ChatError(404, f"the page has no file {name!r}", None, "no_such_file")
+    return (files("lowmem_grpo") / "assets" / path).read_text(encoding="utf-8")
+
+
+class WithHeaders:
+    """Every answer forbids a browser what the page does not need."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self.app(scope, receive, with_headers)
+
+
+class Beside:
+    """The page in front of another application, which gets what is not the page's."""
+
+    def __init__(self, page: ASGIApp, other: ASGIApp) -> None:
+        self.page, self.other = page, other
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        ours = scope["type"] == "http" and (path == "/" or path.startswith("/page/"))
+        await (self.page if ours else self.other)(scope, receive, send)

@@ -1,0 +1,46 @@
+"""`lowmem-grpo watch`: prints a link that works, and ends on Ctrl-C; other machines need keys."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from http.cookiejar import CookieJar
+from pathlib import Path
+from urllib.request import HTTPCookieProcessor, build_opener
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
+
+from lowmem_grpo.commands.watch import watch
+from tests.support.written_runs import write_run
+
+
+def test_the_printed_link_opens_the_page_and_ctrl_c_ends_it_while_a_page_is_open(tmp_path: Path) -> None:
+    write_run(tmp_path / "the-run", 5)
+    command = [sys.executable, "-m", "lowmem_grpo", "watch", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = "".join(process.stdout.readline() for _ in range(3))
+        link = re.search(r"open (\S+)", said)
+        assert link, said
+        browser = build_opener(HTTPCookieProcessor(CookieJar()))
+        browser.open(link[1], timeout=10)
+        base = link[1].partition("/page")[0]
+        assert "the-run" in browser.open(base + "/", timeout=10).read().decode()
+        with browser.open(base + "/page/events?run=the-run", timeout=10) as events:
+            assert events.readline() == b"retry: 1000\n"
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            rest = process.stdout.read()
+            process.wait(10)
+        assert time.monotonic() - began < 4 and "Traceback" not in rest, rest
+
+
+def test_other_machines_are_let_in_with_keys_only(tmp_path: Path) -> None:
+    found = CliRunner().invoke(watch, [str(tmp_path), "--host", "0.0.0.0"])
+    assert found.exit_code == 1 and "give --key-file FILE" in found.output
+    missing = CliRunner().invoke(watch, [str(tmp_path / "none")])
+    assert missing.exit_code == 2 and "does not exist" in missing.output

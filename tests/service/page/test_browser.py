@@ -1,0 +1,206 @@
+"""The page in Chromium, offline: it is there at once, moves when a run writes, and nothing of a run is run."""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
+pytest.importorskip("selenium", reason="the page is driven by selenium (the extra [dev])")
+
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+
+from lowmem_grpo.service.page.page import Page
+from lowmem_grpo.service.users import OWNER, User
+from tests.support.page_server import watched
+from tests.support.written_runs import append, completion, metric, write_hostile, write_run
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM or not DRIVER, reason="the page is driven in Debian's chromium, with its chromium-driver")
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,900",
+           "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
+REWARD = """const figure = figures().find(each => each.textContent.includes('Reward ') && plots.has(each));
+return figure ? plots.get(figure).plot.data[0].at(-1) : null"""
+FRAMES = """const done = arguments[0], times = [];
+let last = performance.now();
+const frame = now => { times.push(now - last); last = now;
+  times.length < 150 ? requestAnimationFrame(frame) : done(times.slice(2)); };
+requestAnimationFrame(frame);"""
+LONG = 100_000  # steps
+
+
+class Browser:
+    """Chromium, signed in."""
+
+    def __init__(self, driver: webdriver.Chrome, url: str, page: Page) -> None:
+        self.driver, self.url, self.page = driver, url, page
+
+    def open(self, path: str = "/") -> None:
+        self.driver.get(self.url + path)
+
+    def run(self, script: str) -> Any:
+        return self.driver.execute_script(script)  # type: ignore[no-untyped-call]
+
+    def until(self, script: str, wanted: Callable[[Any], bool] = bool, seconds: float = 8.0) -> Any:
+        """What a script returns, as soon as it is what is wanted."""
+        end = time.monotonic() + seconds
+        while not wanted(found := self.run(script)):
+            assert time.monotonic() < end, f"{script} is still {found!r} after {seconds} s"
+            time.sleep(0.05)
+        return found
+
+    def look(self, scheme: str = "light", width: int = 1280) -> None:
+        """Light or dark, and how wide."""
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {
+            "features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
+            "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
+
+    def errors(self) -> list[str]:
+        """What the console says, since the last look."""
+        return [line["message"] for line in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
+
+    def asked_for(self) -> set[str]:
+        """The addresses that were asked for since the last look, without their queries."""
+        events = [json.loads(line["message"])["message"]
+                  for line in self.driver.get_log("performance")]  # type: ignore[no-untyped-call]
+        return {event["params"]["request"]["url"].partition("?")[0] for event in events
+                if event["method"] == "Network.requestWillBeSent"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("browser") / "runs"
+    write_run(runs / "short", 60, {"status": "finished", "recipe": "arithmetic", "model": "tiny"})
+    write_run(runs / "moving", 40)
+    write_hostile(runs / "hostile", runs.parent)
+    write_run(runs / "long", LONG, {"status": "finished"})
+    return runs
+
+
+@pytest.fixture(scope="module")
+def browser(folder: Path) -> Iterator[Browser]:
+    options = Options()
+    options.binary_location = str(CHROMIUM)
+    for option in OPTIONS:
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    with watched(folder) as (url, page):
+        driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+        try:
+            driver.get(f"{url}/page/enter?ticket={page.sign_in.ticket(User(OWNER))}")
+            found = Browser(driver, url, page)
+            found.until("return document.body.className", lambda css: css == "live")
+            yield found
+            assert found.errors() == []
+        finally:
+            driver.quit()
+
+
+def test_the_page_is_painted_within_a_second_and_asks_no_other_host(browser: Browser) -> None:
+    browser.asked_for()
+    browser.open("/?run=short")
+    painted = browser.until("return performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
+    assert painted < 1000
+    browser.until("return plots.size", lambda count: count >= 4)
+    asked = browser.asked_for()
+    assert asked and all(address.startswith(browser.url) for address in asked), asked
+    assert browser.errors() == []
+
+
+def test_curves_samples_and_numbers_move_when_the_run_writes(browser: Browser, folder: Path) -> None:
+    browser.open("/?run=moving")
+    browser.until(REWARD, lambda step: step == 40)
+    browser.until("return link.textContent", lambda words: words == "live")
+    append(folder / "moving/metrics.jsonl", [metric(step) for step in range(41, 46)])
+    append(folder / "moving/completions.jsonl", [completion(45, "a new answer")])
+    browser.until(REWARD, lambda step: step == 45)
+    browser.until("return element('rows').textContent", lambda text: "a new answer" in text)
+    assert "45" in browser.run("return document.querySelector('.tile').textContent")
+    assert browser.errors() == []
+
+
+def test_what_a_model_wrote_is_text(browser: Browser) -> None:
+    for path in ("/?run=hostile", "/?with=hostile&with=short"):
+        browser.open(path)
+        browser.until("return plots.size")
+        assert browser.run("return document.title") != "taken"
+        assert browser.run("return document.querySelectorAll('main img, main script').length") == 0
+    browser.open("/?run=hostile")
+    assert "onerror=" in browser.until("return element('rows').textContent")
+    with pytest.raises(Exception, match="TrustedHTML"):
+        browser.run("document.body.innerHTML = '<img>'")
+    browser.errors()  # that refusal
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280, 1920])
+def test_no_width_needs_scrolling_to_the_side_and_colours_follow_the_system(
+    browser: Browser, scheme: str, width: int
+) -> None:
+    browser.look(scheme, width)
+    for path in ("/?run=short", "/?run=hostile") if scheme == "light" else ("/?run=short",):
+        browser.open(path)
+        browser.run("element('curves').scrollIntoView()")
+        browser.until("return plots.size")
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        assert browser.run("return Math.max(...figures().map(each => each.scrollWidth - each.clientWidth))") <= 0
+    dark = browser.run("return getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
+    assert dark == (scheme == "dark")
+    browser.look()
+
+
+def test_colours_of_curves_change_with_the_system_while_the_page_is_open(browser: Browser) -> None:
+    browser.open("/?run=short")
+    browser.until("return plots.size")
+    stroke = "return [...plots.values()][0].plot.series.at(-1).stroke()"
+    assert browser.run(stroke) == "#0065d2"
+    browser.look("dark")
+    browser.until(f"if (!plots.size) return null; {stroke}", lambda colour: colour == "#4d94ff")
+    browser.look()
+
+
+def test_100_000_steps_are_drawn_and_stay_smooth_while_they_grow(browser: Browser, folder: Path) -> None:
+    began = time.monotonic()
+    browser.open("/?run=long")
+    assert browser.until("return performance.getEntriesByName('first-contentful-paint')[0]?.startTime") < 1000
+    browser.until(REWARD, lambda step: step == LONG, seconds=15)
+    assert browser.run("return Math.max(...charts.flatMap(each => each.lines.map(line => line[1].length)))") <= 2000
+    read = time.monotonic() - began
+    writing = threading.Event()
+
+    def write() -> None:
+        step = LONG
+        while not writing.wait(0.1):
+            append(folder / "long/metrics.jsonl", [metric(step := step + 1)])
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        times = sorted(browser.driver.execute_async_script(FRAMES))  # type: ignore[no-untyped-call]
+        moved = browser.until(REWARD, lambda step: step > LONG)
+    finally:
+        writing.set()
+        thread.join()
+    middle, late = times[len(times) // 2], times[int(0.99 * len(times))]
+    print(f"read in {read:.1f} s; frames: median {middle:.1f} ms, 99% below {late:.1f} ms, longest {times[-1]:.1f} ms")
+    assert moved > LONG and middle < 25 and late < 100
+
+
+def test_runs_are_compared_by_their_boxes(browser: Browser) -> None:
+    browser.open("/?run=short")
+    for name in ("short", "moving"):
+        browser.run(f"document.querySelector('input[value={name}]').click()")
+    browser.run("element('compare').click()")
+    browser.until("return document.title", lambda title: title == "2 runs")
+    keys = browser.until("return document.querySelector('#curves .keys')?.textContent")
+    assert "short" in keys and "moving" in keys
+    assert browser.errors() == []

@@ -1,0 +1,25 @@
+"""What the page says of the cards."""
+
+from pathlib import Path
+
+from lowmem_grpo.service.page.card import CardUse
+
+
+def smi(folder: Path, prints: str, code: int = 0) -> str:
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\necho x >> {folder}/asked\nprintf '{prints}'\nexit {code}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_each_card_is_told_and_the_driver_is_not_asked_all_the_time(tmp_path: Path) -> None:
+    card = CardUse(smi(tmp_path, "NVIDIA H200, NVL, 73, 1024, 143771\\nTesla T4, [N/A], [N/A], 15360\\n"))
+    assert card.words() == ["NVIDIA H200, NVL: 73% busy, 1.00 GiB of 140.40 GiB in use",
+                            "Tesla T4: its driver says nothing"]
+    assert card.words() and (tmp_path / "asked").read_text().count("x") == 1
+
+
+def test_without_a_driver_nothing_is_said_and_nothing_asked_again(tmp_path: Path) -> None:
+    card = CardUse(smi(tmp_path, "no devices", 9))
+    assert card.words() == card.words() == [] and card.command is None
+    assert CardUse(str(tmp_path / "none")).words() == []
