@@ -40,13 +40,14 @@ def serve(
         from lowmem_grpo.service.home import Address, Home
 
         try:
-            from lowmem_grpo.jobs.serving import app_of, dispatcher_of
-            from lowmem_grpo.service.server import is_loopback, open_socket, run
+            from lowmem_grpo.jobs.serving import app_of, dispatcher_of, page_of
+            from lowmem_grpo.service.page.routes import Beside, page_app
+            from lowmem_grpo.service.server import is_loopback, made_for, open_socket
             from lowmem_grpo.service.tinker.serving import serve_model
         except ImportError as error:
             raise ImportError(f"{LACKING} ({error})") from error
         from lowmem_grpo.service.allowance import Allowance, Allowances
-        from lowmem_grpo.service.users import Users, read_users
+        from lowmem_grpo.service.users import OWNER, User, Users, read_users
 
         usual = Allowance().but(limits.split())
         others = [] if key_file is None else read_users(key_file, usual)
@@ -64,12 +65,17 @@ def serve(
             served = None if model is None else serve_model(
                 model, database, home.folder / "models", allowances, load_in_4bit=load_in_4bit,
                 max_seq_length=max_seq_length)
-            app = app_of(dispatcher.queue, Users(address.key, others), partial(checked, recipes), not is_loopback(host),
+            users, everywhere = Users(address.key, others), not is_loopback(host)
+            app = app_of(dispatcher.queue, users, partial(checked, recipes), everywhere,
                          None if served is None else served.routers())
-            click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)")
+            page = page_of(dispatcher.queue, users, name)
+            server = made_for(Beside(page_app(page, everywhere), app))
+            page.closing = lambda: server.should_exit
+            click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)\n"
+                       f"page {address.url}{page.sign_in.link(User(OWNER))} (works once; later the key signs in)")
             dispatcher.start()
             try:
-                run(app, [listening])
+                server.run(sockets=[listening])
             finally:
                 dispatcher.close()
                 if served is not None:

@@ -43,7 +43,7 @@ def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
         page = Page(RunsSource(runs_dir), sign_in, CardUse())
         with open_socket(host, port) as listening:
             url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{listening.getsockname()[1]}"
-            click.echo(f"watching {runs_dir}\nopen {url}/page/enter?ticket={sign_in.ticket(User(OWNER))} (works once)\n"
+            click.echo(f"watching {runs_dir}\nopen {url}{sign_in.link(User(OWNER))} (works once)\n"
                        f"key {key} (for further browsers, at {url})")
             server = made_for(page_app(page, not is_loopback(host)))
             page.closing = lambda: server.should_exit

@@ -6,12 +6,16 @@ from fastapi import APIRouter, Request
 from starlette.types import ASGIApp
 
 from lowmem_grpo.jobs.dispatcher import Dispatcher
+from lowmem_grpo.jobs.jobs_source import JobsSource
 from lowmem_grpo.jobs.queue import JobQueue
 from lowmem_grpo.jobs.routes import Check, Jobs, jobs_router
 from lowmem_grpo.preflight.machine import driver_version
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.page.card import CardUse
+from lowmem_grpo.service.page.page import Page
+from lowmem_grpo.service.page.sign_in import SignIn
 from lowmem_grpo.service.server import make_server_app
 from lowmem_grpo.service.users import JOBS, User, Users
 
@@ -28,6 +32,11 @@ def app_of(
     recipe or an option that is wrong."""
     routers = {"/jobs": jobs_router(Jobs(queue, owner_of, check)), **(others or {})}
     return make_server_app(routers, users, Limits(), everywhere)
+
+
+def page_of(queue: JobQueue, users: Users, title: str) -> Page:
+    """The page of its jobs."""
+    return Page(JobsSource(queue, title), SignIn(users), CardUse())
 
 
 def owner_of(request: Request) -> tuple[str, bool]:

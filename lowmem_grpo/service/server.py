@@ -1,7 +1,6 @@
 """An HTTP server in the main thread of a program, until Ctrl-C."""
 
 import socket
-from collections.abc import Sequence
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
@@ -51,13 +50,8 @@ def open_socket(host: str, port: int) -> socket.socket:
     return found
 
 
-def run(app: ASGIApp, listening: Sequence[socket.socket]) -> None:
-    """Answer until Ctrl-C or SIGTERM."""
-    made_for(app).run(sockets=list(listening))
-
-
 def made_for(app: ASGIApp) -> uvicorn.Server:
-    """What answers by an application, and writes no log of its own."""
+    """What answers by an application until Ctrl-C or SIGTERM, and writes no log of its own."""
     return uvicorn.Server(uvicorn.Config(
         app, http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
         server_header=False, h11_max_incomplete_event_size=READ_AHEAD, timeout_graceful_shutdown=int(CLOSE),

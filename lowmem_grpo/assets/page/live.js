@@ -18,7 +18,7 @@ const say = (words, css) => { link.textContent = words; link.className = css; };
 
 async function curves() {
   const { charts: found } = await read("/page/curves", "json");
-  if (renew(found)) return;
+  if (renew(found) || !element("curves")) return;
   const page = await read("/", "document");  // other charts than before
   replace("curves", page);
   charts = JSON.parse(page.getElementById("data").textContent).charts;
@@ -27,7 +27,8 @@ async function curves() {
 async function sections() {
   const page = await read("/page/sections", "document");
   document.title = page.title;
-  if (!query && page.body.dataset.query) { location.reload(); return; }  // the first run has begun
+  const begun = !query && page.body.dataset.query || !element("samples") && page.getElementById("samples");
+  if (begun) { location.reload(); return; }  // there was nothing to show until now
   for (const id of REPLACED) replace(id, page);
   const data = page.getElementById("data").textContent;
   if (data === loaded) return;

@@ -96,7 +96,7 @@ class Page:
         listed = self.source.one(user, names[0]) if names else None
         followed = self.watching.follow(user, names[0]) if names else None
         if followed is None or listed is None or not listed.can_show:
-            return replace(view, chosen=listed)
+            return replace(view, chosen=listed, log=followed.log() if followed else "")
         followed.look()
         content = followed.content(listed.run_state)
         return replace(view, chosen=listed, content=content, log=followed.log())

@@ -39,6 +39,10 @@ class SignIn:
             self.tickets[hashed(made)] = user
         return made
 
+    def link(self, user: User) -> str:
+        """The path of an address that signs this user in, once."""
+        return f"/page/enter?ticket={self.ticket(user)}"
+
     def by_ticket(self, ticket: str) -> str | None:
         """The cookie for who brings a ticket; None where it is not one, or was used."""
         with self.lock:

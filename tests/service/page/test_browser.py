@@ -1,32 +1,20 @@
 """The page in Chromium, offline: it is there at once, moves when a run writes, and nothing of a run is run."""
 
-import json
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 pytest.importorskip("selenium", reason="the page is driven by selenium (the extra [dev])")
 
-from selenium import webdriver
-from selenium.webdriver.chrome.options import Options
-from selenium.webdriver.chrome.service import Service
-
-from lowmem_grpo.service.page.page import Page
-from lowmem_grpo.service.users import OWNER, User
+from tests.support.browser import Browser, browsing, needs_chromium
 from tests.support.page_server import watched
 from tests.support.written_runs import append, completion, metric, write_hostile, write_run
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM or not DRIVER, reason="the page is driven in Debian's chromium, with its chromium-driver")
-OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,900",
-           "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
+pytestmark = needs_chromium
 REWARD = """const figure = figures().find(each => each.textContent.includes('Reward ') && plots.has(each));
 return figure ? plots.get(figure).plot.data[0].at(-1) : null"""
 FRAMES = """const done = arguments[0], times = [];
@@ -35,45 +23,6 @@ const frame = now => { times.push(now - last); last = now;
   times.length < 150 ? requestAnimationFrame(frame) : done(times.slice(2)); };
 requestAnimationFrame(frame);"""
 LONG = 100_000  # steps
-
-
-class Browser:
-    """Chromium, signed in."""
-
-    def __init__(self, driver: webdriver.Chrome, url: str, page: Page) -> None:
-        self.driver, self.url, self.page = driver, url, page
-
-    def open(self, path: str = "/") -> None:
-        self.driver.get(self.url + path)
-
-    def run(self, script: str) -> Any:
-        return self.driver.execute_script(script)  # type: ignore[no-untyped-call]
-
-    def until(self, script: str, wanted: Callable[[Any], bool] = bool, seconds: float = 8.0) -> Any:
-        """What a script returns, as soon as it is what is wanted."""
-        end = time.monotonic() + seconds
-        while not wanted(found := self.run(script)):
-            assert time.monotonic() < end, f"{script} is still {found!r} after {seconds} s"
-            time.sleep(0.05)
-        return found
-
-    def look(self, scheme: str = "light", width: int = 1280) -> None:
-        """Light or dark, and how wide."""
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {
-            "features": [{"name": "prefers-color-scheme", "value": scheme}]})
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
-            "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
-
-    def errors(self) -> list[str]:
-        """What the console says, since the last look."""
-        return [line["message"] for line in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
-
-    def asked_for(self) -> set[str]:
-        """The addresses that were asked for since the last look, without their queries."""
-        events = [json.loads(line["message"])["message"]
-                  for line in self.driver.get_log("performance")]  # type: ignore[no-untyped-call]
-        return {event["params"]["request"]["url"].partition("?")[0] for event in events
-                if event["method"] == "Network.requestWillBeSent"}
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(folder: Path) -> Iterator[Browser]:
-    options = Options()
-    options.binary_location = str(CHROMIUM)
-    for option in OPTIONS:
-        options.add_argument(option)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    with watched(folder) as (url, page):
-        driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
-        try:
-            driver.get(f"{url}/page/enter?ticket={page.sign_in.ticket(User(OWNER))}")
-            found = Browser(driver, url, page)
-            found.until("return document.body.className", lambda css: css == "live")
-            yield found
-            assert found.errors() == []
-        finally:
-            driver.quit()
+    with watched(folder) as (url, page), browsing(url, page) as found:
+        yield found
 
 
 def test_the_page_is_painted_within_a_second_and_asks_no_other_host(browser: Browser) -> None:
