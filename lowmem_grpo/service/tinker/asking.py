@@ -46,6 +46,17 @@ async def checked(call: Callable[[], T]) -> T:
         raise ChatError(422, str(error), None, "invalid") from None
 
 
+async def promised(training: Training, owner: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The promise that a call returns. Where it is refused, its number may be missed: others wait for it no longer than
+    needed."""
+    try:
+        return await checked(call)
+    except ChatError as error:
+        if error.status != 429:
+            training.gaps.refuse(owner)
+        raise
+
+
 def asked_in_json(training: Training, kind: str, body: bytes, owner: str) -> dict[str, Any]:
     """The promise of a request whose body is JSON."""
     given = json_of(body)

@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowmem_grpo.service.database import Database, Row
+from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import LoraSettings
+from lowmem_grpo.service.tinker.calls import json_of
 
 TABLES = [
     "CREATE TABLE IF NOT EXISTS tinker_sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, finished TEXT)",
@@ -253,7 +255,9 @@ class Ledger:
         """What a sampler samples from; UnknownError for one that is not this user's."""
         row = self.database.row("SELECT * FROM tinker_samplers WHERE id = ?", (str(sampler),))
         if row is None or row["owner"] != owner:
-            raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours")
+            raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours: "
+                               "of a model's snapshots without a name the newest are kept; save_weights_for_sampler "
+                               "with a name keeps one")
         found: str | None = row["snapshot"]
         return found
 
@@ -271,3 +275,16 @@ class Ledger:
         if row is None:
             raise unknown
         return None if row["answer"] is None else Answer(row["answer"], row["media"])
+
+
+def same(one: Asked, other: Asked) -> bool:
+    """Whether two requests of a number ask for the same. One whose body is no longer needed is taken to, and one that
+    came too late, whose promise says so."""
+    if one.kind in (MISSING, REFUSED):
+        return True
+    if one.kind != other.kind or not one.body or one.body == other.body:
+        return one.kind == other.kind
+    if one.kind == PASS:  # a message has several forms in bytes
+        return bool(wire.parsed(wire.ForwardBackwardRequest, one.body) == wire.parsed(wire.ForwardBackwardRequest,
+                                                                                      other.body))
+    return json_of(one.body) == json_of(other.body)

@@ -9,9 +9,12 @@ from starlette.concurrency import run_in_threadpool
 
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.asking import Served, asked_in_json, checked, owner_of
+from lowmem_grpo.service.tinker.asking import Served, asked_in_json, checked, owner_of, promised
 from lowmem_grpo.service.tinker.calls import json_of, lora_of, whole
+from lowmem_grpo.service.tinker.gaps import SOON
 from lowmem_grpo.service.tinker.ledger import JSON, PASS, Answer, Asked, UnknownError
+from lowmem_grpo.service.tinker.runs import UNLOAD
+from lowmem_grpo.service.tinker.runs_routes import add_runs_routes
 from lowmem_grpo.service.tinker.sampling import Sampling
 from lowmem_grpo.service.tinker.saved_routes import add_saved_routes
 from lowmem_grpo.service.tinker.shelf import SAMPLING
@@ -30,6 +33,7 @@ def tinker_router(training: Training, sampling: Sampling, served: Served) -> API
     add_model_routes(router, training, served)
     add_sampling_routes(router, training, sampling, served)
     add_saved_routes(router, training, served)
+    add_runs_routes(router, training, served)
     add_promise_route(router, training, sampling)
     return router
 
@@ -67,7 +71,7 @@ def add_session_routes(router: APIRouter, training: Training, served: Served) ->
     @router.post("/session_heartbeat")
     async def heartbeat(request: Request) -> dict[str, Any]:
         body, owner = await request.body(), owner_of(request)
-        await checked(lambda: training.ledger.check_session(json_of(body).get("session_id"), owner))
+        await checked(lambda: beaten(training, json_of(body).get("session_id"), owner))
         return {"type": "session_heartbeat"}
 
     @router.post("/sessions/{session}/finish")
@@ -75,6 +79,13 @@ def add_session_routes(router: APIRouter, training: Training, served: Served) ->
         body, owner = await request.body(), owner_of(request)
         await checked(lambda: training.ledger.finish_session(session, owner, reason_of(json_of(body))))
         return {"type": "finish_session"}
+
+
+def beaten(training: Training, session: Any, owner: str) -> None:
+    """A client is there."""
+    training.ledger.check_session(session, owner)
+    training.runs.beat(session)
+    training.sweep_saved()
 
 
 def reason_of(given: dict[str, Any]) -> str:
@@ -106,17 +117,17 @@ def add_model_routes(router: APIRouter, training: Training, served: Served) -> N
     async def forward_backward(request: Request) -> dict[str, Any]:
         body, owner = await request.body(), owner_of(request)
         encoding = request.headers.get("content-encoding", "")
-        return await checked(lambda: asked_for_pass(training, wire.plain(body, encoding), owner))
+        return await promised(training, owner, lambda: asked_for_pass(training, wire.plain(body, encoding), owner))
 
     @router.post("/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
         body, owner = await request.body(), owner_of(request)
-        return await checked(lambda: asked_in_json(training, OPTIM_STEP, body, owner))
+        return await promised(training, owner, lambda: asked_in_json(training, OPTIM_STEP, body, owner))
 
     @router.post("/save_weights_for_sampler")
     async def save_weights_for_sampler(request: Request) -> dict[str, Any]:
         body, owner = await request.body(), owner_of(request)
-        return await checked(lambda: asked_in_json(training, SNAPSHOT, body, owner))
+        return await promised(training, owner, lambda: asked_in_json(training, SNAPSHOT, body, owner))
 
 
 def created(training: Training, served: Served, given: dict[str, Any], owner: str) -> dict[str, Any]:
@@ -126,7 +137,7 @@ def created(training: Training, served: Served, given: dict[str, Any], owner: st
         raise ValueError(f"base_model is {given.get('base_model')!r}; this server has {served.name!r}")
     model = f"{given['session_id']}:train:{whole(given, 'model_seq_id')}"
     settings = lora_of(given)
-    training.usage.check_model(model, owner)
+    training.make_room(model, owner)
     training.ledger.add_model(model, owner, settings)
     training.pump(model)
     return {"request_id": f"{model}:0", "model_id": model, "type": CREATE}
@@ -178,7 +189,11 @@ def asked_for_sample(training: Training, sampling: Sampling, given: dict[str, An
     """The promise of a sample."""
     sampler = given.get("sampling_session_id")
     snapshot = training.ledger.snapshot_of(sampler, owner)
-    return sampling.ask(given, str(sampler), None if snapshot is None else training.folder / snapshot, owner)
+    folder = None if snapshot is None else training.folder / snapshot
+    if folder is not None and not folder.is_dir():
+        raise UnknownError(f"sampling_session_id is {sampler!r}, and its weights were deleted: make a new sampling "
+                           "client")
+    return sampling.ask(given, str(sampler), folder, owner)
 
 
 def add_promise_route(router: APIRouter, training: Training, sampling: Sampling) -> None:
@@ -188,7 +203,9 @@ def add_promise_route(router: APIRouter, training: Training, sampling: Sampling)
     async def retrieve(request: Request) -> Response:
         body, owner = await request.body(), owner_of(request)
         promise = str((await checked(lambda: json_of(body))).get("request_id"))
-        if ":sample:" in promise:
+        if promise.endswith(f":{UNLOAD}"):
+            answer: Answer | None = await checked(lambda: training.runs.gone(promise.rpartition(":")[0], owner))
+        elif ":sample:" in promise:
             answer = await sampled(sampling, promise, owner)
         else:
             answer = await checked(lambda: training.ledger.answer(promise, owner)) or await waited(
@@ -200,15 +217,16 @@ def add_promise_route(router: APIRouter, training: Training, sampling: Sampling)
 
 
 async def waited(training: Training, promise: str, owner: str) -> Answer | None:
-    """The answer of a promise that was not kept a moment ago; None where it is not kept in the time of a poll."""
+    """The answer of a promise that was not kept a moment ago; None where it is not kept in the time of a poll, which is
+    short where it waits for a request that has not come."""
     kept = training.kept(promise)
     answer = await checked(lambda: training.ledger.answer(promise, owner))
     if answer is not None:
         training.forget(promise)
         return answer
-    _, waiting = await asyncio.wait({asyncio.wrap_future(kept)}, timeout=POLL)
-    if waiting:
-        await checked(lambda: training.look_for_gap(promise.rpartition(":")[0]))
+    model = await checked(lambda: training.ledger.model(promise.rpartition(":")[0], owner))
+    missing = await checked(lambda: training.look_for_gap(model))
+    await asyncio.wait({asyncio.wrap_future(kept)}, timeout=min(POLL, SOON) if missing else POLL)
     return await checked(lambda: training.ledger.answer(promise, owner))
 
 

@@ -1,6 +1,7 @@
 """`Sampling`: completions and log-probabilities of prompts, from the base model or a snapshot of a client's adapter."""
 
 import itertools
+import logging
 import secrets
 import threading
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from lowmem_grpo.service.tinker.calls import whole
 from lowmem_grpo.service.tinker.datum import Bounds, as_bytes, check_ids
 from lowmem_grpo.service.tinker.ledger import Answer, UnknownError
 from lowmem_grpo.service.tinker.usage import Usage
+from lowmem_grpo.service.waiting import DeskClosedError
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
 NOT_OFFERED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
                "prompt_logprobs_last_n", "record_stability_info")
+logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1024
 KEPT = 8192  # promises
 
@@ -46,6 +49,7 @@ class Promise:
     owner: str
     turns: "list[Future[Turn]]"
     prompt: "Future[Tensor] | None"
+    adapter: Path | None = None
     ids: list[str] = field(default_factory=list)
 
     @property
@@ -62,7 +66,7 @@ class Promise:
         """Once all its parts are done."""
         for part in self.parts:
             if (error := part.exception()) is not None:
-                return Answer.failed(str(error), "user" if isinstance(error, ValueError) else "server")
+                return failed(error, self.adapter)
         response = wire.SampleResponse()
         for turn in (one.result() for one in self.turns):
             reason = wire.STOP if turn.finish_reason == "stop" else wire.LENGTH
@@ -71,6 +75,19 @@ class Promise:
         if self.prompt is not None:
             response.prompt_logprobs = as_bytes(self.prompt.result())
         return Answer(response.SerializeToString(), wire.PROTOBUF)
+
+
+def failed(error: BaseException, adapter: Path | None) -> Answer:
+    """What a client is told of an error: what is wrong in its request, and nothing of what is inside the server."""
+    if isinstance(error, DeskClosedError):
+        return Answer.failed("the server ends; ask the next one", "server")
+    if adapter is None or adapter.is_dir():
+        if isinstance(error, ValueError):
+            return Answer.failed(str(error))
+    else:
+        return Answer.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
+    logger.error("a sample failed", exc_info=error)
+    return Answer.failed("the sample failed in the server, whose log says more", "server")
 
 
 def int32(ids: list[int]) -> bytes:
@@ -104,7 +121,7 @@ class Sampling:
         prompt = None
         if asked.prompt_logprobs:
             prompt = self.desk.run(lambda: self.logprobs(asked.ids, adapter), sleep=False)
-        promise = Promise(owner, turns, prompt, [f"seq-{secrets.token_hex(8)}" for _ in turns])
+        promise = Promise(owner, turns, prompt, adapter, [f"seq-{secrets.token_hex(8)}" for _ in turns])
         promise.when_done(lambda: self.usage.end_sample(owner))
         return promise
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from lowmem_grpo.service.tinker.asking import Served, asked_in_json, checked, owner_of
+from lowmem_grpo.service.tinker.asking import Served, asked_in_json, checked, owner_of, promised
 from lowmem_grpo.service.tinker.calls import json_of, load_of, whole
 from lowmem_grpo.service.tinker.shelf import TRAINING, Saved
 from lowmem_grpo.service.tinker.training import LOAD, SAVE, Training
@@ -19,12 +19,12 @@ def add_saved_routes(router: APIRouter, training: Training, served: Served) -> N
     @router.post("/save_weights")
     async def save_weights(request: Request) -> dict[str, Any]:
         body, owner = await request.body(), owner_of(request)
-        return await checked(lambda: asked_in_json(training, SAVE, body, owner))
+        return await promised(training, owner, lambda: asked_in_json(training, SAVE, body, owner))
 
     @router.post("/load_weights")
     async def load_weights(request: Request) -> dict[str, Any]:
         body, owner = await request.body(), owner_of(request)
-        return await checked(lambda: asked_to_load(training, served, body, owner))
+        return await promised(training, owner, lambda: asked_to_load(training, served, body, owner))
 
     @router.post("/weights_info")
     async def weights_info(request: Request) -> dict[str, Any]:
@@ -50,6 +50,13 @@ def add_saved_routes(router: APIRouter, training: Training, served: Served) -> N
         await checked(lambda: training.shelf.delete(f"tinker://{model}/{kind}/{name}", owner))
         return Response(status_code=204)
 
+    @router.put("/training_runs/{model}/checkpoints/{kind}/{name}/ttl")
+    async def keep_for(model: str, kind: str, name: str, request: Request) -> Response:
+        body, owner = await request.body(), owner_of(request)
+        await checked(lambda: training.shelf.keep_for(f"tinker://{model}/{kind}/{name}", owner,
+                                                      ttl_of(json_of(body))))
+        return Response(status_code=204)
+
 
 def asked_to_load(training: Training, served: Served, body: bytes, owner: str) -> dict[str, Any]:
     """The promise of a load into a model that is there, or of a new model of saved weights."""
@@ -61,10 +68,17 @@ def asked_to_load(training: Training, served: Served, body: bytes, owner: str) -
         raise ValueError(f"base_model is {given.get('base_model')!r}; this server has {served.name!r}")
     found = training.shelf.find(load_of(given).path, owner, TRAINING)
     model = f"{given['session_id']}:train:{whole(given, 'model_seq_id')}"
-    training.usage.check_model(model, owner)
+    training.make_room(model, owner)
     training.ledger.add_model(model, owner, found.settings, LOAD, body)
     training.pump(model)
     return {"request_id": f"{model}:0", "model_id": model, "type": LOAD}
+
+
+def ttl_of(given: dict[str, Any]) -> int | None:
+    """For how long weights are kept; None is for ever. ValueError for no such thing."""
+    if "ttl_seconds" not in given:
+        raise ValueError("ttl_seconds is missing; give a number of seconds, or null to keep the weights")
+    return None if given["ttl_seconds"] is None else whole(given, "ttl_seconds", 1)
 
 
 def told(saved: Saved, served: Served) -> dict[str, Any]:

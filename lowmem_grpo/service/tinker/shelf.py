@@ -113,6 +113,17 @@ class Shelf:
             connection.execute("DELETE FROM tinker_saved WHERE path = ?", (saved.path,))
         remove(self.folder / saved.file)
 
+    def keep_for(self, path: str, owner: str, seconds: int | None) -> None:
+        """Let weights go so many seconds from now; None keeps them. UnknownError where this user has none there."""
+        saved = self.find(path, owner)
+        with self.database.write() as connection:
+            connection.execute("UPDATE tinker_saved SET expires = ? WHERE path = ?",
+                               (None if seconds is None else time.time() + seconds, saved.path))
+
+    def expired(self) -> bool:
+        """Whether there are weights whose time is over."""
+        return bool(self.database.rows("SELECT 1 FROM tinker_saved WHERE expires <= ? LIMIT 1", (time.time(),)))
+
     def sweep(self) -> None:
         """Delete what expired, what was replaced, and what a kill left behind."""
         with self.database.write() as connection:

@@ -13,17 +13,17 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from lowmem_grpo.memory.bounds import MemoryExhaustedError
-from lowmem_grpo.runs.whole_folder import flush
+from lowmem_grpo.runs.whole_folder import flush, remove
 from lowmem_grpo.service.allowance import Allowances
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import Adapters, DroppedError
 from lowmem_grpo.service.tinker.calls import adam_of, json_of, load_of, save_of
 from lowmem_grpo.service.tinker.datum import Bounds, output_of, pass_of
+from lowmem_grpo.service.tinker.gaps import Gaps
 from lowmem_grpo.service.tinker.ledger import (
     ADDED,
     CHANGED,
-    MISSING,
     PASS,
     REFUSED,
     Answer,
@@ -31,7 +31,9 @@ from lowmem_grpo.service.tinker.ledger import (
     Ledger,
     Model,
     UnknownError,
+    same,
 )
+from lowmem_grpo.service.tinker.runs import Runs
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
 from lowmem_grpo.service.tinker.usage import Usage
 from lowmem_grpo.service.waiting import DeskClosedError
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 CREATE, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
     "create_model", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
-GAP = 60.0  # seconds in which a request may come after later ones
+SNAPSHOTS = 8  # of a model, the newest, that can be sampled from without a name
 HELD = 16  # models in the card's memory; what was asked longest ago is read from the disk again when it is asked
 
 
@@ -57,11 +59,12 @@ class Training:
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
         self.busy: set[str] = set()  # models with a request in the desk
         self.told: dict[str, Future[None]] = {}  # by promise: done as soon as it is kept
-        self.gaps: dict[str, tuple[int, float]] = {}  # by model: the request that is missing, and since when it is
+        self.gaps = Gaps()
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self.shelf = Shelf(ledger.database, folder / "saved")
         self.usage = Usage(allowances or Allowances(), ledger, self.shelf, folder)
+        self.runs = Runs(ledger.database, ledger)
         for model in ledger.models():
             self.pump(model.id)
 
@@ -73,29 +76,46 @@ class Training:
         earlier = self.ledger.asked(asked.model, asked.seq)
         if earlier is None:
             earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
+            self.runs.touch(asked.model)
         if earlier is not None and not same(earlier, asked):
             raise ValueError(f"seq_id is {asked.seq}, which {asked.model} was sent with another {earlier.kind} before: "
                              "two programs may be using one model; let each create its own")
         self.pump(asked.model)
         return asked.id
 
-    def look_for_gap(self, model: str) -> None:
-        """Answer a request that others wait for and that never came, so that these are done: it was refused before it
-        had a promise, or lost. It has some time to come."""
-        missing, now = self.ledger.gap(model), time.monotonic()
-        with self.lock:
-            if missing is None:
-                self.gaps.pop(model, None)
-                return
-            seq, since = self.gaps.get(model, (missing, now))
-            self.gaps[model] = (missing, now) if seq != missing else (seq, since)
-            if seq != missing or now - since < GAP:
-                return
-            del self.gaps[model]
-        self.ledger.step_over(model, missing, Answer.failed(
-            f"seq_id {missing} did not come within {GAP:g} seconds, while later ones waited: send it anew under a "
+    def make_room(self, model: str, owner: str) -> None:
+        """Room for one more model of a user: where they have as many as they may, one goes whose client has left.
+        ValueError where there is none."""
+        try:
+            self.usage.check_model(model, owner)
+        except ValueError:
+            left = self.runs.left(owner)
+            if not left:
+                raise
+            self.unload(left[0])
+
+    def unload(self, model: Model) -> None:
+        """Forget a model: at once in the database, in the memory and on the disk as soon as the desk is free."""
+        folders = self.runs.remove(model)
+        self.desk.run(lambda: self.clear(model.id, folders), sleep=False)
+
+    def sweep_saved(self) -> None:
+        """Delete saved weights whose time is over."""
+        if self.shelf.expired():
+            self.desk.run(self.shelf.sweep, sleep=False)
+
+    def look_for_gap(self, model: Model) -> bool:
+        """Whether others wait for a request that has not come. It has some time to come, and is then answered, so that
+        the others are done: it was refused before it had a promise, or lost."""
+        missing = self.ledger.gap(model.id)
+        if not self.gaps.is_over(model.id, model.owner, missing):
+            return missing is not None
+        assert missing is not None
+        self.ledger.step_over(model.id, missing, Answer.failed(
+            f"seq_id {missing} did not come, or could not be read, while later ones waited: send it anew under a "
             "number of its own"))
-        self.pump(model)
+        self.pump(model.id)
+        return False
 
     def pump(self, model: str) -> None:
         """Let the next request of a model wait for the desk, unless one does."""
@@ -150,6 +170,17 @@ class Training:
             self.sweep(asked.model, state)
         if saved:
             self.shelf.sweep()
+        if asked.kind == SNAPSHOT:
+            for name in self.runs.older_snapshots(asked.model, SNAPSHOTS):
+                remove(self.folder / name)
+
+    def clear(self, model: str, folders: list[str]) -> None:
+        """Delete what there is of a model in the memory and on the disk."""
+        if model in self.adapters.held:
+            self.adapters.delete(model)
+        self.sweep(model, "")
+        for name in folders:
+            remove(self.folder / name)
 
     def answer(self, asked: Asked, saved: list[Saved]) -> Answer:
         """What a client is answered; a failure with the field that is wrong, and nothing of what is inside. What is now
@@ -267,16 +298,3 @@ class Training:
         for asked in self.ledger.since_step(model):
             if asked.kind == PASS:
                 self.answer(asked, [])
-
-
-def same(one: Asked, other: Asked) -> bool:
-    """Whether two requests of a number ask for the same. One whose body is no longer needed is taken to, and one that
-    came too late, whose promise says so."""
-    if one.kind in (MISSING, REFUSED):
-        return True
-    if one.kind != other.kind or not one.body or one.body == other.body:
-        return one.kind == other.kind
-    if one.kind == PASS:  # a message has several forms in bytes
-        return bool(wire.parsed(wire.ForwardBackwardRequest, one.body) == wire.parsed(wire.ForwardBackwardRequest,
-                                                                                      other.body))
-    return json_of(one.body) == json_of(other.body)

@@ -59,7 +59,8 @@ class Usage:
         have, may = {one.id for one in self.ledger.models(owner)}, self.allowances.of(owner).models
         if model not in have and len(have) >= may:
             raise ValueError(f"models: this key has {len(have)}, and may have {may}: unload those that are done "
-                             "(list_training_runs names them, and POST unload_model unloads one)")
+                             "(list_training_runs names them, and POST unload_model unloads one), or close their "
+                             "clients, and they make room by themselves")
 
     def check_storage(self, owner: str, more: int) -> None:
         """ValueError where so many bytes more are not to be written for a user."""

@@ -243,11 +243,11 @@ def test_a_request_that_never_comes_holds_up_the_others_for_a_while_only(
     late = server.optim_step(model, 3)
     assert server.wait(late).json()["type"] == "try_again"
     assert server.wait(late).json()["type"] == "try_again", "it has a minute to come"
-    monkeypatch.setattr("lowmem_grpo.service.tinker.training.GAP", 0.0)
+    monkeypatch.setattr("lowmem_grpo.service.tinker.gaps.GAP", 0.0)
     reply = server.wait(late)
     while reply.json().get("type") == "try_again":
         reply = server.wait(late)
     assert reply.json()["metrics"]["grad_norm"] > 0
     came_too_late = server.wait(server.forward_backward(model, 2, 1)).json()
-    assert "seq_id 2 did not come within" in came_too_late["error"]
+    assert "seq_id 2 did not come, or" in came_too_late["error"]
     server.close()
