@@ -60,17 +60,14 @@ class Runs:
                 found.append(run.model)
         return found
 
-    def remove(self, model: Model) -> list[str]:
-        """Forget a model, with what was asked of it and its snapshots, whose folders are returned. What was saved of it
-        under a name stays."""
+    def remove(self, model: Model) -> None:
+        """Forget a model, with what was asked of it and its snapshots. What was saved of it under a name stays."""
         between = (f"{model.id}:sample:", f"{model.id}:sample;")  # the ids of its snapshots
-        folders = self.database.rows("SELECT snapshot FROM tinker_samplers WHERE id >= ? AND id < ?", between)
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_gone VALUES (?, ?)", (model.id, model.owner))
             connection.execute("DELETE FROM tinker_samplers WHERE id >= ? AND id < ?", between)
             for table, column in (("tinker_promises", "model"), ("tinker_times", "model"), ("tinker_models", "id")):
                 connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (model.id,))
-        return [row["snapshot"] for row in folders]
 
     def gone(self, model: str, owner: str) -> Answer:
         """The answer to whom asked for a model to be unloaded. UnknownError where it was none of theirs."""

@@ -96,8 +96,8 @@ class Training:
 
     def unload(self, model: Model) -> None:
         """Forget a model: at once in the database, in the memory and on the disk as soon as the desk is free."""
-        folders = self.runs.remove(model)
-        self.desk.run(lambda: self.clear(model.id, folders), sleep=False)
+        self.runs.remove(model)
+        self.desk.run(lambda: self.clear(model.id), sleep=False)
 
     def sweep_saved(self) -> None:
         """Delete saved weights whose time is over."""
@@ -174,13 +174,13 @@ class Training:
             for name in self.runs.older_snapshots(asked.model, SNAPSHOTS):
                 remove(self.folder / name)
 
-    def clear(self, model: str, folders: list[str]) -> None:
+    def clear(self, model: str) -> None:
         """Delete what there is of a model in the memory and on the disk."""
         if model in self.adapters.held:
             self.adapters.delete(model)
         self.sweep(model, "")
-        for name in folders:
-            remove(self.folder / name)
+        for path in self.snapshots.glob(f"{model}:sample:*".replace(":", "_")):
+            remove(path)
 
     def answer(self, asked: Asked, saved: list[Saved]) -> Answer:
         """What a client is answered; a failure with the field that is wrong, and nothing of what is inside. What is now
