@@ -35,13 +35,21 @@ class Chart:
     smooth: bool = True
     lines: list[Line] = field(default_factory=list)
 
+    def sums(self) -> dict[int, float]:
+        """What the lines come to in each step."""
+        found: dict[int, float] = {}
+        for line in self.lines:
+            for step, value in line.points:
+                found[step] = found.get(step, 0.0) + value
+        return found
+
     def axes(self) -> tuple[Axis, Axis]:
         """Of the steps, and of the values."""
         steps = [step for line in self.lines for step, _ in line.points]
         values = [value for line in self.lines for _, value in line.points]
         values += [edge for line in self.lines for pair in line.edges for edge in pair]
         if self.stacked:
-            values = [0.0, 1.0]
+            values = [0.0, 1.0 if self.share else max(self.sums().values())]
         return step_axis(min(steps), max(steps)), value_axis(values, self.from_zero, self.share)
 
 

@@ -3,6 +3,7 @@
 It is what paper and a browser without scripts show; elsewhere the page's script draws `hover_data` in its place.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -51,7 +52,7 @@ def drawing(chart: Chart, most: int = MOST_POINTS) -> str:
     frame = frame_of(chart)
     parts = [axes(frame, chart.axis)]
     if chart.stacked:
-        parts += areas(frame, chart.lines, most)
+        parts += areas(frame, chart.lines, most, 1.0 if chart.share else math.inf)
     else:
         parts += [curve(frame, chart, line, f"l{place % len(LINES)}", most) for place, line in enumerate(chart.lines)]
     return (f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}, by step">'
@@ -113,12 +114,12 @@ def dots(frame: Frame, line: Line, css: str) -> str:
     return (joined + bars + "".join(circle(frame, *point, css, 3.5) for point in line.points))
 
 
-def areas(frame: Frame, lines: Sequence[Line], most: int) -> list[str]:
-    """Shares on top of each other."""
+def areas(frame: Frame, lines: Sequence[Line], most: int, whole: float) -> list[str]:
+    """Parts on top of each other, at most up to the `whole`."""
     parts, floor = [], dict.fromkeys((step for line in lines for step, _ in line.points), 0.0)
     for place, line in enumerate(lines):
         lower = [(step, floor[step]) for step, _ in line.points]
-        upper = [(step, min(1.0, floor[step] + value)) for step, value in line.points]
+        upper = [(step, min(whole, floor[step] + value)) for step, value in line.points]
         floor |= dict(upper)
         outline = [*thinned(lower, most), *reversed(thinned(upper, most))]
         parts.append(f'<polygon class="l{place % len(LINES)} area" points="{frame.path(outline)}"/>')

@@ -415,3 +415,13 @@ def test_baselines_are_dashed_lines_beside_the_accuracy(tmp_path: Path) -> None:
     assert found["baseline perfect, 97.0%"] == dict.fromkeys(range(4), 0.97) and len(found) == 4
     assert "baselines: random 15.0%, perfect 97.0%" in page.prose
     assert page.source.count('level" points=') == page.source.count('<span class="key l2 level">') * 2 == 2
+
+
+def test_seconds_on_top_of_each_other_are_not_cut_at_one(tmp_path: Path) -> None:
+    rows = [metric(step, **{"time/sampling/prefill_s": 2.0, "time/sampling/full_s": 3.0 * step}) for step in (1, 2)]
+    page = page_of(tmp_path, rows)
+    drawing = next(each for each in re.findall(r"<svg.*?</svg>", page.source) if "time of sampling" in each)
+    assert float(re.findall(r'<text class="ytick"[^>]*>([^<]*)<', drawing)[-1]) >= 8
+    tops = [min(float(pair.split(",")[1]) for pair in area.split())
+            for area in re.findall(r'area" points="([^"]*)"', drawing)]
+    assert tops[1] < tops[0] - 50

@@ -22,15 +22,16 @@ function drawn(chart) {  // columns of uPlot's data, how each is drawn, and the 
     first.push(add(steps, values, {
       stroke: bold ? stroke + "59" : stroke, width: bold ? 1 : 2, spanGaps: true, dash: kind === "level" ? [6, 4] : [],
       paths: kind === "dots" ? () => null : undefined,
-      points: { show: kind === "dots" || few, size: kind === "dots" ? 8 : 4, fill: stroke, stroke, width: 0 } }));
+      points: { show: kind === "dots" || curve && few, size: kind === "dots" ? 8 : 4, fill: stroke, stroke, width: 0 } }));
     if (bold) add(steps, bold, { stroke, width: 2, spanGaps: true, points: { show: false } });
   });
   return { data: tables.length ? uPlot.join(tables) : [[]], series, bands, first };
 }
 function stacked(chart) {  // shares on top of each other
   const data = uPlot.join(chart.lines.map(([, steps, values]) => [steps, values])), raw = data.slice(1);
+  const most = chart.share ? 1 : Infinity;
   const sums = raw.map((_, place) => data[0].map((_, at) =>
-    Math.min(1, raw.slice(0, place + 1).reduce((sum, values) => sum + (values[at] ?? 0), 0))));
+    Math.min(most, raw.slice(0, place + 1).reduce((sum, values) => sum + (values[at] ?? 0), 0))));
   const fill = place => colour(placed(place)) + "c0";
   const series = [{}, ...raw.map((_, place) => ({ width: 0, points: { show: false }, fill: place ? undefined : fill(0) }))];
   const bands = raw.slice(1).map((_, place) => ({ series: [place + 2, place + 1], fill: fill(place + 1) }));
@@ -39,7 +40,7 @@ function stacked(chart) {  // shares on top of each other
 function range(chart, low, high) {
   if (low == null) return [0, 1];
   if (chart.zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
-  if (chart.stacked) return [0, 1];
+  if (chart.stacked && chart.share) return [0, 1];
   if (low === high) return low ? [low - Math.abs(low) / 2, high + Math.abs(high) / 2] : [0, 1];
   const room = (high - low) * 0.06;
   return [chart.zero && low === 0 ? 0 : low - room, chart.share && high <= 1 ? Math.min(1, high + room) : high + room];

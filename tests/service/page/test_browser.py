@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 pytest.importorskip("selenium", reason="the page is driven by selenium (the extra [dev])")
 
+from lowmem_grpo.views.report import write_report
 from tests.support.browser import Browser, browsing, needs_chromium
 from tests.support.page_server import watched
 from tests.support.written_runs import append, completion, metric, write_hostile, write_run
@@ -129,6 +130,23 @@ def test_100_000_steps_are_drawn_and_stay_smooth_while_they_grow(browser: Browse
     middle, late = times[len(times) // 2], times[int(0.99 * len(times))]
     print(f"read in {read:.1f} s; frames: median {middle:.1f} ms, 99% below {late:.1f} ms, longest {times[-1]:.1f} ms")
     assert moved > LONG and middle < 25 and late < 100
+
+
+def test_the_report_of_a_run_is_the_same_page_without_a_server(browser: Browser, folder: Path) -> None:
+    report = write_report(folder / "short")
+    browser.asked_for()
+    browser.driver.get(report.as_uri())
+    browser.run("element('curves').scrollIntoView()")
+    assert browser.until(REWARD) == 60
+    assert browser.run("return document.querySelectorAll('#curves .uplot').length") >= 4
+    assert browser.run("return element('rows').children.length") == 2
+    assert browser.run("return getComputedStyle(figures()[0].querySelector('svg')).display") == "none"
+    assert browser.asked_for() == {report.as_uri()}
+    assert browser.errors() == []
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert browser.run("return getComputedStyle(figures()[0].querySelector('svg')).display") == "block"
+    assert browser.run("return getComputedStyle(document.querySelector('.uplot')).display") == "none"
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
 def test_runs_are_compared_by_their_boxes(browser: Browser) -> None:
