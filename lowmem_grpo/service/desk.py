@@ -8,6 +8,7 @@ import itertools
 import logging
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -28,12 +29,13 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.call import LIVE, Call
 from lowmem_grpo.service.keys import Keys
 from lowmem_grpo.service.sitting import Sitting
-from lowmem_grpo.service.waiting import Asked, DeskClosedError, Job, Waiting
+from lowmem_grpo.service.waiting import NO_ROUND, Asked, DeskClosedError, Job, Round, Waiting
 from lowmem_grpo.types import Rollout, Turn
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+REMEMBERED = 8  # conversations, whose widest rounds tell how many calls may come together
 AT_EXIT = 10.0  # seconds that the end of the program waits for what is in the engine
 
 
@@ -58,6 +60,7 @@ class Desk:
         self.policy_version = 0
         self.context: int = model.loaded.max_seq_length
         self.waiting, self.numbers, self.keys = Waiting(), itertools.count(), Keys()
+        self.rounds: deque[Round] = deque(maxlen=REMEMBERED)  # of the last conversations: calls, seconds
         self.thread = threading.Thread(target=self.work, name="lowmem_grpo desk", daemon=True)
         self.thread.start()
         atexit.register(self.close, AT_EXIT)
@@ -143,7 +146,7 @@ class Desk:
 
     def serve(self, call: Call) -> None:
         """One conversation with the engine, for calls like this one. Its error is told to the calls that were in it."""
-        sitting = Sitting(self.waiting, call.flavour, self.keys)
+        sitting = Sitting(self.waiting, call.flavour, self.keys, max(self.rounds, default=NO_ROUND))
         try:
             engine = self.awake()
             sitting.meet(engine)
@@ -153,6 +156,7 @@ class Desk:
         except BaseException as error:
             logger.debug("a conversation with the engine broke off", exc_info=True)
             sitting.fail(error.with_traceback(None))  # whose frames would keep tensors alive
+        self.rounds.append(sitting.widest)
 
     def awake(self) -> Engine:
         """The engine. vLLM's is asked for again, since a process has only one and another model may have used it; so is

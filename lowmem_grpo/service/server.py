@@ -13,6 +13,7 @@ from lowmem_grpo.service.users import Users
 
 READ_AHEAD = 64 * 1024  # bytes of headers that the server holds at most, whatever `Limits` say
 CLOSE = 5.0  # seconds in which replies are ended
+IDLE = 60  # seconds after which a connection without requests is ended: longer than most steps of training
 BACKLOG = 2048  # connections that wait to be taken
 
 
@@ -55,4 +56,5 @@ def made_for(app: ASGIApp) -> uvicorn.Server:
     return uvicorn.Server(uvicorn.Config(
         app, http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
         server_header=False, h11_max_incomplete_event_size=READ_AHEAD, timeout_graceful_shutdown=int(CLOSE),
+        timeout_keep_alive=IDLE,
     ))

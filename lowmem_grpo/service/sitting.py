@@ -6,7 +6,7 @@ import time
 from lowmem_grpo.engines.base import Engine, Request
 from lowmem_grpo.service.call import LIVE, Call
 from lowmem_grpo.service.keys import Keys
-from lowmem_grpo.service.waiting import Asked, Waiting
+from lowmem_grpo.service.waiting import NO_ROUND, Asked, Round, Waiting
 from lowmem_grpo.types import Rollout, Turn
 
 logger = logging.getLogger(__name__)
@@ -17,8 +17,12 @@ class Sitting:
 
     goes_on = True  # in a later sitting
 
-    def __init__(self, waiting: Waiting, flavour: tuple[object, ...], keys: Keys) -> None:
+    def __init__(
+        self, waiting: Waiting, flavour: tuple[object, ...], keys: Keys, before: Round = NO_ROUND,
+    ) -> None:
+        """`before` is a round of an earlier sitting, its calls and its seconds: as many may come again."""
         self.waiting, self.flavour, self.keys, self.number = waiting, flavour, keys, keys.new()
+        self.before, self.widest = before, NO_ROUND  # `widest` is the round of this sitting with the most calls
         self.open: dict[int, Asked] = {}
         self.engine: Engine | None = None
         self.begun = False
@@ -30,6 +34,7 @@ class Sitting:
 
     def take(self, busy: bool) -> list[Request]:
         """See `Conversation`. Calls that were cancelled meanwhile are left out."""
+        self.widest = max(self.widest, self.last)
         while taken := self.waiting.take(self.flavour, self.room, not busy, not self.begun, *self.expected):
             self.begun, self.back, self.since = True, 0, time.monotonic()
             if found := [self.enter(asked) for asked in taken if not asked.future.cancelled()]:
@@ -65,11 +70,17 @@ class Sitting:
         return None if slots is None else max(0, slots - len(self.open))
 
     @property
-    def expected(self) -> tuple[int, float]:
-        """Callers that may be back at once, which an engine that decodes in rounds should wait a moment for, and the
-        seconds of the last round."""
-        in_rounds = self.engine is not None and self.engine.name != "vllm"
-        return (self.back, time.monotonic() - self.since) if in_rounds else (0, 0.0)
+    def last(self) -> Round:
+        """The callers that were served since the engine took calls, and the seconds since then."""
+        return self.back, time.monotonic() - self.since
+
+    @property
+    def expected(self) -> tuple[Round, Round]:
+        """Rounds that may come again, which an engine that decodes in rounds should wait a moment for: of the callers
+        that may be back at once, and the widest one that was seen."""
+        if self.engine is None or self.engine.name == "vllm":
+            return NO_ROUND, NO_ROUND
+        return self.last, max(self.before, self.widest)
 
     def enter(self, asked: Asked) -> Request:
         """A call as the engine takes it; of each key one at a time."""

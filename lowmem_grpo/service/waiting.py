@@ -1,5 +1,6 @@
 """`Waiting`: what the owner of an engine is asked for and has not begun, in fair lines."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -11,9 +12,12 @@ from typing import Any
 from lowmem_grpo.service.call import Call
 from lowmem_grpo.types import Turn
 
+Round = tuple[int, float]  # its calls, and its seconds
 QUIET, PATIENCE = 0.05, 0.25  # of the last round's seconds: without a new call that end the wait for the next round,
 # and of that wait at most
+NO_ROUND: Round = (0, 0.0)
 LEAST = 0.003  # seconds
+FIRST = 0.1  # seconds without a new call that end the wait for the first round of a conversation, at most
 
 
 class DeskClosedError(RuntimeError):
@@ -72,18 +76,25 @@ class Waiting:
             return job
 
     def take(
-        self, flavour: tuple[object, ...], most: int | None, wait: bool, first: bool, back: int = 0, took: float = 0.0,
+        self, flavour: tuple[object, ...], most: int | None, wait: bool, first: bool, last: Round = NO_ROUND,
+        widest: Round = NO_ROUND,
     ) -> list[Asked]:
         """Calls of a flavour, at most so many. None where something else waits, but for the first ones of a
         conversation.
 
-        With `wait` it blocks until there are some, or something else waits. `back` callers were served in a round that
-        took so many seconds: it waits a moment longer for as many.
+        With `wait` it blocks until there are some, or something else waits. Then it waits a moment longer: for those
+        who were served in the `last` round, or, where they did not come back at once and the `widest` round had
+        several, until no more come.
         """
         with self.changed:
             if wait:
+                back, took = last[0] + len(self.lines.get(flavour, ())), last[1]
+                began, soon = time.monotonic(), max(LEAST, PATIENCE * took)
                 self.changed.wait_for(lambda: self.lines or self.closed)
-                self.gather(flavour, back, took)
+                if first or time.monotonic() - began > soon:
+                    self.gather(flavour, math.inf if widest[0] > 1 else 0, widest[1], FIRST)
+                else:
+                    self.gather(flavour, back, took, math.inf)
             if self.closed or (not first and any(line != flavour for line in self.lines)):
                 return []
             line = self.lines.pop(flavour, deque())
@@ -92,11 +103,13 @@ class Waiting:
                 self.lines[flavour] = line  # behind the others
             return taken
 
-    def gather(self, flavour: tuple[object, ...], back: int, took: float) -> None:
-        """Wait a moment, until as many calls are there, no more come, or something else waits."""
-        quiet, end = max(LEAST, QUIET * took), time.monotonic() + max(LEAST, PATIENCE * took)
-        while not self.closed and list(self.lines) == [flavour] and 0 < len(self.lines[flavour]) < back:
-            if time.monotonic() > end or not self.changed.wait(quiet):
+    def gather(self, flavour: tuple[object, ...], back: float, took: float, most: float) -> None:
+        """Wait a moment, until as many calls are there and the next one does not follow at once, none came for at most
+        so many seconds, or something else waits. A call that comes alone is not held up."""
+        quiet, end = min(max(LEAST, QUIET * took), most), time.monotonic() + max(LEAST, PATIENCE * took)
+        while not self.closed and list(self.lines) == [flavour] and time.monotonic() < end:
+            count = len(self.lines[flavour])
+            if 1 == count >= back or not self.changed.wait(quiet if count < back else LEAST):
                 return
 
     def drain(self, flavour: tuple[object, ...]) -> list[Asked]:

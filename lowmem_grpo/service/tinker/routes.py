@@ -2,14 +2,23 @@
 
 import asyncio
 import secrets
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
 
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.asking import Served, asked_in_json, checked, owner_of, promised
+from lowmem_grpo.service.tinker.asking import (
+    Served,
+    asked_in_json,
+    checked,
+    checked_at_once,
+    owner_of,
+    promised,
+)
 from lowmem_grpo.service.tinker.calls import json_of, lora_of, whole
 from lowmem_grpo.service.tinker.gaps import SOON
 from lowmem_grpo.service.tinker.ledger import JSON, PASS, Answer, Asked, UnknownError
@@ -20,6 +29,8 @@ from lowmem_grpo.service.tinker.saved_routes import add_saved_routes
 from lowmem_grpo.service.tinker.shelf import SAMPLING
 from lowmem_grpo.service.tinker.training import CREATE, OPTIM_STEP, SNAPSHOT, Training
 
+MISSING = "no such folder"  # below the folder of the models
+FEW = 16  # parts of a promise whose answer is put together at once
 POLL = 20.0  # seconds that a poll is held open; clients give up after 45
 REASONS = ("success", "errored", "interrupted")
 HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
@@ -166,10 +177,14 @@ def add_sampling_routes(router: APIRouter, training: Training, sampling: Samplin
         await checked(lambda: training.ledger.snapshot_of(sampler, owner))
         return {"sampler_id": sampler, "base_model": served.name, "model_path": None}
 
-    @router.post("/asample")
-    async def asample(request: Request) -> dict[str, Any]:
+    async def asample(request: Request) -> Response:
         body, owner = await request.body(), owner_of(request)
-        return await checked(lambda: asked_for_sample(training, sampling, json_of(body), owner))
+        given = await checked_at_once(lambda: json_of(body), body)
+        sampler = str(given.get("sampling_session_id"))
+        adapter = await adapter_of(training, sampling, sampler, owner)
+        return JSONResponse(await checked_at_once(lambda: sampling.ask(given, sampler, adapter, owner), body))
+
+    router.add_route("/asample", asample, methods=["POST"])  # thousands come at once, and FastAPI's own take longer
 
 
 def new_sampler(training: Training, served: Served, given: dict[str, Any], owner: str) -> str:
@@ -185,24 +200,30 @@ def new_sampler(training: Training, served: Served, given: dict[str, Any], owner
     return sampler
 
 
-def asked_for_sample(training: Training, sampling: Sampling, given: dict[str, Any], owner: str) -> dict[str, Any]:
-    """The promise of a sample."""
-    sampler = given.get("sampling_session_id")
+async def adapter_of(training: Training, sampling: Sampling, sampler: str, owner: str) -> Path | None:
+    """What a sampling session samples from, which was looked up before in most cases."""
+    known = sampling.adapters.get((sampler, owner), training.folder / MISSING)
+    if known is None or known.is_dir():
+        return known
+    return await checked(lambda: sampling.remember(sampler, owner, folder_of(training, sampler, owner)))
+
+
+def folder_of(training: Training, sampler: str, owner: str) -> Path | None:
+    """The folder of a sampling session's weights; None is the base model. UnknownError where it is no more."""
     snapshot = training.ledger.snapshot_of(sampler, owner)
     folder = None if snapshot is None else training.folder / snapshot
     if folder is not None and not folder.is_dir():
         raise UnknownError(f"sampling_session_id is {sampler!r}, and its weights were deleted: make a new sampling "
                            "client")
-    return sampling.ask(given, str(sampler), folder, owner)
+    return folder
 
 
 def add_promise_route(router: APIRouter, training: Training, sampling: Sampling) -> None:
     """Where a client waits for what it was promised."""
 
-    @router.post("/retrieve_future")
     async def retrieve(request: Request) -> Response:
         body, owner = await request.body(), owner_of(request)
-        promise = str((await checked(lambda: json_of(body))).get("request_id"))
+        promise = str((await checked_at_once(lambda: json_of(body), body)).get("request_id"))
         if promise.endswith(f":{UNLOAD}"):
             answer: Answer | None = await checked(lambda: training.runs.gone(promise.rpartition(":")[0], owner))
         elif ":sample:" in promise:
@@ -214,6 +235,8 @@ def add_promise_route(router: APIRouter, training: Training, sampling: Sampling)
             return Response(f'{{"type": "try_again", "request_id": "{promise}", "queue_state": "active"}}',
                             media_type=JSON)
         return Response(answer.body, media_type=answer.media)
+
+    router.add_route("/retrieve_future", retrieve, methods=["POST"])
 
 
 async def waited(training: Training, promise: str, owner: str) -> Answer | None:
@@ -238,4 +261,6 @@ async def sampled(sampling: Sampling, name: str, owner: str) -> Answer | None:
     except UnknownError as error:
         raise ChatError(410, str(error), None, "gone") from None
     _, left = await asyncio.wait({asyncio.wrap_future(part) for part in promise.parts}, timeout=POLL)
-    return None if left else await run_in_threadpool(promise.answer)
+    if left:
+        return None
+    return promise.answer() if len(promise.parts) <= FEW else await run_in_threadpool(promise.answer)

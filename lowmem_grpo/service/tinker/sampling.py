@@ -101,6 +101,7 @@ class Sampling:
         self.desk, self.bounds, self.usage = desk, bounds, usage
         self.lock = threading.Lock()
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
+        self.adapters: dict[tuple[str, str], Path | None] = {}  # by sampler and owner: what was looked up
 
     def ask(self, given: dict[str, Any], sampler: str, adapter: Path | None, owner: str) -> dict[str, Any]:
         """The promise of a sample from a snapshot's folder, or from the base model. The same number of the same sampler
@@ -111,6 +112,13 @@ class Sampling:
                 self.promises[name] = self.begun(sample_of(given, self.bounds), adapter, owner)
                 self.tidy()
             return {"request_id": name, "sample_sequence_ids": self.promises[name].ids}
+
+    def remember(self, sampler: str, owner: str, adapter: Path | None) -> Path | None:
+        """What a sampling session of a user samples from, so that it need not be looked up for each request."""
+        self.adapters[sampler, owner] = adapter
+        for oldest in list(self.adapters)[:max(0, len(self.adapters) - KEPT)]:
+            self.adapters.pop(oldest, None)
+        return adapter
 
     def begun(self, asked: Sample, adapter: Path | None, owner: str) -> Promise:
         """A promise whose parts wait for the desk. BusyError where its user waits for too many."""
