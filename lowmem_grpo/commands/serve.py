@@ -43,7 +43,9 @@ def serve(
             from lowmem_grpo.jobs.serving import app_of, dispatcher_of, page_of
             from lowmem_grpo.service.page.routes import Beside, page_app
             from lowmem_grpo.service.server import is_loopback, made_for, open_socket
-            from lowmem_grpo.service.tinker.serving import serve_model
+
+            if model is not None:  # torch comes with it, for which a queue has no use
+                from lowmem_grpo.service.tinker.serving import serve_model
         except ImportError as error:
             raise ImportError(f"{LACKING} ({error})") from error
         from lowmem_grpo.service.allowance import Allowance, Allowances
