@@ -70,8 +70,8 @@ def test_a_body_that_is_cut_off_or_has_a_wrong_byte_touches_no_other_model(
 
 
 @given(name=st.sampled_from(["target_tokens", "weights", "advantages", "x", ""]), dtype=NUMBERS, shape=SHAPES,
-       dense=DATA, sparse=st.booleans(), tokens=DATA, loss=st.sampled_from(["cross_entropy", "ppo", "gspo", "custom", "\0", ""]),
-       forward_only=st.booleans())
+       dense=DATA, sparse=st.booleans(), tokens=DATA, forward_only=st.booleans(),
+       loss=st.sampled_from(["cross_entropy", "ppo", "gspo", "custom", "\0", ""]))
 @FUZZ
 def test_a_wrong_tensor_fails_its_promise_with_the_field(
     server: Server, models: tuple[str, str], name: str, dtype: int, shape: list[int], dense: bytes, sparse: bool,
