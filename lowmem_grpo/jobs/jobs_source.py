@@ -1,5 +1,6 @@
 """The jobs of a server, as its page shows them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from lowmem_grpo.jobs import process
@@ -10,6 +11,8 @@ from lowmem_grpo.service.users import JOBS, User
 from lowmem_grpo.views.dashboard.listed import Listed
 from lowmem_grpo.views.dashboard.runs_folder import is_run, one_run
 
+MOST_LISTED = 500
+
 
 class JobsSource:
     """A user sees their own jobs, the server's owner all of them, and a key without the right to jobs none."""
@@ -19,11 +22,16 @@ class JobsSource:
 
     def all(self, user: User) -> list[Listed]:
         jobs = self.queue.all(whose(user)) if user.may(JOBS) else []
-        return [self.listed(job, user) for job in sorted(jobs, key=lambda job: (job.state not in LIVE, -job.id))]
+        jobs = sorted(jobs, key=lambda job: (job.state not in LIVE, -job.id))[:MOST_LISTED]
+        return [self.listed(job, user) for job in jobs]
 
     def one(self, user: User, name: str) -> Listed | None:
         job = self.job(user, name)
-        return None if job is None else self.listed(job, user)
+        if job is None:
+            return None
+        path, listed = self.run_of(job), self.listed(job, user)
+        export = ("export",) if has_adapter(path) else ()
+        return replace(listed, actions=listed.actions + export, run_state=self.run_state(job, path))
 
     def job(self, user: User, name: str) -> Job | None:
         """The job of this number; None where it is none, or another user's."""
@@ -53,15 +61,13 @@ class JobsSource:
         return self.queue.folder_of(job) / process.FOLDER
 
     def listed(self, job: Job, user: User) -> Listed:
-        """A job with its buttons."""
-        path, over = self.run_of(job), job.state in OVER
-        actions = ["resume"] if over else ["stop"] if job.state != STOPPING else []
-        actions += ["export"] if has_adapter(path) else []
-        whose_it_is = "" if job.owner == user.name else job.owner
-        told = ", ".join(filter(None, (whose_it_is, " ".join(job.options), job.why)))
+        """A job in the list."""
+        actions = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
+        asked_by = "" if job.owner == user.name else job.owner
+        told = ", ".join(filter(None, (asked_by, " ".join(job.options), job.why)))
         when = job.ended or job.began or job.came
-        return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, job.state, told, when, tuple(actions),
-                      self.run_state(job, path), is_run(path))
+        return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, job.state, told, when, actions,
+                      can_show=is_run(self.run_of(job)))
 
     def run_state(self, job: Job, path: Path) -> str:
         """What its run does, beside what its summary says."""

@@ -1,6 +1,7 @@
 """Chromium, driven by selenium: it can reach this machine only."""
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,11 @@ OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm
            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
 
 
+def crowded() -> float:
+    """How many programs share a processor now, at least 1: what is timed takes so many times as long."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 class Browser:
     """Chromium, signed in."""
 
@@ -41,6 +47,10 @@ class Browser:
             assert time.monotonic() < end, f"{script} is still {found!r} after {seconds} s"
             time.sleep(0.05)
         return found
+
+    def painted(self) -> float:
+        """Milliseconds from asking for this page to its first paint."""
+        return float(self.until("return performance.getEntriesByName('first-contentful-paint')[0]?.startTime"))
 
     def look(self, scheme: str = "light", width: int = 1280) -> None:
         """Light or dark, and how wide."""

@@ -49,8 +49,8 @@ function label(chart, value, step) {
   const digits = size => Math.min(12, Math.max(0, -Math.floor(Math.log10(size) + 1e-9)));
   if (chart.share) return (100 * value).toFixed(digits(100 * step)) + "%";
   const size = Math.abs(value);
-  return value && (size >= 1e6 || step < 1e-4) ? (+value.toPrecision(4)).toExponential()
-    : value.toLocaleString("en", { minimumFractionDigits: digits(step), maximumFractionDigits: digits(step) });
+  if (size >= 1e6 || step < 1e-4) return value ? (+value.toPrecision(4)).toExponential() : "0";
+  return value.toLocaleString("en", { minimumFractionDigits: digits(step), maximumFractionDigits: digits(step) });
 }
 function bars(plot, chart, found) {  // intervals through dots
   chart.more.forEach(({ kind, low, high }, place) => {
@@ -137,6 +137,7 @@ function work() {  // one figure a frame, so that the page moves smoothly
 }
 function follow() {  // of the figures that are there now
   for (const figure of [...plots.keys()]) if (!figure.isConnected) remove(figure);
+  for (const figure of seen) if (!figure.isConnected) { seen.delete(figure); observer.unobserve(figure); }
   figures().forEach(figure => { observer.observe(figure); sizes.observe(figure); });
 }
 const named = list => JSON.stringify(list.map(({ title, lines }) => [title, lines.map(([name]) => name)]));

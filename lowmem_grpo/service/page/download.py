@@ -20,6 +20,8 @@ def zipped_adapter(run_dir: Path, name: str) -> FileResponse:
     from lowmem_grpo.runs.saved_adapter import find_adapter  # which needs torch: a page is there at once without it
 
     found = find_adapter(run_dir, unfinished=True)
+    if not found.folder.resolve().is_relative_to(run_dir.resolve()):
+        raise ValueError(f"the adapter of {name} lies outside of its folder, behind a link; it is not given away")
     title = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
     with tempfile.NamedTemporaryFile(prefix="lowmem-grpo-", suffix=".zip", delete=False) as file:
         path = Path(file.name)

@@ -28,6 +28,7 @@ from lowmem_grpo.views.dashboard.live_page import (
 )
 
 LOOK = 0.5  # seconds between looks at what is watched
+FIRST_LOOK = 0.1  # seconds that a page reads before it is shown; the rest is read while it is open
 QUIET = 15.0  # seconds after which a connection without news gets a sign of life
 MOST_OPEN = 64  # pages that are told of news at a time
 
@@ -97,7 +98,7 @@ class Page:
         followed = self.watching.follow(user, names[0]) if names else None
         if followed is None or listed is None or not listed.can_show:
             return replace(view, chosen=listed, log=followed.log() if followed else "")
-        followed.look()
+        followed.look(FIRST_LOOK)
         content = followed.content(listed.run_state)
         return replace(view, chosen=listed, content=content, log=followed.log())
 

@@ -20,7 +20,7 @@ HEADERS = {
                                "require-trusted-types-for 'script'; trusted-types 'none'",
     "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
+    "Cache-Control": "no-store", "X-Accel-Buffering": "no",  # a proxy hands on what is new at once
 }
 SCRIPTS = {"uplot.js": "uplot/uPlot.min.js", "run.js": "page/run.js", "live.js": "page/live.js"}
 STYLES = {"uplot.css": "uplot/uPlot.min.css", "live.css": "page/live.css"}

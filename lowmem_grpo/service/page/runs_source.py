@@ -11,6 +11,7 @@ from lowmem_grpo.views.dashboard.log_tail import LOG
 from lowmem_grpo.views.dashboard.runs_folder import WORDS, Run, one_run, runs_below, stop
 
 KEEP = 1.0  # seconds for which the list of runs is taken as it was
+SHARE = 0.1  # of the time that may be spent with looking for runs, where there are very many
 COLOURS = {"interrupted": "stopped", "killed": "failed", "silent": "waiting", "nothing": "waiting"}
 
 
@@ -20,12 +21,14 @@ class RunsSource:
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir, self.title, self.lock = runs_dir, runs_dir.resolve().name, Lock()
         self.found: list[Run] = []
-        self.looked = float("-inf")
+        self.until = float("-inf")
 
     def all(self, user: User) -> list[Listed]:
         with self.lock:
-            if time.monotonic() - self.looked > KEEP:
-                self.found, self.looked = runs_below(self.runs_dir), time.monotonic()
+            if (began := time.monotonic()) > self.until:
+                self.found = runs_below(self.runs_dir)
+                ended = time.monotonic()
+                self.until = ended + max(KEEP, (ended - began) / SHARE)
             return [listed(run, user) for run in self.found]
 
     def one(self, user: User, name: str) -> Listed | None:

@@ -65,17 +65,19 @@ class SignIn:
 
     def user(self, cookies: str) -> User | None:
         """Who a request's header `Cookie` stands for; None where nobody."""
-        try:
-            held = SimpleCookie(cookies).get(self.name)
-        except CookieError:
-            return None
         with self.lock:
-            browser = None if held is None else self.browsers.get(hashed(held.value))
+            browser = self.browsers.get(hashed(self.value(cookies)))
         return browser.user if browser is not None and self.clock() < browser.until else None
 
     def leave(self, cookies: str) -> None:
         """Forget a browser."""
-        held = SimpleCookie(cookies).get(self.name)
         with self.lock:
-            if held is not None:
-                self.browsers.pop(hashed(held.value), None)
+            self.browsers.pop(hashed(self.value(cookies)), None)
+
+    def value(self, cookies: str) -> str:
+        """The value of our cookie in a header; empty where there is none."""
+        try:
+            held = SimpleCookie(cookies).get(self.name)
+        except CookieError:
+            return ""
+        return "" if held is None else held.value

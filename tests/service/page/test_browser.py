@@ -11,7 +11,7 @@ pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 pytest.importorskip("selenium", reason="the page is driven by selenium (the extra [dev])")
 
 from lowmem_grpo.views.report import write_report
-from tests.support.browser import Browser, browsing, needs_chromium
+from tests.support.browser import Browser, browsing, crowded, needs_chromium
 from tests.support.page_server import watched
 from tests.support.written_runs import append, completion, metric, write_hostile, write_run
 
@@ -45,8 +45,7 @@ def browser(folder: Path) -> Iterator[Browser]:
 def test_the_page_is_painted_within_a_second_and_asks_no_other_host(browser: Browser) -> None:
     browser.asked_for()
     browser.open("/?run=short")
-    painted = browser.until("return performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
-    assert painted < 1000
+    assert browser.painted() < 1000 * crowded()
     browser.until("return plots.size", lambda count: count >= 4)
     asked = browser.asked_for()
     assert asked and all(address.startswith(browser.url) for address in asked), asked
@@ -108,8 +107,9 @@ def test_colours_of_curves_change_with_the_system_while_the_page_is_open(browser
 def test_100_000_steps_are_drawn_and_stay_smooth_while_they_grow(browser: Browser, folder: Path) -> None:
     began = time.monotonic()
     browser.open("/?run=long")
-    assert browser.until("return performance.getEntriesByName('first-contentful-paint')[0]?.startTime") < 1000
-    browser.until(REWARD, lambda step: step == LONG, seconds=15)
+    painted = browser.painted()
+    assert painted < 1000 * crowded()
+    browser.until(REWARD, lambda step: step == LONG, seconds=40)
     assert browser.run("return Math.max(...charts.flatMap(each => each.lines.map(line => line[1].length)))") <= 2000
     read = time.monotonic() - began
     writing = threading.Event()
@@ -128,8 +128,9 @@ def test_100_000_steps_are_drawn_and_stay_smooth_while_they_grow(browser: Browse
         writing.set()
         thread.join()
     middle, late = times[len(times) // 2], times[int(0.99 * len(times))]
-    print(f"read in {read:.1f} s; frames: median {middle:.1f} ms, 99% below {late:.1f} ms, longest {times[-1]:.1f} ms")
-    assert moved > LONG and middle < 25 and late < 100
+    print(f"painted after {painted:.0f} ms, read in {read:.1f} s; frames: median {middle:.1f} ms, 99% below "
+          f"{late:.1f} ms, longest {times[-1]:.1f} ms; {crowded():.1f} programs share a processor")
+    assert moved > LONG and middle < 25 * crowded() and late < 100 * crowded()
 
 
 def test_the_report_of_a_run_is_the_same_page_without_a_server(browser: Browser, folder: Path) -> None:

@@ -261,4 +261,9 @@ def test_the_adapter_is_downloaded_and_links_in_it_are_not_followed(
     (adapter / "README.md").symlink_to(tmp_path / "secret")
     answer = owner.post("/page/do/export", data={"run": "first"}, headers=OURS)
     assert answer.status_code == 409 and b"the secret" not in answer.content
+    (adapter / "README.md").unlink()
+    os.rename(adapter, tmp_path / "elsewhere")
+    adapter.symlink_to(tmp_path / "elsewhere")
+    answer = owner.post("/page/do/export", data={"run": "first"}, headers=OURS)
+    assert answer.status_code == 409 and "outside of its folder" in answer.text
     assert owner.post("/page/do/export", data={"run": "second"}, headers=OURS).status_code == 409

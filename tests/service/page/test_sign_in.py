@@ -31,6 +31,8 @@ def test_a_key_signs_in_and_another_does_not() -> None:
     assert page.user(f"other=1; {page.name}={cookie}; more=2") == OWNER
     for cookies in ("", f"{page.name}=", f"{page.name}={cookie}x", f"{page.name}x={cookie}", "\0;;==", "a" * 5000):
         assert page.user(cookies) is None
+        page.leave(cookies)
+    assert page.user(f"{page.name}={cookie}") == OWNER
 
 
 def test_a_cookie_ends_after_its_time_when_it_is_left_and_with_the_server() -> None:

@@ -1,0 +1,32 @@
+"""`lowmem-grpo serve`: the link that it prints opens the page of its queue."""
+
+import re
+import signal
+import subprocess
+import sys
+from http.cookiejar import CookieJar
+from pathlib import Path
+from urllib.request import HTTPCookieProcessor, build_opener
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
+def test_the_printed_link_opens_the_page_of_the_queue_and_ctrl_c_ends_both(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lowmem_grpo", "serve", "--port", "0", "--folder", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = ""
+        while not (link := re.search(r"page (\S+)", said)) and (line := process.stdout.readline()):
+            said += line
+        assert link, said
+        browser = build_opener(HTTPCookieProcessor(CookieJar()))
+        browser.open(link[1], timeout=10)
+        assert "No runs yet" in browser.open(link[1].partition("page/")[0], timeout=10).read().decode()
+        with browser.open(link[1].partition("page/")[0] + "page/events", timeout=10):
+            process.send_signal(signal.SIGINT)
+            rest = process.stdout.read()
+            process.wait(10)
+    assert "Traceback" not in rest, rest
