@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.tinker import wire
+from lowmem_grpo.service.tinker import plain_json, wire
 from lowmem_grpo.service.tinker.asking import (
     Served,
     asked_in_json,
@@ -127,8 +127,9 @@ def add_model_routes(router: APIRouter, training: Training, served: Served) -> N
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> dict[str, Any]:
         body, owner = await request.body(), owner_of(request)
-        encoding = request.headers.get("content-encoding", "")
-        return await promised(training, owner, lambda: asked_for_pass(training, wire.plain(body, encoding), owner))
+        encoding, kind = (request.headers.get(f"content-{name}", "") for name in ("encoding", "type"))
+        return await promised(training, owner, lambda: asked_for_pass(
+            training, as_protobuf(wire.plain(body, encoding), kind), owner))
 
     @router.post("/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
@@ -152,6 +153,11 @@ def created(training: Training, served: Served, given: dict[str, Any], owner: st
     training.ledger.add_model(model, owner, settings)
     training.pump(model)
     return {"request_id": f"{model}:0", "model_id": model, "type": CREATE}
+
+
+def as_protobuf(body: bytes, kind: str) -> bytes:
+    """The body of a forward_backward as the protocol has it."""
+    return plain_json.request_of(json_of(body)) if kind.partition(";")[0].strip() == JSON else body
 
 
 def asked_for_pass(training: Training, body: bytes, owner: str) -> dict[str, Any]:
@@ -234,6 +240,8 @@ def add_promise_route(router: APIRouter, training: Training, sampling: Sampling)
         if answer is None:
             return Response(f'{{"type": "try_again", "request_id": "{promise}", "queue_state": "active"}}',
                             media_type=JSON)
+        if plain_json.wants_json(request.headers.get("accept", "")):
+            answer = plain_json.in_json(answer, ":sample:" in promise)
         return Response(answer.body, media_type=answer.media)
 
     router.add_route("/retrieve_future", retrieve, methods=["POST"])

@@ -174,7 +174,8 @@ def sample_of(given: dict[str, Any], bounds: Bounds) -> Sample:
 
 
 def prompt_of(given: Any, bounds: Bounds) -> list[int]:
-    """The token ids of a prompt."""
+    """The token ids of a prompt: chunks of them, or a plain list."""
+    given = {"chunks": [{"tokens": given}]} if isinstance(given, list) else given
     chunks = given.get("chunks") if isinstance(given, dict) else None
     if not isinstance(chunks, list) or not chunks:
         raise ValueError("prompt has no chunks; send at least one token")

@@ -1,0 +1,28 @@
+"""The programs on the page about the service run as they are printed."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from served import OWNER, serving
+
+PAGE = Path(__file__).parents[2] / "docs" / "service.md"
+
+
+def test_the_program_without_a_client_trains_and_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("requests")
+    [code] = [one for one in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "import requests" in one]
+    with serving(tmp_path / "server") as served:
+        for shown, meant in (("http://127.0.0.1:8400", served.url), ("tml-...", OWNER), ("Qwen/Qwen3-4B", "tiny")):
+            assert shown in code
+            code = code.replace(shown, meant)
+        program = tmp_path / "program.py"
+        program.write_text(code)
+        runpy.run_path(str(program))["server"].close()
+    said = capsys.readouterr().out
+    losses = [float(one) for one in re.findall(r"'loss:sum': ([\d.]+)", said)]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+    assert said.count("'stop_reason'") == 2
