@@ -49,7 +49,8 @@ def test_a_sample_in_json_has_the_prompts_log_probabilities_with_null_first(serv
     sampler = server.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0,
                                                       "base_model": "tiny"}).json()["sampling_session_id"]
     promise = server.post("asample", {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 2,
-                                      "prompt": [5, 6, 7], "prompt_logprobs": True, "sampling_params": {"max_tokens": 4, "stop": []}}).json()
+                                      "prompt": [5, 6, 7], "prompt_logprobs": True,
+                                      "sampling_params": {"max_tokens": 4, "stop": []}}).json()
     found = answer(server, promise, **IN_JSON).json()
     assert [(len(one["tokens"]), len(one["logprobs"]), one["stop_reason"]) for one in found["sequences"]] == [
         (4, 4, "length")] * 2
